@@ -1,0 +1,66 @@
+# `make demo` and `make test` do all set-up by themselves. See `make help`.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvcanary-setup
+
+.PHONY: help setup demo test test-all lint format clean
+
+help:
+	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
+	@echo "make demo      complete held-out code with tree drafting and the canary on, then break the cache twice"
+	@echo "make test      lint, types and tests"
+	@echo "make test-all  the same, with the long grids"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    let ruff rewrite the files"
+	@echo "make clean     remove $(VENV) and every cache"
+	@echo
+	@echo "Each of them sets up first. Variables: PYTHON=python3.12, PIP_ARGS=\"...\" (passed on to pip install)."
+	@echo "torch for CPUs only, on Linux:  make setup PIP_ARGS=\"--extra-index-url https://download.pytorch.org/whl/cpu\""
+
+setup: $(STAMP)
+
+# Runs again only when what is installed changes.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "kvcanary needs Python 3.11 or later, and there is no '$(PYTHON)' on the PATH"; echo; \
+	  echo "hint: make setup PYTHON=/path/to/python3.12"; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvcanary needs Python 3.11 or later, '$(PYTHON)' is `"$(PYTHON)" -c 'import platform; print(platform.python_version())'`"; echo; \
+	  echo "hint: make setup PYTHON=python3.12"; exit 2; }
+	@echo "set-up: $(VENV) with torch, triton and the tools of the tests, versions as in constraints.txt"
+	@echo "set-up: downloads about 0.5 GB with torch's CPU build (2 to 4 minutes, 2.5 GB on disk),"
+	@echo "set-up: about 2.5 GB with the CUDA build that PyPI gives on Linux (5 to 15 minutes, 7 GB on disk)"
+	"$(PYTHON)" -m venv "$(VENV)"
+	"$(BIN)/python" -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) setuptools
+	"$(BIN)/python" -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --no-build-isolation --editable ".[dev]"
+	@touch "$@"
+	@echo "set-up: done"
+
+demo: $(STAMP)
+	@echo "demo: about half a minute on two CPU cores; everything runs on this machine, nothing is downloaded"
+	"$(BIN)/kvcanary" demo
+
+test: lint
+	@echo "test: the tests, about ten minutes on two CPU cores; those that need a GPU are skipped and say so"
+	"$(BIN)/python" -m pytest
+
+test-all: lint
+	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
+	"$(BIN)/python" -m pytest -m "slow or not slow"
+
+lint: $(STAMP)
+	@echo "lint: ruff, then mypy on kvcanary and kvcanary_kernels (a minute the first time, seconds later)"
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy"
+
+format: $(STAMP)
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
+
+clean:
+	rm -rf "$(VENV)" dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+"""What every test starts from: two threads, Triton's interpreter where there is no GPU, visible skips."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# Triton chooses between compiler and interpreter when a kernel is defined: this comes before the first import of one.
+if not HAS_CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and none is present"))
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KVCANARY_* variable of the developer's shell must not decide what a test sees."""
+    for name in [name for name in os.environ if name.startswith("KVCANARY_")]:
+        monkeypatch.delenv(name)

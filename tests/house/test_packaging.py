@@ -1,0 +1,122 @@
+"""One distribution with exactly four packages, its data, its licence, and pins for what the Makefile installs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kvcanary
+
+PACKAGES = {"kvcanary", "kvcanary_kernels", "kvcanary_tools", "spec_engine"}
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tracked_files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names inside a wheel that is built from a copy, so that the checkout stays clean."""
+    copy = tmp_path_factory.mktemp("source")
+    for path in tracked_files:
+        target = copy / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(copy / "dist")]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True, capture_output=True)
+    [built] = (copy / "dist").glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        return archive.namelist()
+
+
+def test_wheel_holds_exactly_our_packages(wheel: list[str]) -> None:
+    """The wheel installs four import names and nothing called `kernels`, `tools` or `tests`."""
+    tops = {name.partition("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+
+
+def test_wheel_holds_the_data(wheel: list[str]) -> None:
+    """Weights, tokenizer, model card and excerpts travel with the package, and so does the licence."""
+    embedded = [name for name in wheel if name.startswith("spec_engine/models/embedded_model/")]
+    for suffix in (".safetensors", "config.json", "tokenizer.json", ".md"):
+        assert any(name.endswith(suffix) for name in embedded), f"no {suffix} in {embedded}"
+    assert any(name.endswith("/licenses/LICENSE") for name in wheel)
+    assert "kvcanary/py.typed" in wheel
+
+
+def test_wheel_holds_every_module(root: Path, tracked_files: list[Path], wheel: list[str]) -> None:
+    """No Python file of the four packages stays behind, as one without its folder's __init__.py would."""
+    sources = [path.relative_to(root).as_posix() for path in tracked_files if path.suffix == ".py"]
+    names = [source.removeprefix("kernels/").removeprefix("tools/") for source in sources]
+    missing = [name for name in names if name.partition("/")[0] in PACKAGES and name not in wheel]
+    assert missing == []
+
+
+@pytest.mark.parametrize("folder", ["kernels", "tools", "tests"])
+def test_folder_is_not_a_package(root: Path, folder: str) -> None:
+    """An __init__.py here would shadow other projects' `kernels` and `tools` from the repository root."""
+    assert (root / folder).is_dir()
+    assert not (root / folder / "__init__.py").exists()
+
+
+def test_version_is_one(root: Path, pyproject: dict[str, Any]) -> None:
+    """Project file, module, installed metadata and changelog name the same version."""
+    version = pyproject["project"]["version"]
+    assert kvcanary.__version__ == version
+    assert importlib.metadata.version("kvcanary") == version
+    assert f"## {version}" in (root / "CHANGELOG.md").read_text()
+
+
+def pins(root: Path) -> dict[str, str]:
+    lines = (root / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_constraints_pin_what_is_installed(root: Path, pyproject: dict[str, Any]) -> None:
+    """Every dependency that `make setup` installs has a pin, and the pin satisfies the dependency."""
+    project = pyproject["project"]
+    pinned = pins(root)
+    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        requirement = Requirement(text)
+        assert canonicalize_name(requirement.name) in pinned, f"constraints.txt has no {requirement.name}"
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
+    assert pinned["torch"] == "2.13.0"
+
+
+def test_constraints_pin_the_triton_that_torch_asks_for(root: Path) -> None:
+    """torch's CUDA build demands one exact triton: any other pin would make `make setup` fail beside it."""
+    wanted = [Requirement(text) for text in importlib.metadata.requires("torch") or []]
+    for requirement in wanted:
+        if requirement.name == "triton":
+            assert requirement.specifier.contains(pins(root)["triton"]), str(requirement)
+    assert pins(root)["triton"] == "3.7.1"
+
+
+def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
+    """The extras are gpu, serve, hf and dev, and plain installs need neither of them."""
+    assert set(pyproject["project"]["optional-dependencies"]) == {"gpu", "serve", "hf", "dev"}
+    names = {Requirement(text).name for text in pyproject["project"]["dependencies"]}
+    assert names == {"torch", "triton", "click", "numpy", "safetensors", "structlog", "tokenizers"}
+
+
+def test_triton_is_asked_for_on_linux_only(pyproject: dict[str, Any]) -> None:
+    """Where there is no triton wheel the torch references serve."""
+    [triton] = [text for text in pyproject["project"]["dependencies"] if text.startswith("triton")]
+    marker = Requirement(triton).marker
+    assert marker is not None
+    assert marker.evaluate({"platform_system": "Linux"})
+    assert not marker.evaluate({"platform_system": "Darwin"})
+
+
+def test_licence_is_apache(root: Path, pyproject: dict[str, Any]) -> None:
+    """The full Apache-2.0 text is there, and the metadata name it."""
+    text = (root / "LICENSE").read_text()
+    for words in ("Apache License", "Version 2.0, January 2004", "3. Grant of Patent License", "END OF TERMS AND"):
+        assert words in text
+    assert pyproject["project"]["license"] == "Apache-2.0"

@@ -1,0 +1,86 @@
+"""Everything that the README shows is true: its Python runs, its commands work, its folders exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def run(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def shown_commands(program: str) -> list[list[str]]:
+    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    return [words[1:] for line in lines if (words := shlex.split(line[2:]))[0] == program]
+
+
+def test_python_runs_and_prints(root: Path) -> None:
+    """The Python example runs as it stands and says what it promises."""
+    [code] = blocks("python")
+    child = run(root, sys.executable, "-c", code)
+    assert child.returncode == 0, child.stderr
+    assert "tokens a forward" in child.stdout
+    assert "slots checked" in child.stdout
+
+
+@pytest.mark.parametrize("arguments", shown_commands("kvcanary"), ids=" ".join)
+def test_command_works(root: Path, arguments: list[str]) -> None:
+    """Each command line ends clean."""
+    child = subprocess.run(
+        [sys.executable, "-m", "kvcanary_tools", *arguments], cwd=root, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip()
+
+
+@pytest.mark.parametrize("arguments", shown_commands("make"), ids=" ".join)
+def test_make_target_exists(root: Path, arguments: list[str]) -> None:
+    """Each make line names a target, and its variables reach pip."""
+    planned = subprocess.run(
+        ["make", "--dry-run", "--always-make", *arguments], cwd=root, capture_output=True, text=True
+    )
+    assert planned.returncode == 0, planned.stderr
+    for argument in arguments:
+        if argument.startswith("PIP_ARGS="):
+            assert argument.removeprefix("PIP_ARGS=") in planned.stdout
+
+
+def test_folders_of_the_map_exist(root: Path) -> None:
+    """The map names real folders, and every package is on it."""
+    named = re.findall(r"^\| `([\w/]+)/` \|", README.read_text(), re.MULTILINE)
+    assert len(named) == 5
+    assert all((root / folder).is_dir() for folder in named)
+
+
+def test_links_lead_somewhere(root: Path) -> None:
+    """Relative links point at files that exist."""
+    for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", README.read_text()):
+        assert (root / target).exists(), target
+
+
+def test_codes_are_the_canary_s(root: Path) -> None:
+    """The table lists every check of this version, and no other."""
+    from kvcanary.codes import CODES
+
+    table = README.read_text().partition("## What it checks")[2].partition("##")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ") and "code" not in line]
+    assert {code.strip() for row in rows for code in row.split(",")} == set(CODES)
+
+
+def test_report_is_there() -> None:
+    """The report of the flipped bit is a real one, as `kvcanary demo` prints it."""
+    report = README.read_text().partition("<!-- report")[2].partition("<!-- /report -->")[0]
+    assert "R9" in report
+    assert "layer" in report
