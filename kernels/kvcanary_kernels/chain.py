@@ -1,0 +1,250 @@
+"""Chain values: each entry continues its predecessor, along sequences (a scan) or along tree parents."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.checks import expect_int64
+from kvcanary_kernels.device import BLOCK, INVERSES, MULTIPLIER, live_count, tl, triton
+from kvcanary_kernels.device import mix as device_mix
+from kvcanary_kernels.record import POWER_BITS, POWERS, Keys, mix, signed
+
+
+def chain_scan(
+    tokens: Tensor,
+    positions: Tensor,
+    indptr: Tensor,
+    seeds: Tensor,
+    *,
+    keys: Keys,
+    out: Tensor,
+    num_live: Tensor | None = None,
+) -> None:
+    """Chain values of consecutive entries, segment by segment. May be captured.
+
+    tokens, positions: [n] int64
+    indptr:   [segments + 1] int64, segment s is entries [indptr[s], indptr[s + 1]), n in all
+    seeds:    [segments] int64, chain value of each segment's predecessor
+    out:      [n] int64
+    num_live: [1] int64, segments at and after it are padding and stay as they are; None: all live
+    """
+    _check_scan(tokens, positions, indptr, seeds, out, num_live)
+    if seeds.numel() == 0:
+        return
+    _chain_scan_kernel[(seeds.numel(),)](
+        tokens,
+        positions,
+        indptr,
+        seeds,
+        keys.constants,
+        keys.powers,
+        out,
+        indptr if num_live is None else num_live,
+        seeds.numel(),
+        BLOCK_N=BLOCK,
+        HAS_LIVE=num_live is not None,
+    )
+
+
+def chain_scan_torch(
+    tokens: Tensor,
+    positions: Tensor,
+    indptr: Tensor,
+    seeds: Tensor,
+    *,
+    keys: Keys,
+    out: Tensor,
+    num_live: Tensor | None = None,
+) -> None:
+    """The torch reference of `chain_scan`, in closed form."""
+    _check_scan(tokens, positions, indptr, seeds, out, num_live)
+    n = tokens.numel()
+    if num_live is not None:
+        live = min(max(int(num_live), 0), seeds.numel())
+        indptr, seeds = indptr[: live + 1], seeds[:live]
+        n = int(indptr[-1])
+    if n == 0:
+        return
+    # chain_i = A^(i+1) (seed / A^start + sum of mix_j / A^(j+1) for start <= j <= i)
+    powers, inverses = _powers(keys, 0, n + 1), _powers(keys, 1, n + 1)
+    sums = (mix(tokens[:n], positions[:n], keys) * inverses[1:]).cumsum(0)
+    begins = indptr[:-1]
+    before = torch.cat((sums.new_zeros(1), sums)).index_select(0, begins)
+    offsets = inverses.index_select(0, begins).mul_(seeds).sub_(before)
+    sums += torch.repeat_interleave(offsets, indptr[1:] - begins, output_size=n)
+    torch.mul(sums, powers[1:], out=out[:n])
+
+
+def chain_tree(
+    tokens: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    seeds: Tensor,
+    *,
+    max_depth: int,
+    keys: Keys,
+    out: Tensor,
+    num_live: Tensor | None = None,
+) -> None:
+    """Chain values of tree nodes from their parents. May be captured.
+
+    tokens, positions: [n] int64
+    parents:   [n] int64, index of the parent among these entries; -1: the entry continues `seeds`; any other
+               value outside [0, live) has no chain to continue (value 0), so that every reader reports R5
+    seeds:     [n] int64, chain value of the row that an entry with parent -1 continues; else unused
+    max_depth: at least the number of parent steps from any entry to its first ancestor
+    out:       [n] int64
+    num_live:  [1] int64, entries at and after it are padding and stay as they are; None: all live
+    """
+    _check_tree(tokens, positions, parents, seeds, max_depth, out, num_live)
+    n = tokens.numel()
+    if n == 0:
+        return
+    _chain_tree_kernel[(triton.cdiv(n, BLOCK),)](
+        tokens,
+        positions,
+        parents,
+        seeds,
+        keys.constants,
+        out,
+        parents if num_live is None else num_live,
+        n,
+        max_depth,
+        BLOCK_N=BLOCK,
+        HAS_LIVE=num_live is not None,
+    )
+
+
+def chain_tree_torch(
+    tokens: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    seeds: Tensor,
+    *,
+    max_depth: int,
+    keys: Keys,
+    out: Tensor,
+    num_live: Tensor | None = None,
+) -> None:
+    """The torch reference of `chain_tree`, two operations a level."""
+    _check_tree(tokens, positions, parents, seeds, max_depth, out, num_live)
+    n = tokens.numel()
+    if num_live is not None:
+        n = min(max(int(num_live), 0), n)
+        tokens, positions, parents, seeds = tokens[:n], positions[:n], parents[:n], seeds[:n]
+    multiplier = signed(keys.multiplier)
+    own = mix(tokens, positions, keys)
+    torch.where(parents == -1, torch.add(own, seeds, alpha=multiplier), own, out=own)
+    values = torch.zeros(n + 1, dtype=torch.int64, device=own.device)  # the last is the parent of those without one
+    values[:n] = own
+    parents = torch.where((parents >= 0) & (parents < n), parents, n)
+    for _ in range(max_depth):
+        torch.add(own, values.index_select(0, parents), alpha=multiplier, out=values[:n])
+    out[:n] = values[:n]
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _chain_scan_kernel(
+    tokens,
+    positions,
+    indptr,
+    seeds,
+    constants,
+    powers,
+    out,
+    num_live,
+    num_segments,
+    BLOCK_N: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    i_segment = tl.program_id(0).to(tl.int64)
+    if i_segment >= live_count(num_live, num_segments, HAS_LIVE):
+        return
+    begin = tl.load(indptr + i_segment)
+    end = tl.load(indptr + i_segment + 1)
+    carry = tl.load(seeds + i_segment)
+    o_block = tl.arange(0, BLOCK_N)
+    b_power = tl.load(powers + 1 + o_block)  # A^(i+1)
+    b_inverse = tl.load(powers + INVERSES + 1 + o_block)
+    block_power = tl.load(powers + BLOCK_N)
+    for i_block in range(begin, end, BLOCK_N):
+        o_n = i_block + o_block
+        m_n = o_n < end
+        token = tl.load(tokens + o_n, mask=m_n, other=0)
+        position = tl.load(positions + o_n, mask=m_n, other=0)
+        b_term = tl.where(m_n, device_mix(token, position, constants) * b_inverse, 0)
+        tl.store(out + o_n, b_power * (carry + tl.cumsum(b_term, 0)), mask=m_n)
+        carry = block_power * (carry + tl.sum(b_term))
+
+
+@triton.jit(do_not_specialize=["n", "max_depth"])
+def _chain_tree_kernel(
+    tokens,
+    positions,
+    parents,
+    seeds,
+    constants,
+    out,
+    num_live,
+    n,
+    max_depth,
+    BLOCK_N: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    num_nodes = live_count(num_live, n, HAS_LIVE)
+    m_n = o_n < num_nodes
+    multiplier = tl.load(constants + MULTIPLIER)
+    b_node = o_n
+    m_node = m_n
+    b_value = tl.zeros([BLOCK_N], tl.int64)
+    b_power = tl.zeros([BLOCK_N], tl.int64) + 1
+    for _ in range(max_depth + 1):  # the entry itself, then its ancestors
+        token = tl.load(tokens + b_node, mask=m_node, other=0)
+        position = tl.load(positions + b_node, mask=m_node, other=0)
+        b_parent = tl.load(parents + b_node, mask=m_node, other=-2)
+        seed = tl.load(seeds + b_node, mask=b_parent == -1, other=0)
+        b_own = device_mix(token, position, constants) + multiplier * seed
+        b_value += tl.where(m_node, b_power * b_own, 0)
+        b_power *= multiplier
+        b_node = b_parent
+        m_node = (b_parent >= 0) & (b_parent < num_nodes)
+    tl.store(out + o_n, b_value, mask=m_n)
+
+
+def _powers(keys: Keys, table: int, n: int) -> Tensor:
+    """[n] int64: multiplier (table 0) or inverse (table 1) to the powers 0, 1, 2, ..."""
+    low, high = keys.powers[table]
+    if n <= POWERS:
+        return low[:n]
+    return (high[: (n >> POWER_BITS) + 1, None] * low).flatten()[:n]
+
+
+def _check_scan(
+    tokens: Tensor, positions: Tensor, indptr: Tensor, seeds: Tensor, out: Tensor, num_live: Tensor | None
+) -> None:
+    n = tokens.numel()
+    if n >= POWERS * POWERS:
+        raise ValueError(f"a scan takes fewer than {POWERS * POWERS} entries, got {n}")
+    expect_int64(n, tokens=tokens, positions=positions, out=out)
+    expect_int64(seeds.numel() + 1, indptr=indptr)
+    expect_int64(seeds.numel(), seeds=seeds)
+    expect_int64(1, num_live=num_live)
+
+
+def _check_tree(
+    tokens: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    seeds: Tensor,
+    max_depth: int,
+    out: Tensor,
+    num_live: Tensor | None,
+) -> None:
+    if max_depth < 0:
+        raise ValueError(f"max_depth must not be negative, got {max_depth}")
+    expect_int64(tokens.numel(), tokens=tokens, positions=positions, parents=parents, seeds=seeds, out=out)
+    expect_int64(1, num_live=num_live)

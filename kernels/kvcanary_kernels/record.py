@@ -1,0 +1,271 @@
+"""The 64-byte record of a slot and the keys of every hash: the layout, once, for host and device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RECORD_VERSION = 1
+
+# A record is 8 int64 columns, which are 16 little-endian 32-bit words. The first four columns are the identity.
+COLUMNS = 8
+TOKEN_POSITION = 0  # token | position << 32
+CHAIN = 1
+REQUEST_GENERATION = 2  # request | generation << 32
+STEP_SITE = 3  # step | site << 32
+CONTENT_B = 4
+LAYERS_LOW = 5  # bit l: layer l was written, layers 0 to 63
+LAYERS_HIGH = 6  # layers 64 to 127
+SEAL = 7
+IDENTITY_COLUMNS = 4
+IDENTITY_WORDS = 8
+MAX_LAYERS = 128
+
+# Keys.constants: the scalars that kernels read on the device.
+SEAL_START = 0
+SEAL_KEYS = 1  # 8 identity words, then the slot number, then the pool id
+SEAL_SLOT_KEY = SEAL_KEYS + IDENTITY_WORDS
+SEAL_POOL_KEY = SEAL_SLOT_KEY + 1
+MIX_KEY = SEAL_POOL_KEY + 1
+MULTIPLIER = MIX_KEY + 1
+START_B = MULTIPLIER + 1
+NUM_CONSTANTS = START_B + 1
+
+# One bit a check in the codes that verify writes: bit number is the check's number minus one.
+R1_OUT_OF_RANGE = 1 << 0
+R2_NULL_SLOT = 1 << 1
+R3_RECORD_DAMAGED = 1 << 2
+R4_POSITION = 1 << 3
+R5_CHAIN_BREAK = 1 << 4
+R12_UNWRITTEN = 1 << 11
+CODE_BITS = {
+    "R1": R1_OUT_OF_RANGE,
+    "R2": R2_NULL_SLOT,
+    "R3": R3_RECORD_DAMAGED,
+    "R4": R4_POSITION,
+    "R5": R5_CHAIN_BREAK,
+    "R12": R12_UNWRITTEN,
+}
+
+MASK_32 = (1 << 32) - 1
+MASK_64 = (1 << 64) - 1
+SPLITMIX_STEP = 0x9E3779B97F4A7C15
+SPLITMIX_FIRST = 0xBF58476D1CE4E5B9
+SPLITMIX_SECOND = 0x94D049BB133111EB
+
+POWER_BITS = 12  # powers of the multiplier: one table for the low 12 bits of the exponent, one for the next 12
+POWERS = 1 << POWER_BITS
+MAX_WORDS_PER_ROW = 1 << 20  # float64 sums of 32-bit words times one key bit are exact up to it
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Keys:
+    """All keys of one pool, from one secret seed. Seal, mix and chain keys are the same for every pool of a seed.
+
+    lane_a, lane_b: [layers, words_per_row] int32, the keys' bits: 32-bit, odd, distinct within layer and lane
+    start_a:        [layers] int64, starting constant of lane a in each layer
+    start_b:        starting constant of lane b, the sum over the layers
+    pieces:         [layers, words_per_row, 2 * pieces] float64, lane a's then lane b's keys cut into pieces of
+                    piece_bits bits, lowest first (fingerprint_torch)
+    constants:      [NUM_CONSTANTS] int64, the scalars above as kernels read them
+    powers:         [2, 2, POWERS] int64, multiplier and inverse to the powers i and i << POWER_BITS
+    The plain integers are unsigned 64-bit values.
+    """
+
+    seed_id: str
+    num_layers: int
+    words_per_row: int
+    lane_a: Tensor
+    lane_b: Tensor
+    start_a: Tensor
+    start_b: int
+    pieces: Tensor
+    piece_bits: int
+    constants: Tensor
+    powers: Tensor
+    seal_start: int
+    seal_keys: tuple[int, ...]
+    mix_key: int
+    multiplier: int
+    inverse: int
+    root_key: int
+
+    def __repr__(self) -> str:
+        """Without the keys: they are secret, and a repr ends up in logs."""
+        return f"Keys(seed_id={self.seed_id!r}, num_layers={self.num_layers}, words_per_row={self.words_per_row})"
+
+
+def make_keys(seed: int, num_layers: int, words_per_row: int, device: torch.device | str = "cpu") -> Keys:
+    """Derive every key from `seed`. `words_per_row`: 32-bit words of one layer's K row plus its V row."""
+    if not 0 < num_layers <= MAX_LAYERS:
+        raise ValueError(f"num_layers must be 1 to {MAX_LAYERS}, got {num_layers}")
+    if not 0 < words_per_row <= MAX_WORDS_PER_ROW:
+        raise ValueError(f"words_per_row must be 1 to {MAX_WORDS_PER_ROW}, got {words_per_row}")
+    lanes = [[_odd_keys(seed, f"lane {lane} {i}", words_per_row) for i in range(num_layers)] for lane in "ab"]
+    starts = [[next(_draws(seed, f"start {lane} {i}")) for i in range(num_layers)] for lane in "ab"]
+    seal_keys = _odd_keys(seed, "seal", IDENTITY_WORDS + 2)
+    seal_start, mix_key = next(_draws(seed, "seal start")), next(_draws(seed, "mix"))
+    multiplier = next(_draws(seed, "chain")) & ~7 | 5  # 5 mod 8: full period, and odd, so that it has an inverse
+    inverse = pow(multiplier, -1, 1 << 64)
+    lane_a, lane_b = torch.tensor(lanes, dtype=torch.int64)
+    piece_bits = _piece_bits(words_per_row)
+    start_b = sum(starts[1]) & MASK_64
+    constants = [signed(c) for c in (seal_start, *seal_keys, mix_key, multiplier, start_b)]
+    return Keys(
+        seed_id=seed_id(seed),
+        num_layers=num_layers,
+        words_per_row=words_per_row,
+        lane_a=lane_a.to(torch.int32).to(device),
+        lane_b=lane_b.to(torch.int32).to(device),
+        start_a=torch.tensor([signed(c) for c in starts[0]]).to(device),
+        start_b=start_b,
+        pieces=torch.cat([_cut(lane, piece_bits) for lane in (lane_a, lane_b)], dim=2).to(device),
+        piece_bits=piece_bits,
+        constants=torch.tensor(constants).to(device),
+        powers=torch.tensor([_powers(multiplier), _powers(inverse)]).to(device),
+        seal_start=seal_start,
+        seal_keys=tuple(seal_keys),
+        mix_key=mix_key,
+        multiplier=multiplier,
+        inverse=inverse,
+        root_key=next(_draws(seed, "root")),
+    )
+
+
+def seed_id(seed: int) -> str:
+    """A public name of the seed: two sides compare it without showing the seed."""
+    return hashlib.sha256(f"kvcanary seed {seed & MASK_64} record {RECORD_VERSION}".encode()).hexdigest()[:16]
+
+
+def mix(tokens: Tensor, positions: Tensor, keys: Keys) -> Tensor:
+    """[n] int64: the keyed splitmix finaliser of (token << 32 | position), a bijection. Both inputs [n] int64."""
+    z = (tokens << 32).bitwise_or_(positions & MASK_32).add_(signed(keys.mix_key))
+    z ^= (z >> 30).bitwise_and_(MASK_64 >> 30)  # the mask makes the shift logical
+    z *= signed(SPLITMIX_FIRST)
+    z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
+    z *= signed(SPLITMIX_SECOND)
+    z ^= (z >> 31).bitwise_and_(MASK_64 >> 31)
+    return z
+
+
+def mix_host(token: int, position: int, keys: Keys) -> int:
+    """`mix` of one pair in plain integers, unsigned."""
+    return _finalise(((token & MASK_32) << 32 | position & MASK_32) + keys.mix_key)
+
+
+def chain_root(keys: Keys, role: str, salt: str = "") -> int:
+    """The chain value before the first token, unsigned: a keyed hash of what makes equal tokens mean equal rows."""
+    key = keys.root_key.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(repr((role, salt)).encode(), key=key, digest_size=8).digest(), "little")
+
+
+def chain_host(tokens: list[int], first_position: int, value: int, keys: Keys) -> list[int]:
+    """The chain values of consecutive tokens in plain integers, unsigned; `value` is the predecessor's."""
+    values = []
+    for position, token in enumerate(tokens, first_position):
+        value = (keys.multiplier * value + mix_host(token, position, keys)) & MASK_64
+        values.append(value)
+    return values
+
+
+def signed(value: int) -> int:
+    """The two's complement reading of an unsigned 64-bit value, as int64 tensors hold it."""
+    value &= MASK_64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def unsigned(value: int) -> int:
+    """The unsigned 64-bit reading of an int64 tensor's element."""
+    return value & MASK_64
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record in plain unsigned integers, as reports print it."""
+
+    token: int
+    position: int
+    chain: int
+    request: int
+    generation: int
+    step: int
+    site: int
+    content_b: int
+    layers: int
+    seal: int
+
+
+def read_record(records: Tensor, slot: int) -> Record:
+    """Read the record of one slot; `records`: [num_slots, 8] int64."""
+    row = [unsigned(value) for value in records[slot].tolist()]
+    token, position = row[TOKEN_POSITION] & MASK_32, row[TOKEN_POSITION] >> 32
+    request, generation = row[REQUEST_GENERATION] & MASK_32, row[REQUEST_GENERATION] >> 32
+    step, site = row[STEP_SITE] & MASK_32, row[STEP_SITE] >> 32
+    layers = row[LAYERS_LOW] | row[LAYERS_HIGH] << 64
+    return Record(token, position, row[CHAIN], request, generation, step, site, row[CONTENT_B], layers, row[SEAL])
+
+
+def seal_host(record: Record, slot: int, pool_id: int, keys: Keys) -> int:
+    """The seal that this identity should carry, unsigned."""
+    words = [record.token, record.position, record.chain & MASK_32, record.chain >> 32, record.request]
+    words += [record.generation, record.step, record.site, slot & MASK_32, pool_id & MASK_32]
+    return (keys.seal_start + sum(k * w for k, w in zip(keys.seal_keys, words, strict=True))) & MASK_64
+
+
+def layers_bitmap(num_layers: int, device: torch.device | str = "cpu") -> Tensor:
+    """[2] int64: the bitmap of a slot whose every layer was written."""
+    bits = (1 << num_layers) - 1
+    return torch.tensor([signed(bits), signed(bits >> 64)], device=device)
+
+
+def _finalise(z: int) -> int:
+    z &= MASK_64
+    z = (z ^ z >> 30) * SPLITMIX_FIRST & MASK_64
+    z = (z ^ z >> 27) * SPLITMIX_SECOND & MASK_64
+    return z ^ z >> 31
+
+
+def _draws(seed: int, purpose: str) -> Iterator[int]:
+    """The splitmix64 stream of one purpose."""
+    state = _finalise(seed) ^ int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+    while True:
+        state = (state + SPLITMIX_STEP) & MASK_64
+        yield _finalise(state)
+
+
+def _odd_keys(seed: int, purpose: str, count: int) -> list[int]:
+    """`count` distinct odd 32-bit keys."""
+    keys: dict[int, None] = {}
+    for value in _draws(seed, purpose):
+        keys[value >> 32 | 1] = None
+        if len(keys) == count:
+            break
+    return list(keys)
+
+
+def _piece_bits(words_per_row: int) -> int:
+    """How many key bits a float64 sum of words * pieces takes exactly: below 2^53 in all, and pieces of equal size."""
+    most = 53 - 32 - (words_per_row - 1).bit_length()
+    return -(-32 // -(-32 // most))
+
+
+def _cut(keys: Tensor, bits: int) -> Tensor:
+    """[layers, words, pieces] float64 of [layers, words] int64 keys."""
+    pieces = [keys >> shift & (1 << bits) - 1 for shift in range(0, 32, bits)]
+    return torch.stack(pieces, dim=2).double()
+
+
+def _powers(base: int) -> list[list[int]]:
+    """base^i, and base^(i << POWER_BITS), for i in [0, POWERS)."""
+    tables = []
+    for factor in (base, pow(base, POWERS, 1 << 64)):
+        value, table = 1, []
+        for _ in range(POWERS):
+            table.append(signed(value))
+            value = value * factor & MASK_64
+        tables.append(table)
+    return tables
