@@ -1,0 +1,35 @@
+"""The checks of this version: code, short name, plain sentence, and which finding speaks first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Code:
+    """One check: its code, its name in reports, and what a hit means in one sentence."""
+
+    code: str
+    name: str
+    sentence: str
+
+
+_ALL = (
+    Code("W1", "write out of range", "a forward was told to write a slot that the pool does not have"),
+    Code("W4", "duplicate write", "one forward writes the same slot, or the same layer of it, twice"),
+    Code("W5", "write position", "an entry is written at a position that is not its parent's plus one"),
+    Code("R1", "slot out of range", "attention was told to read a slot that the pool does not have"),
+    Code("R2", "null slot", "a live row reads a null slot, which belongs to padding"),
+    Code("R3", "record damaged", "the canary's own record of this slot was overwritten"),
+    Code("R12", "unwritten slot", "the slot was not written, or not by every layer, since its page was granted"),
+    Code("R4", "wrong position", "the slot holds a token of another position than the row expects there"),
+    Code("R5", "chain break", "the slot holds a token that does not continue the token before it"),
+    Code("R9", "content changed", "bytes of K or V are not those that were written"),
+    Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
+)
+
+#: Codes by name; the order is the order in which findings at one slot speak: W first, then R as listed.
+CODES: dict[str, Code] = {code.code: code for code in _ALL}
+RANK: dict[str, int] = {code.code: rank for rank, code in enumerate(_ALL)}
+#: Checks of the bytes; the others are checks of identity.
+CONTENT_CODES = frozenset({"R9"})

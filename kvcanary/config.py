@@ -1,0 +1,126 @@
+"""CanaryConfig: what the canary checks, how much of it, and what a finding does."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcanary.codes import CODES
+from kvcanary.errors import CanaryConfigError
+
+MODES = ("off", "log", "raise")
+LATER_MODES = ("abort", "heal")
+CONTENTS = ("write", "rolling", "full")
+#: Steps within which the automatic budget re-reads every committed byte of the running rows.
+ROTATION_STEPS = 64
+_UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class CanaryConfig:
+    """Settings of the canary.
+
+    mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops).
+    content: `write` (fingerprints are taken, never compared), `rolling` (a byte budget a step is
+        re-read, and all bytes of a request when it ends), `full` (all bytes a forward reads).
+    budget: bytes a step of the rolling check; None re-reads the running rows within 64 steps.
+    seed: of all keys; None draws a secret one. Fix it to compare two runs.
+    disable: codes that are neither reported nor counted; the certificate names them.
+    """
+
+    mode: str = "raise"
+    content: str = "rolling"
+    budget: int | None = None
+    seed: int | None = None
+    disable: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        _check_mode(self.mode)
+        if self.content not in CONTENTS:
+            raise CanaryConfigError(f"content must be one of {', '.join(CONTENTS)}, got {self.content!r}")
+        _check_budget(self.budget)
+        _check_seed(self.seed)
+        object.__setattr__(self, "disable", _checked_codes(self.disable))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a manager should be built at all."""
+        return self.mode != "off"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
+        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _SEED and _DISABLE; `overrides` win."""
+        environ = os.environ if environ is None else environ
+        settings: dict[str, Any] = {}
+        for name, parse in _PARSERS.items():
+            text = environ.get(f"KVCANARY_{name.upper()}", "").strip()
+            if text:
+                settings[name] = parse(text)
+        return cls(**{**settings, **overrides})
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes from `4MiB`, `512 kb` or `65536`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise CanaryConfigError(f"budget must be a size such as 65536, 64KiB or 4MiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_codes(text: str) -> frozenset[str]:
+    """Check codes from `R5,W4`."""
+    return frozenset(part.strip().upper() for part in text.split(",") if part.strip())
+
+
+def _parse_seed(text: str) -> int:
+    try:
+        return int(text, 0)
+    except ValueError:
+        raise CanaryConfigError(f"seed must be an integer, got {text!r}") from None
+
+
+def _parse_budget(text: str) -> int | None:
+    return None if text.lower() == "auto" else parse_bytes(text)
+
+
+_PARSERS = {
+    "mode": str.lower,
+    "content": str.lower,
+    "budget": _parse_budget,
+    "seed": _parse_seed,
+    "disable": parse_codes,
+}
+
+
+def _check_mode(mode: str) -> None:
+    if mode in LATER_MODES:
+        raise CanaryConfigError(f"mode {mode!r} does not exist yet: use 'raise' to stop or 'log' to go on")
+    if mode not in MODES:
+        raise CanaryConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+
+
+def _check_budget(budget: int | None) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
+        raise CanaryConfigError(f"budget must be a positive number of bytes a step or None, got {budget!r}")
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise CanaryConfigError(f"seed must be an integer in [0, 2^64) or None, got {seed!r}")
+
+
+def _checked_codes(codes: Any) -> frozenset[str]:
+    if isinstance(codes, str):
+        raise CanaryConfigError(f"disable must be a set of codes such as {{'R5'}}, got the string {codes!r}")
+    codes = frozenset(codes)
+    unknown = sorted(str(code) for code in codes if code not in CODES)
+    if unknown:
+        raise CanaryConfigError(f"disable knows {', '.join(CODES)}, got {', '.join(unknown)}")
+    return codes

@@ -1,0 +1,39 @@
+"""Every error kvcanary raises: one base, and subclasses that are also the builtin a caller expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcanary.findings import Finding
+    from kvcanary.report import Report
+
+
+class KVCanaryError(Exception):
+    """Base of all errors of this package."""
+
+
+class KVCorruptionError(KVCanaryError, RuntimeError):
+    """The canary found corruption and its mode is `raise`; no token of this step may leave."""
+
+    def __init__(self, findings: Sequence[Finding], report: Report) -> None:
+        super().__init__(report.text())
+        self.findings = list(findings)
+        self.report = report
+
+
+class CanaryConfigError(KVCanaryError, ValueError):
+    """A setting of `CanaryConfig` is refused."""
+
+
+class PlanError(KVCanaryError, ValueError):
+    """A pool view, a read plan or a write plan contradicts itself; the message has the numbers."""
+
+
+class HookOrderError(KVCanaryError, RuntimeError):
+    """The engine called a hook in a phase where it has no meaning."""
+
+
+class LifetimeError(KVCanaryError, RuntimeError):
+    """A request or page event contradicts what the ledger knows: unknown, twice, or someone else's."""

@@ -1,0 +1,3 @@
+"""The record layout, defined once beside the kernels and named here for readers of this package."""
+
+from kvcanary_kernels.record import *  # noqa: F403

@@ -1,0 +1,154 @@
+"""Device state: the records of all pools in one tensor, fingerprints of each, and the generations of pages."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcanary.errors import PlanError
+from kvcanary.views import PoolView
+from kvcanary_kernels import record
+from kvcanary_kernels.record import MASK_64, Keys, chain_root, layers_bitmap, make_keys
+from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.seal import seal_torch
+
+
+@dataclass(frozen=True, eq=False)
+class PoolState:
+    """One pool: what the engine gave, and what the canary keeps beside it.
+
+    base:       row of its slot 0 in the records of all pools
+    root:       chain value that position 0 continues, unsigned
+    records:    [num_slots, 8] int64, a view of the records of all pools
+    expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
+    content_a:  [layers, num_slots] int64
+    part_keys:  [2 * layers, words, 2 * pieces] float64, the key pieces of each K row and each V row
+    piece_weights: [pieces] int64, what each piece counts in a lane
+    seal_term:  what this pool adds to a seal of pool 0, unsigned
+    """
+
+    view: PoolView
+    pool_id: int
+    keys: Keys
+    rows: PoolRows
+    base: int
+    root: int
+    records: Tensor
+    expected: Tensor
+    content_a: Tensor
+    part_keys: Tensor
+    piece_weights: Tensor
+    layers: Tensor
+    full_layers: int
+    seal_term: int
+
+    @property
+    def name(self) -> str:
+        return self.view.name
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of the K row, or of the V row, of one layer."""
+        return self.view.kv_heads * self.view.head_dim
+
+
+class CanaryState:
+    """Everything that is allocated once, when the canary is attached."""
+
+    def __init__(self, views: Sequence[PoolView], seed: int) -> None:
+        _check_pools(views)
+        device = views[0].k[0].device
+        self.page_size = views[0].page_size
+        self.num_slots = max(view.num_slots for view in views)
+        num_pages = max(view.num_pages for view in views)
+        total = sum(view.num_slots for view in views)
+        with torch.inference_mode(False):
+            self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
+            self.expected = torch.zeros_like(self.records)
+            self.generations = torch.zeros(num_pages, dtype=torch.int64, device=device)
+            self.arange = torch.arange(self.num_slots + 1, device=device)
+            self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
+        self.by_name = {pool.name: pool for pool in self.pools}
+        self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
+
+    def ints(self, values: Iterable[int]) -> Tensor:
+        """[n] int64 on the device of the state."""
+        buffer = array("q", values)
+        if not buffer:
+            return self.arange[:0]
+        host = torch.frombuffer(buffer, dtype=torch.int64)
+        return host if self.arange.is_cpu else host.to(self.arange.device)
+
+    def columns(self, values: array[int], n: int) -> Tensor:
+        """[columns, n] int64 of unsigned 64-bit values, column after column."""
+        host = torch.frombuffer(values, dtype=torch.int64).view(-1, n)
+        return host if self.arange.is_cpu else host.to(self.arange.device)
+
+    def set_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """One delta list: these pages have these generations from now on."""
+        self.generations.index_copy_(0, self.ints(pages), self.ints(generations))
+
+    def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
+        view = views[number]
+        rows = pool_rows(view.k, view.v)
+        keys = make_keys(seed, view.num_layers, rows.words_per_row, device=self.records.device)
+        base = sum(other.num_slots for other in views[:number])
+        records = self.records[base : base + view.num_slots]
+        _seal_as_never_written(records, number, keys)
+        expected = self.expected[base : base + view.num_slots].copy_(records)
+        return PoolState(
+            view=view,
+            pool_id=number,
+            keys=keys,
+            rows=rows,
+            base=base,
+            root=chain_root(keys, view.name),
+            records=records,
+            expected=expected,
+            content_a=torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device),
+            part_keys=keys.pieces.view(2 * view.num_layers, rows.words_per_row // 2, -1),
+            piece_weights=torch.tensor([1 << i * keys.piece_bits for i in range(keys.pieces.shape[2] // 2)]).to(
+                records.device
+            ),
+            layers=layers_bitmap(view.num_layers, records.device),
+            full_layers=(1 << view.num_layers) - 1,
+            seal_term=keys.seal_keys[-1] * number & MASK_64,
+        )
+
+
+def _seal_as_never_written(records: Tensor, pool_id: int, keys: Keys) -> None:
+    """Generation 0 is never granted: a slot that nobody has written is R12, a zeroed record R3."""
+    slots = torch.arange(records.shape[0], device=records.device)
+    zero = torch.zeros_like(slots)
+    one = zero[:1]
+    seal_torch(
+        records,
+        slots,
+        tokens=zero,
+        positions=zero,
+        chains=zero,
+        requests=one,
+        generations=one,
+        step=one,
+        sites=one,
+        pool_id=pool_id,
+        keys=keys,
+    )
+
+
+def _check_pools(views: Sequence[PoolView]) -> None:
+    if not views:
+        raise PlanError("a manager needs at least one pool")
+    names = [view.name for view in views]
+    if len(set(names)) != len(names):
+        raise PlanError(f"pools must have different names, got {', '.join(names)}")
+    for view in views[1:]:
+        if view.page_size != views[0].page_size:
+            raise PlanError(
+                f"pools share page ids, so page_size must be one: {names[0]!r} has {views[0].page_size}, "
+                f"{view.name!r} has {view.page_size}"
+            )

@@ -1,0 +1,128 @@
+"""Sweep: the rolling check of committed bytes under a budget, and the last look when a request ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvcanary.config import ROTATION_STEPS
+from kvcanary.content import Looked, find_changed, slots_are_right
+from kvcanary.hits import Hit
+from kvcanary.ledger import Ledger, Request
+from kvcanary.state import CanaryState, PoolState
+
+
+@dataclass(slots=True)
+class Look:
+    """Positions of one request in one pool whose bytes are looked at now."""
+
+    request: Request
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)  # (start, end, last known good)
+
+
+#: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations.
+STRIDE = 4
+
+
+class Sweeper:
+    """Plans on the host which committed slots are read again, oldest look first."""
+
+    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None) -> None:
+        self._state, self._ledger, self._budget = state, ledger, budget
+        self._credit: dict[tuple[int, int], float] = {}
+        self.bytes_read = 0
+        self.longest_wait = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step has a slice: all have with a budget of the user's."""
+        return self._budget is not None or step % STRIDE == 0
+
+    def slice(self, step: int) -> list[Hit]:
+        """This step's share: within the rotation every committed byte of every running request is read again."""
+        requests = [request for request in self._ledger.requests.values() if not request.released]
+        total = self._live_bytes(requests) if self._budget is not None else 0
+        hits: list[Hit] = []
+        for pool in self._state.pools:
+            looks = []
+            for request in requests:
+                queue = self.commit(request, pool)
+                count = self._share(request, pool, queue, total)
+                if count:
+                    looks.append(Look(request, request.reads[pool.pool_id].take(count, step)))
+            hits += self._look(pool, looks, ("sweep", 0), step, both_lanes=False)
+        return hits
+
+    def last_look(self, request: Request, step: int) -> list[Hit]:
+        """All committed bytes of a request, in every pool, with both lanes."""
+        hits: list[Hit] = []
+        for pool in self._state.pools:
+            length = self.commit(request, pool)
+            queue = request.reads[pool.pool_id]
+            look = Look(request, queue.take(length, step + 1))  # also those that this step has read
+            hits += self._look(pool, [look], ("release", 0), step, both_lanes=True)
+        return hits
+
+    def mark_read(self, pool: PoolState, request: Request, step: int) -> None:
+        """All committed bytes of this request were read by another check in this step."""
+        length = self.commit(request, pool)
+        for _, _, read in request.reads[pool.pool_id].take(length, step):
+            self.longest_wait = max(self.longest_wait, step - read)
+
+    def commit(self, request: Request, pool: PoolState) -> int:
+        """Let newly committed positions join the queue; its length."""
+        queue = request.reads[pool.pool_id]
+        queue.extend_to(request.final_len(pool.pool_id), request.commit_step)
+        return queue.length
+
+    def waiting(self, step: int) -> int:
+        """Steps since the last look at the live byte that waits longest."""
+        oldest = [
+            read
+            for request in self._ledger.requests.values()
+            if not request.released
+            for queue in request.reads
+            if (read := queue.oldest()) is not None
+        ]
+        return max((step - read for read in oldest), default=0)
+
+    def _share(self, request: Request, pool: PoolState, length: int, total: int) -> int:
+        """Slots of this request and pool to read now."""
+        if self._budget is None:
+            return -(-length * STRIDE // (ROTATION_STEPS - 2 * STRIDE))
+        if not length:
+            return 0
+        key = request.uid, pool.pool_id
+        credit = min(self._credit.get(key, 0.0) + length * self._budget / total, float(length))
+        self._credit[key] = credit - int(credit)
+        return int(credit)
+
+    def _live_bytes(self, requests: Iterable[Request]) -> int:
+        return sum(
+            request.final_len(pool.pool_id) * pool.view.slot_bytes for request in requests for pool in self._state.pools
+        )
+
+    def _look(
+        self, pool: PoolState, looks: Iterable[Look], site: tuple[str, int], step: int, both_lanes: bool
+    ) -> list[Hit]:
+        slots: list[int] = []
+        looks = list(looks)
+        for look in looks:
+            for start, end, read in look.ranges:
+                slots += self._ledger.slots(look.request, start, end)
+                self.longest_wait = max(self.longest_wait, step - read)
+        if not slots:
+            return []
+        self.bytes_read += len(slots) * pool.view.slot_bytes
+        where = self._state.ints(slots)
+        if not both_lanes and slots_are_right(pool, where):
+            return []
+        return find_changed(pool, where, self._places(looks), site, step, both_lanes)
+
+    def _places(self, looks: Iterable[Look]) -> list[Looked]:
+        return [
+            Looked(slot, position, look.request.request_id, read)
+            for look in looks
+            for start, end, read in look.ranges
+            for position in range(start, end)
+            if (slot := self._ledger.slot(look.request, position)) >= 0
+        ]
