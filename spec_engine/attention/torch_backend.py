@@ -1,0 +1,105 @@
+"""Attention in plain torch: gathers each row's slots, then one scaled dot product a layer.
+
+Rows with equally many new tokens (decode, draft, verify) are padded to the longest and run together; ragged
+ones (prefill, extend of several requests) run row by row. Heads that share a KV head are folded into the query
+dimension, so K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcanary import SubstepCanary
+from spec_engine.core import ForwardBatch
+from spec_engine.memory.pool import KVPool
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Rows that run as one product."""
+
+    tokens: slice  # of the forward's tokens
+    num_rows: int
+    num_new: int  # tokens a row
+    indices: Tensor  # [num_rows * width] int64, padded with the null slot
+    mask: Tensor | None  # [num_rows, 1, group * num_new, width] additive, or None: everything is visible
+
+
+class TorchAttention:
+    """The KVAccess of one forward: stores K and V, tells the canary, attends."""
+
+    def __init__(
+        self, pool: KVPool, batch: ForwardBatch, num_heads: int, indices: Tensor, slots: Tensor, substep: SubstepCanary | None
+    ) -> None:
+        self.pool = pool
+        self.slots = slots
+        self.substep = substep
+        self.kv_heads, self.head_dim = pool.kv.shape[-2:]
+        self.fold = num_heads // self.kv_heads
+        self.groups = self._plan(batch, indices)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
+        self.pool.store(layer, self.slots, k, v)
+        if self.substep is not None:
+            self.substep.store(layer, k, v)
+        outputs = [self._attend(layer, q[group.tokens], group) for group in self.groups]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(self, layer: int, q: Tensor, group: _Group) -> Tensor:
+        rows, new, heads, dim = group.num_rows, group.num_new, self.kv_heads, self.head_dim
+        kv = self.pool.load(layer, group.indices).view(rows, -1, 2, heads, dim)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # [rows, kv_heads, width, head_dim]
+        folded = q.view(rows, new, heads, self.fold, dim).permute(0, 2, 3, 1, 4).reshape(rows, heads, -1, dim)
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
+        return out.view(rows, heads, self.fold, new, dim).permute(0, 3, 1, 2, 4).reshape(rows * new, -1, dim)
+
+    def _plan(self, batch: ForwardBatch, indices: Tensor) -> list[_Group]:
+        new_lens = batch.new_lens
+        if min(new_lens) == max(new_lens):
+            return [self._group(batch, indices, range(len(new_lens)), slice(0, batch.tokens.shape[0]))]
+        ends = list(accumulate(new_lens))
+        return [
+            self._group(batch, indices, range(row, row + 1), slice(end - new_lens[row], end))
+            for row, end in enumerate(ends)
+        ]
+
+    def _group(self, batch: ForwardBatch, indices: Tensor, rows: range, tokens: slice) -> _Group:
+        lens = batch.kv_lens[rows.start : rows.stop]
+        num_new = batch.new_lens[rows.start]
+        start = sum(batch.kv_lens[: rows.start])
+        entries = indices[start : start + sum(lens)]
+        width = max(lens)
+        if min(lens) != width:
+            entries = _pad(entries, lens, width)
+        mask = self._mask(lens, num_new, width, batch.tree_mask, indices.device)
+        return _Group(tokens, len(lens), num_new, entries, mask)
+
+    def _mask(
+        self, lens: tuple[int, ...], num_new: int, width: int, tree_mask: Tensor | None, device: torch.device
+    ) -> Tensor | None:
+        """What each new token sees: its row's prefix, and of the new tokens its ancestors (or those before it)."""
+        if num_new == 1 and min(lens) == width:
+            return None
+        prefix = torch.tensor(lens, device=device)[:, None, None] - num_new
+        column = torch.arange(width, device=device) - prefix  # index among the new tokens; negative: prefix
+        if tree_mask is None:
+            visible = column <= torch.arange(num_new, device=device)[:, None]
+        else:
+            node = column.clamp(0, num_new - 1).expand(-1, num_new, -1)
+            visible = (column < 0) | (tree_mask.gather(2, node) & (column < num_new))
+        mask = torch.zeros(visible.shape, dtype=self.pool.kv.dtype, device=device).masked_fill_(~visible, -torch.inf)
+        return mask.repeat(1, self.fold, 1)[:, None]
+
+
+def _pad(entries: Tensor, lens: tuple[int, ...], width: int) -> Tensor:
+    """Rows of ``lens`` entries to rows of ``width``, filled up with the null slot."""
+    padded = entries.new_zeros(len(lens), width)
+    for row, part in enumerate(entries.split(lens)):
+        padded[row, : part.shape[0]] = part
+    return padded.flatten()

@@ -1,0 +1,96 @@
+"""Engine settings: one frozen dataclass, checked once, passed to constructors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcanary import CanaryConfig, KVCanaryError
+
+DRAFTS = ("auto", "eagle3", "eagle", "none")
+DTYPES = ("auto", "float32", "float64", "bfloat16")
+ATTENTION_BACKENDS = ("torch",)
+SCHEDULES = ("sync",)
+
+
+class ConfigError(KVCanaryError, ValueError):
+    """A setting that the engine cannot honour; ``hint`` is the remedy, one line."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that decides how an :class:`~spec_engine.Engine` runs.
+
+    model: "embedded" (ships with the package) or a folder with a Hugging Face checkpoint.
+    draft: "eagle3", "eagle", "none", or "auto" (the best head the model has).
+    draft_model: folder of the draft head; by default the one beside the model.
+    page_size, topk, num_steps, num_draft_tokens: P, K, T and N of the draft tree; N counts the root.
+        ``num_draft_tokens=None`` takes 16, or every candidate where there are fewer.
+    max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
+    context_length: longest prompt plus output; by default what the model was made for.
+    prefill_chunk_tokens: most prompt tokens in one forward.
+    """
+
+    model: str = "embedded"
+    draft: str = "auto"
+    draft_model: str | None = None
+    page_size: int = 16
+    topk: int = 4
+    num_steps: int = 5
+    num_draft_tokens: int | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    attention_backend: str = "torch"
+    schedule: str = "sync"
+    max_total_tokens: int = 16384
+    max_running_requests: int = 8
+    context_length: int | None = None
+    prefill_chunk_tokens: int = 512
+    canary: CanaryConfig = field(default_factory=lambda: CanaryConfig(mode="off"))
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "topk", "num_steps", "max_total_tokens", "max_running_requests"):
+            _require_positive(name, getattr(self, name))
+        _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)
+        if self.context_length is not None:
+            _require_positive("context_length", self.context_length)
+        _require_one_of("draft", self.draft, DRAFTS, {"standalone": "drafting with a standalone small model"})
+        _require_one_of("dtype", self.dtype, DTYPES)
+        _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _require_one_of("schedule", self.schedule, SCHEDULES, {"overlap": "the overlap schedule"})
+        if self.draft != "none":
+            self._check_tree()
+
+    def _check_tree(self) -> None:
+        if self.num_draft_tokens is None:
+            tokens = self.num_candidates + 1
+            object.__setattr__(self, "num_draft_tokens", tokens if self.topk == 1 else min(16, tokens))
+        nodes = self.num_draft_tokens
+        if not 2 <= nodes <= self.num_candidates + 1:
+            raise ConfigError(
+                f"num_draft_tokens must lie in [2, {self.num_candidates + 1}], got {nodes}: topk {self.topk} and "
+                f"num_steps {self.num_steps} make {self.num_candidates} candidates, and the root is one more",
+                "lower num_draft_tokens, or raise topk or num_steps",
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that T selections of K propose: K, then K*K a step (engine facts, flat candidate index)."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+
+def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
+
+
+def _require_one_of(name: str, value: str, known: tuple[str, ...], planned: dict[str, str] | None = None) -> None:
+    if value in known:
+        return
+    choices = ", ".join(known)
+    if planned and value in planned:
+        raise ConfigError(f"{planned[value]} ({name}={value!r}) is not built yet", f"use one of: {choices}")
+    raise ConfigError(f"{name} must be one of {choices}, got {value!r}")

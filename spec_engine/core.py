@@ -1,0 +1,107 @@
+"""Types that every part of the engine shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_engine.memory.request_table import RequestTable
+from spec_engine.request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The requests of one step and the lengths that acceptance has made final."""
+
+    requests: tuple[Request, ...]
+    ids: tuple[str, ...]
+    rows: Tensor  # [bs] int64, request-table rows
+    lens: tuple[int, ...]  # committed length S of each request
+    lens_tensor: Tensor  # [bs] int64, the same
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> Batch:
+        lens = tuple(request.committed_len for request in requests)
+        rows = torch.tensor([request.row for request in requests], device=device)
+        ids = tuple(request.request_id for request in requests)
+        return cls(tuple(requests), ids, rows, lens, torch.tensor(lens, device=device))
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The requests at ``indices``, with this batch's lengths."""
+        chosen = torch.tensor(indices, device=self.rows.device)
+        return Batch(
+            tuple(self.requests[b] for b in indices),
+            tuple(self.ids[b] for b in indices),
+            self.rows[chosen],
+            tuple(self.lens[b] for b in indices),
+            self.lens_tensor[chosen],
+        )
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """One model forward: which slots each row reads, and which slots, tokens and positions it writes.
+
+    A row is one sequence (prefill, decode, verify, extend) or one draft branch. Row r reads
+    ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``: its prefix, then the ``new_lens[r]`` tokens of this forward.
+    """
+
+    kind: str  # "prefill", "decode", "draft", "verify" or "extend"
+    index: int  # which one of its kind within the step
+    requests: tuple[str, ...]
+    rows_per_request: int
+    prefix_lens: Tensor  # [requests] int64, committed lengths
+    kv_indptr: Tensor  # [rows + 1] int64
+    kv_indices: Tensor  # [nnz] int64 slots
+    kv_lens: tuple[int, ...]  # entries of each row
+    new_lens: tuple[int, ...]  # tokens of each row in this forward
+    slots: Tensor  # [n] int64, where this forward writes
+    tokens: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    parents: Tensor | None = None  # [n] int64, index of the tree parent in this forward or -1; None: chains
+    max_depth: int = 1
+    tree_mask: Tensor | None = None  # [requests, N, N] bool, node sees node; None: causal
+
+
+def chain_forward(
+    kind: str, index: int, batch: Batch, table: RequestTable, tokens: Tensor, new_lens: Sequence[int]
+) -> ForwardBatch:
+    """A forward in which every row continues its committed prefix by ``new_lens[r]`` tokens in a line."""
+    spans = [(row, start, start + new) for row, start, new in zip(batch.rows.tolist(), batch.lens, new_lens, strict=True)]
+    written = [table.table[row, start:end] for row, start, end in spans]
+    positions = [torch.arange(start, end, device=tokens.device) for _, start, end in spans]
+    kv_lens = tuple(end for _, _, end in spans)
+    return ForwardBatch(
+        kind=kind,
+        index=index,
+        requests=batch.ids,
+        rows_per_request=1,
+        prefix_lens=batch.lens_tensor,
+        kv_indptr=indptr(kv_lens, tokens.device),
+        kv_indices=concat([table.table[row, :end] for row, _, end in spans]),
+        kv_lens=kv_lens,
+        new_lens=tuple(new_lens),
+        slots=concat(written),
+        tokens=tokens,
+        positions=concat(positions),
+        max_depth=max(new_lens),
+    )
+
+
+def indptr(lens: Sequence[int], device: torch.device) -> Tensor:
+    """Row starts of a ragged list: ``[len(lens) + 1] int64``."""
+    ends = [0]
+    for length in lens:
+        ends.append(ends[-1] + length)
+    return torch.tensor(ends, device=device)
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.cat`` that leaves a single part as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,122 @@
+"""The draft model's part of a step: grow a tree before the verify, catch up with what was accepted after it.
+
+The draft pool's slot p holds K/V of the pair (token p+1, target features of position p): ``token_offset`` 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
+from spec_engine.drafting.layout import branch_positions
+from spec_engine.drafting.tree import Tree, TreeGrowth
+from spec_engine.hooks import Forwards
+from spec_engine.memory.request_table import RequestTable
+from spec_engine.models.decoder import DecoderOutput
+from spec_engine.models.loader import Draft
+
+
+class Drafter:
+    """Draft head, its forwards, and the relay of proposals from one step to the next, indexed by request row."""
+
+    def __init__(
+        self,
+        head: Draft,
+        forwards: Forwards,
+        table: RequestTable,
+        *,
+        topk: int,
+        num_steps: int,
+        num_draft_tokens: int,
+    ) -> None:
+        self.head = head
+        self.forwards = forwards
+        self.table = table
+        self.topk, self.num_steps, self.num_draft_tokens = topk, num_steps, num_draft_tokens
+        num_rows, device = len(table.table), table.table.device
+        self._probs = torch.zeros(num_rows, topk, device=device)
+        self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.kv.dtype, device=device)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Target layers whose input the head wants to see."""
+        return self.head.tap_layers
+
+    def draft(self, batch: Batch) -> Tree:
+        """T selections with T-1 forwards, then the tree of the N-1 likeliest candidates and the root."""
+        bs = len(batch)
+        slots = self._branch_slots(batch)  # [bs, K, T]
+        prefixes = [self.table.table[request.row, : request.committed_len] for request in batch.requests]
+        growth = TreeGrowth(self.topk)
+        growth.add(self._probs[batch.rows, None], self._tokens[batch.rows, None])
+        hidden = self._hidden[batch.rows, None]  # [bs, survivors, H]
+        path = slots[:, :1, :0]  # [bs, survivors, depth], the slots from the root down to each survivor
+        for step in range(self.num_steps - 1):
+            tokens, parents = growth.survive()
+            hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
+            path = torch.cat((path, slots[:, :, step : step + 1]), -1)
+            forward = self._draft_forward(batch, step, prefixes, path, tokens)
+            with self.forwards.open(forward) as attention:
+                hidden = self.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
+            probs, children = self._propose(hidden)
+            growth.add(probs.view(bs, -1, self.topk), children.view(bs, -1, self.topk))
+            hidden = hidden.view(bs, self.topk, -1)
+        roots = torch.tensor([request.last_token for request in batch.requests], device=slots.device)
+        return growth.finish(roots, self.num_draft_tokens)
+
+    def extend(self, kind: str, batch: Batch, tokens: Tensor, features: Tensor, new_lens: Sequence[int]) -> None:
+        """Write the pairs (token p+1, features p) of accepted or prompt positions, and propose from each row's last."""
+        forward = chain_forward(kind, 0, batch, self.table, tokens, new_lens)
+        with self.forwards.open(forward) as attention:
+            hidden = self.head(tokens, features, forward.positions, attention)
+        last = torch.tensor(new_lens, device=tokens.device).cumsum(0) - 1
+        hidden = hidden[last]
+        self._probs[batch.rows], self._tokens[batch.rows] = self._propose(hidden)
+        self._hidden[batch.rows] = hidden
+
+    def features(self, output: DecoderOutput, rows: Tensor | None = None) -> Tensor:
+        """What the head reads of the target's forward, for all tokens or for ``rows [n]`` of them."""
+        if rows is not None:
+            taps = None if output.taps is None else output.taps[rows]
+            output = DecoderOutput(output.hidden[rows], taps)
+        return self.head.features(output)
+
+    def _propose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The K likeliest continuations of each row: probabilities and target-vocabulary ids, both [n, K]."""
+        probs, ids = torch.softmax(self.head.logits(hidden).float(), -1).topk(self.topk, -1)
+        return probs, self.head.to_target_ids(ids)
+
+    def _branch_slots(self, batch: Batch) -> Tensor:
+        positions = branch_positions(
+            batch.lens_tensor, topk=self.topk, num_steps=self.num_steps, page_size=self.table.page_size
+        )
+        return self.table.table[batch.rows[:, None, None], positions]
+
+    def _draft_forward(
+        self, batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor
+    ) -> ForwardBatch:
+        """Row (b, k) reads the prefix of b, then the slots of its node's ancestors, then its own."""
+        entries = [
+            torch.cat((prefix.expand(self.topk, -1), slots), 1).flatten()
+            for prefix, slots in zip(prefixes, path, strict=True)
+        ]
+        kv_lens = tuple(length + step + 1 for length in batch.lens for _ in range(self.topk))
+        return ForwardBatch(
+            kind="draft",
+            index=step,
+            requests=batch.ids,
+            rows_per_request=self.topk,
+            prefix_lens=batch.lens_tensor,
+            kv_indptr=indptr(kv_lens, tokens.device),
+            kv_indices=concat(entries),
+            kv_lens=kv_lens,
+            new_lens=(1,) * len(kv_lens),
+            slots=path[:, :, -1].flatten(),
+            tokens=tokens.flatten(),
+            positions=(batch.lens_tensor + step).repeat_interleave(self.topk),
+        )

@@ -1,0 +1,58 @@
+"""The two doors into a pool, with the canary at both: every forward of the engine is opened here.
+
+With ``canary=None`` a forward costs one ``if`` more than an engine without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvcanary import CanaryManager, ReadPlan, WritePlan
+from spec_engine.attention.torch_backend import TorchAttention
+from spec_engine.core import ForwardBatch
+from spec_engine.memory.pool import KVPool
+
+
+class Forwards:
+    """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it."""
+
+    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None) -> None:
+        self.pool = pool
+        self.num_heads = num_heads
+        self.canary = canary
+
+    @contextmanager
+    def open(self, batch: ForwardBatch) -> Iterator[TorchAttention]:
+        """The attention of one forward; the canary sees the very arrays that it reads and writes by."""
+        if self.canary is None:
+            yield TorchAttention(self.pool, batch, self.num_heads, batch.kv_indices, batch.slots, None)
+            return
+        substep = self.canary.substep(batch.kind, batch.index, self.pool.name)
+        indices, slots = substep.open(read_plan(batch), write_plan(batch))
+        yield TorchAttention(self.pool, batch, self.num_heads, indices, slots, substep)
+        substep.close()
+
+
+def read_plan(batch: ForwardBatch) -> ReadPlan:
+    """What attention reads, in the canary's words."""
+    uniform = min(batch.new_lens) == max(batch.new_lens)
+    return ReadPlan(
+        indptr=batch.kv_indptr,
+        indices=batch.kv_indices,
+        requests=batch.requests,
+        rows_per_request=batch.rows_per_request,
+        prefix_lens=batch.prefix_lens,
+        num_written=batch.new_lens[0] if uniform else batch.kv_indptr.new_tensor(batch.new_lens),
+    )
+
+
+def write_plan(batch: ForwardBatch) -> WritePlan:
+    """What the forward stores, in the canary's words."""
+    return WritePlan(
+        slots=batch.slots,
+        tokens=batch.tokens,
+        positions=batch.positions,
+        parents=batch.parents,
+        max_depth=batch.max_depth,
+    )

@@ -1,0 +1,60 @@
+"""One model's KV pool: a single tensor for all layers, addressed by slot."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcanary import PoolView
+
+
+class KVPool:
+    """``kv [layers, slots, 2, kv_heads, head_dim]``: K at index 0 and V at index 1 of a slot's row.
+
+    Slots [0, page_size) are the null page: padding may write and read there, no request owns it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        token_offset: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.page_size = page_size
+        self.token_offset = token_offset
+        self.num_slots = (num_pages + 1) * page_size
+        self.kv = torch.zeros(num_layers, self.num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        self._rows = list(self.kv)
+        self._k = [rows[:, 0] for rows in self._rows]
+        self._v = [rows[:, 1] for rows in self._rows]
+
+    def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v ``[n, kv_heads, head_dim]`` of one layer at ``slots [n]``."""
+        self._k[layer].index_copy_(0, slots, k)
+        self._v[layer].index_copy_(0, slots, v)
+
+    def load(self, layer: int, indices: torch.Tensor) -> torch.Tensor:
+        """K and V of one layer at ``indices [n]``: ``[n, 2, kv_heads, head_dim]``."""
+        return self._rows[layer].index_select(0, indices)
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy the rows of all layers; every source is read before any destination is written."""
+        self.kv[:, destination] = self.kv[:, source]
+
+    def view(self) -> PoolView:
+        """The pool as the canary sees it."""
+        return PoolView(
+            name=self.name,
+            k=tuple(self._k),
+            v=tuple(self._v),
+            page_size=self.page_size,
+            token_offset=self.token_offset,
+            null_slots=self.page_size,
+        )

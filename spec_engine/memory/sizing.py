@@ -1,0 +1,55 @@
+"""How many slots, pages and columns a request needs: each formula once.
+
+The allocator, the admission estimate, the leak check and the request table all call these. Letters as in
+the rest of the engine: P page_size, K topk, T num_steps, N num_draft_tokens, S committed length.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor
+
+Length = TypeVar("Length", int, Tensor)  # one length, or a batch of them
+
+
+def cdiv(a: Length, b: int) -> Length:
+    """``ceil(a / b)`` for non-negative whole numbers."""
+    return (a + b - 1) // b
+
+
+def align(length: int, page_size: int) -> int:
+    """The smallest multiple of ``page_size`` that is at least ``length``."""
+    return cdiv(length, page_size) * page_size
+
+
+def pages_per_branch(tail_len: Length, num_steps: int, page_size: int) -> Length:
+    """Pages of one draft branch whose first page begins with ``tail_len`` tokens of the prefix."""
+    return cdiv(tail_len + num_steps, page_size)
+
+
+def draft_alloc_len(page_size: int, topk: int, num_steps: int, num_draft_tokens: int) -> int:
+    """Slots past S that one drafting step may touch, whatever ``S % P`` is.
+
+    With one branch, or with pages of one slot, branches lie densely; otherwise every branch owns whole pages.
+    The verify window [S, S+N) lies inside the same region.
+    """
+    if page_size == 1 or topk == 1:
+        return max(num_steps * topk, num_draft_tokens)
+    worst_branch = pages_per_branch(page_size - 1, num_steps, page_size) * page_size
+    return max(worst_branch * topk, num_draft_tokens)
+
+
+def reserve_len(alloc_len: int, max_accept: int, lag: int) -> int:
+    """Slots to hold past the length the host knows; ``lag`` is how many verifies the host is behind (0 or 1)."""
+    return lag * max_accept + alloc_len
+
+
+def row_width(context_length: int, reserve: int, page_size: int) -> int:
+    """Columns of a request-table row: the context, the reserve behind it, and the rounding of both to pages."""
+    return context_length + reserve + page_size - 1
+
+
+def pages_for(committed_len: int, reserve: int, page_size: int) -> int:
+    """Pages a request must own before its next step."""
+    return cdiv(committed_len + reserve, page_size)

@@ -1,0 +1,191 @@
+"""What a checkpoint's config.json says, as one frozen dataclass; what we cannot run is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcanary.errors import KVCanaryError
+
+TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle",)
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3",)
+
+
+class CheckpointError(KVCanaryError, ValueError):
+    """A checkpoint that cannot be loaded: unsupported, incomplete or misshapen."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary embedding: `default`, `linear` (positions divided by factor) or `llama3` (by wavelength)."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeScaling = field(default_factory=RopeScaling)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    # Draft heads only.
+    draft_vocab_size: int = 0
+    target_hidden_size: int = 0
+    tap_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        ):
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                "num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """Reads `folder`/config.json, and the end-of-text ids of generation_config.json where there is one."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"a checkpoint folder must hold config.json, {folder} does not")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    generation = Path(folder) / "generation_config.json"
+    if generation.is_file():
+        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
+    return parse_config(raw)
+
+
+def parse_config(raw: dict[str, Any]) -> ModelConfig:
+    """Turns the dictionary of a Hugging Face config.json into a ModelConfig."""
+    architecture = (raw.get("architectures") or ["none named"])[0]
+    known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
+    if architecture not in known:
+        raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
+    _refuse_unsupported(raw, architecture)
+    try:
+        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+        config = ModelConfig(
+            architecture=architecture,
+            hidden_size=hidden,
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or hidden // heads,
+            vocab_size=raw["vocab_size"],
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope=_parse_rope(raw),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
+            o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
+            qk_norm=architecture.startswith("Qwen3"),
+            eos_token_ids=_as_tuple(raw.get("eos_token_id")),
+            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+            target_hidden_size=raw.get("target_hidden_size") or hidden,
+            tap_layers=_as_tuple((raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")),
+        )
+    except KeyError as missing:
+        raise CheckpointError(f"config.json must hold {missing.args[0]}, it does not") from None
+    return config
+
+
+def rope_frequencies(rope: RopeScaling, head_dim: int) -> list[float]:
+    """The head_dim / 2 angles by which one position turns each pair."""
+    frequencies = [rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if rope.rope_type == "linear":
+        return [frequency / rope.factor for frequency in frequencies]
+    if rope.rope_type == "llama3":
+        return [_llama3_frequency(frequency, rope) for frequency in frequencies]
+    return frequencies
+
+
+def _llama3_frequency(frequency: float, rope: RopeScaling) -> float:
+    # Short wavelengths stay, long ones are stretched by the factor, those between are blended.
+    turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = min(max(blend, 0.0), 1.0)
+    return (1 - blend) * frequency / rope.factor + blend * frequency
+
+
+def _parse_rope(raw: dict[str, Any]) -> RopeScaling:
+    # transformers 5 writes rope_parameters, earlier releases rope_theta and rope_scaling.
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"rope type must be default, linear or llama3, got {rope_type}")
+    return RopeScaling(
+        rope_type=rope_type,
+        theta=float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        factor=float(parameters.get("factor", 1.0)),
+        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
+        original_max_position_embeddings=int(
+            parameters.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 8192)
+        ),
+    )
+
+
+def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act must be silu, got {raw['hidden_act']}")
+    if raw.get("mlp_bias"):
+        raise CheckpointError("mlp_bias must be false, got true: biased MLP layers are not supported")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"weights must not be quantized, got quantization method {method}; load the original checkpoint"
+        )
+    partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1
+    if partial != 1:
+        raise CheckpointError(f"partial_rotary_factor must be 1, got {partial}")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", architecture.startswith("Mistral")) else None
+    context = raw.get("max_position_embeddings", 2048)
+    if window is not None and window < context:
+        raise CheckpointError(
+            f"sliding_window must not be narrower than the context, got {window} of {context} positions; "
+            f"lower max_position_embeddings in config.json to {window} to run with the shorter context"
+        )
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,181 @@
+"""The llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, over a flat list of tokens.
+
+The decoder knows nothing of pages or batches. It calls `kv.attend(layer, q, k, v)` once a layer, and whoever
+stands behind that (the paged pool, a dense cache, training) decides where keys and values live.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spec_engine.models.config import ModelConfig, RopeScaling, rope_frequencies
+
+
+class KVAccess(Protocol):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k and v of this forward's tokens and returns the attention of q over what it may see.
+
+        q: [n, heads, head_dim], k and v: [n, kv_heads, head_dim], q and k already rotated.
+        Returns [n, heads, head_dim].
+        """
+        ...
+
+
+class DecoderOutput(NamedTuple):
+    hidden: Tensor  # [n, hidden_size], after the final norm
+    taps: Tensor | None  # [n, hidden_size * len(tap_layers)], the residual stream at the input of those layers
+
+
+class Decoder(nn.Module):
+    """Tokens and positions in, hidden states out; `logits` is apart so that only wanted rows are projected."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_weight = _weight(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm_weight = _weight(config.hidden_size)
+        self.lm_head_weight = (
+            self.embed_weight if config.tie_word_embeddings else _weight(config.vocab_size, config.hidden_size)
+        )
+        self.rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv: KVAccess, tap_layers: tuple[int, ...] = ()
+    ) -> DecoderOutput:
+        hidden = F.embedding(input_ids, self.embed_weight)
+        rotation = self.rotary(positions)
+        taps = []
+        for layer in self.layers:
+            if layer.layer in tap_layers:
+                taps.append(hidden)
+            hidden = layer(hidden, rotation, kv)
+        config = self.config
+        hidden = F.rms_norm(hidden, (config.hidden_size,), self.norm_weight, config.rms_norm_eps)
+        return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.lm_head_weight)
+
+    def hf_names(self) -> dict[str, list[tuple[str, int]]]:
+        """Parameter name -> the tensors of a Hugging Face checkpoint, with their rows, that it stacks."""
+        config = self.config
+        names = {"embed_weight": [("model.embed_tokens.weight", config.vocab_size)]}
+        for layer in self.layers:
+            names |= layer.hf_names(f"layers.{layer.layer}.", f"model.layers.{layer.layer}.")
+        names["norm_weight"] = [("model.norm.weight", config.hidden_size)]
+        if not config.tie_word_embeddings:
+            names["lm_head_weight"] = [("lm_head.weight", config.vocab_size)]
+        return names
+
+
+class DecoderLayer(nn.Module):
+    """One layer. q, k, v are one product and so are gate and up: on a CPU the calls cost more than the arithmetic."""
+
+    def __init__(self, config: ModelConfig, layer: int, input_size: int | None = None, input_norm: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        hidden, heads_size = config.hidden_size, config.num_heads * config.head_dim
+        self.eps = config.rms_norm_eps
+        self.norm_shape = (hidden,)
+        self.head_split = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
+        self.qk_split = (config.num_heads, config.num_kv_heads)
+        self.num_heads_all = config.num_heads + 2 * config.num_kv_heads
+        self.half = config.head_dim // 2
+        self.input_norm_weight = _weight(hidden) if input_norm else None
+        self.qkv_weight = _weight(config.qkv_size, input_size or hidden)
+        self.qkv_bias = _weight(config.qkv_size) if config.qkv_bias else None
+        self.q_norm_weight = _weight(config.head_dim) if config.qk_norm else None
+        self.k_norm_weight = _weight(config.head_dim) if config.qk_norm else None
+        self.o_weight = _weight(hidden, heads_size)
+        self.o_bias = _weight(hidden) if config.o_bias else None
+        self.post_norm_weight = _weight(hidden)
+        self.gate_up_weight = _weight(2 * config.intermediate_size, hidden)
+        self.down_weight = _weight(hidden, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv: KVAccess) -> Tensor:
+        q, k, v = self.project(hidden, rotation)
+        return self.finish(hidden, kv.attend(self.layer, q, k, v))
+
+    def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
+        if self.input_norm_weight is not None:
+            x = F.rms_norm(x, self.norm_shape, self.input_norm_weight, self.eps)
+        qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], self.num_heads_all, 2 * self.half)
+        qk, v = qkv.split_with_sizes(self.head_split, 1)
+        if self.q_norm_weight is not None:
+            qk = self._normed(qk)
+        cos, sin = rotation
+        qk = torch.addcmul(qk * cos, qk.roll(self.half, -1), sin)
+        q, k = qk.split_with_sizes(self.qk_split, 1)
+        return q, k, v
+
+    def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
+        """Output product, residual, norm, MLP, residual."""
+        hidden = hidden + F.linear(attention.flatten(1), self.o_weight, self.o_bias)
+        x = F.rms_norm(hidden, self.norm_shape, self.post_norm_weight, self.eps)
+        gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate) * up, self.down_weight)
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        q, k = qk.split_with_sizes(self.qk_split, 1)
+        shape = (2 * self.half,)
+        q = F.rms_norm(q, shape, self.q_norm_weight, self.eps)
+        return torch.cat((q, F.rms_norm(k, shape, self.k_norm_weight, self.eps)), 1)
+
+    def hf_names(self, ours: str, theirs: str) -> dict[str, list[tuple[str, int]]]:
+        config = self.config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, mlp = config.hidden_size, config.intermediate_size
+        names = {
+            "input_norm_weight": [("input_layernorm.weight", hidden)],
+            "qkv_weight": [(f"self_attn.{p}_proj.weight", rows) for p, rows in (("q", q), ("k", kv), ("v", kv))],
+            "qkv_bias": [(f"self_attn.{p}_proj.bias", rows) for p, rows in (("q", q), ("k", kv), ("v", kv))],
+            "q_norm_weight": [("self_attn.q_norm.weight", config.head_dim)],
+            "k_norm_weight": [("self_attn.k_norm.weight", config.head_dim)],
+            "o_weight": [("self_attn.o_proj.weight", hidden)],
+            "o_bias": [("self_attn.o_proj.bias", hidden)],
+            "post_norm_weight": [("post_attention_layernorm.weight", hidden)],
+            "gate_up_weight": [("mlp.gate_proj.weight", mlp), ("mlp.up_proj.weight", mlp)],
+            "down_weight": [("mlp.down_proj.weight", hidden)],
+        }
+        present = {name for name, parameter in self.named_parameters() if parameter is not None}
+        return {
+            ours + name: [(theirs + part, rows) for part, rows in parts]
+            for name, parts in names.items()
+            if name in present
+        }
+
+
+class RotaryTable(nn.Module):
+    """cos and signed sin of every position, so that a forward looks its angles up once.
+
+    With sin negated in the first half, rotating is `x * cos + roll(x, head_dim / 2) * sin`.
+    """
+
+    def __init__(self, rope: RopeScaling, head_dim: int, max_positions: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.register_buffer("table", _rotary_table(rope, head_dim, max_positions), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        rows = F.embedding(positions, self.table).view(positions.shape[0], 2, 1, self.head_dim)
+        cos, sin = rows.unbind(1)
+        return cos, sin
+
+
+def _rotary_table(rope: RopeScaling, head_dim: int, max_positions: int) -> Tensor:
+    # float32 angles, as transformers computes them, whatever the model's dtype.
+    frequencies = torch.tensor(rope_frequencies(rope, head_dim), dtype=torch.float32, device="cpu")
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos, -sin, sin), -1)
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))

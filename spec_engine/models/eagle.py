@@ -1,0 +1,74 @@
+"""The EAGLE-1/2 head: one decoder layer over the token's embedding and the target's hidden state.
+
+At position p it reads the embedding of token p+1 and the target's final hidden state of position p, and
+returns an estimate of the hidden state of position p+1: the target's own lm_head turns it into logits, and
+the next draft step takes it in place of the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spec_engine.models.config import CheckpointError, ModelConfig
+from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess
+
+
+class Eagle(nn.Module):
+    kind = "eagle"
+
+    def __init__(
+        self, config: ModelConfig, target: Decoder, fc_bias: bool = False, own_embedding: bool = False
+    ) -> None:
+        super().__init__()
+        check_fits(config, target)
+        hidden = config.hidden_size
+        self.config = config
+        self.num_layers, self.num_kv_heads, self.head_dim = 1, config.num_kv_heads, config.head_dim
+        self.tap_layers: tuple[int, ...] = ()
+        self.num_draft_vocab = config.vocab_size
+        self.fc_weight = nn.Parameter(torch.empty(hidden, 2 * hidden))
+        self.fc_bias = nn.Parameter(torch.empty(hidden)) if fc_bias else None
+        self.layer = DecoderLayer(config, 0, input_norm=False)
+        self.embed_weight = nn.Parameter(torch.empty(config.vocab_size, hidden)) if own_embedding else None
+        self._target = (target,)  # a tuple, so that the target is no submodule of its head
+
+    def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KVAccess) -> Tensor:
+        (target,) = self._target
+        embedding = F.embedding(input_ids, target.embed_weight if self.embed_weight is None else self.embed_weight)
+        x = F.linear(torch.cat((embedding, hidden), -1), self.fc_weight, self.fc_bias)
+        return self.layer(x, target.rotary(positions), kv)
+
+    def features(self, output: DecoderOutput) -> Tensor:
+        return output.hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._target[0].logits(hidden)
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        return ids
+
+    def hf_names(self) -> dict[str, list[tuple[str, int]]]:
+        names = {"fc_weight": [("fc.weight", self.config.hidden_size)]}
+        if self.fc_bias is not None:
+            names["fc_bias"] = [("fc.bias", self.config.hidden_size)]
+        if self.embed_weight is not None:
+            names["embed_weight"] = [("embed_tokens.weight", self.config.vocab_size)]
+        return names | self.layer.hf_names("layer.", "layers.0.")
+
+
+def check_fits(config: ModelConfig, target: Decoder) -> None:
+    """Raises where a head cannot stand on this target."""
+    theirs = target.config
+    if config.num_layers != 1:
+        raise CheckpointError(f"a draft head must have num_hidden_layers 1, got {config.num_layers}")
+    for name, ours, wanted in (
+        ("hidden_size", config.hidden_size, theirs.hidden_size),
+        ("target_hidden_size", config.target_hidden_size, theirs.hidden_size),
+        ("vocab_size", config.vocab_size, theirs.vocab_size),
+        ("head_dim", config.head_dim, theirs.head_dim),
+        ("rope", config.rope, theirs.rope),
+    ):
+        if ours != wanted:
+            raise CheckpointError(f"the draft head's {name} must be the target's, got {ours} and {wanted}")

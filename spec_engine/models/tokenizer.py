@@ -1,0 +1,62 @@
+"""Text to token ids and back, over a Hugging Face tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from spec_engine.models.config import CheckpointError, load_config
+
+UNFINISHED = "\ufffd"  # what a decoder shows for the first bytes of a character whose rest has not come yet
+
+
+class Tokenizer:
+    """Encodes prompts, decodes outputs; ``eos_ids`` are the tokens that end a text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids = eos_ids
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``; the ids that end a text come from the model's configuration."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"a checkpoint folder must hold tokenizer.json, {folder} does not")
+        return cls(tokenizers.Tokenizer.from_file(str(path)), load_config(folder).eos_token_ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids))
+        return text
+
+    def stream(self) -> TextStream:
+        """A fresh decoder of one output, token by token."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Turns tokens into text as they come: the pieces add up to the decoded whole, and no character comes in halves.
+
+    Decoding starts at the tokens of the piece before, since a tokenizer may write a word's space with its neighbour.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context, self._shown = 0, 0  # tokens [context, shown) were the last piece
+
+    def push(self, token_ids: Sequence[int], final: bool = False) -> str:
+        """The text that these tokens add; an unfinished character waits, unless they are the last."""
+        self._ids += token_ids
+        before = self._tokenizer.decode(self._ids[self._context : self._shown])
+        text = self._tokenizer.decode(self._ids[self._context :])
+        if text.endswith(UNFINISHED) and not final:
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]

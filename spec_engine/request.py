@@ -1,0 +1,80 @@
+"""One request from admission to its last token, and what the caller gets of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spec_engine.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """Prompt, output so far, and the KV it owns.
+
+    tokens[0:committed_len] have K/V in the target pool; past the prefill ``tokens[committed_len]`` is the bonus
+    token: sampled, not yet forwarded. Pages cover row positions [0, len(pages) * P).
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    row: int = 0
+    committed_len: int = 0
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def last_token(self) -> int:
+        return self.output_ids[-1]
+
+    def accept(self, token_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
+        """Append tokens up to the first that ends the request; returns those appended."""
+        stops = set(self.params.stop_token_ids) | (set() if self.params.ignore_eos else set(eos_ids))
+        appended: list[int] = []
+        for token in token_ids:
+            if token in stops:
+                self.finish_reason = "stop"
+                break
+            appended.append(token)
+            if len(self.output_ids) + len(appended) == self.params.max_new_tokens:
+                self.finish_reason = "length"
+                break
+        self.output_ids += appended
+        return appended
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """Tokens that left the engine in one step for one request.
+
+    text: what they add to the request's text; finish_reason: "stop" or "length" with the last event, else None.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished request."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_len: int

@@ -1,0 +1,42 @@
+"""Pages are handed out once, taken back once, and always add up."""
+
+import pytest
+
+from kvcanary.invariants import DoubleFreeError, PageLeakError, PoolExhaustedError
+from spec_engine.memory.allocator import PageAllocator
+
+
+def test_allocate_hands_out_the_lowest_pages_and_never_page_zero():
+    """Page 0 is the null page; freed pages come back in order."""
+    allocator = PageAllocator(4)
+    assert allocator.allocate(3) == [1, 2, 3]
+    allocator.free([2])
+    assert allocator.allocate(2) == [2, 4]
+
+
+def test_allocate_beyond_the_pool_takes_nothing():
+    """Too large a request names what was needed and what there was, and leaves the free list alone."""
+    allocator = PageAllocator(3)
+    allocator.allocate(1)
+    with pytest.raises(PoolExhaustedError, match="3 pages needed, 2 of 3 free: raise max_total_tokens"):
+        allocator.allocate(3)
+    assert allocator.num_free == 2
+
+
+@pytest.mark.parametrize("pages", [[2], [1, 1], [0], [9]])
+def test_free_refuses_pages_that_are_not_taken(pages):
+    """A page freed twice, twice in one call, or never handed out is a double free, and frees nothing."""
+    allocator = PageAllocator(3)
+    allocator.allocate(1)
+    with pytest.raises(DoubleFreeError, match="not allocated"):
+        allocator.free(pages)
+    assert allocator.num_free == 2
+
+
+def test_check_accounting_sees_a_page_that_nobody_owns():
+    """Free plus owned must be the whole pool."""
+    allocator = PageAllocator(3)
+    allocator.allocate(2)
+    allocator.check_accounting(owned=2)
+    with pytest.raises(PageLeakError, match="1 pages free \\+ 1 owned by requests != 3"):
+        allocator.check_accounting(owned=1)

@@ -1,0 +1,129 @@
+"""Checkpoints that cannot be run are refused with a sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvcanary.errors import KVCanaryError
+from spec_engine.models import CheckpointError, load_target
+from spec_engine.models.config import parse_config
+from spec_engine.models.loader import hf_tensors, read_tensors, save_tensors
+
+LAYER0_Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(toy_model: Path, tmp_path: Path) -> Path:
+    """A private copy of the toy target, to break."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((toy_model / name).read_bytes())
+    return tmp_path
+
+
+def edit_tensors(folder: Path, edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_missing_and_surplus_tensors_are_named(checkpoint: Path) -> None:
+    """A renamed tensor is reported as one missing and one surplus, by name."""
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.0.oops": tensors.pop(LAYER0_Q)}))
+    with pytest.raises(CheckpointError, match=f"1 missing: {LAYER0_Q}; 1 surplus: model.layers.0.oops"):
+        load_target(checkpoint)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
+    """A tensor of the wrong shape is refused even where stacking would have hidden it."""
+    edit_tensors(checkpoint, lambda tensors: tensors.update({LAYER0_Q: torch.zeros(16, 32)}))
+    with pytest.raises(CheckpointError, match=rf"{LAYER0_Q} must have shape \[32, 32\], got \[16, 32\]"):
+        load_target(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 128},
+            "sliding_window must not be narrower than the context, got 128 of 512 positions; lower max_position",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type must be default, linear or llama3, got yarn"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture must be one of .*Qwen3ForCausalLM.*, got GPT2LMHeadModel",
+        ),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "a target must be one of .*, got LlamaForCausalLMEagle3"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, got gelu"),
+        ({"mlp_bias": True}, "mlp_bias must be false"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "must not be quantized, got quantization method awq"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, got 4 and 3"),
+    ],
+)
+def test_what_is_not_supported_is_refused(checkpoint: Path, changes: dict, words: str) -> None:
+    """Each unsupported setting of config.json has a sentence of its own."""
+    edit_config(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load_target(checkpoint)
+
+
+def test_a_window_that_covers_the_context_is_no_window(checkpoint: Path) -> None:
+    """sliding_window is accepted where it is as wide as the context, or switched off as Qwen does."""
+    edit_config(checkpoint, architectures=["MistralForCausalLM"], sliding_window=512)
+    load_target(checkpoint)
+    raw = json.loads((checkpoint / "config.json").read_text())
+    parse_config(raw | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": False})
+
+
+@pytest.mark.parametrize("gone", ["config.json", "model.safetensors"])
+def test_an_incomplete_folder_is_refused(checkpoint: Path, gone: str) -> None:
+    """A folder without configuration or weights is refused by the name of what it lacks."""
+    (checkpoint / gone).unlink()
+    with pytest.raises(CheckpointError, match=rf"a checkpoint folder must hold {gone}"):
+        load_target(checkpoint)
+
+
+def test_a_missing_key_of_config_json_is_named(checkpoint: Path) -> None:
+    """config.json without a size says which."""
+    raw = json.loads((checkpoint / "config.json").read_text())
+    del raw["intermediate_size"]
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"config\.json must hold intermediate_size, it does not"):
+        load_target(checkpoint)
+
+
+def test_shards_round_trip(checkpoint: Path, tmp_path: Path) -> None:
+    """Tensors written in three shards with their index come back bit for bit; a lost shard is named."""
+    tensors = hf_tensors(load_target(checkpoint), torch.float32)
+    folder = tmp_path / "sharded"
+    save_tensors(tensors, folder, num_shards=3)
+    again = read_tensors(folder)
+    assert again.keys() == load_file(checkpoint / "model.safetensors").keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"the index names model-00002-of-00003\.safetensors"):
+        read_tensors(folder)
+
+
+def test_end_of_text_ids_come_from_both_configurations(checkpoint: Path) -> None:
+    """eos ids may be one number or a list, and generation_config.json wins."""
+    edit_config(checkpoint, eos_token_id=3)
+    assert load_target(checkpoint).config.eos_token_ids == (3,)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    assert load_target(checkpoint).config.eos_token_ids == (3, 5)
+
+
+def test_the_error_is_one_of_ours() -> None:
+    """CheckpointError is caught both as kvcanary's base error and as a ValueError."""
+    assert issubclass(CheckpointError, KVCanaryError)
+    assert issubclass(CheckpointError, ValueError)

@@ -1,0 +1,32 @@
+"""Engine settings: what is refused, and in what words."""
+
+import pytest
+
+from spec_engine import ConfigError, EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"page_size": 0}, "page_size must be a positive whole number, got 0"),
+        ({"topk": -1}, "topk must be a positive whole number, got -1"),
+        ({"context_length": 0}, "context_length must be a positive whole number, got 0"),
+        ({"draft": "standalone"}, "a standalone small model .* is not built yet"),
+        ({"draft": "medusa"}, "draft must be one of auto, eagle3, eagle, none, got 'medusa'"),
+        ({"schedule": "overlap"}, "the overlap schedule .* is not built yet"),
+        ({"attention_backend": "flashinfer"}, "attention_backend must be one of torch, got 'flashinfer'"),
+        ({"dtype": "int4"}, "dtype must be one of auto, float32, float64, bfloat16, got 'int4'"),
+        ({"topk": 2, "num_steps": 1, "num_draft_tokens": 4}, r"num_draft_tokens must lie in \[2, 3\], got 4"),
+        ({"num_draft_tokens": 1}, "num_draft_tokens must lie in"),
+    ],
+)
+def test_bad_settings_are_refused_with_a_sentence(settings, words):
+    """Each message names the setting, the rule and the value."""
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(("topk", "num_steps", "nodes"), [(4, 5, 16), (1, 3, 4), (2, 1, 3), (2, 2, 7)])
+def test_the_default_tree_takes_sixteen_nodes_or_all_there_are(topk, num_steps, nodes):
+    """A chain keeps every candidate; a small tree has fewer than sixteen."""
+    assert EngineConfig(topk=topk, num_steps=num_steps).num_draft_tokens == nodes
