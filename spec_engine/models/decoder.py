@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
         self.head_split = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
         self.qk_split = (config.num_heads, config.num_kv_heads)
         self.num_heads_all = config.num_heads + 2 * config.num_kv_heads
-        self.half = config.head_dim // 2
+        self.half_dim = config.head_dim // 2
         self.input_norm_weight = _weight(hidden) if input_norm else None
         self.qkv_weight = _weight(config.qkv_size, input_size or hidden)
         self.qkv_bias = _weight(config.qkv_size) if config.qkv_bias else None
@@ -106,12 +106,12 @@ class DecoderLayer(nn.Module):
         """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
         if self.input_norm_weight is not None:
             x = F.rms_norm(x, self.norm_shape, self.input_norm_weight, self.eps)
-        qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], self.num_heads_all, 2 * self.half)
+        qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], self.num_heads_all, 2 * self.half_dim)
         qk, v = qkv.split_with_sizes(self.head_split, 1)
         if self.q_norm_weight is not None:
             qk = self._normed(qk)
         cos, sin = rotation
-        qk = torch.addcmul(qk * cos, qk.roll(self.half, -1), sin)
+        qk = torch.addcmul(qk * cos, qk.roll(self.half_dim, -1), sin)
         q, k = qk.split_with_sizes(self.qk_split, 1)
         return q, k, v
 
@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
 
     def _normed(self, qk: Tensor) -> Tensor:
         q, k = qk.split_with_sizes(self.qk_split, 1)
-        shape = (2 * self.half,)
+        shape = (2 * self.half_dim,)
         q = F.rms_norm(q, shape, self.q_norm_weight, self.eps)
         return torch.cat((q, F.rms_norm(k, shape, self.k_norm_weight, self.eps)), 1)
 
@@ -157,6 +157,8 @@ class RotaryTable(nn.Module):
 
     With sin negated in the first half, rotating is `x * cos + roll(x, head_dim / 2) * sin`.
     """
+
+    table: Tensor  # [max_positions, 2 * head_dim]
 
     def __init__(self, rope: RopeScaling, head_dim: int, max_positions: int) -> None:
         super().__init__()

@@ -17,6 +17,8 @@ from spec_engine.models.eagle import check_fits
 
 class Eagle3(nn.Module):
     kind = "eagle3"
+    d2t: Tensor  # [num_draft_vocab] int64, target id minus draft id
+    t2d: Tensor  # [vocab_size] bool, whether a target id has a draft id
 
     def __init__(self, config: ModelConfig, target: Decoder, own_embedding: bool = False) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from spec_engine.models.eagle import Eagle
 from spec_engine.models.eagle3 import Eagle3
 
 Draft = Eagle | Eagle3
+AnyModel = TypeVar("AnyModel", bound=Decoder | Eagle | Eagle3)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -90,7 +92,7 @@ def save_tensors(tensors: dict[str, Tensor], folder: str | Path, num_shards: int
     for name, tensor in tensors.items():
         shards[min(written * num_shards // total, num_shards - 1)][name] = tensor
         written += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         save_file(shard, folder / file_name, metadata=metadata)
@@ -112,7 +114,9 @@ def _shards(folder: Path) -> list[Path]:
     return shards
 
 
-def _filled(model, tensors: dict[str, Tensor], folder: str | Path, dtype: torch.dtype, device: str | torch.device):
+def _filled(
+    model: AnyModel, tensors: dict[str, Tensor], folder: str | Path, dtype: torch.dtype, device: str | torch.device
+) -> AnyModel:
     names = model.hf_names()
     _check_names({name for parts in names.values() for name, _ in parts}, set(tensors), folder)
     ours = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -1,0 +1,184 @@
+"""Every check, in the running engine: its fault is found by it, at its place, and not by it when it is switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spec_engine import Engine
+
+Place = tuple[int | None, int | None]  # slot and position that the finding must name; None: any
+FAULTS: list = []
+
+
+def found_by(code: str) -> Callable:
+    """Register a fault: called with a running engine, it breaks something and returns the place."""
+
+    def register(fault: Callable[[Engine], Place]) -> Callable[[Engine], Place]:
+        FAULTS.append(pytest.param(fault, code, id=f"{code}-{fault.__name__}"))
+        return fault
+
+    return register
+
+
+def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request-table rows of the two requests."""
+    first, second = engine.running
+    return engine.request_table.table[first.row], engine.request_table.table[second.row]
+
+
+@found_by("R1")
+def read_slot_out_of_range(engine: Engine) -> Place:
+    """An index past the pool (sglang#27338: draft indices without the topk factor ran out of their buffer)."""
+    mine, _ = rows(engine)
+    mine[9] = engine.pools["target"].num_slots + 3
+    return int(mine[9]), 9
+
+
+@found_by("R2")
+def read_null_slot(engine: Engine) -> Place:
+    """An entry that fell back to padding's slot."""
+    mine, _ = rows(engine)
+    mine[9] = 1
+    return 1, 9
+
+
+@found_by("R3")
+def damage_record(engine: Engine) -> Place:
+    """A stray write into the canary's own memory."""
+    mine, _ = rows(engine)
+    slot = int(mine[9])
+    engine.canary._state.by_name["target"].records[slot, 1] ^= 1 << 40
+    return slot, 9
+
+
+@found_by("R3")
+def damage_fingerprint(engine: Engine) -> Place:
+    """The fingerprint was hit, not the bytes: lane b over all layers tells them apart."""
+    mine, _ = rows(engine)
+    slot = int(mine[9])
+    engine.canary._state.by_name["target"].content_a[7, slot] ^= 1 << 40
+    return slot, 9
+
+
+@found_by("R4")
+def exchange_pages(engine: Engine) -> Place:
+    """Two entries of one page table exchanged."""
+    mine, _ = rows(engine)
+    mine[8:12], mine[40:44] = mine[40:44].clone(), mine[8:12].clone()
+    return int(mine[8]), 8
+
+
+@found_by("R5")
+def exchange_one_slot_between_requests(engine: Engine) -> Place:
+    """One token of the neighbour at the same position: everything but the prefix fits."""
+    mine, theirs = rows(engine)
+    mine[33] = theirs[33]
+    return int(mine[33]), 33
+
+
+@found_by("R6")
+def read_the_neighbours_row(engine: Engine) -> Place:
+    """A whole, consistent row of someone else."""
+    shorter, longer = sorted(engine.running, key=lambda request: request.committed_len)
+    table, committed = engine.request_table.table, shorter.committed_len
+    mine, theirs = table[shorter.row], table[longer.row]
+    mine[:committed] = theirs[:committed]
+    return int(mine[committed - 1]), committed - 1
+
+
+@found_by("R9")
+def flip_a_bit(engine: Engine) -> Place:
+    """One bit of one V element of layer 11."""
+    mine, _ = rows(engine)
+    slot = int(mine[20])
+    engine.pools["target"].kv.view(torch.int32)[11, slot, 1, 0, 5] ^= 1 << 9
+    return slot, 20
+
+
+@found_by("R12")
+def read_an_unwritten_slot(engine: Engine) -> Place:
+    """A slot of the request's own reserve that nothing has written."""
+    mine, _ = rows(engine)
+    last_page = engine.running[0].pages[-1]
+    mine[9] = last_page * 4 + 3
+    return int(mine[9]), 9
+
+
+@found_by("R9")
+def lose_the_stores_of_a_layer(engine: Engine) -> Place:
+    """A layer whose K and V went nowhere, and said so to nobody."""
+    attention_store = engine.pools["target"].store
+
+    def store(layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        attention_store(layer, torch.zeros_like(slots) if layer == 5 else slots, k, v)
+
+    engine.pools["target"].store = store
+    return None, None
+
+
+@found_by("W1")
+def write_out_of_range(engine: Engine) -> Place:
+    """The verify window names a slot past the pool."""
+    mine, _ = rows(engine)
+    place = engine.running[0].committed_len + 4
+    mine[place] = engine.pools["target"].num_slots
+    return int(mine[place]), None
+
+
+@found_by("W4")
+def write_a_slot_twice(engine: Engine) -> Place:
+    """Two nodes of one verify window share a slot."""
+    mine, _ = rows(engine)
+    place = engine.running[0].committed_len + 4
+    mine[place] = mine[place + 1]
+    return int(mine[place]), None
+
+
+@found_by("W5")
+def write_at_wrong_positions(engine: Engine) -> Place:
+    """Every tree position one too far (sglang#24361: stale positions in replayed batches)."""
+    verify_forward = engine._verify_forward
+
+    def shifted(batch, tree):
+        forward = verify_forward(batch, tree)
+        return replace(forward, positions=forward.positions + (forward.positions > forward.prefix_lens.max()).long())
+
+    engine._verify_forward = shifted
+    return None, None
+
+
+@pytest.mark.parametrize(("fault", "code"), FAULTS)
+def test_the_fault_is_found_by_its_check(strike, fault, code):
+    """The first finding has the expected code and, where the fault has one, exactly its slot and position."""
+    places = []
+    error = strike(lambda engine: places.append(fault(engine)))
+    assert error is not None
+    finding = error.findings[0]
+    assert finding.code == code, error
+    slot, position = places[0]
+    assert slot in (None, finding.slot)
+    assert position in (None, finding.position)
+    assert f"({code})" in str(error)
+
+
+@pytest.mark.parametrize(("fault", "code"), FAULTS)
+def test_a_check_that_is_switched_off_finds_nothing(strike, fault, code):
+    """With its check disabled the fault may be found by another check, never by this one."""
+    error = strike(fault, disable=frozenset({code}))
+    assert code not in ([] if error is None else [finding.code for finding in error.findings])
+
+
+def test_a_disabled_check_shows_in_the_certificate(make_engine):
+    """The certificate of an engine without R5 does not claim R5."""
+    certificate = make_engine(frozenset({"R5"})).canary.certificate()
+    assert "R5" not in certificate["classes"]
+    assert certificate["disabled"] == ["R5"]
+
+
+def test_the_clean_twin_finds_nothing(strike):
+    """The same traffic without a fault runs to its end."""
+    assert strike(lambda engine: None) is None

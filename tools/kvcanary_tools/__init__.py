@@ -1,0 +1,1 @@
+"""The `kvcanary` command: reports, demonstrations and measurements on top of engine and canary."""
