@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "kvcanary needs Python 3.11 or later, '$(PYTHON)' is `"$(PYTHON)" -c 'import platform; print(platform.python_version())'`"; echo; \
 	  echo "hint: make setup PYTHON=python3.12"; exit 2; }
 	@echo "set-up: $(VENV) with torch, triton and the tools of the tests, versions as in constraints.txt"
-	@echo "set-up: downloads about 0.5 GB with torch's CPU build (2 to 4 minutes, 2.5 GB on disk),"
-	@echo "set-up: about 2.5 GB with the CUDA build that PyPI gives on Linux (5 to 15 minutes, 7 GB on disk)"
+	@echo "set-up: downloads about 0.5 GB with torch's CPU build (1 to 4 minutes, 2 GB on disk),"
+	@echo "set-up: about 2.8 GB with the CUDA build that PyPI gives on Linux (5 to 15 minutes, several GB on disk)"
 	"$(PYTHON)" -m venv "$(VENV)"
 	"$(BIN)/python" -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) setuptools
 	"$(BIN)/python" -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --no-build-isolation --editable ".[dev]"

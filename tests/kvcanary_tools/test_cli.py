@@ -1,0 +1,125 @@
+"""What holds for every command: help without torch, sentences with hints, exit codes, streams, colours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from kvcanary_tools import cli, console
+
+COMMANDS = list(cli.COMMANDS)
+
+
+def test_bare_call_shows_a_working_example(kvcanary) -> None:
+    """`kvcanary` alone is no error: it says what there is and gives a line to copy."""
+    result = kvcanary()
+    assert result.exit_code == 0
+    assert cli.EXAMPLE in result.stdout
+    assert all(name in result.stdout for name in COMMANDS)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_describes_each_command(kvcanary, command: str) -> None:
+    """Every command has a help text with its exit codes."""
+    result = kvcanary(command, "--help")
+    assert result.exit_code == 0
+    assert f"Usage: kvcanary {command}" in result.stdout
+    assert "Exit codes: 0" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=["bare", *COMMANDS])
+def test_help_loads_no_torch(arguments: list[str]) -> None:
+    """Help comes at once: no command imports torch before it runs."""
+    script = (
+        "import sys\n"
+        "from kvcanary_tools.cli import main\n"
+        f"main({[*arguments, '--help']!r}, standalone_mode=False)\n"
+        "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert child.stderr.strip() == "[]"
+
+
+def test_version_is_shown(kvcanary) -> None:
+    """`--version` names program and version."""
+    assert kvcanary("--version").stdout == "kvcanary 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence", "hint"),
+    [
+        (["nonsense"], "no such command 'nonsense'", "kvcanary --help lists what there is"),
+        (["demo", "--tpk"], "no such option: --tpk", "kvcanary demo --help lists what there is"),
+        (["generate", "--tpk", "2"], "no such option: --tpk", "did you mean --dtype or --topk?"),
+        (
+            ["generate", "--page-size", "x"],
+            "invalid value for '--page-size': 'x' is not a valid integer",
+            "kvcanary generate --help lists what there is",
+        ),
+    ],
+)
+def test_wrong_usage_ends_with_sentence_and_hint(kvcanary, arguments: list[str], sentence: str, hint: str) -> None:
+    """What was wrong, a blank line, what to do; exit code 2, nothing on stdout."""
+    result = kvcanary(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == f"kvcanary: {sentence}\n\nhint: {hint}\n"
+
+
+def test_internal_error_is_no_finding(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of our own ends with 3 and its traceback, so that no script takes it for corruption."""
+
+    def fail() -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("kvcanary_tools.health.examine", fail)
+    result = kvcanary("doctor")
+    assert result.exit_code == 3
+    assert "kvcanary: internal error: boom" in result.stderr
+    assert "Traceback" in result.stderr
+    assert "hint: this is a defect of kvcanary" in result.stderr
+
+
+def test_interruption_is_quiet(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C gives one line and the exit code that shells expect."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvcanary_tools.health.examine", interrupt)
+    result = kvcanary("doctor")
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "kvcanary: interrupted"
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colours_respect_no_color(kvcanary, monkeypatch: pytest.MonkeyPatch, no_color: str, coloured: bool) -> None:
+    """On a terminal errors are red; NO_COLOR switches that off, and an empty NO_COLOR does not."""
+    monkeypatch.setenv("NO_COLOR", no_color)
+    result = kvcanary("nonsense", color=True)
+    assert ("\x1b[31m" in result.stderr) is coloured
+
+
+def test_no_colours_without_a_terminal(kvcanary_process) -> None:
+    """A pipe gets plain text."""
+    child = kvcanary_process("nonsense")
+    assert child.returncode == 2
+    assert "\x1b" not in child.stdout + child.stderr
+
+
+def test_size_reads_well() -> None:
+    """Bytes are shown in powers of 1000 with one digit."""
+    assert [console.size(n) for n in (0, 999, 1000, 3_400_000, 5 * 10**12)] == [
+        "0 B", "999 B", "1.0 kB", "3.4 MB", "5000.0 GB",
+    ]  # fmt: skip
+
+
+def test_usage_failure_carries_its_hint() -> None:
+    """The exception holds sentence and hint as data."""
+    failure = console.UsageFailure("no", "yes")
+    assert isinstance(failure, click.ClickException)
+    assert (failure.message, failure.hint, failure.exit_code) == ("no", "yes", 2)

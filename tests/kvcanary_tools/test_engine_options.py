@@ -1,0 +1,132 @@
+"""The command line's options are the settings of engine, sampling and canary: same names, same defaults."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import click
+import pytest
+
+from kvcanary import CanaryConfig
+from kvcanary_tools.commands.generate import command
+from kvcanary_tools.engine_options import engine_config, sampling_params
+from spec_engine import EngineConfig, SamplingParams
+
+
+def options(*arguments: str) -> dict[str, object]:
+    """What click makes of a command line of `generate`."""
+    return dict(command.make_context("generate", list(arguments)).params)
+
+
+# Every flag of the command line, as published; adding one means adding it here and to the documentation.
+FLAGS = {
+    *("--prompt", "--prompt-file", "--model", "--draft", "--draft-model", "--dtype", "--device"),
+    *("--page-size", "--topk", "--num-steps", "--num-draft-tokens"),
+    *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
+    *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
+    *("--attention-backend", "--schedule", "--max-total-tokens", "--max-running-requests", "--context-length"),
+    *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed", "--json"),
+}
+
+
+def test_generate_has_exactly_the_published_flags() -> None:
+    """Scripts lean on these names."""
+    assert {name for param in command.params if isinstance(param, click.Option) for name in param.opts} == FLAGS
+
+
+def test_no_options_give_the_defaults() -> None:
+    """Without options the engine is EngineConfig() with the canary off, the sampling SamplingParams()."""
+    made = engine_config(options())
+    assert made.canary == CanaryConfig(mode="off")
+    for field in fields(EngineConfig):
+        assert getattr(made, field.name) == getattr(EngineConfig(), field.name), field.name
+    assert sampling_params(options()) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [([], "off"), (["--kv-canary"], "raise"), (["--kv-canary", "log"], "log"), (["--kv-canary=raise"], "raise")],
+)
+def test_kv_canary_alone_means_raise(arguments: list[str], mode: str) -> None:
+    """The bare switch is the strict one, also in front of another option."""
+    assert engine_config(options(*arguments)).canary.mode == mode
+    assert engine_config(options(*arguments, "--page-size", "4")).canary.mode == mode
+
+
+def test_canary_options_reach_the_canary() -> None:
+    """Content, budget and seed are handed on; a budget may be written with a unit."""
+    made = engine_config(
+        options("--kv-canary", "--kv-canary-content", "full", "--kv-canary-budget", "64KiB", "--kv-canary-seed", "7")
+    )
+    assert made.canary == CanaryConfig(mode="raise", content="full", budget=65536, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("ours", "alias", "name"),
+    [
+        ("--topk", "--speculative-eagle-topk", "topk"),
+        ("--num-steps", "--speculative-num-steps", "num_steps"),
+        ("--num-draft-tokens", "--speculative-num-draft-tokens", "num_draft_tokens"),
+    ],
+)
+def test_aliases_mean_the_same(ours: str, alias: str, name: str) -> None:
+    """The names that other engines use for the draft tree work here."""
+    assert getattr(engine_config(options(ours, "3")), name) == getattr(engine_config(options(alias, "3")), name) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("KVCANARY_PAGE_SIZE", "4", lambda made, _: made.page_size == 4),
+        ("KVCANARY_TOPK", "2", lambda made, _: made.topk == 2),
+        ("KVCANARY_KV_CANARY", "log", lambda made, _: made.canary.mode == "log"),
+        ("KVCANARY_KV_CANARY_SEED", "9", lambda made, _: made.canary.seed == 9),
+        ("KVCANARY_SEED", "9", lambda _, params: params.seed == 9),
+        ("KVCANARY_SAMPLE_TOP_P", "0.5", lambda _, params: params.top_p == 0.5),
+    ],
+)
+def test_environment_gives_options(monkeypatch: pytest.MonkeyPatch, name: str, value: str, read) -> None:
+    """KVCANARY_<NAME> stands for --name, and the command line wins over it."""
+    assert not read(engine_config(options()), sampling_params(options()))
+    monkeypatch.setenv(name, value)
+    assert read(engine_config(options()), sampling_params(options()))
+
+
+def test_command_line_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is typed counts more than what is set."""
+    monkeypatch.setenv("KVCANARY_PAGE_SIZE", "4")
+    assert engine_config(options("--page-size", "16")).page_size == 16
+
+
+def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt has blanks and line ends; it is not cut there."""
+    monkeypatch.setenv("KVCANARY_PROMPT", "def f(x):\n    return x")
+    assert options()["prompt"] == ("def f(x):\n    return x",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--draft", "standalone"], r"standalone small model .* is not built yet"),
+        (["--schedule", "overlap"], r"overlap schedule .* is not built yet"),
+        (["--attention-backend", "flashinfer"], r"attention_backend must be one of torch, got 'flashinfer'"),
+        (["--kv-canary", "abort"], r"mode 'abort' does not exist yet"),
+        (["--kv-canary", "loud"], r"mode must be one of off, log, raise, got 'loud'"),
+        (["--kv-canary-content", "some"], r"content must be one of write, rolling, full, got 'some'"),
+        (["--page-size", "0"], r"page_size must be a positive whole number, got 0"),
+        (["--num-draft-tokens", "99"], r"num_draft_tokens must lie in \[2, 69\], got 99"),
+        (["--dtype", "int8"], r"dtype must be one of .*, got 'int8'"),
+        (["--temperature", "-1"], r"temperature must be finite and not negative, got -1.0"),
+        (["--sample-top-p", "2"], r"top_p must lie in \(0, 1\], got 2.0"),
+        (["--kv-canary-budget", "3 apples"], r"budget must be a size such as 65536, 64KiB or 4MiB, got '3 apples'"),
+        (["--kv-canary-seed", "-1"], r"seed must be an integer in \[0, 2\^64\) or None, got -1"),
+    ],
+)
+def test_refused_values_end_with_a_sentence(kvcanary, arguments: list[str], sentence: str) -> None:
+    """What does not exist yet, or makes no sense, is refused before a model is loaded; exit code 2 and a hint."""
+    result = kvcanary("generate", "--prompt", "x", *arguments)
+    assert result.exit_code == 2, result.stderr
+    assert re.search(sentence, result.stderr), result.stderr
+    assert "\n\nhint: " in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,90 @@
+"""What every benchmark shares: interleaved runs, the machine's description, the JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from spec_engine import Engine, SamplingParams
+from spec_engine.engine import Metrics
+
+RESULTS = Path(__file__).parent / "results"
+NUM_THREADS = 2
+PROMPTS = 20
+NEW_TOKENS = 128
+PAIRS = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one pass over the prompts, and what it produced."""
+
+    prefill_seconds: float
+    step_seconds: float
+    tokens: int
+    accepted_length: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.step_seconds
+
+
+def run_pass(engines: dict[str, Engine], batches: Sequence[list[str]]) -> dict[str, Timing]:
+    """Complete every batch of prompts with every engine, the engines taking turns batch by batch."""
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    for engine in engines.values():
+        engine.metrics = Metrics()
+    for turn, batch in enumerate(batches):
+        order = list(engines.values())
+        for engine in order if turn % 2 == 0 else reversed(order):  # neither always runs on the other's warm caches
+            engine.generate(batch, params)
+    return {name: _timing(engine.metrics) for name, engine in engines.items()}
+
+
+def _timing(metrics: Metrics) -> Timing:
+    return Timing(metrics.prefill_seconds, metrics.decode_seconds, metrics.tokens_emitted, metrics.accepted_length)
+
+
+def ratios(passes: Sequence[dict[str, Timing]], over: str, under: str, seconds: Callable[[Timing], float]) -> dict:
+    """Median and spread of ``seconds(over) / seconds(under)`` over the passes."""
+    values = [seconds(timings[over]) / seconds(timings[under]) for timings in passes]
+    return {"median": round(median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+
+
+def machine() -> dict:
+    """Device, threads and versions: what a figure means nothing without."""
+    return {
+        "device": _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kvcanary": version("kvcanary"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def save(name: str, result: dict) -> None:
+    """Write ``results/NAME.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"written: {path}", file=sys.stderr)
+
+
+def progress(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""The console script `kvcanary`: one file per command, loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import kvcanary
+from kvcanary_tools import console
+
+COMMANDS = ("generate", "demo", "doctor")
+
+EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
+
+
+class Commands(click.Group):
+    """A group that imports a command's file on demand and reports errors in the house's way."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"kvcanary_tools.commands.{cmd_name}").command
+        return command
+
+    def main(
+        self, args: Sequence[str] | None = None, *positional: Any, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        if not standalone_mode:
+            return super().main(args, *positional, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, *positional, standalone_mode=False, **extra)
+        except click.ClickException as error:
+            console.show_error(error)
+            code = error.exit_code
+        except (KeyboardInterrupt, click.Abort):
+            console.say("kvcanary: interrupted")
+            code = 130
+        except BrokenPipeError:
+            sys.stdout = None  # type: ignore[assignment]  # the reader has gone; nothing is left to flush
+            code = console.EXIT_CLEAN
+        except Exception as error:
+            traceback.print_exc()
+            console.say(f"kvcanary: internal error: {error}", fg="red")
+            console.say()
+            console.say("hint: this is a defect of kvcanary, no finding; the lines above belong into its bug report")
+            code = console.EXIT_FAILURE
+        sys.exit(code or console.EXIT_CLEAN)
+
+
+@click.command(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(kvcanary.__version__, message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """A KV-cache integrity canary, and the paged tree-drafting engine that it watches.
+
+    \b
+    kvcanary demo        see it at work, and see it catch two faults
+    kvcanary doctor      check this installation
+    kvcanary generate    complete your own prompts, for example:
+
+    \b
+      kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary
+
+    Exit codes: 0 clean, 1 a violation was found, 2 wrong usage, 3 kvcanary itself failed.
+    """
+    if ctx.invoked_subcommand is None:
+        console.data(ctx.get_help())

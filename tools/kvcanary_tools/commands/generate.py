@@ -1,0 +1,139 @@
+"""`kvcanary generate`: complete prompts, and say what the canary saw."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.cli import EXAMPLE
+from kvcanary_tools.console import UsageFailure
+from kvcanary_tools.engine_options import (
+    CONTEXT,
+    Whole,
+    engine_config,
+    engine_options,
+    json_option,
+    sampling_options,
+    sampling_params,
+    usage_failures,
+)
+
+if TYPE_CHECKING:
+    from kvcanary_tools.generation import Completion, Generation
+    from spec_engine import TokenEvent
+
+
+@click.command("generate", context_settings=CONTEXT, short_help="Complete prompts.")
+@click.option(
+    "--prompt",
+    type=Whole(),
+    multiple=True,
+    metavar="TEXT",
+    help="Text to complete; may be given several times.",
+)
+@click.option(
+    "--prompt-file",
+    multiple=True,
+    metavar="FILE...",
+    help="Files to complete, each one prompt, whole; - reads stdin.",
+)
+@click.argument("more_files", nargs=-1, metavar="")
+@engine_options
+@sampling_options
+@json_option
+@click.pass_context
+def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
+    """Complete prompts with tree drafting; --kv-canary checks every KV read and write while it does.
+
+    \b
+      kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary
+      kvcanary generate --prompt-file *.py --json
+
+    The text goes to stdout as it comes, everything else to stderr. Every option can be given in the environment
+    too, as KVCANARY_ and its name: KVCANARY_PAGE_SIZE=4, KVCANARY_KV_CANARY=log.
+
+    Exit codes: 0 clean, 1 the canary found a violation, 2 wrong usage, 3 kvcanary itself failed.
+    """
+    prompts = _read_prompts(options["prompt"], options["prompt_file"], options["more_files"])
+    config, params = engine_config(options), sampling_params(options)
+
+    from kvcanary_tools.generation import generate
+    from spec_engine import Engine
+
+    console.log_to_stderr()
+    printer = _Printer(len(prompts))
+    with usage_failures():
+        generation = generate(Engine(config), prompts, params, None if as_json else printer)
+    if as_json:
+        console.data_json(generation.as_dict())
+    else:
+        printer.end(generation)
+        _summarise(generation)
+    ctx.exit(console.EXIT_FINDING if generation.findings else console.EXIT_CLEAN)
+
+
+def _read_prompts(prompts: tuple[str, ...], files: tuple[str, ...], more_files: tuple[str, ...]) -> list[str]:
+    """The texts of --prompt, then of --prompt-file; a shell that expands *.py leaves all but one file behind it."""
+    if more_files and not files:
+        raise UsageFailure(f"generate takes options, got the bare word {more_files[0]!r}", EXAMPLE)
+    texts = [*prompts, *(_read_file(name) for name in (*files, *more_files))]
+    if not texts:
+        raise UsageFailure("generate needs a prompt: --prompt TEXT or --prompt-file FILE", EXAMPLE)
+    return texts
+
+
+def _read_file(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageFailure(
+            f"cannot read the prompt file {name!r}: {error.strerror}", "give a text file, or - for stdin"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageFailure(f"cannot read the prompt file {name!r}: it is not UTF-8 text", "give a text file") from error
+
+
+class _Printer:
+    """Text to stdout: as it comes when there is one prompt, under a heading as each completes when there are more."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.num_prompts = num_prompts
+
+    def __call__(self, completion: Completion, event: TokenEvent) -> None:
+        if self.num_prompts == 1:
+            console.data(event.text, newline=False)
+        elif completion.finish_reason:
+            self._whole(completion)
+
+    def end(self, generation: Generation) -> None:
+        """What a finding stopped is shown as far as it came."""
+        if self.num_prompts == 1:
+            console.data("")
+            return
+        for completion in generation.completions:
+            if completion.finish_reason == "kv_corruption":
+                self._whole(completion)
+
+    def _whole(self, completion: Completion) -> None:
+        first_line = completion.prompt.lstrip().partition("\n")[0]
+        console.data(f"=== {completion.request_id} ({completion.finish_reason}): {first_line[:60]}")
+        console.data(completion.text)
+
+
+def _summarise(generation: Generation) -> None:
+    from kvcanary_tools.certificate import certificate_line
+
+    console.say()
+    if generation.report is not None:
+        console.say(generation.report.text())
+        console.say()
+    tokens = console.numbered(generation.num_tokens, "token")
+    console.say(
+        f"{tokens}, accepted length {generation.accepted_length:.2f}, {generation.tokens_per_second:.0f} tokens/s"
+    )
+    if generation.certificate is not None:
+        console.say(certificate_line(generation.certificate))

@@ -1,0 +1,213 @@
+"""The options that every command with an engine shares, and the settings that they make.
+
+What a value may be is decided once, by EngineConfig, SamplingParams and CanaryConfig: the command line hands values
+on as they are and shows the sentence with which they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvcanary import CanaryConfig, KVCanaryError
+from kvcanary.config import parse_bytes
+from kvcanary_tools.console import UsageFailure
+from spec_engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from spec_engine import SamplingParams
+
+# Every option can be given as KVCANARY_<NAME>: KVCANARY_PAGE_SIZE=4, KVCANARY_KV_CANARY=log.
+CONTEXT = {"auto_envvar_prefix": "KVCANARY", "help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+_ENGINE_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_CANARY_DEFAULTS = {field.name: field.default for field in fields(CanaryConfig)}
+
+
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    envvar="KVCANARY_JSON",
+    show_envvar=True,
+    help="Print one JSON object, nothing else.",
+)
+
+
+class Whole(click.ParamType):
+    """A text that an environment variable holds whole: it is not cut at blanks."""
+
+    name = "text"
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [rv]
+
+
+class Bytes(click.ParamType):
+    """A size such as 65536, 64KiB or 4MiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def engine_options(function: AnyFunction) -> AnyFunction:
+    """Model, drafting, memory and canary options, in this order in --help."""
+    for decorate in reversed([*_model_options(), *_canary_options()]):
+        function = decorate(function)
+    return function
+
+
+def sampling_options(function: AnyFunction) -> AnyFunction:
+    # The defaults are SamplingParams', which cannot be imported here without torch; a test compares them.
+    options = [
+        _option("--max-new-tokens", type=int, default=64, metavar="N", help="Most tokens to add to a prompt."),
+        _option("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token."),
+        _option("--sample-top-k", type=int, default=0, metavar="K", help="Draw among the K likeliest; 0: among all."),
+        _option("--sample-top-p", type=float, default=1.0, metavar="P", help="Draw among the likeliest of mass P."),
+        _option("--seed", type=int, default=0, metavar="S", help="Seed of the draws."),
+    ]
+    for decorate in reversed(options):
+        function = decorate(function)
+    return function
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine's settings out of a command's options; a usage failure when they are refused."""
+    settings = {name: options[name] for name in _ENGINE_DEFAULTS if name in options}
+    with usage_failures():
+        canary = CanaryConfig(
+            mode=options["kv_canary"],
+            content=options["kv_canary_content"],
+            budget=options["kv_canary_budget"],
+            seed=options["kv_canary_seed"],
+        )
+        return EngineConfig(**settings, canary=canary)
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    from spec_engine import SamplingParams
+
+    with usage_failures():
+        return SamplingParams(
+            max_new_tokens=options["max_new_tokens"],
+            temperature=options["temperature"],
+            top_k=options["sample_top_k"],
+            top_p=options["sample_top_p"],
+            seed=options["seed"],
+        )
+
+
+@contextmanager
+def usage_failures() -> Iterator[None]:
+    """Settings and prompts that engine or canary refuse become a sentence and a hint."""
+    try:
+        yield
+    except ValueError as error:
+        from spec_engine.models.config import CheckpointError
+
+        if not isinstance(error, KVCanaryError | CheckpointError):
+            raise
+        command = click.get_current_context().command_path
+        hint = getattr(error, "hint", None) or f"{command} --help lists the options and their defaults"
+        raise UsageFailure(str(error), hint) from error
+
+
+def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
+    return [
+        _engine_option(
+            "--model",
+            metavar="embedded|DIR",
+            help="The model that ships with kvcanary, or a folder with a llama-family checkpoint of Hugging Face.",
+        ),
+        _engine_option(
+            "--draft",
+            metavar="auto|eagle3|eagle|standalone|none",
+            help="What drafts; auto takes the best head that the model has.",
+        ),
+        _engine_option("--draft-model", metavar="DIR", help="Folder of the draft head, if not the model's own."),
+        _engine_option("--page-size", type=int, metavar="P", help="Slots a page of the KV pools."),
+        _engine_option("--topk", "--speculative-eagle-topk", type=int, metavar="K", help="Width of the draft tree."),
+        _engine_option(
+            "--num-steps", "--speculative-num-steps", type=int, metavar="T", help="Depth of the draft tree."
+        ),
+        _engine_option(
+            "--num-draft-tokens",
+            "--speculative-num-draft-tokens",
+            type=int,
+            metavar="N",
+            help="Nodes that the target verifies, the root among them; by default 16, or all where there are fewer.",
+        ),
+        _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
+        _engine_option("--device", metavar="DEVICE", help="Where it runs."),
+        _engine_option("--attention-backend", metavar="NAME", help="Which kernels read the cache."),
+        _engine_option("--schedule", metavar="sync|overlap", help="How host and device take turns."),
+        _engine_option("--max-total-tokens", type=int, metavar="N", help="Slots of each KV pool."),
+        _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),
+        _engine_option(
+            "--context-length",
+            type=int,
+            metavar="N",
+            help="Longest prompt plus output; by default what the model was made for.",
+        ),
+    ]
+
+
+def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
+    return [
+        _option(
+            "--kv-canary",
+            is_flag=False,
+            flag_value="raise",
+            default="off",
+            metavar="[off|log|raise|abort]",
+            help="What a finding does; without a value: raise.",
+        ),
+        _canary_option(
+            "--kv-canary-content",
+            metavar="write|rolling|full",
+            help="When bytes are read again: never, a budget a step, or all in every forward.",
+        ),
+        _canary_option(
+            "--kv-canary-budget",
+            type=Bytes(),
+            metavar="BYTES",
+            help="What rolling reads again a step, such as 64KiB; by default enough to come round in 64 steps.",
+        ),
+        _canary_option(
+            "--kv-canary-seed",
+            type=int,
+            metavar="S",
+            help="Seed of the fingerprints' keys; by default a secret one.",
+        ),
+    ]
+
+
+def _engine_option(*names: str, **settings: Any) -> Callable[[AnyFunction], AnyFunction]:
+    return _option(*names, default=_ENGINE_DEFAULTS[_python_name(names[0])], **settings)
+
+
+def _canary_option(*names: str, **settings: Any) -> Callable[[AnyFunction], AnyFunction]:
+    default = _CANARY_DEFAULTS[_python_name(names[0]).removeprefix("kv_canary_")]
+    return _option(*names, default=default, **settings)
+
+
+def _option(*names: str, **settings: Any) -> Callable[[AnyFunction], AnyFunction]:
+    # The first name decides what the parameter, and so the environment variable, is called.
+    return click.option(*names, _python_name(names[0]), show_default=True, **settings)
+
+
+def _python_name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
