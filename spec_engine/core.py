@@ -73,7 +73,9 @@ def chain_forward(
     kind: str, index: int, batch: Batch, table: RequestTable, tokens: Tensor, new_lens: Sequence[int]
 ) -> ForwardBatch:
     """A forward in which every row continues its committed prefix by ``new_lens[r]`` tokens in a line."""
-    spans = [(row, start, start + new) for row, start, new in zip(batch.rows.tolist(), batch.lens, new_lens, strict=True)]
+    spans = [
+        (row, start, start + new) for row, start, new in zip(batch.rows.tolist(), batch.lens, new_lens, strict=True)
+    ]
     written = [table.table[row, start:end] for row, start, end in spans]
     positions = [torch.arange(start, end, device=tokens.device) for _, start, end in spans]
     kv_lens = tuple(end for _, _, end in spans)

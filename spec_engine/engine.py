@@ -1,4 +1,4 @@
-"""The engine: submit prompts, step, and tokens come out. A drafting step reads: prepare, draft, verify, commit, extend."""
+"""The engine: submit prompts, step, and tokens come out. A drafting step: prepare, draft, verify, commit, extend."""
 
 from __future__ import annotations
 
@@ -206,7 +206,9 @@ class Engine:
         ends = torch.tensor([[chunk.end] for chunk in chunks], device=self.device)
         first_tokens = sample(self.model.logits(output.hidden[last])[:, None], params, ends).flatten().tolist()
         if self.drafter is not None:
-            following = concat([self._following(chunk, token) for chunk, token in zip(chunks, first_tokens, strict=True)])
+            following = concat(
+                [self._following(chunk, token) for chunk, token in zip(chunks, first_tokens, strict=True)]
+            )
             self.drafter.extend("prefill", batch, following, self.drafter.features(output), lens)
         self._check()
         self.metrics.prefill_tokens += len(tokens)
@@ -218,7 +220,7 @@ class Engine:
     def _following(self, chunk: Chunk, sampled: int) -> Tensor:
         """Token p+1 for every position p of a chunk; past the prompt's end that is the token just sampled."""
         known = chunk.request.prompt_ids[chunk.start + 1 : chunk.end + 1]
-        return torch.tensor(known + [sampled] if chunk.is_last else known, device=self.device)
+        return torch.tensor([*known, sampled] if chunk.is_last else known, device=self.device)
 
     def _decode(self) -> list[TokenEvent]:
         for request in self.running:
@@ -285,7 +287,12 @@ class Engine:
     def _compact(self, forward: ForwardBatch, accepted: Sequence[Accepted]) -> None:
         """Bring accepted nodes to the front of their window, K/V and records."""
         windows = forward.slots.view(len(accepted), -1)
-        moves = [(b, node, place) for b, path in enumerate(accepted) for place, node in enumerate(path.nodes) if node != place]
+        moves = [
+            (b, node, place)
+            for b, path in enumerate(accepted)
+            for place, node in enumerate(path.nodes)
+            if node != place
+        ]
         if not moves:
             return
         rows, nodes, places = torch.tensor(moves, device=self.device).unbind(1)

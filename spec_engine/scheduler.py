@@ -30,7 +30,9 @@ class Scheduler:
     request never waits for pages.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, reserve: int, max_running: int, context_length: int, chunk_tokens: int):
+    def __init__(
+        self, *, num_pages: int, page_size: int, reserve: int, max_running: int, context_length: int, chunk_tokens: int
+    ):
         self.num_pages, self.page_size, self.reserve = num_pages, page_size, reserve
         self.max_running, self.context_length, self.chunk_tokens = max_running, context_length, chunk_tokens
         self.waiting: deque[Request] = deque()

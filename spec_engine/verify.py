@@ -39,5 +39,7 @@ def accept(tree: Tree, target_tokens: Tensor) -> list[Accepted]:
 def _path(b: int, kept: list[bool], depths: list[int], tokens: list[int]) -> Accepted:
     nodes = [node for node, is_kept in enumerate(kept) if is_kept]
     if [depths[node] for node in nodes] != list(range(len(nodes))):
-        raise TreeShapeError(f"request {b} of the batch: accepted nodes {nodes} have depths {[depths[n] for n in nodes]}")
+        raise TreeShapeError(
+            f"request {b} of the batch: accepted nodes {nodes} have depths {[depths[n] for n in nodes]}"
+        )
     return Accepted(nodes, [tokens[node] for node in nodes])

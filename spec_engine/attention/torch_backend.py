@@ -34,7 +34,13 @@ class TorchAttention:
     """The KVAccess of one forward: stores K and V, tells the canary, attends."""
 
     def __init__(
-        self, pool: KVPool, batch: ForwardBatch, num_heads: int, indices: Tensor, slots: Tensor, substep: SubstepCanary | None
+        self,
+        pool: KVPool,
+        batch: ForwardBatch,
+        num_heads: int,
+        indices: Tensor,
+        slots: Tensor,
+        substep: SubstepCanary | None,
     ) -> None:
         self.pool = pool
         self.slots = slots

@@ -72,12 +72,15 @@ def run_faulty(content: str, seed: int) -> tuple[dict, KVCorruptionError, int]:
     for _ in range(rng.randrange(2, 7)):
         engine.step()
     place = flip(engine, rng)
-    steps = 0
+    first = engine.metrics.num_steps
     with pytest.raises(KVCorruptionError) as caught:
-        while engine.has_work:
-            steps += 1
-            engine.step()
-    return place, caught.value, steps
+        _run_to_the_end(engine)
+    return place, caught.value, engine.metrics.num_steps - first
+
+
+def _run_to_the_end(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
 
 
 def assert_named(place: dict, error: KVCorruptionError) -> None:

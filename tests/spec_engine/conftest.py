@@ -33,7 +33,9 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     generator = torch.Generator().manual_seed(1)
     target = _saved(Decoder, folder, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}, generator)
-    _saved(Eagle, folder / "eagle", {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}, generator, target)
+    _saved(
+        Eagle, folder / "eagle", {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}, generator, target
+    )
     eagle3 = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCAB - 20}
     _saved(Eagle3, folder / "eagle3", eagle3, generator, target)
     _save_tokenizer(folder)

@@ -5,7 +5,10 @@ import torch
 
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
 
-PROMPTS = [torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (5, 17, 30, 64)]
+PROMPTS = [
+    torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (5, 17, 30, 64)
+]
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
@@ -112,8 +115,8 @@ def test_a_request_larger_than_the_pool_is_refused(toy_model):
 
 def test_a_missing_head_is_named(toy_model, tmp_path):
     """Asking for a head that the model does not have says where it was looked for."""
+    for file in toy_model.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ConfigError, match="holds no eagle head"):
-        for file in toy_model.iterdir():
-            if file.is_file():
-                (tmp_path / file.name).write_bytes(file.read_bytes())
         Engine(EngineConfig(model=str(tmp_path), draft="eagle"))

@@ -57,7 +57,7 @@ def by_hand(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor) -> t
             seen = slots[: length - new]
             for other in range(new):
                 visible = other <= own if batch.tree_mask is None else bool(batch.tree_mask[row, own, other])
-                seen = seen + [slots[length - new + other]] if visible else seen
+                seen = [*seen, slots[length - new + other]] if visible else seen
             heads = []
             for head in range(HEADS):
                 k, v = pool.kv[layer, seen, :, head // (HEADS // KV_HEADS)].unbind(1)

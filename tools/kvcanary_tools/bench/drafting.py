@@ -10,7 +10,17 @@ import itertools
 
 import torch
 
-from kvcanary_tools.bench.common import NEW_TOKENS, NUM_THREADS, PAIRS, PROMPTS, machine, progress, ratios, run_pass, save
+from kvcanary_tools.bench.common import (
+    NEW_TOKENS,
+    NUM_THREADS,
+    PAIRS,
+    PROMPTS,
+    machine,
+    progress,
+    ratios,
+    run_pass,
+    save,
+)
 from spec_engine import Engine, EngineConfig
 from spec_engine.config import ConfigError
 from spec_engine.models.embedded import load_excerpts

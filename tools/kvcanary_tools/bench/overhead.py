@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import NEW_TOKENS, NUM_THREADS, PAIRS, PROMPTS, machine, progress, ratios, run_pass, save
+from kvcanary_tools.bench.common import (
+    NEW_TOKENS,
+    NUM_THREADS,
+    PAIRS,
+    PROMPTS,
+    machine,
+    progress,
+    ratios,
+    run_pass,
+    save,
+)
 from spec_engine import Engine, EngineConfig
 from spec_engine.models.embedded import load_excerpts
 
@@ -31,7 +41,10 @@ def main() -> None:
     save("cpu_overhead", result)
     print("batch   prefill on/off            steps on/off")
     for row in rows:
-        cells = [f"{row[part]['median']:.3f} ({row[part]['min']:.3f} to {row[part]['max']:.3f})" for part in ("prefill", "steps")]
+        cells = [
+            f"{row[part]['median']:.3f} ({row[part]['min']:.3f} to {row[part]['max']:.3f})"
+            for part in ("prefill", "steps")
+        ]
         print(f"{row['batch']:5d}   " + "   ".join(cells))
 
 
