@@ -40,11 +40,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "set-up: done"
 
 demo: $(STAMP)
-	@echo "demo: about half a minute on two CPU cores; everything runs on this machine, nothing is downloaded"
+	@echo "demo: ten to twenty seconds on one CPU core; everything runs on this machine, nothing is downloaded"
 	"$(BIN)/kvcanary" demo
 
 test: lint
-	@echo "test: the tests, about ten minutes on two CPU cores; those that need a GPU are skipped and say so"
+	@echo "test: the tests, two to five minutes on two CPU cores; those that need a GPU are skipped and say so"
 	"$(BIN)/python" -m pytest
 
 test-all: lint

@@ -60,7 +60,7 @@ def test_make_target_exists(root: Path, arguments: list[str]) -> None:
 def test_folders_of_the_map_exist(root: Path) -> None:
     """The map names real folders, and every package is on it."""
     named = re.findall(r"^\| `([\w/]+)/` \|", README.read_text(), re.MULTILINE)
-    assert len(named) == 5
+    assert {"kernels/kvcanary_kernels", "kvcanary", "spec_engine", "tools/kvcanary_tools", "tests"} <= set(named)
     assert all((root / folder).is_dir() for folder in named)
 
 

@@ -33,10 +33,11 @@ def kvcanary() -> Callable[..., Result]:
 
 @pytest.fixture
 def kvcanary_process() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The same in a child process; keyword arguments are environment variables."""
+    """The same in a child process, two minutes at most; keyword arguments are environment variables."""
 
     def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvcanary_tools", *arguments]
-        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        environment = {**os.environ, **environment}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -94,6 +95,17 @@ def test_interruption_is_quiet(kvcanary, monkeypatch: pytest.MonkeyPatch) -> Non
     result = kvcanary("doctor")
     assert result.exit_code == 130
     assert result.stderr.strip() == "kvcanary: interrupted"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["doctor", "--json"]], ids=" ".join)
+def test_closed_pipe_is_quiet(arguments: list[str]) -> None:
+    """When the reader has gone, as `head` does, nothing is said, and the code is not a finding's."""
+    command = [sys.executable, "-m", "kvcanary_tools", *arguments]
+    reading, writing = os.pipe()
+    os.close(reading)
+    child = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (child.returncode, child.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])

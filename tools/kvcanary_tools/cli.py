@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -30,6 +32,14 @@ class Commands(click.Group):
         command: click.Command = importlib.import_module(f"kvcanary_tools.commands.{cmd_name}").command
         return command
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _reader_may_leave():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _reader_may_leave():
+            return super().invoke(ctx)
+
     def main(
         self, args: Sequence[str] | None = None, *positional: Any, standalone_mode: bool = True, **extra: Any
     ) -> Any:
@@ -42,10 +52,7 @@ class Commands(click.Group):
             code = error.exit_code
         except (KeyboardInterrupt, click.Abort):
             console.say("kvcanary: interrupted")
-            code = 130
-        except BrokenPipeError:
-            sys.stdout = None  # type: ignore[assignment]  # the reader has gone; nothing is left to flush
-            code = console.EXIT_CLEAN
+            code = console.EXIT_INTERRUPTED
         except Exception as error:
             traceback.print_exc()
             console.say(f"kvcanary: internal error: {error}", fg="red")
@@ -53,6 +60,16 @@ class Commands(click.Group):
             console.say("hint: this is a defect of kvcanary, no finding; the lines above belong into its bug report")
             code = console.EXIT_FAILURE
         sys.exit(code or console.EXIT_CLEAN)
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`kvcanary demo | head -1` ends quietly, with the code that shells give for a closed pipe, no finding's."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(console.EXIT_PIPE) from None
 
 
 @click.command(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

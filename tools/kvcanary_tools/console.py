@@ -16,6 +16,8 @@ EXIT_CLEAN = 0
 EXIT_FINDING = 1
 EXIT_USAGE = 2
 EXIT_FAILURE = 3
+EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
 
 
 class UsageFailure(click.ClickException):

@@ -16,7 +16,7 @@ import click
 from kvcanary import CanaryConfig, KVCanaryError
 from kvcanary.config import parse_bytes
 from kvcanary_tools.console import UsageFailure
-from spec_engine.config import EngineConfig
+from spec_engine.config import DEFAULT_NODES, EngineConfig
 
 if TYPE_CHECKING:
     from spec_engine import SamplingParams
@@ -148,7 +148,7 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             "--speculative-num-draft-tokens",
             type=int,
             metavar="N",
-            help="Nodes that the target verifies, the root among them; by default 16, or all where there are fewer.",
+            help=f"Nodes that the target verifies, with the root; by default {DEFAULT_NODES}, or all of a chain.",
         ),
         _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
         _engine_option("--device", metavar="DEVICE", help="Where it runs."),

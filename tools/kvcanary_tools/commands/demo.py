@@ -24,7 +24,7 @@ PROMPT_LINES = 4
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """See the engine draft and the canary watch, then see two faults found and named. Takes half a minute.
+    """See the engine draft and the canary watch, then see two faults found and named, in half a minute.
 
     Completes code that the embedded model has never seen, with tree drafting and the canary on; measures the speed
     against no drafting; then flips one bit of one V row in mid-run, and then swaps two page-table entries.
