@@ -11,7 +11,6 @@ from torch import Tensor
 from kvcanary.forward import Forward
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger, Request
-from kvcanary.sealing import Sealer
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels import record
 from kvcanary_kernels.record import CODE_BITS, signed
@@ -44,8 +43,8 @@ class Segment:
 class Blamer:
     """Runs the reference of the verify kernel over segments, and turns its bits into hits."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, sealer: Sealer, active: frozenset[str]) -> None:
-        self._state, self._ledger, self._sealer, self._active = state, ledger, sealer, active
+    def __init__(self, state: CanaryState, ledger: Ledger, active: frozenset[str]) -> None:
+        self._state, self._ledger, self._active = state, ledger, active
 
     def judge(self, pool: PoolState, segments: Sequence[Segment]) -> list[Hit]:
         """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
@@ -53,9 +52,8 @@ class Blamer:
         if not segments:
             return []
         slots = torch.cat([s.forward.indices.narrow(0, s.start, s.length) for s in segments])
-        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
-        self._sealer.seal_all()
         codes = self._codes(pool, segments, slots)
+        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
         hits: list[Hit] = []
         first = 0
         for segment in segments:
@@ -69,7 +67,6 @@ class Blamer:
 
     def judge_astray(self, forward: Forward, row: int) -> list[Hit]:
         """The last entries of a row are not the slots that the forward writes: judge what lies there instead."""
-        self._sealer.seal_all()
         pool, end, written = forward.pool, forward.bounds[row + 1], forward.written[row]
         first = sum(forward.written[:row])
         hits: list[Hit] = []

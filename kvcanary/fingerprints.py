@@ -16,12 +16,9 @@ from torch import Tensor
 from kvcanary.forward import Forward
 from kvcanary.lanes import lanes_of_layer, lanes_of_values
 from kvcanary.ledger import Ledger, Request
-from kvcanary.sealing import Sealer
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels import record
 from kvcanary_kernels.record import signed
-
-FEW_ENTRIES = 96  # up to here copying what is not chosen costs less than choosing in each layer
 
 
 @dataclass(slots=True, eq=False)
@@ -35,21 +32,17 @@ class Held:
 class Fingerprints:
     """Holds what was stored until it is final, and writes its lanes before anything compares them."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, sealer: Sealer) -> None:
-        self._state, self._ledger, self._sealer = state, ledger, sealer
+    def __init__(self, state: CanaryState, ledger: Ledger) -> None:
+        self._state, self._ledger = state, ledger
         self._held: list[Held] = []
         self._final: list[Held] = []
 
-    def hold(self, forward: Forward) -> None:
-        """Keep the values of a forward; what it overwrites is no longer where it was."""
-        slots = forward.write_slots
-        for held in self._held:
-            if held.forward.pool is forward.pool:
-                for slot in slots:
-                    held.places.pop(slot, None)
+    def hold(self, forward: Forward, writer: dict[int, int], first: int) -> None:
+        """Keep the values of a forward whose entries `writer` names by row, counted from `first`."""
+        base, slots = forward.pool.base, forward.write_slots
         places = dict(zip(slots, range(len(slots)), strict=True))
-        if slots and min(slots) < forward.pool.null_slots:  # padding and refused entries
-            places = {slot: entry for slot, entry in places.items() if slot >= forward.pool.null_slots}
+        if any(writer.get(base + slot) != first + entry for slot, entry in places.items()):
+            places = {slot: entry for slot, entry in places.items() if writer.get(base + slot) == first + entry}
         self._held.append(Held(forward, places))
 
     def move(self, pool: PoolState, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -118,60 +111,46 @@ class Fingerprints:
 
     def _write(self, held: Sequence[Held]) -> None:
         for pool in self._state.pools:
-            own = [one for one in held if one.forward.pool is pool and one.places]
-            if not own:
-                continue
-            lane_a, lane_b = stored_lanes(self._state, pool, own)
-            slots = [slot for one in own for slot in one.places]
-            self._sealer.seal(pool.base + slot for slot in slots)
-            where = self._state.ints(slots)
-            pool.content_a.index_copy_(1, where, lane_a)
-            pool.records.select(1, record.CONTENT_B).index_copy_(0, where, lane_b)
-            pool.expected.select(1, record.CONTENT_B).index_copy_(0, where, lane_b)
+            forwards: list[Forward] = []
+            slots: list[int] = []
+            entries: list[int] = []
+            first = 0
+            for one in held:
+                if one.forward.pool is pool and one.places:
+                    slots += one.places
+                    entries += [first + entry for entry in one.places.values()]
+                    forwards.append(one.forward)
+                    first += len(one.forward.write_slots)
+            if slots:
+                self._write_lanes(pool, forwards, slots, entries)
+
+    def _write_lanes(self, pool: PoolState, forwards: Sequence[Forward], slots: list[int], entries: list[int]) -> None:
+        lane_a, lane_b = stored_lanes(pool, forwards, self._state.ints(entries))
+        where = self._state.ints(slots)
+        pool.content_a.index_copy_(1, where, lane_a)
+        pool.records.select(1, record.CONTENT_B).index_copy_(0, where, lane_b)
+        pool.expected.select(1, record.CONTENT_B).index_copy_(0, where, lane_b)
 
 
-def stored_lanes(state: CanaryState, pool: PoolState, held: Sequence[Held]) -> tuple[Tensor, Tensor]:
-    """Lane a [layers, n] and lane b [n] of the entries held, as they were stored."""
-    if any(one.forward.lanes for one in held):
-        lanes = [_eager_lanes(pool, one.forward) for one in held]
-        chosen = [state.ints(one.places.values()) for one in held]
-        lanes_a = [lane_a.index_select(1, own) for (lane_a, _), own in zip(lanes, chosen, strict=True)]
-        lanes_b = [lane_b.index_select(0, own) for (_, lane_b), own in zip(lanes, chosen, strict=True)]
-        return torch.cat(lanes_a, 1), torch.cat(lanes_b)
-    few = sum(len(one.forward.write_slots) for one in held) <= FEW_ENTRIES
-    return lanes_of_values(pool, _chosen_of_all(state, pool, held) if few else _chosen(state, pool, held))
-
-
-def _chosen_of_all(state: CanaryState, pool: PoolState, held: Sequence[Held]) -> Tensor:
-    """[2 * layers, n, row]: join everything, then choose; fewest operations."""
-    forwards = [one.forward for one in held]
+def stored_lanes(pool: PoolState, forwards: Sequence[Forward], entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Lane a [layers, n] and lane b [n] of these entries of all forwards, as they were stored."""
+    if any(forward.lanes for forward in forwards):
+        parts = [_eager_lanes(pool, forward) for forward in forwards]
+        lane_a, lane_b = torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts])
+        return lane_a.index_select(1, entries), lane_b.index_select(0, entries)
     values: list[Tensor] = []
-    for layer in range(pool.num_layers):
-        values += [_stored(forward, layer, forward.k, pool.view.k) for forward in forwards]
-        values += [_stored(forward, layer, forward.v, pool.view.v) for forward in forwards]
-    entries, first = [], 0
-    for one in held:
-        entries += [first + entry for entry in one.places.values()]
-        first += len(one.forward.write_slots)
-    parts = torch.cat(values).view(2 * pool.num_layers, -1, pool.row_numel)
-    return parts.index_select(1, state.ints(entries))
-
-
-def _chosen(state: CanaryState, pool: PoolState, held: Sequence[Held]) -> Tensor:
-    """[2 * layers, n, row]: choose in each layer, then join; fewest bytes."""
-    chosen = [state.ints(one.places.values()) for one in held]
-    values: list[Tensor] = []
-    for layer in range(pool.num_layers):
-        for part, own in (("k", pool.view.k), ("v", pool.view.v)):
-            for one, entries in zip(held, chosen, strict=True):
-                stored = _stored(one.forward, layer, getattr(one.forward, part), own)
-                values.append(stored.index_select(0, entries))
-    return torch.cat(values).view(2 * pool.num_layers, -1, pool.row_numel)
+    for layer in range(pool.view.num_layers):
+        for forward in forwards:
+            values.append(_stored(forward, layer, forward.k, pool.view.k))
+        for forward in forwards:
+            values.append(_stored(forward, layer, forward.v, pool.view.v))
+    parts_of_layers = torch.cat(values).view(2 * pool.view.num_layers, -1, pool.row_numel)
+    return lanes_of_values(pool, parts_of_layers.index_select(1, entries))
 
 
 def _eager_lanes(pool: PoolState, forward: Forward) -> tuple[Tensor, Tensor]:
     lanes = []
-    for layer in range(pool.num_layers):
+    for layer in range(pool.view.num_layers):
         k = _stored(forward, layer, forward.k, pool.view.k)
         v = _stored(forward, layer, forward.v, pool.view.v)
         lanes.append(forward.lanes.get(layer) or lanes_of_layer(pool, layer, k, v))

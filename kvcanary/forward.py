@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-from kvcanary.ledger import SLOT_BYTES, Request
+from kvcanary.ledger import Request
 from kvcanary.state import PoolState
+from kvcanary.twin import SLOT_BYTES
 from kvcanary.views import ReadPlan, WritePlan
 
 #: By slot that a draft node of this step has written: its request, its prefix length and its ancestors with itself.
@@ -78,10 +79,6 @@ class Forward:
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.read.rows_per_request]
 
-    def slot_at(self, entry: int) -> int:
-        """One entry of `indices`."""
-        return int.from_bytes(self.raw[entry * SLOT_BYTES : (entry + 1) * SLOT_BYTES], "little")
-
     def row_slots(self, start: int, end: int) -> list[int]:
         """Entries [start, end) of `indices` as plain integers."""
         return slot_ids(self.raw[start * SLOT_BYTES : end * SLOT_BYTES])
@@ -105,7 +102,7 @@ def plan_forward(
     """Read both plans into plain integers once; refuse ids outside the pool, and plans that contradict themselves."""
     rows = len(requests) * read.rows_per_request
     written = read.num_written.tolist() if isinstance(read.num_written, Tensor) else [read.num_written] * rows
-    layers = pool.num_layers
+    layers = pool.view.num_layers
     forward = Forward(
         kind,
         index,
@@ -127,7 +124,7 @@ def plan_forward(
         v=[None] * layers,
     )
     _check_sizes(forward)
-    num_slots = pool.num_slots
+    num_slots = pool.view.num_slots
     if not _inside(forward.write_slots, num_slots):
         forward.slots, forward.refused = _without(write.slots, num_slots)
         forward.write_slots = forward.slots.tolist()
@@ -146,7 +143,7 @@ def _split_rows(forward: Forward, paths: Paths) -> bool:
     The prefix must be the known row, ancestors the path of their writer, the last entries what the forward writes.
     """
     raw, bounds, slots, width = forward.raw, forward.bounds, forward.write_slots, forward.read.rows_per_request
-    num_slots, draft = forward.pool.num_slots, forward.kind == "draft"
+    num_slots, draft = forward.pool.view.num_slots, forward.kind == "draft"
     ids = memoryview(raw).cast("q")
     row = first = 0
     for number, request in enumerate(forward.requests):
@@ -160,8 +157,9 @@ def _split_rows(forward: Forward, paths: Paths) -> bool:
                     f"row {row} of {forward.kind} has {end - start} entries, "
                     f"fewer than its prefix of {length} and the {written} it writes"
                 )
-            new = length - len(prefix) // SLOT_BYTES
-            if new and _inside(ids[middle - new : middle], num_slots):
+            if len(prefix) < length * SLOT_BYTES and _inside(
+                ids[start + len(prefix) // SLOT_BYTES : middle], num_slots
+            ):
                 prefix = known.extend(raw[start * SLOT_BYTES : middle * SLOT_BYTES])
             if len(prefix) < length * SLOT_BYTES or not raw.startswith(prefix, start * SLOT_BYTES):
                 forward.odd_rows.append(row)

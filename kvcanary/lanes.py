@@ -25,7 +25,7 @@ def lanes_of_values(pool: PoolState, parts: Tensor) -> tuple[Tensor, Tensor]:
 def lanes_of_layer(pool: PoolState, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Lane a [n] of one layer's values, and what they add to lane b [n]."""
     table = pool.part_keys[2 * layer : 2 * layer + 2]
-    parts = torch.stack((k, v)).flatten(2).split(portion(pool) * pool.num_layers, 1)
+    parts = torch.stack((k, v)).flatten(2).split(portion(pool) * pool.view.num_layers, 1)
     lanes = _joined([_keyed_sums(pool, part, table) for part in parts]).sum(0)  # [n, 2]
     return lanes[:, 0] + pool.keys.start_a[layer], lanes[:, 1]
 
@@ -45,7 +45,7 @@ def lane_a_of_slots(pool: PoolState, slots: Tensor) -> Tensor:
 
 def portion(pool: PoolState) -> int:
     """Slots whose rows are taken at a time."""
-    return max(8, PORTION_BYTES // (8 * pool.num_layers * pool.keys.words_per_row))
+    return max(8, PORTION_BYTES // (8 * pool.view.num_layers * pool.keys.words_per_row))
 
 
 def _started(pool: PoolState, lanes: Tensor) -> tuple[Tensor, Tensor]:

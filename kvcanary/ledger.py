@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcanary.errors import LifetimeError
+from kvcanary.twin import KnownRow
 from kvcanary_kernels.record import MASK_64, Keys, mix_host
 
 HISTORY_EVENTS = 8  # kept a page, newest last
 REMEMBERED_UIDS = 4096  # ended requests whose names reports can still tell
 NO_PAGE = -1
-INCOMPLETE = -1  # in the place of a generation: a layer did not store, so that no grant is met
-SLOT_BYTES = 8  # of a slot id in an index array
 
 
 @dataclass
@@ -38,26 +37,6 @@ class TruthChain:
             value = (multiplier * value + mix_host(tokens[position + offset], position, keys)) & MASK_64
         self.length, self.value = length, value
         return value
-
-
-@dataclass(slots=True)
-class KnownRow:
-    """The row of one request in one pool as index arrays have named it.
-
-    raw:    its slot ids, as bytes
-    judged: entries that were judged clean, in `step`, while the twin was in `epoch`
-    """
-
-    raw: bytes = b""
-    judged: int = 0
-    epoch: int = 0
-    step: int = 0
-
-    def extend(self, prefix: bytes) -> bytes:
-        """A longer row that begins like the known one becomes the known one; what is known of it then."""
-        if prefix.startswith(self.raw):
-            self.raw = prefix
-        return self.raw
 
 
 class ReadQueue:

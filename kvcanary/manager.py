@@ -24,7 +24,7 @@ from kvcanary.ledger import NO_PAGE, Ledger, Request
 from kvcanary.moving import Move, Mover
 from kvcanary.reading import Reader, Verdict
 from kvcanary.report import Report
-from kvcanary.sealing import Sealer
+from kvcanary.sealing import Entries, Sealer
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
@@ -48,11 +48,11 @@ class CanaryManager:
         seed = secrets.randbits(64) if config.seed is None else config.seed
         self._state = CanaryState(pools, seed)
         self._ledger = self._new_ledger()
-        self._twin = Twin(self._state, self._ledger.generations)
-        self._sealer = Sealer(self._state, self._twin)
-        self._fingerprints = Fingerprints(self._state, self._ledger, self._sealer)
+        self._twin = Twin()
+        self._sealer = Sealer(self._state, self._twin, self._ledger.generations)
+        self._fingerprints = Fingerprints(self._state, self._ledger)
         self._mover = Mover(self._state, self._twin, self._fingerprints, self._ledger.generations)
-        self._reader = Reader(self._state, self._ledger, self._twin, self._sealer, config.disable)
+        self._reader = Reader(self._state, self._ledger, self._twin, config.disable)
         self._sweeper = Sweeper(self._state, self._ledger, config.budget)
         self._describer = Describer(self._state, self._ledger)
         self._coverage = Coverage()
@@ -60,6 +60,7 @@ class CanaryManager:
         self._incidents: dict[tuple[int, int], int] = {}
         self._open: SubstepCanary | None = None
         self._pending: list[Forward] = []
+        self._moves: list[Move] = []
         self._paths: tuple[Paths, ...] = tuple({} for _ in self._state.pools)
         self._hits: list[Hit] = []
 
@@ -132,7 +133,7 @@ class CanaryManager:
         state = self._pool(pool)
         if self._pending:
             self._settle()
-        self._mover.apply(Move(state, list(zip(src.tolist(), dst.tolist(), strict=True)), self.step))
+        self._moves.append(Move(state, src.tolist(), dst.tolist(), self.step))
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final."""
@@ -205,26 +206,24 @@ class CanaryManager:
     # the checks
 
     def _settle(self) -> None:
-        """Judge all pending forwards; what fires waits for `_act`."""
-        if not self._pending:
+        """Apply moves, seal and judge all pending forwards; what fires waits for `_act`."""
+        if not self._pending and not self._moves:
             return
-        full = self.config.content == "full"
         with torch.inference_mode():
+            moves, self._moves = self._moves, []
+            self._mover.apply(moves)
             forwards, self._pending = self._pending, []
             for paths in self._paths:
                 paths.clear()
-            for forward in forwards:
-                self._twin.write(forward)
-                if full or forward.kind != "draft":
-                    self._fingerprints.hold(forward)
+            if not forwards:
+                return
+            forwards.sort(key=lambda forward: forward.pool.pool_id)
+            entries = self._sealer.seal(forwards)
             self._note_rows(forwards)
+            self._fingerprint(forwards, entries)
             verdict = self._reader.judge(forwards)
-            self._sealer.seal(verdict.judged)
-            if full:
-                self._sealer.seal_all()
-                self._fingerprints.write_all()
-                if "R9" not in self.config.disable:
-                    verdict.hits += self._check_all_bytes(forwards, verdict)
+            if self.config.content == "full" and "R9" not in self.config.disable:
+                verdict.hits += self._check_all_bytes(forwards, verdict, entries)
         if verdict.hits:
             self._note_last_good(verdict.hits)
             self._hits += verdict.hits
@@ -234,17 +233,25 @@ class CanaryManager:
         coverage = self._coverage
         coverage.forwards += len(forwards)
         coverage.slots_checked += sum(forward.bounds[-1] for forward in forwards)
-        coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
+        coverage.slots_sealed += len(entries.rows)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
-    def _check_all_bytes(self, forwards: Sequence[Forward], verdict: Verdict) -> list[Hit]:
+    def _fingerprint(self, forwards: Sequence[Forward], entries: Entries) -> None:
+        full = self.config.content == "full"
+        for forward, first in zip(forwards, entries.firsts, strict=True):
+            if full or forward.kind != "draft":
+                self._fingerprints.hold(forward, entries.writer, first)
+        if full:
+            self._fingerprints.write_all()
+
+    def _check_all_bytes(self, forwards: Sequence[Forward], verdict: Verdict, entries: Entries) -> list[Hit]:
         """content=full: every byte that these forwards have read or written."""
         hits: list[Hit] = []
         for pool in self._state.pools:
             own = [forward for forward in forwards if forward.pool is pool]
             if not own:
                 continue
-            places = _places_of(pool, own, verdict.segments.get(pool, []))
+            places = _places_of(pool, own, verdict.segments.get(pool, []), entries)
             slots = self._state.ints(places)
             self._coverage.bytes_checked += len(places) * pool.view.slot_bytes
             if not slots_are_right(pool, slots):
@@ -277,10 +284,11 @@ class CanaryManager:
                 hit.last_good = known.step
 
     def _act(self) -> None:
-        """Join hits into findings; log them, or stop the engine."""
-        if not self._hits:
+        """Join hits of the active checks into findings; log them, or stop the engine."""
+        hits = [hit for hit in self._hits if hit.code not in self.config.disable]
+        self._hits = []
+        if not hits:
             return
-        hits, self._hits = self._hits, []
         self._count_reads()
         with torch.inference_mode():
             findings = [self._describer.finding(incident, self._incident(incident)) for incident in join_hits(hits)]
@@ -370,7 +378,7 @@ def _refused_reads(forward: Forward) -> list[Hit]:
 
 
 def _places_of(
-    pool: PoolState, forwards: Sequence[Forward], segments: Sequence[Segment]
+    pool: PoolState, forwards: Sequence[Forward], segments: Sequence[Segment], entries: Entries
 ) -> dict[int, Looked]:
     """Every slot of this pool that was read or written, once, with what is known of it."""
     places: dict[int, Looked] = {}
@@ -385,7 +393,7 @@ def _places_of(
             name = forward.request_of(row).request_id
             for number in range(entry, entry + written):
                 slot = forward.write_slots[number]
-                if slot >= pool.null_slots:
+                if slot + pool.base in entries.writer:
                     places[slot] = Looked(slot, forward.write_positions[number], name, None)
             entry += written
     return places

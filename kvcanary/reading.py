@@ -14,10 +14,9 @@ from torch import Tensor
 from kvcanary.blame import Blamer, Segment
 from kvcanary.forward import Forward, slot_ids
 from kvcanary.hits import Hit
-from kvcanary.ledger import SLOT_BYTES, Ledger, Request
-from kvcanary.sealing import Sealer
+from kvcanary.ledger import Ledger
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.twin import Twin
+from kvcanary.twin import SLOT_BYTES, Twin
 from kvcanary_kernels.record import CODE_BITS
 
 #: Checks of identity; all need the same comparison.
@@ -30,24 +29,22 @@ class Verdict:
 
     slots:          by pool, the prefix slots of every row, once
     segments:       by pool, where these slots come from
-    judged:         rows of the records whose entries were judged clean for the first time
-    unknown_truths: entries whose token the host does not know
+    unknown_truths: rows whose truth the host does not know
     """
 
     hits: list[Hit] = field(default_factory=list)
     slots: dict[PoolState, Tensor] = field(default_factory=dict)
     segments: dict[PoolState, list[Segment]] = field(default_factory=dict)
-    judged: list[int] = field(default_factory=list)
     unknown_truths: int = 0
 
 
 class Reader:
     """Judges R2, R3, R4, R5, R6 and R12 of everything that forwards have read."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, twin: Twin, sealer: Sealer, disabled: frozenset[str]) -> None:
+    def __init__(self, state: CanaryState, ledger: Ledger, twin: Twin, disabled: frozenset[str]) -> None:
         self._state, self._ledger, self._twin = state, ledger, twin
         self._active = (IDENTITY_CODES | {"R6"}) - disabled
-        self._blamer = Blamer(state, ledger, sealer, self._active)
+        self._blamer = Blamer(state, ledger, self._active)
 
     def judge(self, forwards: Sequence[Forward]) -> Verdict:
         verdict = Verdict()
@@ -86,29 +83,23 @@ class Reader:
             known.judged, known.epoch = 0, twin.epoch
         if known.judged >= length:
             return True
-        start, base = known.judged, pool.base
+        start = known.judged
         slots = slot_ids(known.raw[max(start - 1, 0) * SLOT_BYTES : length * SLOT_BYTES])
-        before = twin.chain_at(base + slots.pop(0)) if start else pool.root
+        before = pool.root
+        if start:
+            before = twin.chain(pool.base + slots.pop(0))
         grants, size = self._ledger.generations, self._state.page_size
-        rows = [base + slot for slot in slots]
-        tokens = self._tokens(request, pool, start, length, verdict)
-        if not twin.judge(start, before, rows, [grants[slot // size] for slot in slots], tokens):
+        granted = [grants[slot // size] for slot in slots]
+        if not twin.judge(start, before, [pool.base + slot for slot in slots], granted):
             return False
+        if "R6" in self._active:
+            truth = self._ledger.truth(request, pool.pool_id, length)
+            if truth is None:
+                verdict.unknown_truths += 1
+            elif truth != twin.chain(pool.base + slots[-1]):
+                return False
         known.judged = length
-        verdict.judged += rows
         return True
-
-    def _tokens(self, request: Request, pool: PoolState, start: int, end: int, verdict: Verdict) -> Sequence[int | None]:
-        """The request's own tokens at these positions, as the pool names them: R6 in the fast path."""
-        if "R6" not in self._active:
-            return [None] * (end - start)
-        offset = pool.view.token_offset
-        tokens: list[int | None] = [*request.tokens[start + offset : end + offset]]
-        unknown = end - start - len(tokens)
-        if unknown:
-            verdict.unknown_truths += unknown
-            tokens += [None] * unknown
-        return tokens
 
     def _forget(self, pool: PoolState, segments: Sequence[Segment]) -> None:
         """Rows that were not judged clean are judged again from where they were."""
@@ -125,7 +116,7 @@ class Reader:
                 verdict.hits += self._blamer.judge(forward.pool, [self._tail(forward, row, start, length)])
             for row in forward.astray_rows:
                 verdict.hits += self._blamer.judge_astray(forward, row)
-            if forward.write_slots and min(forward.write_slots) < forward.pool.null_slots:
+            if forward.write_slots and min(forward.write_slots) < forward.pool.view.null_slots:
                 verdict.hits += self._blamer.null_writes(forward)
 
     def _tail(self, forward: Forward, row: int, start: int, length: int) -> Segment:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
-from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
+from kvcanary_kernels.record import MASK_64, Keys, chain_root, layers_bitmap, make_keys
 from kvcanary_kernels.rows import PoolRows, pool_rows
 from kvcanary_kernels.seal import seal_torch
 
@@ -28,7 +28,7 @@ class PoolState:
     content_a:  [layers, num_slots] int64
     part_keys:  [2 * layers, words, 2 * pieces] float64, the key pieces of each K row and each V row
     piece_weights: [pieces] int64, what each piece counts in a lane
-    row_numel:  elements of the K row, or of the V row, of one layer
+    seal_term:  what this pool adds to a seal of pool 0, unsigned
     """
 
     view: PoolView
@@ -44,15 +44,16 @@ class PoolState:
     piece_weights: Tensor
     layers: Tensor
     full_layers: int
-    num_layers: int
-    num_slots: int
-    null_slots: int
-    row_numel: int
-    dtype: torch.dtype
+    seal_term: int
 
     @property
     def name(self) -> str:
         return self.view.name
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of the K row, or of the V row, of one layer."""
+        return self.view.kv_heads * self.view.head_dim
 
 
 class CanaryState:
@@ -82,17 +83,10 @@ class CanaryState:
         host = torch.frombuffer(buffer, dtype=torch.int64)
         return host if self.arange.is_cpu else host.to(self.arange.device)
 
-    def records_of(self, words: array[int]) -> Tensor:
-        """[n, 8] int64 of unsigned 64-bit words, record after record."""
-        host = torch.frombuffer(words, dtype=torch.int64).view(-1, record.COLUMNS)
+    def columns(self, values: array[int], n: int) -> Tensor:
+        """[columns, n] int64 of unsigned 64-bit values, column after column."""
+        host = torch.frombuffer(values, dtype=torch.int64).view(-1, n)
         return host if self.arange.is_cpu else host.to(self.arange.device)
-
-    def pool_of(self, row: int) -> PoolState:
-        """The pool that a row of the records of all pools belongs to."""
-        for pool in self.pools:
-            if row < pool.base + pool.num_slots:
-                return pool
-        raise IndexError(row)
 
     def set_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
         """One delta list: these pages have these generations from now on."""
@@ -122,11 +116,7 @@ class CanaryState:
             ),
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
-            num_layers=view.num_layers,
-            num_slots=view.num_slots,
-            null_slots=view.null_slots,
-            row_numel=view.kv_heads * view.head_dim,
-            dtype=view.dtype,
+            seal_term=keys.seal_keys[-1] * number & MASK_64,
         )
 
 

@@ -25,10 +25,11 @@ NEW, OPEN, CLOSED = "not opened", "open", "closed"
 class SubstepCanary:
     """One forward of one pool; the manager hands it out."""
 
-    __slots__ = ("_forward", "_index", "_kind", "_manager", "_numel", "_phase", "_pool")
+    __slots__ = ("_dtype", "_forward", "_index", "_kind", "_manager", "_phase", "_pool", "_row_numel")
 
     def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
         self._manager, self._kind, self._index, self._pool = manager, kind, index, pool
+        self._dtype, self._row_numel = pool.view.dtype, pool.view.kv_heads * pool.view.head_dim
         self._phase = NEW
         self._forward: Forward
 
@@ -48,27 +49,26 @@ class SubstepCanary:
         forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write, paths)
         hits = judge_writes(forward, manager.config.disable)
         self._forward, self._phase = forward, OPEN
-        self._numel = len(forward.write_slots) * pool.row_numel
         manager.opened(self, forward, hits)
         return forward.indices, forward.slots
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """The values that this layer stores, [n, kv_heads, head_dim] in the order of the write plan."""
-        if self._phase is not OPEN:
+        if self._phase != OPEN:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is {self._phase}")
-        forward = self._forward
+        forward, dtype = self._forward, self._dtype
         if not 0 <= layer < len(forward.k):
             raise PlanError(f"layer must be in [0, {len(forward.k)}) for {self}, got {layer}")
-        if k.numel() != self._numel or v.numel() != self._numel:
-            view = self._pool.view
-            wanted = [len(forward.write_slots), view.kv_heads, view.head_dim]
-            raise PlanError(f"{self} stores {wanted} a layer, got k {list(k.shape)} and v {list(v.shape)}")
-        dtype = self._pool.dtype
-        if k.dtype is not dtype or v.dtype is not dtype:
-            k, v = k.to(dtype), v.to(dtype)
         if forward.k[layer] is not None or layer in forward.lanes:
             self._manager.report_hits(_stored_twice(forward, layer))
-        if len(forward.write_slots) > KEPT_ENTRIES:
+        if k.dtype is not dtype or v.dtype is not dtype:
+            k, v = k.to(dtype), v.to(dtype)
+        n = len(forward.write_slots)
+        if k.shape[0] != n or k.numel() != n * self._row_numel or v.shape != k.shape:
+            heads, dim = self._pool.view.kv_heads, self._pool.view.head_dim
+            wanted = [n, heads, dim]
+            raise PlanError(f"{self} stores {wanted} a layer, got k {list(k.shape)} and v {list(v.shape)}")
+        if n > KEPT_ENTRIES:
             forward.lanes[layer] = lanes_of_layer(self._pool, layer, k, v)
         else:
             forward.k[layer], forward.v[layer] = k, v

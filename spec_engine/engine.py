@@ -57,7 +57,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.device = torch.device(config.device)
+        self.device = _device(config.device)
         folder = EMBEDDED_MODEL if config.model == "embedded" else Path(config.model)
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model = load_target(folder, dtype, self.device)
@@ -367,6 +367,14 @@ class Engine:
         self.allocator.check_accounting(owned=0)
         if self.canary is not None:
             self.canary.drain()
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name; ConfigError where there is none."""
+    present = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name in present or (name == "cuda" and len(present) > 1):
+        return torch.device(name)
+    raise ConfigError(f"device {name!r} is not present, there is: {', '.join(present)}", "use --device cpu")
 
 
 def _draft_folder(config: EngineConfig, model_folder: Path) -> Path | None:

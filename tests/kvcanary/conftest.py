@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -85,7 +86,7 @@ class FakeEngine:
         row = self.rows[name] = Row([self._token() for _ in range(prompt_len)])
         self.canary.admit(name, row.tokens)
         bounds = [prompt_len * chunk // chunks for chunk in range(chunks + 1)]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in itertools.pairwise(bounds):
             self._begin()
             self._reserve(name, end)
             following = row.tokens[start + 1 : end + 1]
@@ -238,7 +239,12 @@ class FakeEngine:
     # helpers
 
     def _read(
-        self, reads: list[list[int]], names: object, width: int, written: int | Tensor, prefixes: list[int] | None = None
+        self,
+        reads: list[list[int]],
+        names: object,
+        width: int,
+        written: int | Tensor,
+        prefixes: list[int] | None = None,
     ) -> ReadPlan:
         bounds = [0]
         for entries in reads:

@@ -120,3 +120,10 @@ def test_a_missing_head_is_named(toy_model, tmp_path):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ConfigError, match="holds no eagle head"):
         Engine(EngineConfig(model=str(tmp_path), draft="eagle"))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", ""])
+def test_a_device_that_is_not_there_is_named(toy_model, device):
+    """The message lists the devices that are."""
+    with pytest.raises(ConfigError, match=f"device '{device}' is not present, there is: cpu"):
+        Engine(EngineConfig(model=str(toy_model), device=device))
