@@ -119,6 +119,7 @@ class CanaryManager:
                 self._fingerprints.write()
                 if self.config.content == "rolling" and "R9" not in self.config.disable:
                     self._hits += self._sweeper.slice(self.step)
+        self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._live_bytes())
         self._act()
 
     def drain(self) -> None:

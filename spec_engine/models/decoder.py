@@ -61,6 +61,12 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.lm_head_weight)
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the checkpoint; a tied matrix counts once, also where it is laid out twice in memory."""
+        tied = {"lm_head_weight"} if self.config.tie_word_embeddings else set()
+        return sum(weight.numel() for name, weight in self.named_parameters() if name not in tied)
+
     def hf_names(self) -> dict[str, list[tuple[str, int]]]:
         """Parameter name -> the tensors of a Hugging Face checkpoint, with their rows, that it stacks."""
         config = self.config

@@ -105,7 +105,7 @@ def embedded_model() -> dict[str, Any]:
     return {
         "folder": str(EMBEDDED_MODEL),
         "shards": {str(shard.relative_to(EMBEDDED_MODEL)): _digest(shard) for shard in shards},
-        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        "parameters": engine.model.num_parameters,
         "load_seconds": round(loaded - started, 2),
         "completion": output.text,
     }
