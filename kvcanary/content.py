@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,18 +25,27 @@ class Looked:
 
 
 def find_changed(
-    pool: PoolState, slots: Tensor, places: Sequence[Looked], site: tuple[str, int], step: int, both_lanes: bool
+    pool: PoolState,
+    slots: Tensor,
+    places_of: Callable[[], Sequence[Looked]],
+    site: tuple[str, int],
+    step: int,
+    both_lanes: bool,
 ) -> list[Hit]:
     """R9 for every slot whose bytes changed; R3 where only the canary's fingerprint of them did.
 
-    `places` describe the slots in order. Null slots hold padding and are never compared.
+    `places_of` describes the slots in order, and is asked only when one fired. Null slots hold padding and are never
+    compared.
     """
     lane_a, lane_b = lanes_of_slots(pool, slots)
     differs_a = (lane_a != pool.content_a.index_select(1, slots)).T  # [n, layers]
     differs_b = lane_b != pool.records[:, CONTENT_B].index_select(0, slots)
     fired = differs_a.any(1) | differs_b if both_lanes else differs_a.any(1)
-    hits = []
-    for number in fired.nonzero().flatten().tolist():
+    numbers = fired.nonzero().flatten().tolist()
+    if not numbers:
+        return []
+    hits, places = [], places_of()
+    for number in numbers:
         place, layers = places[number], tuple(differs_a[number].nonzero().flatten().tolist())
         if place.slot < pool.view.null_slots:
             continue

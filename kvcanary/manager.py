@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -257,7 +258,9 @@ class CanaryManager:
             self._coverage.bytes_checked += len(places) * pool.view.slot_bytes
             if not slots_are_right(pool, slots):
                 last = own[-1]
-                hits += find_changed(pool, slots, list(places.values()), last.site, last.step, both_lanes=False)
+                hits += find_changed(
+                    pool, slots, partial(list, places.values()), last.site, last.step, both_lanes=False
+                )
             for request in {request.uid: request for forward in own for request in forward.requests}.values():
                 self._sweeper.mark_read(pool, request, self.step)
         return hits

@@ -116,7 +116,7 @@ class Sweeper:
         where = self._state.ints(slots)
         if not both_lanes and slots_are_right(pool, where):
             return []
-        return find_changed(pool, where, self._places(looks), site, step, both_lanes)
+        return find_changed(pool, where, lambda: self._places(looks), site, step, both_lanes)
 
     def _places(self, looks: Iterable[Look]) -> list[Looked]:
         return [
