@@ -1,0 +1,192 @@
+"""CanaryConfig: its settings, those of the environment, and the words with which bad ones are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvcanary import CanaryConfig, CanaryConfigError, CanaryManager, KVCanaryError
+from kvcanary.codes import CODES
+from kvcanary.config import parse_bytes, parse_codes
+
+
+def refusal(**settings: object) -> str:
+    """The words with which these settings are refused."""
+    with pytest.raises(CanaryConfigError) as caught:
+        CanaryConfig(**settings)
+    return str(caught.value)
+
+
+def test_defaults_raise_and_roll_with_a_secret_seed():
+    """Without settings the canary stops the engine, re-reads in turn, checks everything and draws its seed."""
+    config = CanaryConfig()
+    assert dataclasses.asdict(config) == {
+        "mode": "raise",
+        "content": "rolling",
+        "budget": None,
+        "seed": None,
+        "disable": frozenset(),
+    }
+
+
+@pytest.mark.parametrize(("mode", "enabled"), [("off", False), ("log", True), ("raise", True)])
+def test_enabled_is_every_mode_but_off(mode, enabled):
+    """Only `off` says that no manager should be built."""
+    assert CanaryConfig(mode=mode).enabled is enabled
+
+
+@pytest.mark.parametrize("mode", ["abort", "heal"])
+def test_modes_of_later_versions_are_refused_with_a_sentence(mode):
+    """A mode that is planned says that it does not exist yet, and which ones to use."""
+    assert refusal(mode=mode) == f"mode '{mode}' does not exist yet: use 'raise' to stop or 'log' to go on"
+
+
+def test_an_unknown_mode_names_the_known_ones():
+    """A misspelt mode is answered with the list of modes."""
+    assert refusal(mode="warn") == "mode must be one of off, log, raise, got 'warn'"
+
+
+def test_an_unknown_content_names_the_known_ones():
+    """A misspelt content setting is answered with the list of settings."""
+    assert refusal(content="all") == "content must be one of write, rolling, full, got 'all'"
+
+
+def test_a_manager_refuses_mode_off():
+    """A manager of a canary that is off is a mistake, and says what to pass instead."""
+    with pytest.raises(CanaryConfigError) as caught:
+        CanaryManager(CanaryConfig(mode="off"), [])
+    assert "build no manager and pass canary=None" in str(caught.value)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, "4MiB"])
+def test_a_budget_is_a_positive_number(budget):
+    """Zero, negatives, fractions, booleans and text are no number of bytes."""
+    assert refusal(budget=budget) == f"budget must be a positive number of bytes a step or None, got {budget!r}"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 0.5, False, "7"])
+def test_a_seed_is_an_integer_of_64_bits(seed):
+    """Seeds outside 64 bits and values that are no integers are refused."""
+    assert refusal(seed=seed) == f"seed must be an integer in [0, 2^64) or None, got {seed!r}"
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_the_ends_of_the_seed_range_are_accepted(seed):
+    """Zero and the largest 64-bit integer are seeds."""
+    assert CanaryConfig(seed=seed).seed == seed
+
+
+def test_disable_names_unknown_codes_and_the_known_ones():
+    """An unknown code is refused by name; all known ones are listed."""
+    words = refusal(disable={"R5", "R77", "X1"})
+    assert words.endswith("got R77, X1")
+    assert words.startswith(f"disable knows {', '.join(CODES)}")
+
+
+def test_disable_refuses_a_string():
+    """A bare string would be read letter by letter, so it is refused with an example."""
+    assert refusal(disable="R5") == "disable must be a set of codes such as {'R5'}, got the string 'R5'"
+
+
+@pytest.mark.parametrize("codes", [["R5", "W4"], ("W4", "R5"), {"R5", "W4"}])
+def test_disable_becomes_a_frozenset(codes):
+    """Any collection of codes is kept as a frozenset."""
+    disable = CanaryConfig(disable=codes).disable
+    assert disable == frozenset({"R5", "W4"})
+    assert isinstance(disable, frozenset)
+
+
+def test_a_config_cannot_be_changed():
+    """Settings are fixed once the canary may have read them."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CanaryConfig().mode = "log"
+
+
+def test_errors_of_settings_are_value_errors_of_the_package():
+    """Callers may catch ValueError or the base of the package."""
+    assert issubclass(CanaryConfigError, ValueError)
+    assert issubclass(CanaryConfigError, KVCanaryError)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("65536", 65536),
+        ("4MiB", 4 * 2**20),
+        ("64 KiB", 64 * 2**10),
+        ("512 kb", 512_000),
+        ("1.5MB", 1_500_000),
+        ("2gib", 2 * 2**30),
+        (" 7b ", 7),
+    ],
+)
+def test_parse_bytes_reads_binary_and_decimal_units(text, size):
+    """KiB counts by 1024, kB by 1000; case and spaces do not matter."""
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "four", "4 apples", "-4MiB", "MiB", "1e6"])
+def test_parse_bytes_refuses_what_is_no_size(text):
+    """The refusal shows sizes that would do, and the text."""
+    with pytest.raises(CanaryConfigError) as caught:
+        parse_bytes(text)
+    assert str(caught.value) == f"budget must be a size such as 65536, 64KiB or 4MiB, got {text!r}"
+
+
+def test_parse_codes_takes_commas_spaces_and_small_letters():
+    """A list of codes may be written loosely."""
+    assert parse_codes(" r5, W4 ,,") == frozenset({"R5", "W4"})
+
+
+def test_from_env_reads_every_setting():
+    """All five variables are read, in any case."""
+    environ = {
+        "KVCANARY_MODE": "LOG",
+        "KVCANARY_CONTENT": "Full",
+        "KVCANARY_BUDGET": "4MiB",
+        "KVCANARY_SEED": "0x10",
+        "KVCANARY_DISABLE": "r5,w4",
+    }
+    assert CanaryConfig.from_env(environ) == CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}))
+
+
+def test_from_env_without_variables_is_the_default():
+    """Empty variables count as unset, and other variables are not looked at."""
+    assert CanaryConfig.from_env({"KVCANARY_MODE": "  ", "MODE": "log"}) == CanaryConfig()
+
+
+def test_from_env_reads_the_process_environment(monkeypatch):
+    """Without a mapping the variables of the process are read."""
+    monkeypatch.setenv("KVCANARY_MODE", "off")
+    assert not CanaryConfig.from_env().enabled
+
+
+def test_from_env_lets_overrides_win():
+    """What the caller says goes before what the environment says."""
+    config = CanaryConfig.from_env({"KVCANARY_MODE": "off", "KVCANARY_SEED": "3"}, mode="raise")
+    assert (config.mode, config.seed) == ("raise", 3)
+
+
+def test_from_env_knows_the_automatic_budget():
+    """`auto` is the default budget, to be said aloud."""
+    assert CanaryConfig.from_env({"KVCANARY_BUDGET": "Auto"}).budget is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "words"),
+    [
+        ("MODE", "heal", "mode 'heal' does not exist yet"),
+        ("CONTENT", "some", "content must be one of write, rolling, full, got 'some'"),
+        ("BUDGET", "much", "budget must be a size such as 65536, 64KiB or 4MiB, got 'much'"),
+        ("BUDGET", "0", "budget must be a positive number of bytes a step or None, got 0"),
+        ("SEED", "seven", "seed must be an integer, got 'seven'"),
+        ("SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
+        ("DISABLE", "R5,R99", "got R99"),
+    ],
+)
+def test_from_env_refuses_bad_values_by_words(variable, text, words):
+    """A bad variable is refused with the words of the setting."""
+    with pytest.raises(CanaryConfigError) as caught:
+        CanaryConfig.from_env({f"KVCANARY_{variable}": text})
+    assert words in str(caught.value)

@@ -1,0 +1,349 @@
+"""The ledger: host truth of requests and pages, and the words with which contradictions are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, LifetimeError
+from kvcanary.ledger import HISTORY_EVENTS, NO_PAGE, Ledger, ReadQueue
+from kvcanary_kernels.record import chain_root, make_keys, mix_host
+
+KEYS = make_keys(7, 1, 4)
+ROOTS = (chain_root(KEYS, "target"), chain_root(KEYS, "draft"))
+MODULUS = 1 << 64
+
+
+def make_ledger(num_pages: int = 10, page_size: int = 4) -> Ledger:
+    """Two pools, the second one token further; page 0 is null."""
+    return Ledger(num_pages, page_size, 1, KEYS, [(ROOTS[0], 0), (ROOTS[1], 1)])
+
+
+def plain_chain(tokens: list[int], root: int) -> int:
+    """The chain by its definition: the value before times A, plus the token mixed with its position."""
+    value = root
+    for position, token in enumerate(tokens):
+        value = (value * KEYS.multiplier + mix_host(token, position, KEYS)) % MODULUS
+    return value
+
+
+def refused(call, *arguments: object) -> str:
+    """The words with which a call is refused."""
+    with pytest.raises(LifetimeError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_lifetime_errors_are_runtime_errors_of_the_package():
+    """Callers may catch RuntimeError or the base of the package."""
+    assert issubclass(LifetimeError, RuntimeError)
+    assert issubclass(LifetimeError, KVCanaryError)
+
+
+# names
+
+
+def test_a_uid_has_32_bits_and_is_never_zero():
+    """Records have 32 bits for the request, and 0 means nobody."""
+    ledger = make_ledger()
+    uids = [ledger.admit(f"request {number}", [1], 0).uid for number in range(2000)]
+    assert all(0 < uid < 1 << 32 for uid in uids)
+    assert len(set(uids)) == len(uids)
+
+
+def test_a_uid_is_stable():
+    """The same name has the same uid in every ledger and every process."""
+    digest = hashlib.blake2b(b"only", digest_size=4).digest()
+    assert [make_ledger().admit("only", [1], 0).uid for _ in range(2)] == [int.from_bytes(digest, "little")] * 2
+
+
+def test_a_uid_that_is_taken_is_not_given_again():
+    """Where another request has the uid already, the new one gets another."""
+    ledger = make_ledger()
+    taken = make_ledger().admit("second", [1], 0).uid
+    ledger.names[taken] = "first"
+    uid = ledger.admit("second", [1], 0).uid
+    assert uid != taken
+    assert (ledger.name(taken), ledger.name(uid)) == ("first", "second")
+
+
+def test_a_name_is_told_after_the_request_has_ended():
+    """Reports about old writes still name the request."""
+    ledger = make_ledger()
+    uid = ledger.admit("only", [1], 0).uid
+    ledger.forget("only")
+    assert ledger.name(uid) == "only"
+    assert ledger.name(uid ^ 1) is None
+
+
+def test_an_ended_request_may_come_again():
+    """A name that ended is free, and has its uid again."""
+    ledger = make_ledger()
+    uid = ledger.admit("only", [1], 0).uid
+    ledger.forget("only")
+    assert ledger.admit("only", [1], 5).uid == uid
+
+
+# truth
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_truth_is_the_chain_by_its_definition(seed):
+    """Asked in any order of lengths, both pools' chains are those of a plain loop."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(1 << 32) for _ in range(40)]
+    ledger = make_ledger()
+    request = ledger.admit("only", tokens, 0)
+    for _ in range(60):
+        length = rng.randrange(1, 40)
+        assert ledger.truth(request, 0, length) == plain_chain(tokens[:length], ROOTS[0])
+        assert ledger.truth(request, 1, length) == plain_chain(tokens[1 : length + 1], ROOTS[1])
+
+
+def test_truth_follows_appended_tokens():
+    """Tokens that are accepted later continue the chain."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [5, 6], 0)
+    assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
+    ledger.append("only", [7, 8], 1)
+    assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
+
+
+def test_truth_is_none_where_a_token_is_not_known():
+    """Past the known tokens the host says nothing; the draft pool needs one token more."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [5, 6], 0)
+    assert ledger.truth(request, 0, 3) is None
+    assert ledger.truth(request, 1, 2) is None
+    assert ledger.truth(request, 1, 1) == plain_chain([6], ROOTS[1])
+
+
+def test_truth_of_no_entries_is_the_root():
+    """Before the first entry stands the root of the pool."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [5, 6], 0)
+    assert ledger.truth(request, 0, 2) != ROOTS[0]
+    assert ledger.truth(request, 0, 0) == ROOTS[0]
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_one_other_token_gives_another_chain(place):
+    """Whatever token differs, the chain at the end differs."""
+    tokens = [3, 1, 4, 1, 5, 9]
+    other = [token + (number == place) for number, token in enumerate(tokens)]
+    ledger = make_ledger()
+    truths = [ledger.truth(ledger.admit(str(row), row, 0), 0, 6) for row in (tokens, other)]
+    assert truths[0] != truths[1]
+
+
+def test_tokens_since_counts_what_was_appended_after_a_step():
+    """Exposure is the tokens of later steps."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [1, 2, 3], 1)
+    ledger.append("only", [4], 2)
+    ledger.append("only", [5, 6], 4)
+    assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
+
+
+# requests
+
+
+def test_admitting_twice_is_refused():
+    """A request that runs is not admitted again."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    assert refused(ledger.admit, "only", [1], 0) == "request 'only' is admitted already"
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [("append", ([1], 0)), ("request", ()), ("grant", ([1], 0)), ("free", ([1], 0))],
+)
+def test_an_unknown_request_is_refused(call, arguments):
+    """Every event of a request that was not admitted says what to do first."""
+    words = refused(getattr(make_ledger(), call), "nobody", *arguments)
+    assert words == "request 'nobody' is not admitted: call admit() first"
+
+
+# pages
+
+
+def test_a_slot_is_found_through_the_pages_of_a_row():
+    """Page i of a row holds its positions, whatever number the page has."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [1], 0)
+    ledger.grant("only", [7, 2], 0)
+    assert [ledger.slot(request, position) for position in (0, 3, 4, 7, 8)] == [28, 31, 8, 11, -1]
+    assert ledger.slots(request, 2, 6) == [30, 31, 8, 9]
+
+
+def test_every_grant_and_every_free_begins_a_generation():
+    """Records of an earlier grant never fit a later one."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    seen = [ledger.generations[3]]
+    for _ in range(3):
+        ledger.grant("only", [3], 0)
+        seen.append(ledger.generations[3])
+        ledger.free("only", [3], 0)
+        seen.append(ledger.generations[3])
+    assert seen == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_generation_0_is_never_granted():
+    """After 32 bits of generations the count goes on at 1."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    ledger.generations[3] = (1 << 32) - 1
+    ledger.grant("only", [3], 0)
+    assert ledger.generations[3] == 1
+
+
+def test_granting_an_owned_page_is_refused():
+    """A page has one owner, and the message names both requests."""
+    ledger = make_ledger()
+    ledger.admit("first", [1], 0)
+    ledger.admit("second", [1], 0)
+    ledger.grant("first", [3], 0)
+    assert refused(ledger.grant, "second", [3], 0) == "page 3 is granted to 'second' while 'first' still owns it"
+    assert refused(ledger.grant, "first", [3], 0) == "page 3 is granted to 'first' while 'first' still owns it"
+
+
+def test_freeing_twice_is_refused():
+    """The second free of a page says that nobody owns it."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    ledger.grant("only", [3], 0)
+    ledger.free("only", [3], 0)
+    assert refused(ledger.free, "only", [3], 0) == "page 3 is freed by 'only', its owner is None"
+
+
+def test_freeing_someone_elses_page_is_refused():
+    """The message names the owner."""
+    ledger = make_ledger()
+    ledger.admit("first", [1], 0)
+    ledger.admit("second", [1], 0)
+    ledger.grant("first", [3], 0)
+    assert refused(ledger.free, "second", [3], 0) == "page 3 is freed by 'second', its owner is 'first'"
+
+
+@pytest.mark.parametrize("page", [-1, 0, 10])
+def test_a_page_outside_the_pool_is_refused(page):
+    """The null page and numbers outside the pool are never granted."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    assert refused(ledger.grant, "only", [page], 0) == f"page must be in [1, 10), got {page}"
+
+
+def test_a_freed_page_leaves_a_hole_in_its_row():
+    """Later pages keep their positions when an earlier one goes."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [1], 0)
+    ledger.grant("only", [7, 2], 0)
+    ledger.free("only", [7], 1)
+    assert request.pages == [NO_PAGE, 2]
+    assert (ledger.slot(request, 0), ledger.slot(request, 4)) == (-1, 8)
+    assert ledger.slots(request, 2, 6) == [8, 9]
+
+
+def test_a_request_without_pages_starts_anew():
+    """When the last page is back nothing of the row is final any more."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [1], 0)
+    ledger.grant("only", [7, 2], 0)
+    request.committed_len, request.row_lens = 5, [5, 4]
+    ledger.free("only", [2], 1)
+    assert (request.committed_len, request.row_lens) == (5, [5, 4])
+    ledger.free("only", [7], 1)
+    assert (request.pages, request.committed_len, request.row_lens) == ([], 0, [0, 0])
+
+
+def test_history_keeps_the_newest_events():
+    """Grants and frees of a page are kept up to a bound, newest last."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    for step in range(10):
+        ledger.grant("only", [3], step)
+        ledger.free("only", [3], step)
+    history = ledger.history[3]
+    assert len(history) == HISTORY_EVENTS
+    assert [(event.kind, event.step) for event in history[-2:]] == [("granted", 9), ("freed", 9)]
+
+
+# the order of re-reading
+
+
+def test_read_queue_takes_the_oldest_first():
+    """Positions that waited longest are taken first, each with the step when it was last good."""
+    queue = ReadQueue()
+    queue.extend_to(4, 1)
+    queue.extend_to(6, 2)
+    assert queue.oldest() == 1
+    assert queue.take(3, 5) == [(0, 3, 1)]
+    assert queue.take(3, 6) == [(3, 4, 1), (4, 6, 2)]
+    assert queue.take(3, 7) == [(0, 3, 5)]
+    assert queue.oldest() == 6
+
+
+def test_read_queue_takes_nothing_twice_in_a_step():
+    """However many are asked for, a position is looked at once a step."""
+    queue = ReadQueue()
+    queue.extend_to(4, 1)
+    assert queue.take(100, 2) == [(0, 4, 1)]
+    assert queue.take(100, 2) == []
+
+
+# through the manager
+
+
+@pytest.fixture
+def canary(make_engine) -> CanaryManager:
+    """A manager with one admitted request that owns pages 1 and 2."""
+    views = [pool.view for pool in make_engine().pools.values()]
+    manager = CanaryManager(CanaryConfig(seed=7), views)
+    manager.admit("only", [1, 2, 3])
+    manager.on_alloc("only", [1, 2])
+    return manager
+
+
+def test_the_manager_refuses_a_second_admit(canary):
+    """The words of the ledger reach the engine."""
+    assert refused(canary.admit, "only", [1]) == "request 'only' is admitted already"
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [("append", ([1],)), ("on_alloc", ([3],)), ("on_free", ([3],)), ("commit", (1,)), ("release", ())],
+)
+def test_the_manager_refuses_an_unknown_request(canary, hook, arguments):
+    """Every hook that names a request says that it was not admitted."""
+    words = refused(getattr(canary, hook), "nobody", *arguments)
+    assert words == "request 'nobody' is not admitted: call admit() first"
+
+
+def test_the_manager_refuses_a_double_free(canary):
+    """A page that went back is not given back again."""
+    canary.on_free("only", [2])
+    assert refused(canary.on_free, "only", [2]) == "page 2 is freed by 'only', its owner is None"
+
+
+def test_the_manager_refuses_a_second_owner(canary):
+    """A page that is owned is not granted."""
+    canary.admit("other", [1])
+    assert refused(canary.on_alloc, "other", [1]) == "page 1 is granted to 'other' while 'only' still owns it"
+
+
+def test_a_committed_length_does_not_shrink(canary):
+    """What is final stays final; the message has both lengths."""
+    canary.commit("only", 3)
+    assert refused(canary.commit, "only", 2) == "committed_len of 'only' must not shrink, 2 follows 3"
+
+
+def test_a_request_is_unknown_once_released_and_freed(canary):
+    """After release and the free of its last page the name is free."""
+    canary.release("only")
+    canary.on_free("only", [1, 2])
+    assert "'only' is not admitted" in refused(canary.append, "only", [4])
+    canary.admit("only", [9])

@@ -1,0 +1,212 @@
+"""CanaryManager on right traffic: nothing is found, everything is counted, and the certificate says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, CanaryManager, PlanError
+from kvcanary.config import ROTATION_STEPS
+
+KEYS = {
+    "mode",
+    "content",
+    "forwards",
+    "slots_checked",
+    "bytes_checked",
+    "live_bytes",
+    "max_unread_steps",
+    "freed_unread_bytes",
+    "classes",
+    "unchecked",
+    "findings",
+}
+CONTENTS = ["write", "rolling", "full"]
+
+
+def traffic(engine, steps: int = 6) -> None:
+    """Two requests that overlap: chunked prefill, drafting, plain decode, and one that ends early."""
+    engine.start("first", 13, chunks=3)
+    engine.step()
+    engine.start("second", 5)
+    for _ in range(steps):
+        engine.step()
+    engine.decode()
+    engine.step("second")
+    engine.finish("first")
+    engine.step()
+    engine.start("third", 9, chunks=2)
+    engine.step()
+    for name in list(engine.rows):
+        engine.finish(name)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_a_right_engine_has_no_finding(make_engine, content, dtype, page_size, topk):
+    """Prefill, drafting, decode, moves and release raise nothing, and tokens leave."""
+    engine = make_engine(content=content, dtype=dtype, page_size=page_size, topk=topk, num_pages=640 // page_size)
+    traffic(engine)
+    assert engine.canary.findings == []
+    certificate = engine.canary.certificate()
+    assert certificate["findings"] == []
+    assert certificate["unchecked"] == {}
+    assert certificate["forwards"] > 40
+    assert engine.tokens_emitted > 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_has_no_finding(make_engine, seed):
+    """Any order of starts, steps, decodes and ends of right requests passes."""
+    engine = make_engine(seed=seed, content="full", num_pages=400)
+    for number in range(20):
+        action = engine.random.choice(["start", "step", "step", "decode", "finish"])
+        if action == "start" or not engine.rows:
+            engine.start(f"r{number}", engine.random.randrange(2, 20), chunks=engine.random.choice([1, 2]))
+        elif action == "finish":
+            engine.finish(engine.random.choice(list(engine.rows)))
+        else:
+            getattr(engine, action)()
+    engine.canary.drain()
+    assert engine.canary.findings == []
+    assert engine.canary.certificate()["slots_checked"] > 0
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_the_certificate_has_every_key_as_plain_json(make_engine, content):
+    """The keys that readers rely on are there, and the whole survives JSON."""
+    engine = make_engine(content=content)
+    traffic(engine)
+    certificate = engine.canary.certificate()
+    assert certificate.keys() >= KEYS
+    assert json.loads(json.dumps(certificate)) == certificate
+    assert (certificate["mode"], certificate["content"]) == ("raise", content)
+
+
+@pytest.mark.parametrize(("content", "active"), [("write", False), ("rolling", True), ("full", True)])
+def test_content_write_does_not_claim_r9(make_engine, content, active):
+    """Where bytes are never compared the certificate lists R9 as inactive."""
+    certificate = make_engine(content=content).canary.certificate()
+    assert ("R9" in certificate["classes"]) is active
+    assert ("R9" in certificate["inactive_classes"]) is not active
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+def test_no_committed_byte_is_freed_unread(make_engine, content):
+    """A request that is released has had its last look before its pages go."""
+    engine = make_engine(content=content)
+    traffic(engine)
+    certificate = engine.canary.certificate()
+    assert certificate["freed_unread_bytes"] == 0
+    assert certificate["bytes_checked"] > 0
+
+
+def test_content_write_counts_what_was_freed_unread(make_engine):
+    """Without re-reads every committed byte that is freed was never looked at."""
+    engine = make_engine(content="write")
+    engine.start("only", 11)
+    engine.step()
+    live = engine.canary.certificate()["live_bytes"]
+    engine.finish("only")
+    certificate = engine.canary.certificate()
+    assert live > 0
+    assert certificate["freed_unread_bytes"] >= live
+    assert certificate["bytes_checked"] == 0
+
+
+def test_live_bytes_are_the_committed_slots_of_all_pools(make_engine):
+    """After a prefill each pool holds the prompt; after the end nothing is live."""
+    engine = make_engine()
+    engine.start("only", 11)
+    slot_bytes = {name: pool.view.slot_bytes for name, pool in engine.pools.items()}
+    assert engine.canary.certificate()["live_bytes"] == 11 * sum(slot_bytes.values())
+    engine.step()
+    assert engine.canary.certificate()["live_bytes"] >= 11 * sum(slot_bytes.values())
+    engine.finish("only")
+    assert engine.canary.certificate()["live_bytes"] == 0
+
+
+def test_the_automatic_rotation_reads_every_live_byte_again(make_engine):
+    """With no budget named, no live byte waits longer than the rotation, and the steps are long enough to tell."""
+    engine = make_engine(num_pages=700, num_steps=1, num_nodes=2)
+    engine.start("long", 33)
+    for _ in range(2 * ROTATION_STEPS):
+        engine.step()
+    certificate = engine.canary.certificate()
+    assert ROTATION_STEPS // 4 < certificate["max_unread_steps"] <= ROTATION_STEPS
+    assert certificate["bytes_checked"] >= certificate["live_bytes"] // 2
+
+
+def test_a_budget_of_all_live_bytes_reads_them_every_step(make_engine):
+    """The budget decides the wait: with one as large as the rows nothing waits longer than a step or two."""
+    engine = make_engine(num_pages=700, budget=1 << 30)
+    engine.start("only", 33)
+    for _ in range(10):
+        engine.step()
+    assert engine.canary.certificate()["max_unread_steps"] <= 2
+
+
+def test_full_content_reads_more_than_rolling(make_engine):
+    """Re-reading every byte of every forward compares more bytes than a budget a step."""
+    read = {}
+    for content in ("rolling", "full"):
+        engine = make_engine(content=content)
+        traffic(engine)
+        read[content] = engine.canary.certificate()["bytes_checked"]
+    assert read["full"] > read["rolling"] > 0
+
+
+def test_a_preempted_request_starts_anew(make_engine):
+    """A request whose pages all went back computes its rows again on others, without a finding."""
+    engine = make_engine(content="full")
+    engine.start("only", 9)
+    engine.step()
+    row = engine.rows["only"]
+    engine.canary.on_free("only", row.pages)
+    engine.free_pages += row.pages
+    row.pages, row.committed = [], 0
+    engine._begin()
+    end = len(row.tokens) - 1
+    engine._reserve("only", end)
+    engine._chain("prefill", "target", {"only": row.tokens[:end]}, {"only": 0})
+    engine._chain("prefill", "draft", {"only": row.tokens[1:]}, {"only": 0})
+    engine.canary.check()
+    row.committed = end
+    engine.canary.commit("only", end)
+    engine.step()
+    engine.finish("only")
+    assert engine.canary.findings == []
+
+
+def test_one_seed_gives_one_seed_id(make_engine):
+    """Two runs with one seed can be compared, and another seed shows."""
+    ids = [make_engine(seed=seed).canary.certificate()["seed_id"] for seed in (0, 1)]
+    assert ids[0] == ids[1]
+    views = [pool.view for pool in make_engine().pools.values()]
+    other = CanaryManager(CanaryConfig(seed=8), views).certificate()["seed_id"]
+    assert other != ids[0]
+
+
+def test_without_a_seed_each_manager_draws_its_own(make_engine):
+    """The keys of two managers without a seed differ."""
+    views = [pool.view for pool in make_engine().pools.values()]
+    first, second = (CanaryManager(CanaryConfig(), views).certificate()["seed_id"] for _ in range(2))
+    assert first != second
+
+
+def test_an_unknown_pool_names_the_known_ones(make_engine):
+    """A substep of a pool that was not given is refused with the names that were."""
+    with pytest.raises(PlanError) as caught:
+        make_engine().canary.substep("verify", 0, "traget")
+    assert str(caught.value) == "pool must be one of target, draft, got 'traget'"
+
+
+def test_an_unknown_kind_names_the_known_ones(make_engine):
+    """A substep of a kind that does not exist is refused with those that do."""
+    with pytest.raises(PlanError) as caught:
+        make_engine().canary.substep("vrify", 0, "target")
+    assert str(caught.value) == "kind must be one of prefill, decode, draft, verify, extend, got 'vrify'"

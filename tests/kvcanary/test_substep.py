@@ -1,0 +1,366 @@
+"""The hooks of a forward: their only order, and plans that contradict themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcanary import (
+    CanaryConfig,
+    CanaryManager,
+    HookOrderError,
+    KVCanaryError,
+    KVCorruptionError,
+    PlanError,
+    PoolView,
+    ReadPlan,
+    WritePlan,
+)
+
+HEADS, DIM, PROMPT = 2, 4, [11, 12, 13]
+PAGE_SIZE, NUM_SLOTS = 4, 32
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def pool_view(name: str = "target", layers: int = 2, page_size: int = PAGE_SIZE, **changes: object) -> PoolView:
+    k, v = ([torch.zeros(NUM_SLOTS, HEADS, DIM) for _ in range(layers)] for _ in range(2))
+    return PoolView(**{"name": name, "k": k, "v": v, "page_size": page_size, **changes})
+
+
+def read_plan(**changes: object) -> ReadPlan:
+    """A prefill of the whole prompt into page 1."""
+    plan = {
+        "indptr": ints(0, 3),
+        "indices": ints(4, 5, 6),
+        "requests": ("only",),
+        "rows_per_request": 1,
+        "prefix_lens": ints(0),
+        "num_written": 3,
+    }
+    return ReadPlan(**plan | changes)
+
+
+def write_plan(**changes: object) -> WritePlan:
+    return WritePlan(**{"slots": ints(4, 5, 6), "tokens": ints(*PROMPT), "positions": ints(0, 1, 2)} | changes)
+
+
+def values(n: int = 3) -> torch.Tensor:
+    return torch.ones(n, HEADS, DIM)
+
+
+@pytest.fixture
+def canary() -> CanaryManager:
+    """A manager of one pool with one request that owns page 1, in step 1."""
+    manager = CanaryManager(CanaryConfig(seed=7), [pool_view()])
+    manager.begin_step(1)
+    manager.admit("only", PROMPT)
+    manager.on_alloc("only", [1])
+    return manager
+
+
+def refused(error: type[Exception], call, *arguments: object, **settings: object) -> str:
+    """The words with which a call is refused."""
+    with pytest.raises(error) as caught:
+        call(*arguments, **settings)
+    return str(caught.value)
+
+
+def run_forward(canary: CanaryManager) -> None:
+    """One prefill, all its hooks, bytes included."""
+    substep = canary.substep("prefill", 0, "target")
+    _, slots = substep.open(read_plan(), write_plan())
+    view = canary._state.by_name["target"].view
+    for layer in range(view.num_layers):
+        substep.store(layer, values(), values())
+        view.k[layer][slots], view.v[layer][slots] = values(), values()
+    substep.close()
+
+
+# the order of the hooks
+
+
+def test_the_right_order_finds_nothing(canary):
+    """Open, one store a layer, close, check: a clean forward."""
+    run_forward(canary)
+    canary.check()
+    assert canary.findings == []
+    assert canary.certificate()["forwards"] == 1
+
+
+def test_open_gives_the_plans_arrays_untouched(canary):
+    """Where nothing is refused the forward reads and writes the very tensors of the plans."""
+    read, write = read_plan(), write_plan()
+    indices, slots = canary.substep("prefill", 0, "target").open(read, write)
+    assert indices is read.indices
+    assert slots is write.slots
+
+
+def test_open_replaces_ids_outside_the_pool(canary):
+    """Ids past the pool and below zero are null slot 0 in what the forward gets; the plans stay as they were."""
+    read, write = read_plan(indices=ints(4, -2, 6)), write_plan(slots=ints(4, 5, NUM_SLOTS))
+    indices, slots = canary.substep("prefill", 0, "target").open(read, write)
+    assert indices.tolist() == [4, 0, 6]
+    assert slots.tolist() == [4, 5, 0]
+    assert read.indices.tolist() == [4, -2, 6]
+    assert write.slots.tolist() == [4, 5, NUM_SLOTS]
+
+
+def test_open_comes_once(canary):
+    """A second open of an open forward is refused."""
+    substep = canary.substep("verify", 0, "target")
+    substep.open(read_plan(), write_plan())
+    words = refused(HookOrderError, substep.open, read_plan(), write_plan())
+    assert words == "open() comes once: verify of the target pool is open"
+
+
+def test_a_closed_forward_is_not_opened_again(canary):
+    """A substep is one forward: after close another one is needed."""
+    substep = canary.substep("draft", 2, "target")
+    substep.open(read_plan(), write_plan())
+    substep.close()
+    words = refused(HookOrderError, substep.open, read_plan(), write_plan())
+    assert words == "open() comes once: draft[2] of the target pool is closed"
+
+
+def test_store_before_open_is_refused(canary):
+    """Nothing is stored by a forward that has not begun."""
+    words = refused(HookOrderError, canary.substep("prefill", 0, "target").store, 1, values(), values())
+    assert words == "store(layer=1) belongs between open() and close(): prefill of the target pool is not opened"
+
+
+def test_store_after_close_is_refused(canary):
+    """Nothing is stored by a forward that has ended."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    substep.close()
+    assert "prefill of the target pool is closed" in refused(HookOrderError, substep.store, 0, values(), values())
+
+
+def test_close_before_open_is_refused(canary):
+    """What was not opened cannot be closed."""
+    words = refused(HookOrderError, canary.substep("prefill", 0, "target").close)
+    assert words == "close() follows open(): prefill of the target pool is not opened"
+
+
+def test_close_comes_once(canary):
+    """A second close is refused."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    substep.close()
+    assert refused(HookOrderError, substep.close) == "close() follows open(): prefill of the target pool is closed"
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments", "what"),
+    [
+        ("check", (), "check()"),
+        ("drain", (), "drain()"),
+        ("begin_step", (2,), "begin_step()"),
+        ("release", ("only",), "release()"),
+        ("on_move", ("target", ints(4), ints(5)), "on_move()"),
+        ("substep", ("verify", 0, "target"), "substep('verify')"),
+    ],
+)
+def test_hooks_wait_for_close(canary, hook, arguments, what):
+    """While a forward is open, what would judge or follow it is refused."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    words = refused(HookOrderError, getattr(canary, hook), *arguments)
+    assert words == f"{what} must wait for close() of prefill of the target pool"
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_steps_count_upwards(canary, step):
+    """A step number that stands still or goes back is refused once forwards have been judged."""
+    run_forward(canary)
+    canary.check()
+    words = refused(HookOrderError, canary.begin_step, step)
+    assert words == f"begin_step() must count upwards: step {step} follows step 1"
+
+
+def test_hook_order_errors_are_runtime_errors_of_the_package():
+    """Callers may catch RuntimeError or the base of the package."""
+    assert issubclass(HookOrderError, RuntimeError)
+    assert issubclass(HookOrderError, KVCanaryError)
+
+
+# stores
+
+
+def test_a_layer_outside_the_pool_is_refused(canary):
+    """The message has the range and the layer."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    words = refused(PlanError, substep.store, 2, values(), values())
+    assert words == "layer must be in [0, 2) for prefill of the target pool, got 2"
+
+
+@pytest.mark.parametrize(("k", "v"), [((2, 2, 4), (2, 2, 4)), ((3, 2, 5), (3, 2, 5)), ((3, 2, 4), (3, 4, 2))])
+def test_values_of_another_shape_are_refused(canary, k, v):
+    """A store that does not fit the write plan is refused with both shapes."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    words = refused(PlanError, substep.store, 0, torch.ones(k), torch.ones(v))
+    assert words == f"prefill of the target pool stores [3, 2, 4] a layer, got k {list(k)} and v {list(v)}"
+
+
+def test_a_layer_stored_twice_is_a_duplicate_write(canary):
+    """The second store of a layer is W4 with that layer."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    for layer in (0, 1, 1):
+        substep.store(layer, values(), values())
+    substep.close()
+    with pytest.raises(KVCorruptionError) as caught:
+        canary.check()
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.layers, finding.writer, finding.reader) == ("W4", (1,), "only", None)
+
+
+def test_a_layer_that_stores_nothing_is_an_unwritten_slot(canary):
+    """A forward that skips a layer leaves slots that R12 names when they are read, with the layer that is missing."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    substep.store(0, values(), values())
+    substep.close()
+    canary.check()
+    canary.append("only", [14])
+    canary.commit("only", 3)
+    canary.begin_step(2)
+    substep = canary.substep("decode", 0, "target")
+    read = read_plan(indptr=ints(0, 4), indices=ints(4, 5, 6, 7), prefix_lens=ints(3), num_written=1)
+    substep.open(read, write_plan(slots=ints(7), tokens=ints(14), positions=ints(3)))
+    for layer in (0, 1):
+        substep.store(layer, values(1), values(1))
+    substep.close()
+    with pytest.raises(KVCorruptionError) as caught:
+        canary.check()
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.slot, finding.found["missing"]) == ("R12", 4, [1])
+
+
+# plans
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("indptr", ints(0, 1, 3), "indptr must be [2] int64, got [3] torch.int64"),
+        ("indptr", ints(0, 3).int(), "indptr must be [2] int64, got [2] torch.int32"),
+        ("indices", ints(4, 5, 6).int(), "indices must be [n] int64, got [3] torch.int32"),
+        ("indices", ints(4, 5, 6)[None], "indices must be [n] int64, got [1, 3] torch.int64"),
+        ("prefix_lens", ints(0, 0), "prefix_lens must be [1] int64, got [2] torch.int64"),
+        ("prefix_lens", torch.zeros(1), "prefix_lens must be [1] int64, got [1] torch.float32"),
+        ("num_written", ints(1, 2), "num_written must be [1] int64, got [2] torch.int64"),
+        ("num_written", -1, "num_written must not be negative, got -1"),
+    ],
+)
+def test_a_read_plan_of_wrong_shapes_is_refused(field, value, words):
+    """Every array of a read plan is checked, and the message has what was given."""
+    assert refused(PlanError, read_plan, **{field: value}) == words
+
+
+def test_a_read_plan_has_a_row_for_each_branch():
+    """Rows are requests times branches: indptr has one bound more."""
+    assert "indptr must be [3] int64" in refused(PlanError, read_plan, rows_per_request=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("slots", ints(4, 5, 6).int(), "slots must be [n] int64, got [3] torch.int32"),
+        ("slots", ints(4), "tokens must be [1] int64, got [3] torch.int64"),
+        ("tokens", ints(1, 2), "tokens must be [3] int64, got [2] torch.int64"),
+        ("positions", torch.zeros(3), "positions must be [3] int64, got [3] torch.float32"),
+        ("parents", ints(-1), "parents must be [3] int64, got [1] torch.int64"),
+    ],
+)
+def test_a_write_plan_of_wrong_shapes_is_refused(field, value, words):
+    """Every array of a write plan is checked, and the message has what was given."""
+    assert refused(PlanError, write_plan, **{field: value}) == words
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "words"),
+    [
+        ({"indptr": ints(0, 2)}, {}, "indptr must run from 0 to the 3 indices, got 0 to 2"),
+        ({"indptr": ints(1, 3)}, {}, "indptr must run from 0 to the 3 indices, got 1 to 3"),
+        ({"num_written": 2}, {}, "the rows write 2 entries, the write plan has 3"),
+        ({"prefix_lens": ints(1)}, {}, "row 0 of prefill has 3 entries, fewer than its prefix of 1 and the 3 it"),
+        ({"prefix_lens": ints(-1)}, {}, "row 0 of prefill has 3 entries, fewer than its prefix of -1"),
+    ],
+)
+def test_plans_that_contradict_each_other_are_refused(canary, read, write, words):
+    """Open compares the plans' sizes, and the message has the numbers; the canary goes on with a right plan."""
+    substep = canary.substep("prefill", 0, "target")
+    assert words in refused(PlanError, substep.open, read_plan(**read), write_plan(**write))
+    run_forward(canary)
+    canary.check()
+    assert canary.findings == []
+
+
+def test_plan_errors_are_value_errors_of_the_package():
+    """Callers may catch ValueError or the base of the package."""
+    assert issubclass(PlanError, ValueError)
+    assert issubclass(PlanError, KVCanaryError)
+
+
+# pools
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 0}, "pool 'target': page_size must be at least 1, got 0"),
+        ({"token_offset": -1}, "pool 'target': token_offset must be at least 0, got -1"),
+        ({"k": ()}, "pool 'target' needs one K and one V a layer, got 0 and 2"),
+        ({"k": [torch.zeros(8, 8)] * 2}, "k[0] must be [num_slots, kv_heads, head_dim], got [8, 8]"),
+        (
+            {"v": [torch.zeros(NUM_SLOTS, HEADS, DIM), torch.zeros(NUM_SLOTS, HEADS, DIM).half()]},
+            "pool 'target': v[1] is [32, 2, 4] torch.float16, k[0] is [32, 2, 4] torch.float32",
+        ),
+        (
+            {"v": [torch.zeros(NUM_SLOTS, DIM, HEADS).transpose(1, 2)] * 2},
+            "pool 'target': rows of v[0] must be dense, got strides (8, 1, 2)",
+        ),
+    ],
+)
+def test_a_pool_view_that_contradicts_itself_is_refused(changes, words):
+    """Numbers, layers, types and strides of a pool are checked when it is described."""
+    assert words in refused(PlanError, pool_view, **changes)
+
+
+def test_a_row_of_half_a_word_is_refused():
+    """Fingerprints read 32-bit words, so a row is whole words."""
+    half = [torch.zeros(8, 1, 1, dtype=torch.bfloat16)]
+    words = refused(PlanError, PoolView, "tiny", half, half, 4)
+    assert words == "pool 'tiny': a row must be whole 32-bit words, got 2 bytes"
+
+
+def test_the_null_page_is_page_0_unless_stated():
+    """Padding's slots are the first page, or as many as the engine says."""
+    assert pool_view().null_slots == PAGE_SIZE
+    assert pool_view(null_slots=1).null_slots == 1
+
+
+def test_a_manager_needs_a_pool():
+    """Nothing to watch is a mistake."""
+    words = refused(PlanError, CanaryManager, CanaryConfig(), [])
+    assert words == "a manager needs at least one pool"
+
+
+def test_pools_have_different_names():
+    """Reports name pools, so two may not share a name."""
+    words = refused(PlanError, CanaryManager, CanaryConfig(), [pool_view(), pool_view()])
+    assert words == "pools must have different names, got target, target"
+
+
+def test_pools_share_one_page_size():
+    """Pools share page ids, so one page size is asked of all."""
+    pools = [pool_view(), replace(pool_view("draft"), page_size=2)]
+    assert "'target' has 4, 'draft' has 2" in refused(PlanError, CanaryManager, CanaryConfig(), pools)
