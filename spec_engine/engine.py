@@ -33,7 +33,7 @@ HOST_LAG = 0  # verifies the host is behind the device: the synchronous schedule
 
 @dataclass
 class Metrics:
-    """Counters since the engine was made; seconds are wall time of whole steps, canary included."""
+    """Counters since this object was made; seconds are wall time of whole steps, canary included."""
 
     num_steps: int = 0
     verify_forwards: int = 0  # target forwards past the prefill, counted once a request
@@ -65,6 +65,7 @@ class Engine:
         self.metrics = Metrics()
         self._texts: dict[str, TextStream] = {}
         self._num_requests = 0
+        self._step_number = 0
         self._make_pools(_draft_folder(config, folder), dtype)
 
     def _make_pools(self, draft_folder: Path | None, dtype: torch.dtype) -> None:
@@ -169,9 +170,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """One prefill forward if prompts wait, else one decode step for everyone; returns the tokens that leave."""
+        self._step_number += 1
         self.metrics.num_steps += 1
         if self.canary is not None:
-            self.canary.begin_step(self.metrics.num_steps)
+            self.canary.begin_step(self._step_number)
         started = time.perf_counter()
         for request in self.scheduler.admit():
             self._admit(request)

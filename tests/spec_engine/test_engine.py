@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
+from spec_engine.engine import Metrics
 
 PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -72,6 +74,15 @@ def test_a_stop_token_ends_a_request_inside_an_accepted_chain(toy_model, expecte
     params = SamplingParams(max_new_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
     output = make_engine(toy_model).generate(PROMPTS[2:3], params)[0]
     assert (output.token_ids, output.finish_reason) == (expected[2][:end], "stop")
+
+
+def test_metrics_may_be_replaced_between_runs(toy_model, expected):
+    """Fresh counters start from zero and change nothing else, also with a canary that counts steps upwards."""
+    engine = make_engine(toy_model, canary=CanaryConfig(mode="raise"))
+    tokens_of(engine)
+    engine.metrics = Metrics()
+    assert tokens_of(engine) == expected
+    assert engine.metrics.accepted_length >= 1.0
 
 
 def test_all_pages_come_back(toy_model):
