@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -93,3 +94,15 @@ def test_report_is_what_the_demo_prints() -> None:
 
 def without_numbers(text: str) -> list[str]:
     return [re.sub(r"0x[0-9a-f]+|-?\d+(\.\d+)?(e-?\d+)?", "#", line.rstrip()) for line in text.splitlines()]
+
+
+def test_readme_quotes_the_recorded_figures(root: Path) -> None:
+    """Speed and cost in the README are those that the benchmark scripts wrote."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    drafting = json.loads((results / "cpu_drafting.json").read_text(encoding="utf-8"))
+    overhead = json.loads((results / "cpu_overhead.json").read_text(encoding="utf-8"))
+    assert f"| {drafting['speedup_whole']['median']:.2f} x |" in readme
+    assert f"| {drafting['accepted_length']:.2f} |" in readme
+    for row in overhead["rows"]:
+        figures = f"{row['prefill']['median']:.2f}, {row['steps']['median']:.2f}"
+        assert f"| canary on over off, batch {row['batch']}: prefill, steps | {figures} |" in readme
