@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,182 +11,119 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
-from kvcanary.twin import SLOT_BYTES
 from kvcanary.views import ReadPlan, WritePlan
 
-#: By slot that a draft node of this step has written: its request, its prefix length and its ancestors with itself.
-Paths = dict[int, tuple[Request, int, list[int]]]
+SLOT_BYTES = 8  # of a slot id in an index array
 
 
 @dataclass(slots=True, eq=False)
 class Forward:
     """What a forward was told to read and write, and what it stored.
 
+    width:          rows a request: 1, or the tree width of a draft substep
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
-    raw:            `indices` as bytes
-    prefixes:       by request, entries that earlier steps made final
+    raw, ids:       `indices` as bytes, and as a view of plain integers, from `read_rows` on
     bounds:         by row and one more, where rows begin in `indices`
+    prefixes:       by request, entries of each of its rows that earlier forwards wrote and acceptance made final
     written:        by row, entries at its end that this forward writes
-    tails:          by row, slots after its prefix: ancestors of a draft node, then what this forward writes
-    write_slots, write_positions, write_parents: the write plan as plain integers; parents None: chains
-    odd_rows:       rows that name other slots for their prefix than the request's known row
-    lost_rows:      rows whose ancestors are not the path of a draft node of this step
-    astray_rows:    rows whose last entries are not the slots that this forward writes
+    write_slots:    `slots` as plain integers
+    parents:        by entry of the write plan, its tree parent in the plan or -1; None: every row is a chain
     refused:        entries of the write plan that were refused (W1), with the slot that was asked for
     refused_reads:  entries of `indices` that were refused (R1), with the slot that was asked for
-    k, v:           by layer, the values stored; None where nothing was, or where `lanes` were taken at once
+    stored:         bitmap of the layers that have stored
+    room, lanes:    by layer, where K and V are copied to, or their lanes where these are taken at once; neither
+                    where nobody will compare the bytes
+    stage_row:      of the stage, where `room` begins
     """
 
     kind: str
     index: int
     pool: PoolState
     step: int
-    read: ReadPlan
-    write: WritePlan
     requests: list[Request]
+    width: int
     indices: Tensor
     slots: Tensor
-    raw: bytes
-    prefixes: list[int]
+    tokens: Tensor
+    positions: Tensor
     bounds: list[int]
+    prefixes: list[int]
     written: list[int]
     write_slots: list[int]
-    write_positions: list[int]
-    write_parents: list[int] | None
-    tails: list[list[int]] = field(default_factory=list)
-    odd_rows: list[int] = field(default_factory=list)
-    lost_rows: list[int] = field(default_factory=list)
-    astray_rows: list[int] = field(default_factory=list)
+    parents: list[int] | None
     refused: dict[int, int] = field(default_factory=dict)
     refused_reads: dict[int, int] = field(default_factory=dict)
-    k: list[Tensor | None] = field(default_factory=list)
-    v: list[Tensor | None] = field(default_factory=list)
+    room: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    stage_row: int = 0
     lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stored: int = 0
+    raw: bytes = b""
+    ids: memoryview = field(default_factory=lambda: memoryview(b"").cast("q"))
 
     @property
     def site(self) -> tuple[str, int]:
         return self.kind, self.index
 
-    @property
-    def stored(self) -> int:
-        """Bitmap of the layers that have stored."""
-        return sum(1 << layer for layer, k in enumerate(self.k) if k is not None or layer in self.lanes)
-
     def prefix_len(self, row: int) -> int:
-        return self.prefixes[row // self.read.rows_per_request]
+        return self.prefixes[row // self.width]
+
+    def read_rows(self) -> None:
+        """Take the slot ids of all rows to the host."""
+        host = self.indices if self.indices.is_cpu and self.indices.is_contiguous() else self.indices.cpu().contiguous()
+        self.raw = ctypes.string_at(host.data_ptr(), host.numel() * SLOT_BYTES)
+        self.ids = memoryview(self.raw).cast("q")
 
     def request_of(self, row: int) -> Request:
-        return self.requests[row // self.read.rows_per_request]
+        return self.requests[row // self.width]
 
-    def row_slots(self, start: int, end: int) -> list[int]:
-        """Entries [start, end) of `indices` as plain integers."""
-        return slot_ids(self.raw[start * SLOT_BYTES : end * SLOT_BYTES])
-
-
-def slot_ids(raw: bytes) -> list[int]:
-    """Slot ids from the bytes of an index array."""
-    return memoryview(raw).cast("q").tolist()
+    def row_of_entry(self, entry: int) -> int:
+        """The row that writes this entry of the write plan."""
+        for row, written in enumerate(self.written):
+            if entry < written:
+                return row
+            entry -= written
+        raise IndexError(entry)
 
 
 def plan_forward(
-    kind: str,
-    index: int,
-    pool: PoolState,
-    step: int,
-    requests: list[Request],
-    read: ReadPlan,
-    write: WritePlan,
-    paths: Paths,
+    kind: str, index: int, pool: PoolState, step: int, requests: list[Request], read: ReadPlan, write: WritePlan
 ) -> Forward:
     """Read both plans into plain integers once; refuse ids outside the pool, and plans that contradict themselves."""
     rows = len(requests) * read.rows_per_request
     written = read.num_written.tolist() if isinstance(read.num_written, Tensor) else [read.num_written] * rows
-    layers = pool.view.num_layers
     forward = Forward(
         kind,
         index,
         pool,
         step,
-        read,
-        write,
         requests,
+        read.rows_per_request,
         read.indices,
         write.slots,
-        _raw_bytes(read.indices),
-        read.prefix_lens.tolist(),
+        write.tokens,
+        write.positions,
         read.indptr.tolist(),
+        read.prefix_lens.tolist(),
         written,
         write.slots.tolist(),
-        write.positions.tolist(),
         None if write.parents is None else write.parents.tolist(),
-        k=[None] * layers,
-        v=[None] * layers,
     )
     _check_sizes(forward)
-    num_slots = pool.view.num_slots
-    if not _inside(forward.write_slots, num_slots):
-        forward.slots, forward.refused = _without(write.slots, num_slots)
-        forward.write_slots = forward.slots.tolist()
-    if not _split_rows(forward, paths):
-        forward.indices, forward.refused_reads = _without(read.indices, num_slots)
-        forward.raw = _raw_bytes(forward.indices)
-        for rows_of_kind in (forward.tails, forward.odd_rows, forward.lost_rows, forward.astray_rows):
-            rows_of_kind.clear()
-        _split_rows(forward, paths)
+    _check_parents(forward)
+    _refuse_outsiders(forward)
     return forward
 
 
-def _split_rows(forward: Forward, paths: Paths) -> bool:
-    """Compare every row, byte by byte, with what is known; False where an id is outside the pool.
-
-    The prefix must be the known row, ancestors the path of their writer, the last entries what the forward writes.
-    """
-    raw, bounds, slots, width = forward.raw, forward.bounds, forward.write_slots, forward.read.rows_per_request
-    num_slots, draft = forward.pool.view.num_slots, forward.kind == "draft"
-    ids = memoryview(raw).cast("q")
-    row = first = 0
-    for number, request in enumerate(forward.requests):
-        length, known = forward.prefixes[number], request.known[forward.pool.pool_id]
-        prefix = known.raw if len(known.raw) == length * SLOT_BYTES else known.raw[: length * SLOT_BYTES]
-        for _ in range(width):
-            start, end, written = bounds[row], bounds[row + 1], forward.written[row]
-            middle, own = start + length, end - written
-            if length < 0 or own < middle:
-                raise PlanError(
-                    f"row {row} of {forward.kind} has {end - start} entries, "
-                    f"fewer than its prefix of {length} and the {written} it writes"
-                )
-            if len(prefix) < length * SLOT_BYTES and _inside(
-                ids[start + len(prefix) // SLOT_BYTES : middle], num_slots
-            ):
-                prefix = known.extend(raw[start * SLOT_BYTES : middle * SLOT_BYTES])
-            if len(prefix) < length * SLOT_BYTES or not raw.startswith(prefix, start * SLOT_BYTES):
-                forward.odd_rows.append(row)
-                if not _inside(ids[start:middle], num_slots):
-                    return False
-            tail = ids[middle:end].tolist()
-            mine = slots[first : first + written]
-            if middle < own:
-                ancestors = tail[: own - middle]
-                path = paths.get(ancestors[-1])
-                if path is None or path[0] is not request or path[1] != length or path[2] != ancestors:
-                    forward.lost_rows.append(row)
-                    if not _inside(ancestors, num_slots):
-                        return False
-            if tail[own - middle :] != mine:
-                forward.astray_rows.append(row)
-                if not _inside(tail, num_slots):
-                    return False
-            if draft and written == 1:
-                paths[mine[0]] = request, length, tail
-            forward.tails.append(tail)
-            first += written
-            row += 1
-    return True
-
-
-def _inside(ids: Sequence[int], num_slots: int) -> bool:
-    return not ids or (min(ids) >= 0 and max(ids) < num_slots)
+def _refuse_outsiders(forward: Forward) -> None:
+    """Put null slot 0 in the place of every id that the pool does not have."""
+    num_slots, slots = forward.pool.view.num_slots, forward.write_slots
+    if slots and (min(slots) < 0 or max(slots) >= num_slots):
+        forward.slots, forward.refused = _without(forward.slots, num_slots)
+        forward.write_slots = forward.slots.tolist()
+    if forward.bounds[-1]:
+        low, high = torch.aminmax(forward.indices)
+        if int(low) < 0 or int(high) >= num_slots:
+            forward.indices, forward.refused_reads = _without(forward.indices, num_slots)
 
 
 def _without(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
@@ -198,14 +134,30 @@ def _without(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
     return torch.where(outside, 0, ids), refused
 
 
-def _raw_bytes(indices: Tensor) -> bytes:
-    host = indices if indices.is_cpu and indices.is_contiguous() else indices.cpu().contiguous()
-    return ctypes.string_at(host.data_ptr(), host.numel() * SLOT_BYTES)
-
-
 def _check_sizes(forward: Forward) -> None:
-    bounds, entries, n = forward.bounds, len(forward.raw) // SLOT_BYTES, len(forward.write_slots)
+    bounds, entries, n = forward.bounds, forward.indices.shape[0], len(forward.write_slots)
     if bounds[0] != 0 or bounds[-1] != entries:
         raise PlanError(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
     if sum(forward.written) != n:
         raise PlanError(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
+    start = bounds[0]
+    for row, (end, written) in enumerate(zip(bounds[1:], forward.written, strict=True)):
+        prefix = forward.prefixes[row // forward.width]
+        if prefix < 0 or end - start < prefix + written:
+            raise PlanError(
+                f"row {row} of {forward.kind} has {end - start} entries, "
+                f"fewer than its prefix of {prefix} and the {written} it writes"
+            )
+        start = end
+
+
+def _check_parents(forward: Forward) -> None:
+    """Nodes come after their parents, and a row's parents lie in the row."""
+    if forward.parents is None:
+        return
+    first = 0
+    for written in forward.written:
+        for entry, parent in enumerate(forward.parents[first : first + written], first):
+            if parent != -1 and not first <= parent < entry:
+                raise PlanError(f"parents[{entry}] must be -1 or in [{first}, {entry}), got {parent}")
+        first += written

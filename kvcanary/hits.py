@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcanary.codes import RANK
+from kvcanary.forward import Forward
 from kvcanary.state import PoolState
 
 
@@ -46,6 +48,14 @@ class Hit:
     @property
     def place(self) -> tuple[int, int]:
         return self.pool.pool_id, self.slot
+
+
+def entry_hit(code: str, forward: Forward, entry: int, **evidence: Any) -> Hit:
+    """A hit at one entry of a forward's write plan, at the slot that the plan named."""
+    slot = forward.refused.get(entry, forward.write_slots[entry])
+    request_id = forward.request_of(forward.row_of_entry(entry)).request_id
+    position = int(forward.positions[entry])
+    return Hit(code, forward.pool, slot, position, request_id, forward.site, forward.step, **evidence)
 
 
 def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:

@@ -1,10 +1,12 @@
 """Content lanes of stored values and of slots, in few operations.
 
-The arithmetic is that of `fingerprint_torch`: words times key pieces, summed exactly in float64. Rows are taken in
-portions whose float64 copy stays in the cache, which is three times faster than all at once.
+The arithmetic is that of `fingerprint_torch`: words times key pieces, summed exactly in float64. So many layers are
+taken at a time that their float64 copy stays in the cache.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,35 +19,35 @@ PORTION_BYTES = 1 << 20  # of the float64 copy
 
 def lanes_of_values(pool: PoolState, parts: Tensor) -> tuple[Tensor, Tensor]:
     """Lane a by layer [layers, n] and lane b over all layers [n] of values [2 * layers, n, row], K before V."""
-    sums = [_keyed_sums(pool, part, pool.part_keys) for part in parts.split(portion(pool), 1)]
-    lanes = _joined(sums).unflatten(0, (-1, 2)).sum(1)  # [layers, n, 2]
-    return _started(pool, lanes)
+    lanes = _lanes(pool, parts.shape[1], parts.__getitem__, pool.part_keys)
+    return _started(pool, lanes.unflatten(0, (-1, 2)).sum(1))
 
 
 def lanes_of_layer(pool: PoolState, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Lane a [n] of one layer's values, and what they add to lane b [n]."""
-    table = pool.part_keys[2 * layer : 2 * layer + 2]
-    parts = torch.stack((k, v)).flatten(2).split(portion(pool) * pool.view.num_layers, 1)
-    lanes = _joined([_keyed_sums(pool, part, table) for part in parts]).sum(0)  # [n, 2]
+    parts = torch.stack((k, v)).flatten(2)
+    lanes = _lanes(pool, parts.shape[1], parts.__getitem__, pool.part_keys[2 * layer : 2 * layer + 2]).sum(0)
     return lanes[:, 0] + pool.keys.start_a[layer], lanes[:, 1]
 
 
 def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Lane a [layers, n] and lane b [n] of the bytes that lie in the pool now."""
-    parts = slots.split(portion(pool))
-    return _started(pool, _joined([_keyed_sums(pool, pool.rows.gather(part), pool.keys.pieces) for part in parts]))
+    return _started(pool, _lanes(pool, len(slots), lambda layers: pool.rows.gather(slots, layers), pool.keys.pieces))
 
 
 def lane_a_of_slots(pool: PoolState, slots: Tensor) -> Tensor:
     """[layers, n]: lane a alone."""
-    table, parts = pool.keys.pieces[:, :, : pool.piece_weights.shape[0]], slots.split(portion(pool))
-    lanes = _joined([_keyed_sums(pool, pool.rows.gather(part), table) for part in parts])
+    table = pool.keys.pieces[:, :, : pool.piece_weights.shape[0]]
+    lanes = _lanes(pool, len(slots), lambda layers: pool.rows.gather(slots, layers), table)
     return lanes[:, :, 0].add_(pool.keys.start_a[:, None])
 
 
-def portion(pool: PoolState) -> int:
-    """Slots whose rows are taken at a time."""
-    return max(8, PORTION_BYTES // (8 * pool.view.num_layers * pool.keys.words_per_row))
+def _lanes(pool: PoolState, n: int, rows_of: Callable[[slice], Tensor], table: Tensor) -> Tensor:
+    """[batch, n, lanes] without starts; `rows_of` gives the rows [part, n, row] of a part of the batch."""
+    batch, words, _ = table.shape
+    step = max(1, PORTION_BYTES // (8 * words * max(n, 1)))
+    parts = [slice(first, first + step) for first in range(0, batch, step)]
+    return joined([_keyed_sums(pool, rows_of(part), table[part]) for part in parts])
 
 
 def _started(pool: PoolState, lanes: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,8 +56,9 @@ def _started(pool: PoolState, lanes: Tensor) -> tuple[Tensor, Tensor]:
     return lane_a + pool.keys.start_a[:, None], lane_b.sum(0).add_(signed(pool.keys.start_b))
 
 
-def _joined(sums: list[Tensor]) -> Tensor:
-    return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat` that leaves a single dense part as it is."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _keyed_sums(pool: PoolState, rows: Tensor, table: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcanary.errors import LifetimeError
-from kvcanary.twin import KnownRow
 from kvcanary_kernels.record import MASK_64, Keys, mix_host
 
 HISTORY_EVENTS = 8  # kept a page, newest last
@@ -19,24 +20,22 @@ NO_PAGE = -1
 
 @dataclass
 class TruthChain:
-    """The chain of one request in one pool, as far as it has been asked for."""
+    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned."""
 
     root: int
     token_offset: int
-    length: int = 0
-    value: int = 0
+    values: list[int] = field(default_factory=list)
 
-    def at(self, length: int, tokens: list[int], keys: Keys) -> int | None:
-        """Chain over the first `length` entries; None where a token is not known yet."""
-        if length + self.token_offset > len(tokens):
+    def up_to(self, length: int, tokens: list[int], keys: Keys) -> list[int] | None:
+        """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
+        offset, values = self.token_offset, self.values
+        if length + offset > len(tokens):
             return None
-        if length < self.length or self.length == 0:
-            self.length, self.value = 0, self.root
-        value, multiplier, offset = self.value, keys.multiplier, self.token_offset
-        for position in range(self.length, length):
-            value = (multiplier * value + mix_host(tokens[position + offset], position, keys)) & MASK_64
-        self.length, self.value = length, value
-        return value
+        value = values[-1] if values else self.root
+        for position in range(len(values), length):
+            value = (keys.multiplier * value + mix_host(tokens[position + offset], position, keys)) & MASK_64
+            values.append(value)
+        return values
 
 
 class ReadQueue:
@@ -74,16 +73,25 @@ class ReadQueue:
         self._ranges.clear()
 
 
+class Judged(NamedTuple):
+    """How many entries of a row were judged clean, in which step, and in which epoch of the mirror."""
+
+    length: int = 0
+    step: int = 0
+    epoch: int = 0
+
+
 @dataclass
 class Request:
     """One request: what it is, what it owns, and how much of it is final.
 
     pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
+    row:           their slots in row order, as the bytes of an index array
     committed_len: entries [0, committed_len) are final
     commit_step:   step of the last commit
     row_lens:      by pool, entries that a prefill, decode, verify or extend has written
     reads:         by pool, when the bytes of each committed position were last known good
-    known:         by pool, the row as index arrays have named it, and how much of it was judged clean
+    judged:        by pool, how much of the row was judged clean
     growth:        (step, tokens known after it)
     """
 
@@ -93,8 +101,9 @@ class Request:
     truths: list[TruthChain]
     row_lens: list[int]
     reads: list[ReadQueue]
-    known: list[KnownRow]
+    judged: list[Judged]
     pages: list[int] = field(default_factory=list)
+    row: bytes = b""
     committed_len: int = 0
     commit_step: int = 0
     released: bool = False
@@ -110,8 +119,7 @@ class Request:
         self.row_lens = [0] * len(self.row_lens)
         for queue in self.reads:
             queue.clear()
-        for known in self.known:
-            known.raw, known.judged = b"", 0
+        self.judged = [Judged()] * len(self.judged)
 
     def tokens_since(self, step: int) -> int:
         """Tokens appended in steps after `step`."""
@@ -154,7 +162,7 @@ class Ledger:
             truths=[TruthChain(root, offset) for root, offset in self._roots],
             row_lens=[0] * len(self._roots),
             reads=[ReadQueue() for _ in self._roots],
-            known=[KnownRow() for _ in self._roots],
+            judged=[Judged()] * len(self._roots),
             growth=[(step, len(tokens))],
         )
         self.requests[request_id] = request
@@ -180,7 +188,12 @@ class Ledger:
 
     def truth(self, request: Request, pool_id: int, length: int) -> int | None:
         """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""
-        return request.truths[pool_id].at(length, request.tokens, self._keys)
+        chains = self.truths(request, pool_id, length)
+        return None if chains is None else chains[length - 1] if length else request.truths[pool_id].root
+
+    def truths(self, request: Request, pool_id: int, length: int) -> list[int] | None:
+        """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
+        return request.truths[pool_id].up_to(length, request.tokens, self._keys)
 
     # pages
 
@@ -194,6 +207,7 @@ class Ledger:
             self._bump(page, "granted", step, request_id)
             self.owners[page] = request_id
             request.pages.append(page)
+        request.row += self._slots_of(pages)
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         request = self.request(request_id)
@@ -204,10 +218,15 @@ class Ledger:
             self._bump(page, "freed", step, request_id)
             self.owners[page] = None
             request.pages[request.pages.index(page)] = NO_PAGE
+        request.row = self._slots_of(request.pages)
         while request.pages and request.pages[-1] == NO_PAGE:
             request.pages.pop()
         if not request.pages:
             request.start_anew()
+
+    def _slots_of(self, pages: Sequence[int]) -> bytes:
+        size = self.page_size
+        return array("q", (slot for page in pages for slot in range(page * size, (page + 1) * size))).tobytes()
 
     def slot(self, request: Request, position: int) -> int:
         """The slot granted for a position, or -1."""

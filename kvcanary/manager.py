@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
 
-from kvcanary.blame import Segment
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import CanaryConfig
 from kvcanary.content import Looked, find_changed, slots_are_right
 from kvcanary.describe import Describer
 from kvcanary.errors import CanaryConfigError, HookOrderError, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.findings import Finding, FindingLog
-from kvcanary.fingerprints import Fingerprints
-from kvcanary.forward import Forward, Paths
+from kvcanary.forward import Forward
 from kvcanary.hits import Hit, join_hits
-from kvcanary.ledger import NO_PAGE, Ledger, Request
-from kvcanary.moving import Move, Mover
+from kvcanary.lanes import joined
+from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.mirror import Mirror
+from kvcanary.moving import Mover
 from kvcanary.reading import Reader, Verdict
 from kvcanary.report import Report
-from kvcanary.sealing import Entries, Sealer
+from kvcanary.sealing import Sealer
 from kvcanary.sites import SUBSTEP_KINDS
+from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.sweep import Sweeper
-from kvcanary.twin import Twin
 from kvcanary.views import PoolView
+from kvcanary.writing import judge_layers
 from kvcanary_kernels.record import signed
 
 REMEMBERED_INCIDENTS = 65536
@@ -49,11 +49,11 @@ class CanaryManager:
         seed = secrets.randbits(64) if config.seed is None else config.seed
         self._state = CanaryState(pools, seed)
         self._ledger = self._new_ledger()
-        self._twin = Twin()
-        self._sealer = Sealer(self._state, self._twin, self._ledger.generations)
-        self._fingerprints = Fingerprints(self._state, self._ledger)
-        self._mover = Mover(self._state, self._twin, self._fingerprints, self._ledger.generations)
-        self._reader = Reader(self._state, self._ledger, self._twin, config.disable)
+        self._mirror = Mirror(self._state)
+        self._sealer = Sealer(self._mirror, self._state.page_size, self._ledger.generations)
+        self._stages = {pool: Stage(self._state, pool) for pool in self._state.pools}
+        self._mover = Mover(self._state, self._mirror, self._ledger.generations)
+        self._reader = Reader(self._state, self._ledger, self._mirror, config.disable)
         self._sweeper = Sweeper(self._state, self._ledger, config.budget)
         self._describer = Describer(self._state, self._ledger)
         self._coverage = Coverage()
@@ -61,9 +61,9 @@ class CanaryManager:
         self._incidents: dict[tuple[int, int], int] = {}
         self._open: SubstepCanary | None = None
         self._pending: list[Forward] = []
-        self._moves: list[Move] = []
-        self._paths: tuple[Paths, ...] = tuple({} for _ in self._state.pools)
+        self._unsealed: set[int] = set()
         self._hits: list[Hit] = []
+        self._compares_content = "R9" not in config.disable
 
     # requests and pages
 
@@ -87,10 +87,9 @@ class CanaryManager:
         request = self._ledger.request(request_id)
         if not request.released or self.config.content == "write":
             self._count_unread(request, pages)
-        self._fingerprints.drop(request)
         self._ledger.free(request_id, pages, self.step)
+        self._forget_judged(request, pages)
         self._publish_generations(pages)
-        self._twin.forget_verdicts()
         if request.released and not request.pages:
             self._ledger.forget(request_id)
 
@@ -115,11 +114,9 @@ class CanaryManager:
         self._expect_closed("check()")
         with torch.inference_mode():
             self._settle()
-            self._fingerprints.decide(self.step)
-            if self._sweeper.is_due(self.step):
-                self._fingerprints.write()
-                if self.config.content == "rolling" and "R9" not in self.config.disable:
-                    self._hits += self._sweeper.slice(self.step)
+            if self.config.content == "rolling" and self._compares_content and self._sweeper.is_due(self.step):
+                self._fingerprint()
+                self._hits += self._sweeper.slice(self.step)
         self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._live_bytes())
         self._act()
 
@@ -133,9 +130,9 @@ class CanaryManager:
         """Bytes were moved, every source read before any destination was written: the records follow."""
         self._expect_closed("on_move()")
         state = self._pool(pool)
-        if self._pending:
+        with torch.inference_mode():
             self._settle()
-        self._moves.append(Move(state, src.tolist(), dst.tolist(), self.step))
+            self._mover.apply(state, self._stages[state], src.tolist(), dst.tolist(), self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final."""
@@ -154,8 +151,8 @@ class CanaryManager:
         request = self._ledger.request(request_id)
         with torch.inference_mode():
             self._settle()
-            self._fingerprints.write_of(request)
-            if self.config.content != "write" and "R9" not in self.config.disable:
+            if self.config.content != "write" and self._compares_content:
+                self._fingerprint()
                 self._hits += self._sweeper.last_look(request, self.step)
         request.released = True
         self._act()
@@ -184,23 +181,28 @@ class CanaryManager:
         except KeyError:
             return [self._ledger.request(request_id) for request_id in request_ids]
 
-    def opening(self, kind: str, pool: PoolState) -> None:
-        """Draft nodes are read as they are now: a forward that may write over them has them judged first."""
-        if kind != "draft" and self._paths[pool.pool_id]:
-            self._settle()
-
-    def paths_of(self, pool: PoolState) -> Paths:
-        return self._paths[pool.pool_id]
-
-    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[Hit]) -> None:
+    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[Hit]) -> Stage | None:
+        """The stage of this forward's values; None where nobody compares a draft's bytes."""
+        base = forward.pool.base
+        rows = forward.write_slots if not base else [base + slot for slot in forward.write_slots]
+        if not self._unsealed.isdisjoint(rows):
+            self._settle()  # what this forward writes over was written for those that are still to be judged
+        stage = self._stages[forward.pool] if forward.kind != "draft" or self.config.content == "full" else None
+        if stage is not None:
+            if not stage.fits(len(rows)):
+                self._settle()
+                stage.fingerprint()
+            stage.open(forward)
         self._open = substep
         self._pending.append(forward)
-        self._hits += hits
-        if forward.refused_reads and "R1" not in self.config.disable:
-            self._hits += _refused_reads(forward)
+        self._unsealed.update(rows)
+        self.report_hits(hits)
+        if forward.refused_reads:
+            self.report_hits(_refused_reads(forward))
+        return stage
 
     def report_hits(self, hits: Sequence[Hit]) -> None:
-        self._hits += [hit for hit in hits if hit.code not in self.config.disable]
+        self._hits += hits
 
     def closed(self) -> None:
         self._open = None
@@ -208,61 +210,55 @@ class CanaryManager:
     # the checks
 
     def _settle(self) -> None:
-        """Apply moves, seal and judge all pending forwards; what fires waits for `_act`."""
-        if not self._pending and not self._moves:
+        """Seal and judge all pending forwards; what fires waits for `_act`."""
+        if not self._pending:
             return
+        forwards, self._pending = self._pending, []
+        self._unsealed.clear()
         with torch.inference_mode():
-            moves, self._moves = self._moves, []
-            self._mover.apply(moves)
-            forwards, self._pending = self._pending, []
-            for paths in self._paths:
-                paths.clear()
-            if not forwards:
-                return
-            forwards.sort(key=lambda forward: forward.pool.pool_id)
-            entries = self._sealer.seal(forwards)
+            for forward in forwards:
+                forward.read_rows()
+                self._hits += judge_layers(forward)
+            misplaced = self._sealer.seal(forwards)
+            self._hits += misplaced if "W5" not in self.config.disable else []
+            for forward in forwards:
+                if forward.room or forward.lanes:
+                    self._stages[forward.pool].keep(forward)
             self._note_rows(forwards)
-            self._fingerprint(forwards, entries)
-            verdict = self._reader.judge(forwards)
-            if self.config.content == "full" and "R9" not in self.config.disable:
-                verdict.hits += self._check_all_bytes(forwards, verdict, entries)
-        if verdict.hits:
-            self._note_last_good(verdict.hits)
-            self._hits += verdict.hits
-        for forward in forwards:
-            for request in forward.requests:
-                request.known[forward.pool.pool_id].step = forward.step
+            for pool in self._state.pools:
+                own = [forward for forward in forwards if forward.pool is pool]
+                if own:
+                    self._judge(pool, own)
+
+    def _judge(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
+        verdict = self._reader.judge(pool, forwards)
+        if self.config.content == "full" and self._compares_content:
+            verdict.hits += self._check_all_bytes(pool, forwards, verdict)
+        self._note_last_good(verdict.hits)
+        self._hits += verdict.hits
         coverage = self._coverage
         coverage.forwards += len(forwards)
         coverage.slots_checked += sum(forward.bounds[-1] for forward in forwards)
-        coverage.slots_sealed += len(entries.rows)
+        coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
-    def _fingerprint(self, forwards: Sequence[Forward], entries: Entries) -> None:
-        full = self.config.content == "full"
-        for forward, first in zip(forwards, entries.firsts, strict=True):
-            if full or forward.kind != "draft":
-                self._fingerprints.hold(forward, entries.writer, first)
-        if full:
-            self._fingerprints.write_all()
+    def _fingerprint(self) -> None:
+        for stage in self._stages.values():
+            stage.fingerprint()
 
-    def _check_all_bytes(self, forwards: Sequence[Forward], verdict: Verdict, entries: Entries) -> list[Hit]:
+    def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[Hit]:
         """content=full: every byte that these forwards have read or written."""
+        self._stages[pool].fingerprint()
+        slots = joined([self._reader.slots(verdict.segments), *(forward.slots for forward in forwards)])
+        self._coverage.bytes_checked += len(slots) * pool.view.slot_bytes
         hits: list[Hit] = []
-        for pool in self._state.pools:
-            own = [forward for forward in forwards if forward.pool is pool]
-            if not own:
-                continue
-            places = _places_of(pool, own, verdict.segments.get(pool, []), entries)
-            slots = self._state.ints(places)
-            self._coverage.bytes_checked += len(places) * pool.view.slot_bytes
-            if not slots_are_right(pool, slots):
-                last = own[-1]
-                hits += find_changed(
-                    pool, slots, partial(list, places.values()), last.site, last.step, both_lanes=False
-                )
-            for request in {request.uid: request for forward in own for request in forward.requests}.values():
-                self._sweeper.mark_read(pool, request, self.step)
+        if not slots_are_right(pool, slots):
+            last = forwards[-1]
+            hits = find_changed(
+                pool, slots, lambda: _places_of(forwards, verdict), last.site, last.step, both_lanes=False
+            )
+        for request in {request.uid: request for forward in forwards for request in forward.requests}.values():
+            self._sweeper.mark_read(pool, request, self.step)
         return hits
 
     def _note_rows(self, forwards: Sequence[Forward]) -> None:
@@ -270,7 +266,7 @@ class CanaryManager:
         for forward in forwards:
             if forward.kind == "draft":
                 continue
-            pool_id, width = forward.pool.pool_id, forward.read.rows_per_request
+            pool_id, width = forward.pool.pool_id, forward.width
             for number, request in enumerate(forward.requests):
                 length = forward.prefixes[number] + forward.written[number * width]
                 if forward.kind == "extend":
@@ -278,14 +274,13 @@ class CanaryManager:
                 request.row_lens[pool_id] = length
 
     def _note_last_good(self, hits: Sequence[Hit]) -> None:
-        """Identity is judged in every forward: an entry judged before was good in the step before this one."""
+        """Identity is judged in every forward: an entry that was judged before was good at that time."""
         for hit in hits:
             request = self._ledger.requests.get(hit.request_id or "")
-            if request is None or hit.last_good is not None or hit.position is None:
-                continue
-            known = request.known[hit.pool.pool_id]
-            if hit.position < known.judged:
-                hit.last_good = known.step
+            if request is not None and hit.last_good is None and hit.position is not None:
+                judged = request.judged[hit.pool.pool_id]
+                if hit.position < judged.length:
+                    hit.last_good = judged.step
 
     def _act(self) -> None:
         """Join hits of the active checks into findings; log them, or stop the engine."""
@@ -342,6 +337,14 @@ class CanaryManager:
         if any(slot // size in granted for forward in self._pending for slot in forward.write_slots):
             self._settle()
 
+    def _forget_judged(self, request: Request, pages: Sequence[int]) -> None:
+        """The row is judged anew, should it go on."""
+        size = self._state.page_size
+        slots = [slot for page in pages for slot in range(page * size, (page + 1) * size)]
+        for pool in self._state.pools:
+            self._mirror.judged.difference_update([pool.base + slot for slot in slots])
+        request.judged = [Judged()] * len(request.judged)
+
     def _publish_generations(self, pages: Sequence[int]) -> None:
         if pages:
             generations = self._ledger.generations
@@ -381,23 +384,15 @@ def _refused_reads(forward: Forward) -> list[Hit]:
     return hits
 
 
-def _places_of(
-    pool: PoolState, forwards: Sequence[Forward], segments: Sequence[Segment], entries: Entries
-) -> dict[int, Looked]:
-    """Every slot of this pool that was read or written, once, with what is known of it."""
-    places: dict[int, Looked] = {}
-    for segment in segments:
-        slots = segment.forward.row_slots(segment.start, segment.start + segment.length)
-        for position, slot in enumerate(slots, segment.first_position):
-            if slot >= pool.view.null_slots:
-                places[slot] = Looked(slot, position, segment.request.request_id, None)
+def _places_of(forwards: Sequence[Forward], verdict: Verdict) -> list[Looked]:
+    """What is known of every slot that was read, then of every slot that was written."""
+    places = [
+        Looked(slot, position, segment.request.request_id, None)
+        for segment in verdict.segments
+        for position, slot in enumerate(segment.slots, segment.first_position)
+    ]
     for forward in forwards:
-        entry = 0
-        for row, written in enumerate(forward.written):
-            name = forward.request_of(row).request_id
-            for number in range(entry, entry + written):
-                slot = forward.write_slots[number]
-                if slot + pool.base in entries.writer:
-                    places[slot] = Looked(slot, forward.write_positions[number], name, None)
-            entry += written
+        for entry, (slot, position) in enumerate(zip(forward.write_slots, forward.positions.tolist(), strict=True)):
+            name = forward.request_of(forward.row_of_entry(entry)).request_id
+            places.append(Looked(slot, position, name, None))
     return places

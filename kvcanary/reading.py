@@ -1,6 +1,8 @@
-"""Judge everything that was read since the last check: what is unchanged at once, what is new by the twin.
+"""Reading: judge everything that the pending forwards of one pool have read, along their index arrays.
 
-Where anything is unequal, `blame` judges the row in full from the records themselves and names what fired.
+A row is right when it names the slots that its request was granted, when their records are bit for bit those that the
+canary wrote, and when what the canary wrote is the request's own tokens. All three are plain comparisons. Only a row
+that fails one is a suspect: its records are judged entry by entry, and every check that fires is named.
 """
 
 from __future__ import annotations
@@ -11,136 +13,268 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvcanary.blame import Blamer, Segment
-from kvcanary.forward import Forward, slot_ids
+from kvcanary.forward import SLOT_BYTES, Forward
 from kvcanary.hits import Hit
-from kvcanary.ledger import Ledger
+from kvcanary.lanes import joined
+from kvcanary.ledger import Judged, Ledger, Request
+from kvcanary.mirror import CHAIN, LAYERS_HIGH, LAYERS_LOW, OWNER, Mirror
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.twin import SLOT_BYTES, Twin
-from kvcanary_kernels.record import CODE_BITS
+from kvcanary_kernels import record
+from kvcanary_kernels.record import CODE_BITS, R3_RECORD_DAMAGED, bitmap_columns, signed
+from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify_torch
 
-#: Checks of identity; all need the same comparison.
-IDENTITY_CODES = frozenset(CODE_BITS) - {"R1"}
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Consecutive entries of one row.
+
+    start, length:  where in the indices of the forward
+    first_position: of its first entry
+    predecessor:    slot that its first entry continues, ROOT, or NO_PREDECESSOR: not judged
+    entry:          of the write plan, where the row should read what the forward itself writes; else -1
+    """
+
+    forward: Forward
+    row: int
+    start: int
+    length: int
+    first_position: int = 0
+    predecessor: int = ROOT
+    entry: int = -1
+
+    @property
+    def request(self) -> Request:
+        return self.forward.request_of(self.row)
+
+    @property
+    def slots(self) -> list[int]:
+        return self.forward.ids[self.start : self.start + self.length].tolist()
+
+
+@dataclass(slots=True)
+class Sorted:
+    """The rows of some forwards: for each request the longest that names its grants, and what does not."""
+
+    longest: dict[int, Segment] = field(default_factory=dict)
+    suspects: list[Segment] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What judging gave.
+    """What judging gave; `segments` hold every entry that was read and that these forwards did not write."""
 
-    slots:          by pool, the prefix slots of every row, once
-    segments:       by pool, where these slots come from
-    unknown_truths: rows whose truth the host does not know
-    """
-
-    hits: list[Hit] = field(default_factory=list)
-    slots: dict[PoolState, Tensor] = field(default_factory=dict)
-    segments: dict[PoolState, list[Segment]] = field(default_factory=dict)
-    unknown_truths: int = 0
+    hits: list[Hit]
+    segments: list[Segment]
+    unknown_truths: int
 
 
 class Reader:
-    """Judges R2, R3, R4, R5, R6 and R12 of everything that forwards have read."""
+    """R2, R3, R4, R5, R6 and R12 of what forwards have read."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, twin: Twin, disabled: frozenset[str]) -> None:
-        self._state, self._ledger, self._twin = state, ledger, twin
-        self._active = (IDENTITY_CODES | {"R6"}) - disabled
-        self._blamer = Blamer(state, ledger, self._active)
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, disabled: frozenset[str]) -> None:
+        self._state, self._ledger, self._mirror = state, ledger, mirror
+        self._active = {code: bit for code, bit in CODE_BITS.items() if code not in disabled}
+        self._judges_truth = "R6" not in disabled
+        self._unknown_truths = 0
 
-    def judge(self, forwards: Sequence[Forward]) -> Verdict:
-        verdict = Verdict()
-        for pool in self._state.pools:
-            own = [forward for forward in forwards if forward.pool is pool]
-            if own:
-                self._judge_prefixes(pool, own, verdict)
-                self._judge_tails(own, verdict)
-        return verdict
+    def judge(self, pool: PoolState, forwards: Sequence[Forward]) -> Verdict:
+        self._unknown_truths = 0
+        rows = sort_rows(forwards)
+        prefixes = list(rows.longest.values())
+        if self._records_are_intact(pool, prefixes):
+            rows.suspects += [segment for segment in prefixes if not self._is_the_truth(pool, segment)]
+        else:
+            rows.suspects += prefixes
+        hits = self._hits(pool, rows.suspects) if rows.suspects else []
+        for forward in forwards:
+            if forward.write_slots and min(forward.write_slots) < pool.view.null_slots:
+                hits += self._null_writes(forward)
+        return Verdict(hits, prefixes + [s for s in rows.suspects if s not in prefixes], self._unknown_truths)
 
-    def _judge_prefixes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> None:
-        segments = _longest_prefixes(forwards)
+    def slots(self, segments: Sequence[Segment]) -> Tensor:
+        """[n] int64: the slots of all segments."""
         if not segments:
-            return
-        verdict.segments[pool] = segments
-        slots = verdict.slots[pool] = _gather(segments)
-        suspects = [segment for segment in segments if not self._judge_new_entries(pool, segment, verdict)]
-        records = pool.records.index_select(0, slots)
-        if not torch.equal(records, pool.expected.index_select(0, slots)):
-            suspects = segments
-        odd = [
-            Segment(forward, row, forward.bounds[row], forward.prefix_len(row), 0, -1, whole=True)
-            for forward in forwards
-            for row in forward.odd_rows
-        ]
-        if suspects or odd:
-            hits = self._blamer.judge(pool, [*suspects, *odd])
-            verdict.hits += hits
-            self._forget(pool, suspects)
+            return self._state.arange[:0]
+        return joined([segment.forward.indices.narrow(0, segment.start, segment.length) for segment in segments])
 
-    def _judge_new_entries(self, pool: PoolState, segment: Segment, verdict: Verdict) -> bool:
-        """Whether the entries that joined the row since it was last judged continue it, up to the host's truth."""
-        request, twin, length = segment.request, self._twin, segment.length
-        known = request.known[pool.pool_id]
-        if known.epoch != twin.epoch:
-            known.judged, known.epoch = 0, twin.epoch
-        if known.judged >= length:
-            return True
-        start = known.judged
-        slots = slot_ids(known.raw[max(start - 1, 0) * SLOT_BYTES : length * SLOT_BYTES])
-        before = pool.root
-        if start:
-            before = twin.chain(pool.base + slots.pop(0))
-        grants, size = self._ledger.generations, self._state.page_size
-        granted = [grants[slot // size] for slot in slots]
-        if not twin.judge(start, before, [pool.base + slot for slot in slots], granted):
-            return False
-        if "R6" in self._active:
-            truth = self._ledger.truth(request, pool.pool_id, length)
-            if truth is None:
-                verdict.unknown_truths += 1
-            elif truth != twin.chain(pool.base + slots[-1]):
+    # right rows
+
+    def _records_are_intact(self, pool: PoolState, segments: Sequence[Segment]) -> bool:
+        slots = self.slots(segments)
+        return torch.equal(pool.records.index_select(0, slots), pool.expected.index_select(0, slots))
+
+    def _is_the_truth(self, pool: PoolState, segment: Segment) -> bool:
+        """Whether what was written is the request's own row; what was judged before and not rewritten still is."""
+        request, length, mirror = segment.request, segment.length, self._mirror
+        judged = request.judged[pool.pool_id]
+        known = judged.length if judged.epoch == mirror.epoch else 0
+        if known < length:
+            chains = self._ledger.truths(request, pool.pool_id, length)
+            slots = segment.forward.ids[segment.start + known : segment.start + length].tolist()
+            if chains is None or not self._are_written(pool, slots, chains[known:length]):
                 return False
-        known.judged = length
+            mirror.judged.update([pool.base + slot for slot in slots])
+        request.judged[pool.pool_id] = Judged(max(known, length), segment.forward.step, mirror.epoch)
         return True
 
-    def _forget(self, pool: PoolState, segments: Sequence[Segment]) -> None:
-        """Rows that were not judged clean are judged again from where they were."""
-        for segment in segments:
-            known = segment.request.known[pool.pool_id]
-            known.raw = known.raw[: known.judged * SLOT_BYTES]
+    def _are_written(self, pool: PoolState, slots: Sequence[int], chains: Sequence[int]) -> bool:
+        """Whether these slots hold entries with these chains, whole and under the current grants of their pages."""
+        written, grants, size, base = self._mirror.written, self._ledger.generations, self._state.page_size, pool.base
+        low, high = bitmap_columns(pool.full_layers)
+        for slot, chain in zip(slots, chains, strict=True):
+            found = written.get(base + slot)
+            if found is None or found[CHAIN] != chain:
+                return False
+            if found[OWNER] >> 32 != grants[slot // size] or found[LAYERS_LOW] != low or found[LAYERS_HIGH] != high:
+                return False
+        return True
 
-    def _judge_tails(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
-        """Tails that are a path, then the forward's own writes, were sealed by this very check; judge the others."""
-        for forward in forwards:
-            for row in forward.lost_rows:
-                start = forward.bounds[row] + forward.prefix_len(row)
-                length = len(forward.tails[row]) - forward.written[row]
-                verdict.hits += self._blamer.judge(forward.pool, [self._tail(forward, row, start, length)])
-            for row in forward.astray_rows:
-                verdict.hits += self._blamer.judge_astray(forward, row)
-            if forward.write_slots and min(forward.write_slots) < forward.pool.view.null_slots:
-                verdict.hits += self._blamer.null_writes(forward)
+    # suspects
 
-    def _tail(self, forward: Forward, row: int, start: int, length: int) -> Segment:
-        prefix = forward.prefix_len(row)
-        source = forward.row_slots(start - 1, start)[0] if prefix else -1
-        return Segment(forward, row, start, length, prefix, source, whole=False)
+    def _hits(self, pool: PoolState, segments: Sequence[Segment]) -> list[Hit]:
+        """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
+        slots = self.slots(segments)
+        codes = self._codes(pool, segments, slots)
+        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
+        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
+        hits: list[Hit] = []
+        for segment, part in zip(segments, codes.split([segment.length for segment in segments]), strict=True):
+            own = self._hits_of(segment, part)
+            if not own and segment.entry >= 0:
+                own = self._judge_own(pool, segment)
+            elif not own and segment.first_position == 0 and segment.length:
+                own = self._judge_truth(pool, segment)
+            hits += own
+        return hits
+
+    def _codes(self, pool: PoolState, segments: Sequence[Segment], slots: Tensor) -> Tensor:
+        """[n] int64: check bits of every entry of these segments."""
+        state, codes = self._state, torch.zeros_like(slots)
+        lengths = state.ints(segment.length for segment in segments)
+        verify_torch(
+            pool.records,
+            slots,
+            starts=lengths.cumsum(0) - lengths,
+            lengths=lengths,
+            first_positions=state.ints(segment.first_position for segment in segments),
+            predecessors=state.ints(segment.predecessor for segment in segments),
+            seeds=torch.full_like(lengths, signed(pool.root)),
+            generations=state.generations[: pool.view.num_pages],
+            layers=pool.layers,
+            page_size=state.page_size,
+            null_slots=pool.view.null_slots,
+            pool_id=pool.pool_id,
+            keys=pool.keys,
+            codes=codes,
+        )
+        return codes
+
+    def _hits_of(self, segment: Segment, codes: Tensor) -> list[Hit]:
+        hits: list[Hit] = []
+        for place in codes.nonzero().flatten().tolist():
+            if segment.start + place not in segment.forward.refused_reads:  # R1 was reported at open
+                bits = int(codes[place])
+                hits += [_hit(code, segment, place) for code, bit in self._active.items() if bits & bit]
+        return hits
+
+    def _judge_truth(self, pool: PoolState, segment: Segment) -> list[Hit]:
+        """R6: the record at S - 1 is not the end of this request's own tokens."""
+        truth = self._ledger.truth(segment.request, pool.pool_id, segment.length)
+        if truth is None:
+            self._unknown_truths += 1
+        if truth is None or not self._judges_truth:
+            return []
+        slots = segment.slots
+        if int(pool.records[slots[-1], record.CHAIN]) == signed(truth):
+            return []
+        hit = _hit("R6", segment, segment.length - 1)
+        hit.row_slots = tuple(slots)
+        return [hit]
+
+    def _judge_own(self, pool: PoolState, segment: Segment) -> list[Hit]:
+        """R5 where attention reads another chain than the one that this forward wrote for the same entry."""
+        slot, own = segment.slots[0], segment.forward.write_slots[segment.entry]
+        chains = pool.records[:, record.CHAIN]
+        refused = segment.start in segment.forward.refused_reads or slot < pool.view.null_slots
+        if refused or "R5" not in self._active or int(chains[slot]) == int(chains[own]):
+            return []
+        return [_hit("R5", segment, 0)]
+
+    def _null_writes(self, forward: Forward) -> list[Hit]:
+        """R2 for the entries that live rows write to, and so read from, null slots."""
+        hits: list[Hit] = []
+        first, null_slots = 0, forward.pool.view.null_slots
+        for row, written in enumerate(forward.written if "R2" in self._active else ()):
+            for entry, slot in enumerate(forward.write_slots[first : first + written], first):
+                if slot < null_slots and entry not in forward.refused:
+                    place = forward.bounds[row + 1] - written + entry - first
+                    hits.append(_hit("R2", _own_entry(forward, row, place, entry), 0))
+            first += written
+        return hits
 
 
-def _longest_prefixes(forwards: Sequence[Forward]) -> list[Segment]:
-    """For each request the longest prefix that names the slots of its known row."""
-    longest: dict[int, Segment] = {}
+def sort_rows(forwards: Sequence[Forward]) -> Sorted:
+    """Compare every row with what it should be: its request's grants, a path of the draft tree, its own writes."""
+    rows = Sorted()
+    paths: dict[int, tuple[int, int, list[int]]] = {}  # by slot of a draft node: request, prefix, ancestors with itself
     for forward in forwards:
-        width = forward.read.rows_per_request
-        for number, request in enumerate(forward.requests):
-            length, found = forward.prefixes[number], longest.get(request.uid)
-            if not length or (found is not None and found.length >= length):
-                continue
-            row = number * width
-            if forward.odd_rows and row in forward.odd_rows:
-                continue
-            longest[request.uid] = Segment(forward, row, forward.bounds[row], length, 0, -1, whole=True)
-    return list(longest.values())
+        raw, ids, bounds, slots = forward.raw, forward.ids, forward.bounds, forward.write_slots
+        draft, first, width = forward.kind == "draft", 0, forward.width
+        for number, (request, length) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
+            granted, uid = request.row, request.uid
+            if len(granted) > length * SLOT_BYTES:
+                granted = granted[: length * SLOT_BYTES]
+            whole = len(granted) == length * SLOT_BYTES
+            longest = rows.longest.get(uid)
+            for row in range(number * width, (number + 1) * width):
+                start, end, written = bounds[row], bounds[row + 1], forward.written[row]
+                middle, own = start + length, end - written
+                if not whole or not raw.startswith(granted, start * SLOT_BYTES):
+                    rows.suspects.append(Segment(forward, row, start, length))
+                elif length and (longest is None or longest.length < length):
+                    rows.longest[uid] = longest = Segment(forward, row, start, length)
+                tail = ids[middle:end].tolist()
+                if middle < own:
+                    ancestors = tail[: own - middle]
+                    if paths.get(ancestors[-1]) != (uid, length, ancestors):
+                        before = ids[middle - 1] if length else ROOT
+                        rows.suspects.append(Segment(forward, row, middle, own - middle, length, before))
+                if tail[own - middle :] != slots[first : first + written]:
+                    rows.suspects += _astray(forward, row, own, first, written)
+                if draft and written == 1:
+                    paths[slots[first]] = uid, length, tail
+                first += written
+    return rows
 
 
-def _gather(segments: Sequence[Segment]) -> Tensor:
-    slots = [segment.forward.indices.narrow(0, segment.start, segment.length) for segment in segments]
-    return slots[0] if len(slots) == 1 else torch.cat(slots)
+def _astray(forward: Forward, row: int, own: int, first: int, written: int) -> list[Segment]:
+    """Entries at a row's end that name another slot than the one that the forward writes there."""
+    return [
+        _own_entry(forward, row, place, entry)
+        for place, entry in zip(range(own, own + written), range(first, first + written), strict=True)
+        if forward.ids[place] != forward.write_slots[entry]
+    ]
+
+
+def _own_entry(forward: Forward, row: int, place: int, entry: int) -> Segment:
+    """What a row reads at `place`, where it should read what the forward writes as `entry`."""
+    return Segment(forward, row, place, 1, int(forward.positions[entry]), NO_PREDECESSOR, entry)
+
+
+def _hit(code: str, segment: Segment, place: int) -> Hit:
+    """A hit at one entry of a segment."""
+    forward = segment.forward
+    slot = forward.ids[segment.start + place]
+    found_position = None
+    if code == "R4":
+        found_position = int(forward.pool.records[slot, record.TOKEN_POSITION]) >> 32
+    return Hit(
+        code,
+        forward.pool,
+        slot,
+        segment.first_position + place,
+        segment.request.request_id,
+        forward.site,
+        forward.step,
+        found_position=found_position,
+    )

@@ -27,8 +27,9 @@ class PoolState:
     expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
     content_a:  [layers, num_slots] int64
     part_keys:  [2 * layers, words, 2 * pieces] float64, the key pieces of each K row and each V row
+    seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
+                count from its base
     piece_weights: [pieces] int64, what each piece counts in a lane
-    seal_term:  what this pool adds to a seal of pool 0, unsigned
     """
 
     view: PoolView
@@ -49,6 +50,10 @@ class PoolState:
     @property
     def name(self) -> str:
         return self.view.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.view.dtype
 
     @property
     def row_numel(self) -> int:
@@ -83,11 +88,6 @@ class CanaryState:
         host = torch.frombuffer(buffer, dtype=torch.int64)
         return host if self.arange.is_cpu else host.to(self.arange.device)
 
-    def columns(self, values: array[int], n: int) -> Tensor:
-        """[columns, n] int64 of unsigned 64-bit values, column after column."""
-        host = torch.frombuffer(values, dtype=torch.int64).view(-1, n)
-        return host if self.arange.is_cpu else host.to(self.arange.device)
-
     def set_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
         """One delta list: these pages have these generations from now on."""
         self.generations.index_copy_(0, self.ints(pages), self.ints(generations))
@@ -116,7 +116,7 @@ class CanaryState:
             ),
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
-            seal_term=keys.seal_keys[-1] * number & MASK_64,
+            seal_term=keys.seal_keys[-1] * number - keys.seal_keys[-2] * base & MASK_64,
         )
 
 

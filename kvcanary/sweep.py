@@ -21,7 +21,7 @@ class Look:
 
 
 #: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations.
-STRIDE = 4
+STRIDE = 8
 
 
 class Sweeper:

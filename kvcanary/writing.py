@@ -1,81 +1,38 @@
-"""W1, W4 and W5: what a write plan says wrong, judged on the host before the body runs."""
+"""W1, W4 and the write side of R12: what a forward was told to write wrongly, and what it failed to write."""
 
 from __future__ import annotations
 
-from kvcanary.errors import PlanError
 from kvcanary.forward import Forward
-from kvcanary.hits import Hit
+from kvcanary.hits import Hit, entry_hit
 
 
-def judge_writes(forward: Forward, disabled: frozenset[str]) -> list[Hit]:
-    """W1, W4 and W5 of a write plan."""
-    hits = _wrong_positions(forward, "W5" not in disabled)
-    if forward.refused and "W1" not in disabled:
-        hits += [_write_hit("W1", forward, entry, slot) for entry, slot in forward.refused.items()]
-    if len(set(forward.write_slots)) < len(forward.write_slots) and "W4" not in disabled:
-        hits += _duplicates(forward)
+def judge_slots(forward: Forward) -> list[Hit]:
+    """W1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
+    hits = [entry_hit("W1", forward, entry) for entry in forward.refused]
+    if len(set(forward.write_slots)) < len(forward.write_slots):
+        seen: set[int] = set()
+        for entry, slot in enumerate(forward.write_slots):
+            if slot in seen and slot >= forward.pool.view.null_slots:  # padding may share null slots
+                hits.append(entry_hit("W4", forward, entry))
+            seen.add(slot)
     return hits
 
 
-def _duplicates(forward: Forward) -> list[Hit]:
-    """Every entry whose slot an earlier entry of this forward writes; padding may share null slots."""
-    seen: set[int] = set()
-    hits = []
-    for entry, slot in enumerate(forward.write_slots):
-        if slot in seen and slot >= forward.pool.view.null_slots:
-            hits.append(_write_hit("W4", forward, entry, slot))
-        seen.add(slot)
-    return hits
+def judge_layer(forward: Forward, layer: int) -> list[Hit]:
+    """W4 at the first slot of the forward for a layer whose bit in the bitmap is set already."""
+    if not forward.write_slots or not forward.stored >> layer & 1:
+        return []
+    return [entry_hit("W4", forward, 0, layers=(layer,))]
 
 
-def _wrong_positions(forward: Forward, report: bool) -> list[Hit]:
-    """W5; trees are also refused when a parent does not come before its child."""
-    hits: list[Hit] = []
-    first = 0
-    for row, written in enumerate(forward.written):
-        before = forward.bounds[row + 1] - forward.bounds[row] - written - 1
-        if forward.write_parents is None:
-            parents = _chain_positions(forward, first, written, before)
-        else:
-            parents = _tree_positions(forward, first, written, before)
-        for entry, parent in enumerate(parents, first):
-            if report and forward.write_positions[entry] != parent + 1:
-                slot = forward.refused.get(entry, forward.write_slots[entry])
-                hits.append(_write_hit("W5", forward, entry, slot, parent_position=parent))
-        first += written
-    return hits
-
-
-def _chain_positions(forward: Forward, first: int, written: int, before: int) -> list[int]:
-    """Position of the parent of each entry of a chain that continues position `before`."""
-    return [before, *forward.write_positions[first : first + written - 1]] if written else []
-
-
-def _tree_positions(forward: Forward, first: int, written: int, before: int) -> list[int]:
-    positions, parents = forward.write_positions, forward.write_parents or []
-    for entry, parent in enumerate(parents[first : first + written], first):
-        if parent != -1 and not first <= parent < entry:
-            raise PlanError(f"parents[{entry}] must be -1 or in [{first}, {entry}), got {parent}")
-    return [positions[parent] if parent >= 0 else before for parent in parents[first : first + written]]
-
-
-def _write_hit(code: str, forward: Forward, entry: int, slot: int, parent_position: int | None = None) -> Hit:
-    return Hit(
-        code,
-        forward.pool,
-        slot,
-        forward.write_positions[entry],
-        forward.request_of(row_of_entry(forward, entry)).request_id,
-        forward.site,
-        forward.step,
-        parent_position=parent_position,
-    )
-
-
-def row_of_entry(forward: Forward, entry: int) -> int:
-    """The row that writes this entry of the write plan."""
-    for row, written in enumerate(forward.written):
-        if entry < written:
-            return row
-        entry -= written
-    raise IndexError(entry)
+def judge_layers(forward: Forward) -> list[Hit]:
+    """R12 for everything that not every layer has stored."""
+    if forward.stored == forward.pool.full_layers:
+        return []
+    layers = range(forward.pool.view.num_layers)
+    missing = tuple(layer for layer in layers if not forward.stored >> layer & 1)
+    return [
+        entry_hit("R12", forward, entry, layers=missing)
+        for entry, slot in enumerate(forward.write_slots)
+        if slot >= forward.pool.view.null_slots
+    ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary_kernels.checks import expect_int64
 from kvcanary_kernels.device import BLOCK, INVERSES, MULTIPLIER, live_count, tl, triton
 from kvcanary_kernels.device import mix as device_mix
-from kvcanary_kernels.record import POWER_BITS, POWERS, Keys, mix, signed
+from kvcanary_kernels.record import MASK_64, POWER_BITS, POWERS, Keys, mix, signed
 
 
 def chain_scan(
@@ -129,20 +129,23 @@ def chain_tree_torch(
     out: Tensor,
     num_live: Tensor | None = None,
 ) -> None:
-    """The torch reference of `chain_tree`, two operations a level."""
+    """The torch reference of `chain_tree`: every round doubles the ancestors that a value has taken in."""
     _check_tree(tokens, positions, parents, seeds, max_depth, out, num_live)
     n = tokens.numel()
     if num_live is not None:
         n = min(max(int(num_live), 0), n)
         tokens, positions, parents, seeds = tokens[:n], positions[:n], parents[:n], seeds[:n]
-    multiplier = signed(keys.multiplier)
+    multiplier = keys.multiplier
     own = mix(tokens, positions, keys)
-    torch.where(parents == -1, torch.add(own, seeds, alpha=multiplier), own, out=own)
+    torch.where(parents == -1, torch.add(own, seeds, alpha=signed(multiplier)), own, out=own)
     values = torch.zeros(n + 1, dtype=torch.int64, device=own.device)  # the last is the parent of those without one
     values[:n] = own
-    parents = torch.where((parents >= 0) & (parents < n), parents, n)
-    for _ in range(max_depth):
-        torch.add(own, values.index_select(0, parents), alpha=multiplier, out=values[:n])
+    jumps = torch.cat((torch.where((parents >= 0) & (parents < n), parents, n), parents.new_full((1,), n)))
+    for _ in range(max_depth.bit_length()):
+        # a node that still jumps has taken in as many nodes as the power of A says
+        values.add_(values.index_select(0, jumps), alpha=signed(multiplier))
+        jumps = jumps.index_select(0, jumps)
+        multiplier = multiplier * multiplier & MASK_64
     out[:n] = values[:n]
 
 

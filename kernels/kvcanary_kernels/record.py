@@ -218,8 +218,13 @@ def seal_host(record: Record, slot: int, pool_id: int, keys: Keys) -> int:
 
 def layers_bitmap(num_layers: int, device: torch.device | str = "cpu") -> Tensor:
     """[2] int64: the bitmap of a slot whose every layer was written."""
-    bits = (1 << num_layers) - 1
-    return torch.tensor([signed(bits), signed(bits >> 64)], device=device)
+    low, high = bitmap_columns((1 << num_layers) - 1)
+    return torch.tensor([signed(low), signed(high)], device=device)
+
+
+def bitmap_columns(layers: int) -> tuple[int, int]:
+    """The two columns of a record that say which layers were written, unsigned."""
+    return layers & MASK_64, layers >> 64
 
 
 def _finalise(z: int) -> int:

@@ -38,11 +38,11 @@ class PoolRows:
     def words_per_row(self) -> int:
         return self.k_words + self.v_words
 
-    def gather(self, slots: Tensor) -> Tensor:
-        """[layers, n, words_per_row] int32: K row then V row of valid slots, copied."""
+    def gather(self, slots: Tensor, layers: slice = slice(None)) -> Tensor:
+        """[layers, n, words_per_row] int32: K row then V row of valid slots, copied; of all layers or of some."""
         if self.fused is not None:
-            return self.fused.index_select(1, slots).flatten(2)
-        pairs = zip(self.k, self.v, strict=True)
+            return self.fused[layers].index_select(1, slots).flatten(2)
+        pairs = zip(self.k[layers], self.v[layers], strict=True)
         return torch.stack([torch.cat((k[slots], v[slots]), dim=1) for k, v in pairs])
 
 

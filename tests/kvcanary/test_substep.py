@@ -223,25 +223,26 @@ def test_a_layer_stored_twice_is_a_duplicate_write(canary):
 
 
 def test_a_layer_that_stores_nothing_is_an_unwritten_slot(canary):
-    """A forward that skips a layer leaves slots that R12 names when they are read, with the layer that is missing."""
+    """A forward that skips a layer is R12 at its own check, with the layer that is missing."""
     substep = canary.substep("prefill", 0, "target")
     substep.open(read_plan(), write_plan())
     substep.store(0, values(), values())
     substep.close()
-    canary.check()
-    canary.append("only", [14])
-    canary.commit("only", 3)
-    canary.begin_step(2)
-    substep = canary.substep("decode", 0, "target")
-    read = read_plan(indptr=ints(0, 4), indices=ints(4, 5, 6, 7), prefix_lens=ints(3), num_written=1)
-    substep.open(read, write_plan(slots=ints(7), tokens=ints(14), positions=ints(3)))
-    for layer in (0, 1):
-        substep.store(layer, values(1), values(1))
-    substep.close()
     with pytest.raises(KVCorruptionError) as caught:
         canary.check()
     finding = caught.value.findings[0]
-    assert (finding.code, finding.slot, finding.found["missing"]) == ("R12", 4, [1])
+    assert (finding.code, finding.slot, finding.layers, finding.found["missing"]) == ("R12", 4, (1,), [1])
+
+
+def test_a_layer_that_stores_nothing_is_found_by_release(canary):
+    """A request that ends before anyone reads what a layer left out does not end in silence."""
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan())
+    substep.store(1, values(), values())
+    substep.close()
+    with pytest.raises(KVCorruptionError) as caught:
+        canary.release("only")
+    assert (caught.value.findings[0].code, caught.value.findings[0].layers) == ("R12", (0,))
 
 
 # plans
