@@ -104,7 +104,8 @@ class CanaryManager:
 
     def substep(self, kind: str, index: int, pool: str) -> SubstepCanary:
         """The hooks of the next forward."""
-        self._expect_closed(f"substep({kind!r})")
+        if self._open is not None:
+            self._expect_closed(f"substep({kind!r})")
         if kind not in SUBSTEP_KINDS:
             raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
         return SubstepCanary(self, kind, index, self._pool(pool))
@@ -212,6 +213,7 @@ class CanaryManager:
     def _settle(self) -> None:
         """Seal and judge all pending forwards; what fires waits for `_act`."""
         if not self._pending:
+            self._mirror.flush()
             return
         forwards, self._pending = self._pending, []
         self._unsealed.clear()
@@ -220,6 +222,7 @@ class CanaryManager:
                 forward.read_rows()
                 self._hits += judge_layers(forward)
             misplaced = self._sealer.seal(forwards)
+            self._mirror.flush()
             self._hits += misplaced if "W5" not in self.config.disable else []
             for forward in forwards:
                 if forward.room or forward.lanes:

@@ -31,6 +31,7 @@ class Mirror:
     def __init__(self, state: CanaryState) -> None:
         self._state = state
         self.written: dict[int, Written] = {}
+        self._fresh: dict[int, Written] = {}
         self.judged: set[int] = set()
         self.epoch = 0
 
@@ -40,16 +41,21 @@ class Mirror:
         return 0 if found is None else found[CHAIN]
 
     def write(self, fresh: Mapping[int, Written]) -> None:
-        """These records are new, on host and device."""
-        if not fresh:
-            return
+        """These records are new; the device has them from `flush` on."""
         if not self.judged.isdisjoint(fresh):
             self.epoch += 1
             self.judged.clear()
         self.written.update(fresh)
-        state, words = self._state, array("Q", chain.from_iterable(fresh.values()))
+        self._fresh.update(fresh)
+
+    def flush(self) -> None:
+        """Write what is new to the device."""
+        if not self._fresh:
+            return
+        state, words = self._state, array("Q", chain.from_iterable(self._fresh.values()))
         rows = torch.frombuffer(words, dtype=torch.int64).view(-1, COLUMNS).to(state.records.device)
-        where = state.ints(fresh)
+        where = state.ints(self._fresh)
         rows[:, SEAL] += seal_values(identity_words(rows), where, 0, state.keys)
         state.records.index_copy_(0, where, rows)
         state.expected.index_copy_(0, where, rows)
+        self._fresh.clear()

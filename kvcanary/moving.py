@@ -32,8 +32,10 @@ class Mover:
         content_a = None if stage.move(sources, slots) else pool.content_a.index_select(1, from_rows)
         self._mirror.write({pool.base + slot: self._moved(pool, source, slot, step) for source, slot in pairs})
         if content_a is not None:
+            self._mirror.flush()
             self._move_fingerprints(pool, to_rows, content_a, expected)
         if not torch.equal(found, expected):
+            self._mirror.flush()
             damage = found - expected  # a damaged source stays damaged
             pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
 
