@@ -13,9 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_indices", "max_depth", "layers_per_program"}
-NUMBERS |= {"page_size", "null_slots", "pool_id"}
-CONSTEXPRS = {"K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128}  # the flags: True
+NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "max_depth", "layers_per_program"}
+NUMBERS |= {"width", "page_size", "null_slots", "pool_id"}
+CONSTEXPRS = {"K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128, "PAGE": 16}  # the flags: True
 
 def type_of(name):
     if name in NUMBERS or name.endswith("_stride"):
