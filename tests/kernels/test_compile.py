@@ -53,6 +53,8 @@ def test_every_kernel_compiles_for_sm_90(tmp_path) -> None:
         "_check_content_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
+        "_poison_check_kernel",
+        "_poison_fill_kernel",
         "_put_kernel",
         "_seal_kernel",
         "_take_kernel",
@@ -66,7 +68,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import chain, content, finish, fingerprint, move, seal, verify
+from kvcanary_kernels import chain, content, finish, fingerprint, move, poison, seal, verify
 from kvcanary_kernels.record import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])
