@@ -72,6 +72,7 @@ SPLITMIX_FIRST = tl.constexpr(record.signed(record.SPLITMIX_FIRST))
 SPLITMIX_SECOND = tl.constexpr(record.signed(record.SPLITMIX_SECOND))
 
 BLOCK = 128  # entries a program takes at a time where entries are records
+PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
 
 
 def stride_of(values: Tensor) -> int:

@@ -60,6 +60,13 @@ def slot_at(table: PageTable, rows: Tensor | None, places: Tensor) -> Tensor:
     return torch.where(named, pages * table.page_size + places % table.page_size, -1)
 
 
+def segment_entries(lengths: Tensor, n: int, *firsts: Tensor) -> Tensor:
+    """[len(firsts), n] int64: each of `firsts` [segments], counted up through all n entries of its segment."""
+    heads = lengths.cumsum(0).sub_(lengths)
+    shifts = torch.repeat_interleave(torch.stack(firsts).sub_(heads), lengths, dim=1, output_size=n)
+    return shifts.add_(torch.arange(n, device=shifts.device))
+
+
 @triton.jit
 def device_slot_at(row, places, m_n, width, PAGE: tl.constexpr):
     """slot_at in a row of `width` pages that begins at `row`; m_n: places of interest, the others are -1."""

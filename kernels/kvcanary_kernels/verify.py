@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from kvcanary_kernels.device import (
     LOAD_FAILED,
     MULTIPLIER,
     NO_OWNER,
+    PROGRAMS_PER_SEGMENT,
     QUARANTINED,
     R1,
     R2,
@@ -46,11 +45,18 @@ from kvcanary_kernels.device import (
 from kvcanary_kernels.device import mix as device_mix
 from kvcanary_kernels.record import MASK_32, Keys, mix, signed
 from kvcanary_kernels.seal import identity_words, seal_values
-from kvcanary_kernels.table import PageTable, as_table, device_slot_at, element_at, expect_table, slot_at
+from kvcanary_kernels.table import (
+    PageTable,
+    as_table,
+    device_slot_at,
+    element_at,
+    expect_table,
+    segment_entries,
+    slot_at,
+)
 
 ROOT = -1  # the segment's first entry continues its seed
 NO_PREDECESSOR = -2  # the segment's first entry continues nothing known: R5 is not judged for it
-PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
 
 
 def verify(
@@ -223,7 +229,7 @@ def verify_torch(
         return
     num_slots = records.shape[0]
     heads = lengths.cumsum(0).sub_(lengths)  # where each segment starts among the entries judged
-    places, where, positions = _entries(heads, lengths, sum(counts), starts, code_starts, first_positions)
+    places, where, positions = segment_entries(lengths, sum(counts), starts, code_starts, first_positions)
     rows, readers = (None if t is None else t.repeat_interleave(lengths) for t in (rows, readers))
     slots = slot_at(table, rows, places)
     safe = slots.clamp(0, num_slots - 1)
@@ -389,13 +395,6 @@ def _verify_kernel(
             judged += tl.where(steps_later > 0, R11, 0)
         code = tl.where(r1, R1, tl.where(r2, R2, judged))
         tl.store(codes + o_n, code.to(tl.int64), mask=m_n)
-
-
-def _entries(heads: Tensor, lengths: Tensor, n: int, *firsts: Tensor) -> Iterator[Tensor]:
-    """For each of `firsts` [segments], its value in every entry: it counts up from the segment's first one."""
-    shifts = torch.stack(firsts).sub_(heads)
-    shifts = torch.repeat_interleave(shifts, lengths, dim=1, output_size=n)
-    return iter(shifts.add_(torch.arange(n, device=shifts.device)))
 
 
 def _continued_chains(records: Tensor, chains: Tensor, heads: Tensor, predecessors: Tensor, seeds: Tensor) -> Tensor:
