@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcanary_kernels.checks import expect_int64
 from kvcanary_kernels.device import tl, triton
 
-PAGE_LIMIT = 1 << 40  # ids beyond it, of either sign, have slot -1: their product with page_size could wrap around
+PAGE_LIMIT = 1 << 40  # ids beyond it, of either sign, have slot -1: times a page size they could wrap around
 MAX_PAGE_SIZE = 1 << 22
 LIMIT = tl.constexpr(PAGE_LIMIT)
 
@@ -41,13 +41,15 @@ def as_table(indices: Tensor | PageTable) -> PageTable:
     return indices if isinstance(indices, PageTable) else PageTable(indices[None], page_size=1)
 
 
-def element_at(values: Tensor, page_size: int, rows: Tensor | None, places: Tensor) -> Tensor:
-    """[n] int64: what `values` (of the shape of a table's pages) hold for these places; -PAGE_LIMIT outside."""
+def element_at(values: Tensor, page_size: int, rows: Tensor | None, places: Tensor, outside: int = -1) -> Tensor:
+    """[n] int64: what `values` (of the shape of a table's pages) hold for these places of these rows."""
     num_rows, width = values.shape
+    if rows is None and num_rows and _all_below(places, width * page_size):
+        return values[0].index_select(0, places if page_size == 1 else places // page_size).to(torch.int64)
     inside = (places >= 0) & (places < width * page_size)
     if rows is not None:
         inside &= (rows >= 0) & (rows < num_rows)
-    found = torch.full_like(places, -PAGE_LIMIT)
+    found = torch.full_like(places, outside)
     row = 0 if rows is None else rows[inside]
     found[inside] = values[row, places[inside] // page_size].to(torch.int64)
     return found
@@ -55,7 +57,9 @@ def element_at(values: Tensor, page_size: int, rows: Tensor | None, places: Tens
 
 def slot_at(table: PageTable, rows: Tensor | None, places: Tensor) -> Tensor:
     """[n] int64: the slots at these places of these rows, in the pool or not; -1 outside the table."""
-    pages = element_at(table.pages, table.page_size, rows, places)
+    if table.page_size == 1:
+        return element_at(table.pages, 1, rows, places)
+    pages = element_at(table.pages, table.page_size, rows, places, outside=-PAGE_LIMIT)
     named = (pages > -PAGE_LIMIT) & (pages < PAGE_LIMIT)
     return torch.where(named, pages * table.page_size + places % table.page_size, -1)
 
@@ -67,13 +71,23 @@ def segment_entries(lengths: Tensor, n: int, *firsts: Tensor) -> Tensor:
     return shifts.add_(torch.arange(n, device=shifts.device))
 
 
+def _all_below(places: Tensor, limit: int) -> bool:
+    """Whether places lie in [0, limit)."""
+    if not places.numel():
+        return True
+    low, high = torch.aminmax(places)
+    return int(low) >= 0 and int(high) < limit
+
+
 @triton.jit
 def device_slot_at(row, places, m_n, width, PAGE: tl.constexpr):
     """slot_at in a row of `width` pages that begins at `row`; m_n: places of interest, the others are -1."""
     m_place = m_n & (places >= 0) & (places // PAGE < width)
     page = tl.load(row + places // PAGE, mask=m_place, other=-1).to(tl.int64)
-    m_page = m_place & (page > -LIMIT) & (page < LIMIT)
-    return tl.where(m_page, page * PAGE + places % PAGE, -1)
+    if PAGE > 1:
+        m_page = m_place & (page > -LIMIT) & (page < LIMIT)
+        page = tl.where(m_page, page * PAGE + places % PAGE, -1)
+    return page
 
 
 def expect_table(table: PageTable, num_segments: int) -> None:

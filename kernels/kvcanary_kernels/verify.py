@@ -259,16 +259,17 @@ def verify_torch(
     if grants is not None:
         granted = element_at(grants.view(table.pages.shape), table.page_size, rows, places)
         r7 |= (granted & MASK_32) != current
-    r12 &= ~r7
     fired = {
         record.R1_OUT_OF_RANGE: r1,
         record.R2_NULL_SLOT: r2,
         record.R3_RECORD_DAMAGED: r3,
         record.R4_POSITION: r4,
         record.R5_CHAIN_BREAK: r5,
-        record.R7_STALE_PAGE: r7,
         record.R12_UNWRITTEN: r12,
     }
+    if states is not None or grants is not None:
+        fired[record.R7_STALE_PAGE] = r7
+        r12 &= ~r7
     if owners is not None:
         owner = owners.index_select(0, pages)
         is_private = (owner != record.NO_OWNER) & (owner != record.SHARED_OWNER)

@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth"}
 NUMBERS |= {"layers_per_program", "width", "page_size", "null_slots", "pool_id"}
-CONSTEXPRS = {"K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128, "PAGE": 16}
 FLAGS = sys.argv[1] == "with"
+CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128}
 
 def type_of(name):
     if name in NUMBERS or name.endswith("_stride"):

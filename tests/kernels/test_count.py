@@ -97,6 +97,16 @@ def test_count_takes_every_bit(operation, device: str, tensor) -> None:
 
 
 @both
+@pytest.mark.parametrize("slot", [-5, 2**41, -(2**62)])
+def test_count_shows_the_slot_that_was_asked_for(operation, slot: int, device: str, tensor) -> None:
+    """An index out of range stands in the header as the index array has it."""
+    found = Device(1, device)
+    given = {"starts": tensor([1]), "lengths": tensor([1]), "step": tensor([1])}
+    operation(tensor([R1, R1]), tensor([3, slot]), **given, **found.outputs())
+    assert found.first[0].tolist() == [1, slot, 0, 1]
+
+
+@both
 def test_count_follows_a_page_table(operation, device: str, tensor) -> None:
     """Slots come out of the pages; rows of the table are not rows of the batch; a slot out of range is as asked for."""
     pages = torch.tensor([[9, -3, POISON], [7, 6, POISON]], dtype=torch.int32, device=device)[:, :2]

@@ -179,15 +179,17 @@ def test_poison_check_takes_few_slots(check, n: int, pool, tensor) -> None:
 @both_fill
 @both_check
 def test_poison_of_rows_longer_than_a_block_and_of_unequal_halves(fill, check, device: str, tensor) -> None:
-    """K rows of 1027 words and V rows of 5; the last word counts."""
+    """K rows of 1027 words and V rows of 5; the first word counts, and the last."""
     k, v = torch.zeros(3, 1027, dtype=torch.int32, device=device), torch.zeros(3, 5, dtype=torch.int32, device=device)
     rows = pool_rows([k], [v])
     before = words_of(rows)
     fill(rows, tensor([1]))
     assert words_of(rows) == expected(before, [1], nan=False)
     assert mismatch_of(check, rows, tensor([1])).tolist() == [[0, 0]]
-    k[1, 1026] ^= 1
-    assert mismatch_of(check, rows, tensor([1])).tolist() == [[1, 0]]
+    for word in (0, 1026):
+        k[1, word] ^= 1
+        assert mismatch_of(check, rows, tensor([1])).tolist() == [[1, 0]]
+        k[1, word] ^= 1
 
 
 @both_check

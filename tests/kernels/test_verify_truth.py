@@ -24,7 +24,7 @@ R1, R2, R3, R4, R5, R7, R8, R11, R12 = 1, 2, 4, 8, 16, 64, 128, 1024, 2048
 FREE, QUARANTINED, NEVER_WRITTEN, LOADING, LOAD_FAILED, RESERVED, WRITTEN, COMMITTED, SHARED = range(9)
 NONE, ANYONE = -1, -2
 both = pytest.mark.parametrize("operation", [verify, verify_torch], ids=["triton", "torch"])
-read_by = pytest.mark.parametrize("layout", ["indices", "pages", "csr"])
+read_by = pytest.mark.parametrize("layout", ["indices", "tokens", "pages", "csr"])
 
 
 @dataclass
@@ -119,7 +119,7 @@ def judge(world: World, row: int, j: int) -> int:
 
 
 def run(operation, world: World, layout: str, device: str, live: int | None = None) -> list[list[int]]:
-    """Codes by row, read as an index array, as a page table of int32, or as flat pages; they have guards around."""
+    """Codes by row, read as an index array, a table of slots, a page table of int32, or flat pages; with guards."""
 
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor([signed(v) for v in values], dtype=torch.int64, device=device)
@@ -135,6 +135,15 @@ def run(operation, world: World, layout: str, device: str, live: int | None = No
                 flat[code_starts[row] + j] = world.slot(row, j)
                 grants[code_starts[row] + j] = world.grants[row][(world.first[row] + j) // PAGE_SIZE]
         indices, granted, starts = tensor(flat), tensor(grants), code_starts
+    elif layout == "tokens":  # a table of slots, a row for each row, with the entries at places 1, 2, ...
+        slots = torch.full((3, 8), POISON, dtype=torch.int64, device=device)
+        granted = torch.full_like(slots, POISON)
+        for row in range(2):
+            for j in range(lengths[row]):
+                slots[2 - row, 1 + j] = world.slot(row, j)
+                granted[2 - row, 1 + j] = world.grants[row][(world.first[row] + j) // PAGE_SIZE]
+        indices = PageTable(slots, 1, rows=tensor([2, 1]), code_starts=tensor(code_starts))
+        starts = [1, 1]
     elif layout == "pages":  # rows of a wider table, the second row first
         pages = torch.full((3, width + 2), POISON, dtype=torch.int32, device=device)[:, :width]
         granted = torch.full((3, width), POISON, dtype=torch.int64, device=device)
@@ -338,6 +347,12 @@ def test_what_is_outside_the_table_is_out_of_range(operation, world: World, devi
     found = table_codes(operation, world, table, [0, 0, 0, -2], [5, 2, 2, 2], device)
     assert found[:11] == [0, 0, 0, 0, R1, R1, R1, R1, R1, R1, R1]
     assert found[11:] == [POISON] * 5
+    slots = torch.tensor([[8, 9], [10, 11]], device=device)
+    for rows in ([0, -1, 2, 0], [1, 2, -1, 1]):  # the first slot of row 1 is at position 2 of its sequence: not 0
+        table = PageTable(slots, 1, rows=tensor(rows), code_starts=tensor([0, 5, 7, 9]))
+        found = table_codes(operation, world, table, [0, 0, 0, -2], [5, 2, 2, 2], device)
+        assert found[:2] == ([0, 0] if rows[0] == 0 else [R4 | R5, R4])
+        assert found[2:11] == [R1] * 9
 
 
 @both
