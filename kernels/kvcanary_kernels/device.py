@@ -55,7 +55,15 @@ R2 = tl.constexpr(record.R2_NULL_SLOT)
 R3 = tl.constexpr(record.R3_RECORD_DAMAGED)
 R4 = tl.constexpr(record.R4_POSITION)
 R5 = tl.constexpr(record.R5_CHAIN_BREAK)
+R7 = tl.constexpr(record.R7_STALE_PAGE)
+R8 = tl.constexpr(record.R8_FOREIGN_SLOT)
+R11 = tl.constexpr(record.R11_FUTURE)
 R12 = tl.constexpr(record.R12_UNWRITTEN)
+QUARANTINED = tl.constexpr(record.QUARANTINED)
+LOAD_FAILED = tl.constexpr(record.LOAD_FAILED)
+SHARED = tl.constexpr(record.SHARED)
+NO_OWNER = tl.constexpr(record.NO_OWNER)
+SHARED_OWNER = tl.constexpr(record.SHARED_OWNER)
 MASK_32 = tl.constexpr(record.MASK_32)
 MASK_34 = tl.constexpr((1 << 34) - 1)
 MASK_37 = tl.constexpr((1 << 37) - 1)
@@ -64,6 +72,7 @@ SPLITMIX_FIRST = tl.constexpr(record.signed(record.SPLITMIX_FIRST))
 SPLITMIX_SECOND = tl.constexpr(record.signed(record.SPLITMIX_SECOND))
 
 BLOCK = 128  # entries a program takes at a time where entries are records
+PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
 
 
 def stride_of(values: Tensor) -> int:

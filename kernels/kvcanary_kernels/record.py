@@ -35,21 +35,38 @@ MULTIPLIER = MIX_KEY + 1
 START_B = MULTIPLIER + 1
 NUM_CONSTANTS = START_B + 1
 
-# One bit a check in the codes that verify writes: bit number is the check's number minus one.
+# One bit a check in a 64-bit code word: R<n> is bit n - 1, W<n> is bit 31 + n, P1 is bit 48.
 R1_OUT_OF_RANGE = 1 << 0
 R2_NULL_SLOT = 1 << 1
 R3_RECORD_DAMAGED = 1 << 2
 R4_POSITION = 1 << 3
 R5_CHAIN_BREAK = 1 << 4
+R7_STALE_PAGE = 1 << 6
+R8_FOREIGN_SLOT = 1 << 7
+R11_FUTURE = 1 << 10
 R12_UNWRITTEN = 1 << 11
-CODE_BITS = {
-    "R1": R1_OUT_OF_RANGE,
-    "R2": R2_NULL_SLOT,
-    "R3": R3_RECORD_DAMAGED,
-    "R4": R4_POSITION,
-    "R5": R5_CHAIN_BREAK,
-    "R12": R12_UNWRITTEN,
-}
+CODE_BITS = {f"R{n}": 1 << n - 1 for n in range(1, 14)} | {f"W{n}": 1 << 31 + n for n in range(1, 10)} | {"P1": 1 << 48}
+
+# Where several checks fire for one slot, the first of these is the finding and the rest its evidence.
+FINDING_ORDER = (
+    *("W1", "W2", "W3", "W4", "W5", "W7", "W8", "W9"),
+    *("R1", "R2", "R3", "R12", "R7", "R8", "W6", "R4", "R5", "R10", "R11", "R9", "R13", "R6", "P1"),
+)
+
+# States of a page in the device's truth. Reading the first two and any other word is R7, the next three R12.
+FREE = 0
+QUARANTINED = 1
+NEVER_WRITTEN = 2  # granted, but nothing was ever stored in it
+LOADING = 3
+LOAD_FAILED = 4
+RESERVED = 5  # granted for writing, slots may hold records
+WRITTEN = 6
+COMMITTED = 7
+SHARED = 8
+
+# Owners of a page: the uid of the request whose private page it is, or one of these.
+NO_OWNER = -1
+SHARED_OWNER = -2
 
 MASK_32 = (1 << 32) - 1
 MASK_64 = (1 << 64) - 1
@@ -214,6 +231,11 @@ def seal_host(record: Record, slot: int, pool_id: int, keys: Keys) -> int:
     words = [record.token, record.position, record.chain & MASK_32, record.chain >> 32, record.request]
     words += [record.generation, record.step, record.site, slot & MASK_32, pool_id & MASK_32]
     return (keys.seal_start + sum(k * w for k, w in zip(keys.seal_keys, words, strict=True))) & MASK_64
+
+
+def finding(bits: int) -> str | None:
+    """The one code that a slot's code word is reported as, None for a clean one."""
+    return next((code for code in FINDING_ORDER if bits & CODE_BITS[code]), None)
 
 
 def layers_bitmap(num_layers: int, device: torch.device | str = "cpu") -> Tensor:

@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = r"""
-import importlib, pkgutil
+import importlib, pkgutil, sys
 import kvcanary_kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_indices", "max_depth", "layers_per_program"}
-NUMBERS |= {"page_size", "null_slots", "pool_id"}
-CONSTEXPRS = {"K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128}  # the flags: True
+NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth"}
+NUMBERS |= {"layers_per_program", "width", "page_size", "null_slots", "pool_id"}
+FLAGS = sys.argv[1] == "with"
+CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128}
 
 def type_of(name):
     if name in NUMBERS or name.endswith("_stride"):
@@ -32,7 +35,7 @@ for module in pkgutil.iter_modules(kvcanary_kernels.__path__):
         for parameter in function.arg_names:
             if parameter.isupper():
                 signature[parameter] = "constexpr"
-                constants[parameter] = CONSTEXPRS.get(parameter, True)
+                constants[parameter] = CONSTEXPRS.get(parameter, FLAGS)
             else:
                 signature[parameter] = type_of(parameter)
         source = ASTSource(fn=function, signature=signature, constexprs=constants)
@@ -42,17 +45,21 @@ print(*sorted(compiled))
 """
 
 
-def test_every_kernel_compiles_for_sm_90(tmp_path) -> None:
-    """Interpreted kernels are Python; this proves that the compiler takes them too."""
+@pytest.mark.parametrize("flags", ["with", pytest.param("without", marks=pytest.mark.slow)])
+def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
+    """Interpreted kernels are Python; this proves that the compiler takes them too, with all flags and with none."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", PROGRAM, flags], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [
         "_chain_scan_kernel",
         "_chain_tree_kernel",
         "_check_content_kernel",
+        "_count_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
+        "_poison_check_kernel",
+        "_poison_fill_kernel",
         "_put_kernel",
         "_seal_kernel",
         "_take_kernel",
@@ -66,7 +73,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import chain, content, finish, fingerprint, move, seal, verify
+from kvcanary_kernels import chain, content, count, finish, fingerprint, move, poison, seal, verify
 from kvcanary_kernels.record import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])

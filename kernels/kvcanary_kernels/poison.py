@@ -1,0 +1,230 @@
+"""Poison: fill the rows of freed slots with a pattern that is their own, and see later whether anyone wrote there.
+
+Every byte of the pattern is at most 0x3f, so that any attention that reads it stays finite: as bf16, fp16, fp32 and
+both fp8 formats each value is at least 0 and below 2. Words differ by slot, layer, K or V, and place in the row.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels import record
+from kvcanary_kernels.checks import expect_int64, live_indices
+from kvcanary_kernels.device import MASK_37, SPLITMIX_FIRST, SPLITMIX_SECOND, live_count, tl, triton
+from kvcanary_kernels.fingerprint import word_block
+from kvcanary_kernels.record import MASK_64, signed
+from kvcanary_kernels.rows import PoolRows
+
+FINITE_BITS = 0x3F3F3F3F  # of each word of the pattern: 24 bits of a hash
+NAN_WORD = 0x7FFF7FFF  # NaN as fp32, twice as bf16 and fp16, four times as fp8 (e4m3fn, e5m2)
+DEVICE_FINITE_BITS = tl.constexpr(FINITE_BITS)
+DEVICE_NAN_WORD = tl.constexpr(NAN_WORD)
+
+
+def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_live: Tensor | None = None) -> None:
+    """Write the pattern into the K and V rows of `slots`, in every layer. May be captured.
+
+    slots:    [n] int64; a slot outside the pool is refused, nothing is written for it
+    nan:      the same NaN in every word instead: a debug mode, for one wrong read then ruins the reader's output
+    num_live: [1] int64, entries at and after it are padding and write nothing; None: all live
+    """
+    _check(slots, num_live)
+    n = slots.numel()
+    if n == 0:
+        return
+    _poison_fill_kernel[(n, rows.num_layers)](
+        rows.k_ptrs,
+        rows.v_ptrs,
+        slots,
+        slots if num_live is None else num_live,
+        n,
+        rows.num_slots,
+        rows.k_stride,
+        rows.v_stride,
+        K_WORDS=rows.k_words,
+        V_WORDS=rows.v_words,
+        BLOCK_W=word_block(rows),
+        NAN=nan,
+        HAS_LIVE=num_live is not None,
+    )
+
+
+def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_live: Tensor | None = None) -> None:
+    """The torch reference of `poison_fill`."""
+    _check(slots, num_live)
+    entries = live_indices(slots, rows.num_slots, num_live)
+    if entries is not None:
+        slots = slots[entries]
+    for layer in range(rows.num_layers):
+        first = layer * rows.words_per_row
+        rows.k[layer][slots] = poison_words(slots, first, rows.k_words, nan)
+        rows.v[layer][slots] = poison_words(slots, first + rows.k_words, rows.v_words, nan)
+
+
+def poison_check(
+    rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False, num_live: Tensor | None = None
+) -> None:
+    """Compare the K and V rows of `slots` with the pattern (P1). May be captured.
+
+    slots:    [n] int64; a slot outside the pool leaves its output as it is
+    mismatch: [n, 2] int64 out, bit l of the 128: a word of layer l differs (columns: layers 0 to 63, 64 to 127)
+    nan:      which pattern, as it was filled
+    num_live: [1] int64, entries at and after it are padding and stay as they are; None: all live
+    """
+    _check(slots, num_live, mismatch)
+    n = slots.numel()
+    if n == 0:
+        return
+    _poison_check_kernel[(n,)](
+        rows.k_ptrs,
+        rows.v_ptrs,
+        slots,
+        mismatch,
+        slots if num_live is None else num_live,
+        n,
+        rows.num_slots,
+        rows.num_layers,
+        rows.k_stride,
+        rows.v_stride,
+        K_WORDS=rows.k_words,
+        V_WORDS=rows.v_words,
+        BLOCK_W=word_block(rows),
+        NAN=nan,
+        HAS_LIVE=num_live is not None,
+    )
+
+
+def poison_check_torch(
+    rows: PoolRows, slots: Tensor, *, mismatch: Tensor, nan: bool = False, num_live: Tensor | None = None
+) -> None:
+    """The torch reference of `poison_check`."""
+    _check(slots, num_live, mismatch)
+    entries = live_indices(slots, rows.num_slots, num_live)
+    if entries is not None:
+        slots = slots[entries]
+    bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
+    for layer in range(rows.num_layers):
+        first = layer * rows.words_per_row
+        differs = (rows.k[layer][slots] != poison_words(slots, first, rows.k_words, nan)).any(1)
+        differs |= (rows.v[layer][slots] != poison_words(slots, first + rows.k_words, rows.v_words, nan)).any(1)
+        bitmaps[:, layer // 64] |= differs.to(torch.int64) << layer % 64
+    mismatch[slice(None) if entries is None else entries] = bitmaps
+
+
+@triton.jit(do_not_specialize=["n"])
+def _poison_fill_kernel(
+    k_ptrs,
+    v_ptrs,
+    slots,
+    num_live,
+    n,
+    num_slots,
+    k_stride,
+    v_stride,
+    K_WORDS: tl.constexpr,
+    V_WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    NAN: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    i_layer = tl.program_id(1).to(tl.int64)
+    if i_n >= live_count(num_live, n, HAS_LIVE):
+        return
+    slot = tl.load(slots + i_n)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    k_row = tl.load(k_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * k_stride
+    v_row = tl.load(v_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * v_stride
+    first = i_layer * (K_WORDS + V_WORDS)
+    for i_word in range(0, K_WORDS, BLOCK_W):
+        o_w = i_word + tl.arange(0, BLOCK_W)
+        tl.store(k_row + o_w, _pattern(slot, first + o_w, NAN), mask=o_w < K_WORDS)
+    for i_word in range(0, V_WORDS, BLOCK_W):
+        o_w = i_word + tl.arange(0, BLOCK_W)
+        tl.store(v_row + o_w, _pattern(slot, first + K_WORDS + o_w, NAN), mask=o_w < V_WORDS)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _poison_check_kernel(
+    k_ptrs,
+    v_ptrs,
+    slots,
+    mismatch,
+    num_live,
+    n,
+    num_slots,
+    num_layers,
+    k_stride,
+    v_stride,
+    K_WORDS: tl.constexpr,
+    V_WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    NAN: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    if i_n >= live_count(num_live, n, HAS_LIVE):
+        return
+    slot = tl.load(slots + i_n)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    low = tl.zeros([], tl.int64)
+    high = tl.zeros([], tl.int64)
+    for i_layer in range(num_layers):
+        k_row = tl.load(k_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * k_stride
+        v_row = tl.load(v_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * v_stride
+        first = i_layer * (K_WORDS + V_WORDS) + tl.zeros([], tl.int64)
+        differs = _row_differs(k_row, slot, first, K_WORDS, BLOCK_W, NAN)
+        differs = tl.maximum(differs, _row_differs(v_row, slot, first + K_WORDS, V_WORDS, BLOCK_W, NAN))
+        low |= tl.where(i_layer < 64, differs << (i_layer % 64), 0)
+        high |= tl.where(i_layer < 64, 0, differs << (i_layer % 64))
+    tl.store(mismatch + 2 * i_n, low)
+    tl.store(mismatch + 2 * i_n + 1, high)
+
+
+@triton.jit
+def _row_differs(row, slot, first, WORDS: tl.constexpr, BLOCK_W: tl.constexpr, NAN: tl.constexpr):
+    """1 where any word of a row is not the pattern, else 0."""
+    b_differs = tl.zeros([BLOCK_W], tl.int64)
+    for i_word in range(0, WORDS, BLOCK_W):
+        o_w = i_word + tl.arange(0, BLOCK_W)
+        m_w = o_w < WORDS
+        b_x = tl.load(row + o_w, mask=m_w, other=0)
+        b_differs |= (m_w & (b_x != _pattern(slot, first + o_w, NAN))).to(tl.int64)
+    return tl.max(b_differs)
+
+
+@triton.jit
+def _pattern(slot, offsets, NAN: tl.constexpr):
+    """[words] int32: poison_words of one slot."""
+    z = ((slot << 32) | offsets) * SPLITMIX_FIRST
+    z = (z ^ ((z >> 27) & MASK_37)) * SPLITMIX_SECOND
+    z = (z >> 32) & DEVICE_FINITE_BITS
+    if NAN:
+        z = tl.zeros_like(z) + DEVICE_NAN_WORD
+    return z.to(tl.int32)
+
+
+def poison_words(slots: Tensor, first: int, num_words: int, nan: bool = False) -> Tensor:
+    """[n, num_words] int32: the pattern of these slots at words first, first + 1, ... of all their layers' words."""
+    if nan:
+        return torch.full((slots.numel(), num_words), NAN_WORD, dtype=torch.int32, device=slots.device)
+    offsets = torch.arange(first, first + num_words, device=slots.device)
+    z = ((slots << 32)[:, None] | offsets).mul_(signed(record.SPLITMIX_FIRST))
+    z ^= (z >> 27).bitwise_and_(MASK_64 >> 27)
+    z *= signed(record.SPLITMIX_SECOND)
+    return (z >> 32).bitwise_and_(FINITE_BITS).to(torch.int32)
+
+
+def _check(slots: Tensor, num_live: Tensor | None, mismatch: Tensor | None = None) -> None:
+    n = slots.numel()
+    expect_int64(n, slots=slots)
+    expect_int64(1, num_live=num_live)
+    if mismatch is None:
+        return
+    if mismatch.shape != (n, 2) or mismatch.dtype is not torch.int64 or not mismatch.is_contiguous():
+        raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
