@@ -33,9 +33,11 @@ class Repair:
 
 @torch.inference_mode()
 def repair_slot(pool: PoolState, slot: int) -> Repair:
-    """Restore the one changed word of a slot. The caller orders this against the forwards that write the slot.
+    """Restore the one changed word of a slot.
 
-    RepairRefusedError, with every byte as it was found, where it is not certain that exactly one word changed.
+    The caller orders this against the forwards that write the slot, and first lets held fingerprints be written: a
+    slot whose fingerprint is still to come is refused. RepairRefusedError, with every byte as it was found, where it
+    is not certain that exactly one word changed.
     """
     _expect_slot(pool, slot)
     _expect_record(pool, slot)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -250,3 +252,16 @@ def test_more_requests_than_rows_are_refused(toy_model, monkeypatch):
     for _ in range(2):
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
     assert type(error_of(engine)) is invariants.RowsExhaustedError
+
+
+def test_checks_of_the_engine_are_on_without_asserts(toy_model):
+    """`python -O` keeps them: an engine that loses a page stops with the sentence that says so."""
+    script = (
+        "import runpy, sys\nassert False, 'this interpreter keeps asserts'\n"
+        f"test = runpy.run_path({__file__!r})\nengine = test['make_engine'](sys.argv[1])\n"
+        "engine.submit([1, 2, 3], test['SamplingParams'](max_new_tokens=8))\ntest['lose_a_page'](engine)\n"
+        "try:\n    engine.step()\nexcept test['invariants'].PageLeakError as error:\n    print(error)"
+    )
+    command = [sys.executable, "-O", "-c", script, str(toy_model)]
+    child = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert child.stdout == "254 pages free + 1 owned by requests != 256 in all: 1 leaked\n"
