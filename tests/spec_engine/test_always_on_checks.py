@@ -198,6 +198,38 @@ def test_branches_that_overlap_are_refused(engine, monkeypatch):
     assert "req-0: 2 branches of 3 slots from " in str(error)
 
 
+def test_a_verify_window_beyond_what_is_owned_is_refused(toy_model, monkeypatch):
+    """An allocation that counts the branches and forgets the tree is found before the target writes there."""
+    monkeypatch.setattr(engine_module, "draft_alloc_len", lambda page_size, topk, num_steps, nodes: num_steps)
+    engine = make_engine(toy_model, page_size=1, topk=1)
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
+    error = error_of(engine)
+    assert type(error) is invariants.BranchLayoutError
+    assert str(error) == "req-0: verify window [3, 7) of 4 nodes ends beyond the 6 slots that are allocated"
+
+
+def test_a_row_narrower_than_what_is_owned_is_refused(toy_model):
+    """The slots that a request owns must fit into its row, also where no page is added."""
+    engine = make_engine(toy_model, page_size=64)
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.request_table.width = 200
+    error = error_of(engine)
+    assert type(error) is invariants.LengthOrderError
+    assert "<= allocated 320 <= row width 200 is broken" in str(error)
+
+
+def test_tokens_that_were_not_accepted_are_refused(engine):
+    """Output that grows by more than what was committed leaves more than the bonus token pending."""
+    request = engine.running[0]
+    accept = request.accept
+    request.accept = lambda tokens, eos: accept([*tokens, 5], eos)
+    error = error_of(engine)
+    assert type(error) is invariants.CommitError
+    assert str(error).endswith(" = 2 tokens pending, must be exactly 1")
+
+
 def test_a_stale_chunk_is_refused(toy_model, monkeypatch):
     """A chunk that does not begin where the committed prefix ends would be written over it, or leave a hole."""
     engine = make_engine(toy_model)
