@@ -37,3 +37,11 @@ class HookOrderError(KVCanaryError, RuntimeError):
 
 class LifetimeError(KVCanaryError, RuntimeError):
     """A request or page event contradicts what the ledger knows: unknown, twice, or someone else's."""
+
+
+class RepairRefusedError(KVCanaryError, ValueError):
+    """Bytes are patched only where exactly one changed word is certain; `reason` is one word for the sentence."""
+
+    def __init__(self, message: str, *, pool: str, slot: int, reason: str) -> None:
+        super().__init__(message)
+        self.pool, self.slot, self.reason = pool, slot, reason

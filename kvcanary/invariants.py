@@ -1,12 +1,16 @@
 """Always-on host checks: each broken rule has a type and a message that shows both sides of it.
 
-They are exceptions, not ``assert``, so that ``python -O`` keeps them; they cost a few comparisons a step and
-stay on with the canary off.
+They are exceptions, not ``assert``, so that ``python -O`` keeps them; they are pure functions of plain numbers, cost a
+few comparisons a step and stay on with the canary off. What only the device can see is a check of the canary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 from kvcanary.errors import KVCanaryError
+
+MAX_FLAT_INDEX = (1 << 31) - 1  # kernels address request rows and index buffers with 32-bit integers
 
 
 class InvariantError(KVCanaryError, RuntimeError):
@@ -21,13 +25,336 @@ class DoubleFreeError(InvariantError):
     """A page was freed that is not allocated."""
 
 
+class PageAliasError(InvariantError):
+    """A page was handed out that somebody owns; two requests would share it."""
+
+
+class NullPageError(InvariantError):
+    """Page 0 or request row 0 was handed out; padding writes there."""
+
+
 class PoolExhaustedError(InvariantError):
     """More pages were asked for than are free: the admission estimate and the allocator disagree."""
+
+
+class PoolSizeError(InvariantError):
+    """A pool's tensors have another number of slots than the allocator's pages; the last page would lie outside."""
+
+
+class PageSizeError(InvariantError):
+    """Parts of the engine that share slots count pages of different sizes."""
+
+
+class ReserveError(InvariantError):
+    """A request's reserve does not cover one drafting step and the host's lag."""
+
+
+class EstimateError(InvariantError):
+    """The pages that a request owns are not those that the estimate promised."""
+
+
+class LengthOrderError(InvariantError):
+    """0 <= committed <= allocated <= row width does not hold."""
 
 
 class RowOverflowError(InvariantError):
     """A request needs more columns than its request-table row has; the write would reach its neighbour's row."""
 
 
+class RowGapError(InvariantError):
+    """Pages do not continue a request-table row where it ends, at a page boundary."""
+
+
+class RowOwnershipError(InvariantError):
+    """A request-table row is used by nobody, by two requests, or was released twice."""
+
+
+class RowsExhaustedError(InvariantError):
+    """More requests were admitted than the request table has rows."""
+
+
+class IndexOverflowError(InvariantError):
+    """A flat index would not fit into a signed 32-bit integer."""
+
+
+class IndexLengthError(InvariantError):
+    """An index array and the lengths that it is read by disagree."""
+
+
+class BranchLayoutError(InvariantError):
+    """Draft branches overlap, or reach beyond what their request owns."""
+
+
 class TreeShapeError(InvariantError):
-    """An accepted path is not a path of the draft tree."""
+    """A draft tree is no tree, or an accepted path is no path of it."""
+
+
+class CommitError(InvariantError):
+    """A committed length moved by something else than what was accepted, or beyond the tokens that are known."""
+
+
+class ChunkError(InvariantError):
+    """A prompt chunk does not continue what is committed, or feeds something else than the prompt."""
+
+
+class RelayError(InvariantError):
+    """A request drafts from proposals that are not its own, or not of its last step."""
+
+
+class NotRunningError(InvariantError):
+    """A request was finished that does not run; its pages and its row would be released twice."""
+
+
+# -- pages
+
+
+def check_pages_available(needed: int, free: int, total: int) -> None:
+    if needed > free:
+        raise PoolExhaustedError(
+            f"{needed} pages needed, {free} of {total} free: raise max_total_tokens or lower max_running_requests"
+        )
+
+
+def check_pages_granted(pages: Sequence[int], taken: Collection[int], total: int) -> None:
+    """Pages about to be handed out are in the pool, nobody's, and not the null page."""
+    for page in pages:
+        if not page:
+            raise NullPageError(f"page 0 handed out with {list(pages)}, it is padding's: pages are 1 to {total}")
+        if not 1 <= page <= total:
+            raise PoolSizeError(f"page {page} handed out with {list(pages)}, the pool has pages 1 to {total}")
+        if page in taken:
+            raise PageAliasError(f"page {page} handed out with {list(pages)}, but it is one of {len(taken)} taken")
+    if len(set(pages)) != len(pages):
+        raise PageAliasError(f"pages {list(pages)} handed out, {len(pages)} in all, but {len(set(pages))} different")
+
+
+def check_pages_freed(pages: Sequence[int], taken: Collection[int]) -> None:
+    """Pages about to be freed are taken, and named once."""
+    stray = [page for page in pages if page not in taken]
+    if stray or len(set(pages)) != len(pages):
+        raise DoubleFreeError(f"pages {list(pages)} freed, but {stray or 'some of them twice'} not allocated")
+
+
+def check_pages_add_up(free: int, owned: int, total: int) -> None:
+    """After every step each page is free or owned by one live request."""
+    if free + owned != total:
+        lost = total - free - owned
+        what = f"{lost} leaked" if lost > 0 else f"{-lost} counted twice"
+        raise PageLeakError(f"{free} pages free + {owned} owned by requests != {total} in all: {what}")
+
+
+# -- sizes
+
+
+def check_pool_slots(pool: str, num_slots: int, num_pages: int, page_size: int) -> None:
+    """A pool has the allocator's pages and the null page."""
+    if num_slots != (num_pages + 1) * page_size:
+        raise PoolSizeError(
+            f"pool {pool!r} has {num_slots} slots, {num_pages} pages and the null page of {page_size} slots "
+            f"need {(num_pages + 1) * page_size}"
+        )
+
+
+def check_page_sizes(sizes: Mapping[str, int]) -> None:
+    """Everything that shares slots counts the same pages."""
+    if len(set(sizes.values())) > 1:
+        named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise PageSizeError(f"page_size must be one, got {named}: pass the same to all")
+
+
+def check_reserve(reserve: int, lag: int, max_accept: int, alloc_len: int) -> None:
+    if reserve < lag * max_accept + alloc_len:
+        raise ReserveError(
+            f"reserve {reserve} < lag {lag} * max_accept {max_accept} + alloc_len {alloc_len} "
+            f"= {lag * max_accept + alloc_len}: size it by the longest draft"
+        )
+
+
+def check_flat_indices(what: str, rows: int, width: int) -> None:
+    """The last element of a [rows, width] array can be addressed with a signed 32-bit integer."""
+    if rows * width > MAX_FLAT_INDEX:
+        raise IndexOverflowError(
+            f"{what}: {rows} rows * {width} columns = {rows * width} must be below {MAX_FLAT_INDEX + 1}: "
+            "lower max_running_requests, topk or context_length"
+        )
+
+
+def check_estimate(request: str, taken: int, committed_len: int, reserve: int, page_size: int, most: int) -> None:
+    """A request owns exactly the pages that its length and its reserve need, and no more than admission counted."""
+    estimate = -(-(committed_len + reserve) // page_size)
+    if taken != estimate:
+        raise EstimateError(
+            f"{request} owns {taken} pages, committed {committed_len} + reserve {reserve} slots at page_size "
+            f"{page_size} need {estimate}"
+        )
+    if taken > most:
+        raise EstimateError(f"{request} owns {taken} pages, it was admitted for {most} of {page_size} slots at most")
+
+
+def check_lengths(request: str, committed_len: int, allocated_len: int, row_width: int) -> None:
+    if not 0 <= committed_len <= allocated_len <= row_width:
+        raise LengthOrderError(
+            f"{request}: 0 <= committed {committed_len} <= allocated {allocated_len} <= row width {row_width} is broken"
+        )
+
+
+# -- the request table
+
+
+def check_rows_available(free: int, total: int) -> None:
+    if not free:
+        raise RowsExhaustedError(f"1 row needed, 0 of {total} free: more requests run than max_running_requests")
+
+
+def check_row_held(row: int, free_rows: Collection[int], num_rows: int) -> None:
+    """A row that is written or released belongs to a request."""
+    if row == 0:
+        raise NullPageError("row 0 used for a request, it is padding's: rows begin at 1")
+    if not 0 < row <= num_rows or row in free_rows:
+        raise RowOwnershipError(f"row {row} of 1 to {num_rows} used, but no request holds it")
+
+
+def check_row_fits(row: int, start: int, end: int, width: int, page_size: int) -> None:
+    if end > width:
+        raise RowOverflowError(
+            f"row {row} needs columns [{start}, {end}), its width is {width}: "
+            f"{(end - start) // page_size} pages of {page_size} slots do not fit"
+        )
+
+
+def check_row_continues(row: int, start: int, filled: int, page_size: int) -> None:
+    """Pages are appended where the row ends, at a page boundary: no column is skipped or written twice."""
+    if start != filled or start % page_size:
+        raise RowGapError(
+            f"row {row} is filled to column {filled}, pages of {page_size} slots appended at column {start}"
+        )
+
+
+def check_rows_distinct(requests: Sequence[str], rows: Sequence[int]) -> None:
+    """The requests of one batch use different rows, none of them padding's."""
+    if 0 in rows:
+        raise NullPageError(f"{requests[rows.index(0)]} uses row 0, it is padding's: rows begin at 1")
+    if len(set(rows)) != len(rows):
+        named = ", ".join(f"{request} row {row}" for request, row in zip(requests, rows, strict=True))
+        raise RowOwnershipError(f"{len(rows)} requests of a batch need {len(rows)} rows of their own, got {named}")
+
+
+# -- lengths and tokens
+
+
+def check_index_lengths(forward: str, array: str, found: int, lens: Sequence[int]) -> None:
+    """An array has one entry for each that the rows' lengths announce."""
+    if found != sum(lens):
+        raise IndexLengthError(
+            f"{forward}: {array} has {found} entries, its rows' lengths {list(lens)} add to {sum(lens)}"
+        )
+
+
+def check_chunk(request: str, start: int, end: int, committed_len: int, prompt_len: int) -> None:
+    if not start == committed_len < end <= prompt_len:
+        raise ChunkError(
+            f"{request}: chunk [{start}, {end}) must begin at the committed length {committed_len} and end within "
+            f"the prompt of {prompt_len} tokens"
+        )
+
+
+def check_chunk_feed(request: str, start: int, fed: Sequence[int], prompt: Sequence[int]) -> None:
+    """A draft is fed token p + 1 at position p; the last entry of a chunk that is not the last is a prompt token."""
+    known = prompt[start + 1 : start + 1 + len(fed)]
+    if list(fed[: len(known)]) != list(known):
+        place = next(i for i, pair in enumerate(zip(fed, known, strict=False)) if pair[0] != pair[1])
+        raise ChunkError(
+            f"{request}: draft position {start + place} is fed token {fed[place]}, the prompt has {known[place]} there"
+        )
+
+
+def check_commit(request: str, before: int, after: int, most: int) -> None:
+    """A decode step commits the bonus token and at most every accepted draft."""
+    if not 1 <= after - before <= most:
+        raise CommitError(
+            f"{request}: committed length goes from {before} to {after}, a step commits 1 to {most} tokens"
+        )
+
+
+def check_known_tokens(request: str, committed_len: int, prompt_len: int, output_len: int, finished: bool) -> None:
+    """While a request runs one token is known and not committed: the bonus, or more of the prompt.
+
+    A stop inside an accepted chain caps what is owned: nothing is committed beyond what the client saw.
+    """
+    pending = prompt_len + output_len - committed_len
+    exact = output_len > 0 and not finished
+    if pending < 0 or (not finished and pending < 1) or (exact and pending != 1):
+        rule = "exactly 1" if exact else "at least 0" if finished else "at least 1"
+        raise CommitError(
+            f"{request}: prompt {prompt_len} + output {output_len} - committed {committed_len} = {pending} tokens "
+            f"pending, must be {rule}"
+        )
+
+
+def check_running(request: str, is_running: bool, num_running: int) -> None:
+    if not is_running:
+        raise NotRunningError(f"{request} finished, but it is none of the {num_running} running requests")
+
+
+# -- drafting
+
+
+def check_branch_shape(shape: Sequence[int], bs: int, topk: int, num_steps: int) -> None:
+    """One slot a request, branch and step, in this order."""
+    if tuple(shape) != (bs, topk, num_steps):
+        raise BranchLayoutError(
+            f"branch slots are {list(shape)}, {bs} requests with topk {topk} and num_steps {num_steps} "
+            f"need [{bs}, {topk}, {num_steps}]"
+        )
+
+
+def check_branches(request: str, start: int, stride: int, topk: int, num_steps: int, allocated_len: int) -> None:
+    """Branch b is row positions [start + b * stride, + num_steps): apart from the others, inside what is owned."""
+    end = start + (topk - 1) * stride + num_steps
+    if (topk > 1 and stride < num_steps) or end > allocated_len:
+        raise BranchLayoutError(
+            f"{request}: {topk} branches of {num_steps} slots from {start}, {stride} apart, end at {end}: "
+            f"they must not overlap and end by {allocated_len}, what is allocated"
+        )
+
+
+def check_window(request: str, start: int, num_nodes: int, allocated_len: int) -> None:
+    if start + num_nodes > allocated_len:
+        raise BranchLayoutError(
+            f"{request}: verify window [{start}, {start + num_nodes}) of {num_nodes} nodes ends beyond the "
+            f"{allocated_len} slots that are allocated"
+        )
+
+
+def check_relay(request: str, row: int, committed_len: int, published: tuple[str, int] | None) -> None:
+    """Proposals are consumed once, by the request that published them, at the length to which they belong."""
+    if published != (request, committed_len):
+        found = "nobody's" if published is None else f"those of {published[0]} at length {published[1]}"
+        raise RelayError(f"{request} drafts at length {committed_len}, but the proposals of row {row} are {found}")
+
+
+def check_candidates(num_candidates: int, num_nodes: int) -> None:
+    if not 1 <= num_nodes - 1 <= num_candidates:
+        raise TreeShapeError(
+            f"a tree of {num_nodes} nodes needs {num_nodes - 1} candidates beside its root, has {num_candidates}: "
+            "lower num_draft_tokens, or raise topk or num_steps"
+        )
+
+
+def check_parents(request: str, parents: Sequence[int]) -> None:
+    """Parents come before their children; -1 is the root's, and that of a node that nothing reaches."""
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise TreeShapeError(
+                f"{request}: node {node} of {len(parents)} has parent {parent}, must lie in [-1, {node}); "
+                f"all parents are {list(parents)}"
+            )
+
+
+def check_path(request: str, nodes: Sequence[int], parents: Sequence[int]) -> None:
+    """Accepted nodes lead from the root down, each the child of the one before."""
+    found = [parents[node] for node in nodes]
+    if not nodes or nodes[0] != 0 or found[1:] != list(nodes[:-1]):
+        raise TreeShapeError(
+            f"{request}: accepted nodes {list(nodes)} are no path from the root, their parents are {found}"
+        )

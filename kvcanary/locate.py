@@ -6,10 +6,11 @@ import struct
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.state import PoolState
-from kvcanary_kernels.record import CONTENT_B, MASK_32, MASK_64, Keys, signed, unsigned
+from kvcanary_kernels.record import CONTENT_B, MASK_32
 
 WORD_BYTES = 4
 
@@ -34,59 +35,60 @@ class ChangedWord:
     new_value: float | None
 
 
+@dataclass(frozen=True)
+class WordChange:
+    """One word, counted over a layer's K row and then its V row, with its unsigned bits before and now."""
+
+    layer: int
+    number: int
+    old: int
+    new: int
+
+
 def locate_word(pool: PoolState, slot: int, layer: int) -> ChangedWord | None:
     """The changed word of a slot whose lane a disagrees in this one layer; None unless exactly one word fits."""
-    differs_a, differs_b = _lane_differences(pool, slot, layer)
-    words = _words(pool, slot, layer)
-    fits = [
-        (number, difference)
-        for number, difference in _candidates(pool.keys, layer, differs_a, differs_b)
-        if 0 <= words[number] - difference <= MASK_32
-    ]
-    if len(fits) != 1:
-        return None
-    number, difference = fits[0]
-    return _describe(pool, layer, words, number, words[number] - difference)
+    differs_a, differs_b = lane_differences(pool, slot)
+    fits = fitting_changes(pool, slot, layer, differs_a[layer], differs_b)
+    return describe_change(pool, slot, fits[0]) if len(fits) == 1 else None
 
 
-def _lane_differences(pool: PoolState, slot: int, layer: int) -> tuple[int, int]:
-    """New minus old of lane a in this layer and of lane b over all layers, mod 2^64."""
+def lane_differences(pool: PoolState, slot: int) -> tuple[list[int], int]:
+    """Bytes as they lie in the pool minus record, mod 2^64 and signed: lane a by layer, lane b over all layers."""
     lane_a, lane_b = lanes_of_slots(pool, torch.tensor([slot], device=pool.records.device))
-    differs_a = int(lane_a[layer, 0]) - int(pool.content_a[layer, slot])
-    return differs_a & MASK_64, int(lane_b[0]) - int(pool.records[slot, CONTENT_B]) & MASK_64
+    differs_a = lane_a[:, 0] - pool.content_a[:, slot]
+    return differs_a.tolist(), int(lane_b[0] - pool.records[slot, CONTENT_B])
 
 
-def _candidates(keys: Keys, layer: int, differs_a: int, differs_b: int) -> list[tuple[int, int]]:
-    """(word, new - old) of every word for which one change explains both lanes."""
-    found = []
-    pairs = zip(keys.lane_a[layer].tolist(), keys.lane_b[layer].tolist(), strict=True)
-    for number, (key_a, key_b) in enumerate(pairs):
-        difference = signed(differs_a * pow(key_a & MASK_32, -1, 1 << 64))
-        if 0 < abs(difference) <= MASK_32 and unsigned((key_b & MASK_32) * difference) == differs_b:
-            found.append((number, difference))
-    return found
+def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, differs_b: int) -> list[WordChange]:
+    """Every change of one word of this layer that explains both lanes' differences and has a 32-bit old word.
+
+    Da = key_a * d gives d = Da / key_a for each word; it fits where |d| < 2^32, key_b * d = Db and word - d is a word.
+    """
+    key_a, key_b = _unsigned(pool.keys.lane_a[layer]), _unsigned(pool.keys.lane_b[layer])
+    words = _unsigned(torch.cat((pool.rows.k[layer][slot], pool.rows.v[layer][slot])))
+    difference = _inverse(key_a) * differs_a
+    old = words - difference
+    fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference)
+    fits &= (key_b * difference == differs_b) & (old >= 0) & (old <= MASK_32)
+    return [WordChange(layer, n, int(old[n]), int(words[n])) for n in fits.nonzero().flatten().tolist()]
 
 
-def _words(pool: PoolState, slot: int, layer: int) -> list[int]:
-    """The K row, then the V row, as unsigned 32-bit words."""
-    rows = torch.stack((pool.view.k[layer][slot], pool.view.v[layer][slot]))
-    return [word & MASK_32 for word in rows.flatten().view(torch.int32).tolist()]
-
-
-def _describe(pool: PoolState, layer: int, words: list[int], number: int, old_word: int) -> ChangedWord:
-    view, size = pool.view, pool.view.k[0].element_size()
-    half = len(words) // 2
-    part, first_word = ("K", 0) if number < half else ("V", half)
-    row = b"".join(word.to_bytes(WORD_BYTES, "little") for word in words[first_word : first_word + half])
-    start = (number - first_word) * WORD_BYTES
-    old_row = row[:start] + old_word.to_bytes(WORD_BYTES, "little") + row[start + WORD_BYTES :]
+def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWord:
+    """Where in the row a change of the bytes that lie in the pool now stands, and what it means."""
+    view, rows, size = pool.view, pool.rows, pool.view.k[0].element_size()
+    part, row_words, number = "K", rows.k[change.layer][slot], change.number
+    if number >= rows.k_words:
+        part, row_words, number = "V", rows.v[change.layer][slot], number - rows.k_words
+    row = b"".join(_bytes(word) for word in row_words.tolist())
+    start = number * WORD_BYTES
+    old_row = row[:start] + _bytes(change.old) + row[start + WORD_BYTES :]
     first_byte = next(place for place in range(start, start + WORD_BYTES) if row[place] != old_row[place])
     element = first_byte // size
     bounds = slice(element * size, (element + 1) * size)
     old, new = (int.from_bytes(bits[bounds], "little") for bits in (old_row, row))
-    one_bit = (words[number] ^ old_word).bit_count() == 1
+    one_bit = (change.new ^ change.old).bit_count() == 1
     return ChangedWord(
-        layer=layer,
+        layer=change.layer,
         part=part,
         head=element // view.head_dim,
         dim=element % view.head_dim,
@@ -97,6 +99,23 @@ def _describe(pool: PoolState, layer: int, words: list[int], number: int, old_wo
         old_value=_number(old_row[bounds], view.dtype),
         new_value=_number(row[bounds], view.dtype),
     )
+
+
+def _unsigned(words: Tensor) -> Tensor:
+    """int64 of the bits of 32-bit words."""
+    return words.to(torch.int64) & MASK_32
+
+
+def _inverse(odd: Tensor) -> Tensor:
+    """Inverses of odd numbers mod 2^64: an odd number is its own to 3 bits, and each round doubles them."""
+    inverse = odd.clone()
+    for _ in range(5):
+        inverse *= 2 - odd * inverse
+    return inverse
+
+
+def _bytes(word: int) -> bytes:
+    return (word & MASK_32).to_bytes(WORD_BYTES, "little")
 
 
 def _number(raw: bytes, dtype: torch.dtype) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcanary.invariants import check_rows_distinct
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.request import Request
 
@@ -25,9 +26,10 @@ class Batch:
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> Batch:
         lens = tuple(request.committed_len for request in requests)
-        rows = torch.tensor([request.row for request in requests], device=device)
+        rows = [request.row for request in requests]
         ids = tuple(request.request_id for request in requests)
-        return cls(tuple(requests), ids, rows, lens, torch.tensor(lens, device=device))
+        check_rows_distinct(ids, rows)
+        return cls(tuple(requests), ids, torch.tensor(rows, device=device), lens, torch.tensor(lens, device=device))
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The requests at ``indices``, with this batch's lengths."""

@@ -11,6 +11,18 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryManager
+from kvcanary.invariants import (
+    check_chunk,
+    check_chunk_feed,
+    check_commit,
+    check_estimate,
+    check_known_tokens,
+    check_lengths,
+    check_page_sizes,
+    check_pool_slots,
+    check_reserve,
+    check_window,
+)
 from spec_engine.config import ConfigError, EngineConfig
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
@@ -107,6 +119,16 @@ class Engine:
                 num_steps=config.num_steps,
                 num_draft_tokens=config.num_draft_tokens,
             )
+        self._max_accept = max_accept
+        check_reserve(self.scheduler.reserve, HOST_LAG, max_accept, alloc_len)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Allocator, scheduler, request table and pools count the same pages."""
+        sizes = {"scheduler": self.scheduler.page_size, "request table": self.request_table.page_size}
+        check_page_sizes(sizes | {f"pool {name!r}": pool.page_size for name, pool in self.pools.items()})
+        for name, pool in self.pools.items():
+            check_pool_slots(name, pool.kv.shape[1], self.allocator.num_pages, pool.page_size)
 
     def _pool(self, name: str, model, token_offset: int, dtype: torch.dtype) -> KVPool:
         return KVPool(
@@ -184,6 +206,7 @@ class Engine:
         else:
             events = self._decode()
             self.metrics.decode_seconds += time.perf_counter() - started
+        self.allocator.check_accounting(owned=sum(len(request.pages) for request in self.running))
         if not self.has_work:
             self._idle()
         return events
@@ -197,6 +220,8 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> list[TokenEvent]:
         for chunk in chunks:
+            request = chunk.request
+            check_chunk(request.request_id, chunk.start, chunk.end, request.committed_len, request.prompt_len)
             self._grow(chunk.request, chunk.end, 0)
         batch = Batch.of([chunk.request for chunk in chunks], self.device)
         lens = [chunk.end - chunk.start for chunk in chunks]
@@ -208,10 +233,11 @@ class Engine:
         ends = torch.tensor([[chunk.end] for chunk in chunks], device=self.device)
         first_tokens = sample(self.model.logits(output.hidden[last])[:, None], params, ends).flatten().tolist()
         if self.drafter is not None:
-            following = concat(
-                [self._following(chunk, token) for chunk, token in zip(chunks, first_tokens, strict=True)]
-            )
-            self.drafter.extend("prefill", batch, following, self.drafter.features(output), lens)
+            following = [self._following(chunk, token) for chunk, token in zip(chunks, first_tokens, strict=True)]
+            for chunk, part in zip(chunks, following, strict=True):
+                check_chunk_feed(chunk.request.request_id, chunk.start, part, chunk.request.prompt_ids)
+            fed = torch.tensor([token for part in following for token in part], device=self.device)
+            self.drafter.extend("prefill", batch, fed, self.drafter.features(output), lens)
         self._check()
         self.metrics.prefill_tokens += len(tokens)
         events = []
@@ -219,10 +245,10 @@ class Engine:
             events += self._commit(chunk.request, chunk.end, [token] if chunk.is_last else [])
         return events
 
-    def _following(self, chunk: Chunk, sampled: int) -> Tensor:
+    def _following(self, chunk: Chunk, sampled: int) -> list[int]:
         """Token p+1 for every position p of a chunk; past the prompt's end that is the token just sampled."""
         known = chunk.request.prompt_ids[chunk.start + 1 : chunk.end + 1]
-        return torch.tensor([*known, sampled] if chunk.is_last else known, device=self.device)
+        return [*known, sampled] if chunk.is_last else known
 
     def _decode(self) -> list[TokenEvent]:
         for request in self.running:
@@ -245,7 +271,7 @@ class Engine:
         output = self._forward(forward)
         chosen = self._choose(batch, output.hidden, forward.positions.view(len(batch), -1))
         self._check()
-        accepted = accept(tree, chosen)
+        accepted = accept(tree, chosen, batch.ids)
         self._compact(forward, accepted)
         events = self._commit_all(batch, accepted)
         self._extend(batch, drafter, output, accepted)
@@ -254,6 +280,8 @@ class Engine:
     def _verify_forward(self, batch: Batch, tree: Tree) -> ForwardBatch:
         """All N nodes of every tree in one target forward; node n is written at row position S + n."""
         num_nodes = tree.tokens.shape[1]
+        for request, length in zip(batch.requests, batch.lens, strict=True):
+            check_window(request.request_id, length, num_nodes, len(request.pages) * self.config.page_size)
         table = self.request_table.table
         kv_lens = tuple(length + num_nodes for length in batch.lens)
         rows = batch.rows.tolist()
@@ -320,9 +348,15 @@ class Engine:
 
     def _grow(self, request: Request, committed_len: int, reserve: int) -> None:
         """Own the pages that the next forward may touch."""
-        missing = pages_for(committed_len, reserve, self.config.page_size) - len(request.pages)
-        if missing <= 0:
-            return
+        page_size = self.config.page_size
+        missing = pages_for(committed_len, reserve, page_size) - len(request.pages)
+        if missing > 0:
+            self._allocate(request, missing)
+        taken, name = len(request.pages), request.request_id
+        check_estimate(name, taken, committed_len, reserve, page_size, self.scheduler.most_pages(request))
+        check_lengths(name, committed_len, taken * page_size, self.request_table.width)
+
+    def _allocate(self, request: Request, missing: int) -> None:
         pages = self.allocator.allocate(missing)
         self.request_table.append_pages(request.row, len(request.pages) * self.config.page_size, pages)
         request.pages += pages
@@ -336,7 +370,9 @@ class Engine:
     def _commit_all(self, batch: Batch, accepted: Sequence[Accepted]) -> list[TokenEvent]:
         events = []
         for request, path in zip(batch.requests, accepted, strict=True):
-            events += self._commit(request, request.committed_len + len(path.nodes), path.tokens)
+            committed_len = request.committed_len + len(path.nodes)
+            check_commit(request.request_id, request.committed_len, committed_len, self._max_accept)
+            events += self._commit(request, committed_len, path.tokens)
             self.metrics.verify_forwards += 1
         self.metrics.tokens_emitted += sum(len(event.token_ids) for event in events)
         return events
@@ -345,7 +381,9 @@ class Engine:
         """[0, committed_len) is final, ``tokens`` follow; finishes the request where they end it."""
         appended = request.accept(tokens, self.tokenizer.eos_ids)
         # a stop inside the accepted chain caps what is owned
-        request.committed_len = min(committed_len, request.prompt_len + len(request.output_ids))
+        num_outputs, finished = len(request.output_ids), request.finish_reason is not None
+        request.committed_len = min(committed_len, request.prompt_len + num_outputs)
+        check_known_tokens(request.request_id, request.committed_len, request.prompt_len, num_outputs, finished)
         if self.canary is not None:
             self.canary.append(request.request_id, appended)
             self.canary.commit(request.request_id, request.committed_len)

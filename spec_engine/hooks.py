@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvcanary import CanaryManager, ReadPlan, WritePlan
+from kvcanary.invariants import check_index_lengths
 from spec_engine.attention.torch_backend import TorchAttention
 from spec_engine.core import ForwardBatch
 from spec_engine.memory.pool import KVPool
@@ -25,6 +26,7 @@ class Forwards:
     @contextmanager
     def open(self, batch: ForwardBatch) -> Iterator[TorchAttention]:
         """The attention of one forward; the canary sees the very arrays that it reads and writes by."""
+        check_arrays(batch, self.pool.name)
         if self.canary is None:
             yield TorchAttention(self.pool, batch, self.num_heads, batch.kv_indices, batch.slots, None)
             return
@@ -32,6 +34,14 @@ class Forwards:
         indices, slots = substep.open(read_plan(batch), write_plan(batch))
         yield TorchAttention(self.pool, batch, self.num_heads, indices, slots, substep)
         substep.close()
+
+
+def check_arrays(batch: ForwardBatch, pool: str) -> None:
+    """IndexLengthError unless the index arrays are as long as the lengths by which they are read."""
+    name = f"{batch.kind}[{batch.index}] of pool {pool!r}"
+    check_index_lengths(name, "kv_indices", batch.kv_indices.shape[0], batch.kv_lens)
+    for array in ("slots", "tokens", "positions"):
+        check_index_lengths(name, array, getattr(batch, array).shape[0], batch.new_lens)
 
 
 def read_plan(batch: ForwardBatch) -> ReadPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvcanary.invariants import check_running
 from spec_engine.config import ConfigError
 from spec_engine.memory.sizing import pages_for
 from spec_engine.request import Request
@@ -90,4 +91,5 @@ class Scheduler:
         return chunks
 
     def finish(self, request: Request) -> None:
+        check_running(request.request_id, request in self.running, len(self.running))
         self.running.remove(request)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.invariants import check_branch_shape, check_branches, check_flat_indices, check_relay
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
-from spec_engine.drafting.layout import branch_positions
+from spec_engine.drafting.layout import branch_positions, branch_stride
 from spec_engine.drafting.tree import Tree, TreeGrowth
 from spec_engine.hooks import Forwards
 from spec_engine.memory.request_table import RequestTable
@@ -37,6 +38,8 @@ class Drafter:
         self.table = table
         self.topk, self.num_steps, self.num_draft_tokens = topk, num_steps, num_draft_tokens
         num_rows, device = len(table.table), table.table.device
+        check_flat_indices("draft index array", num_rows * topk, table.width)
+        self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.kv.dtype, device=device)
@@ -49,6 +52,7 @@ class Drafter:
     def draft(self, batch: Batch) -> Tree:
         """T selections with T-1 forwards, then the tree of the N-1 likeliest candidates and the root."""
         bs = len(batch)
+        self._consume(batch)
         slots = self._branch_slots(batch)  # [bs, K, T]
         prefixes = [self.table.table[request.row, : request.committed_len] for request in batch.requests]
         growth = TreeGrowth(self.topk)
@@ -78,6 +82,7 @@ class Drafter:
         hidden = hidden[last]
         self._probs[batch.rows], self._tokens[batch.rows] = self._propose(hidden)
         self._hidden[batch.rows] = hidden
+        self._publish(batch, new_lens)
 
     def features(self, output: DecoderOutput, rows: Tensor | None = None) -> Tensor:
         """What the head reads of the target's forward, for all tokens or for ``rows [n]`` of them."""
@@ -86,16 +91,30 @@ class Drafter:
             output = DecoderOutput(output.hidden[rows], taps)
         return self.head.features(output)
 
+    def _publish(self, batch: Batch, new_lens: Sequence[int]) -> None:
+        for request, length, new in zip(batch.requests, batch.lens, new_lens, strict=True):
+            self._published[request.row] = request.request_id, length + new
+
+    def _consume(self, batch: Batch) -> None:
+        """RelayError unless each request takes the proposals of its own last forward, once."""
+        for request, length in zip(batch.requests, batch.lens, strict=True):
+            check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
+
     def _propose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The K likeliest continuations of each row: probabilities and target-vocabulary ids, both [n, K]."""
         probs, ids = torch.softmax(self.head.logits(hidden).float(), -1).topk(self.topk, -1)
         return probs, self.head.to_target_ids(ids)
 
     def _branch_slots(self, batch: Batch) -> Tensor:
-        positions = branch_positions(
-            batch.lens_tensor, topk=self.topk, num_steps=self.num_steps, page_size=self.table.page_size
-        )
-        return self.table.table[batch.rows[:, None, None], positions]
+        page_size = self.table.page_size
+        for request, length in zip(batch.requests, batch.lens, strict=True):
+            stride = branch_stride(length % page_size, self.num_steps, page_size)
+            allocated = len(request.pages) * page_size
+            check_branches(request.request_id, length, stride, self.topk, self.num_steps, allocated)
+        positions = branch_positions(batch.lens_tensor, topk=self.topk, num_steps=self.num_steps, page_size=page_size)
+        slots = self.table.table[batch.rows[:, None, None], positions]
+        check_branch_shape(slots.shape, len(batch), self.topk, self.num_steps)
+        return slots
 
     def _draft_forward(
         self, batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcanary.invariants import check_candidates
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -59,6 +61,7 @@ class TreeGrowth:
     def finish(self, root_tokens: Tensor, num_nodes: int) -> Tree:
         """Keep the root and the N-1 likeliest candidates: ``root_tokens [bs]`` -> a tree of N nodes."""
         scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)
+        check_candidates(scores.shape[1], num_nodes)
         chosen = scores.topk(num_nodes - 1, dim=-1).indices.sort(-1).values
         nodes = torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), 1)
         no_parent = chosen.new_full((len(chosen), 1), -1)

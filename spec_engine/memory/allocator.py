@@ -5,7 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kvcanary.invariants import DoubleFreeError, PageLeakError, PoolExhaustedError
+from kvcanary.invariants import (
+    check_pages_add_up,
+    check_pages_available,
+    check_pages_freed,
+    check_pages_granted,
+)
 
 
 class PageAllocator:
@@ -21,26 +26,23 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` pages; PoolExhaustedError, with nothing taken, when fewer are free."""
-        if count > len(self._free):
-            raise PoolExhaustedError(
-                f"{count} pages needed, {len(self._free)} of {self.num_pages} free: raise max_total_tokens "
-                "or lower max_running_requests"
-            )
+        """Take ``count`` pages; PoolExhaustedError, with nothing taken, when fewer are free.
+
+        PageAliasError, NullPageError or PoolSizeError where the free list holds a page that is not free to give.
+        """
+        check_pages_available(count, len(self._free), self.num_pages)
         pages = [heapq.heappop(self._free) for _ in range(count)]
+        check_pages_granted(pages, self._taken, self.num_pages)
         self._taken.update(pages)
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
         """Give pages back; DoubleFreeError, with nothing freed, when one of them is not taken or named twice."""
-        stray = [page for page in pages if page not in self._taken]
-        if stray or len(set(pages)) != len(pages):
-            raise DoubleFreeError(f"pages {list(pages)} freed, but {stray or 'some of them twice'} not allocated")
+        check_pages_freed(pages, self._taken)
         self._taken.difference_update(pages)
         for page in pages:
             heapq.heappush(self._free, page)
 
     def check_accounting(self, owned: int) -> None:
         """PageLeakError unless free pages plus the ``owned`` pages of live requests are the whole pool."""
-        if len(self._free) + owned != self.num_pages:
-            raise PageLeakError(f"{len(self._free)} pages free + {owned} owned by requests != {self.num_pages} in all")
+        check_pages_add_up(len(self._free), owned, self.num_pages)

@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import torch
 
-from kvcanary.invariants import RowOverflowError
+from kvcanary.invariants import (
+    check_flat_indices,
+    check_row_continues,
+    check_row_fits,
+    check_row_held,
+    check_rows_available,
+)
 
 
 class RequestTable:
     """``table [rows + 1, width] int64``: ``table[row, p]`` is the slot of logical position p."""
 
     def __init__(self, num_rows: int, width: int, page_size: int, device: torch.device) -> None:
+        check_flat_indices("request table", num_rows + 1, width)
         self.width = width
         self.page_size = page_size
         self.table = torch.zeros(num_rows + 1, width, dtype=torch.int64, device=device)
         self._free_rows = list(range(num_rows, 0, -1))
+        self._filled = [0] * (num_rows + 1)  # columns of each row that have slots
         self._offsets = torch.arange(page_size, device=device)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that requests may hold; row 0 is one more."""
+        return len(self._filled) - 1
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
     def acquire(self) -> int:
-        """A row that nobody uses."""
+        """A row that nobody uses; RowsExhaustedError when there is none."""
+        check_rows_available(len(self._free_rows), self.num_rows)
         return self._free_rows.pop()
 
     def append_pages(self, row: int, start: int, pages: list[int]) -> None:
-        """Write the slots of ``pages`` at columns [start, start + len(pages) * P); ``start`` is page aligned."""
+        """Write the slots of ``pages`` at columns [start, start + len(pages) * P); ``start`` is where the row ends."""
         end = start + len(pages) * self.page_size
-        if end > self.width:
-            raise RowOverflowError(
-                f"row {row} needs columns [{start}, {end}), its width is {self.width}: "
-                f"{len(pages)} pages of {self.page_size} slots do not fit"
-            )
+        check_row_held(row, self._free_rows, self.num_rows)
+        check_row_fits(row, start, end, self.width, self.page_size)
+        check_row_continues(row, start, self._filled[row], self.page_size)
         first_slots = torch.tensor(pages, device=self.table.device) * self.page_size
+        self._filled[row] = end
         self.table[row, start:end] = (first_slots[:, None] + self._offsets).flatten()
 
     def release(self, row: int) -> None:
-        """Clear a row and hand it to the next request."""
+        """Clear a row and hand it to the next request; RowOwnershipError when nobody holds it."""
+        check_row_held(row, self._free_rows, self.num_rows)
+        self._filled[row] = 0
         self.table[row].zero_()
         self._free_rows.append(row)

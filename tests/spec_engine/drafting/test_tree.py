@@ -1,7 +1,9 @@
 """Selection, reselection and tree shape, against a tree worked out by hand."""
 
+import pytest
 import torch
 
+from kvcanary.invariants import TreeShapeError
 from spec_engine.drafting.tree import TreeGrowth, ancestor_mask, build_tree
 from spec_engine.verify import Accepted, accept
 
@@ -62,3 +64,29 @@ def test_ancestor_mask_is_bounded_on_a_cycle():
     mask = ancestor_mask(torch.tensor([[-1, 2, 1]]), 4)
     assert mask.shape == (1, 3, 3)
     assert not mask[0, 1:, 0].any()
+
+
+def test_accept_refuses_siblings_with_one_token():
+    """Two children that both are what the target chose are no path: their tree is biased."""
+    chosen = torch.tensor([[0, 1]])
+    tree = build_tree(torch.tensor([[9, 10, 10]]), chosen, torch.tensor([[-1, 0, 1]]), 2, 2)
+    with pytest.raises(TreeShapeError, match=r"req-7: accepted nodes \[0, 1, 2\] are no path from the root"):
+        accept(tree, torch.tensor([[10, 11, 12]]), ("req-7",))
+
+
+def test_accept_refuses_parents_outside_of_the_tree():
+    """A parent beyond the tree is named before it is used as an index."""
+    _, tree = grown_tree()
+    tree.parents[1, 2] = 9
+    with pytest.raises(
+        TreeShapeError, match=r"request 1 of the batch: node 2 of 4 has parent 9, must lie in \[-1, 2\)"
+    ):
+        accept(tree, torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_finish_refuses_more_nodes_than_candidates():
+    """One step of two proposals makes a tree of three nodes at most."""
+    growth = TreeGrowth(2)
+    growth.add(torch.tensor([[[0.6, 0.3]]]), torch.tensor([[[10, 11]]]))
+    with pytest.raises(TreeShapeError, match="a tree of 4 nodes needs 3 candidates beside its root, has 2"):
+        growth.finish(torch.tensor([9]), 4)

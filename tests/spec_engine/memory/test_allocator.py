@@ -2,7 +2,14 @@
 
 import pytest
 
-from kvcanary.invariants import DoubleFreeError, PageLeakError, PoolExhaustedError
+from kvcanary.invariants import (
+    DoubleFreeError,
+    NullPageError,
+    PageAliasError,
+    PageLeakError,
+    PoolExhaustedError,
+    PoolSizeError,
+)
 from spec_engine.memory.allocator import PageAllocator
 
 
@@ -40,3 +47,20 @@ def test_check_accounting_sees_a_page_that_nobody_owns():
     allocator.check_accounting(owned=2)
     with pytest.raises(PageLeakError, match="1 pages free \\+ 1 owned by requests != 3"):
         allocator.check_accounting(owned=1)
+
+
+@pytest.mark.parametrize(
+    ("free", "error", "words"),
+    [
+        ([1, 3], PageAliasError, r"page 1 handed out with \[1\], but it is one of 1 taken"),
+        ([0, 3], NullPageError, r"page 0 handed out with \[0\]"),
+        ([7, 9], PoolSizeError, r"page 7 handed out with \[7\], the pool has pages 1 to 3"),
+    ],
+)
+def test_allocate_refuses_a_page_that_is_not_its_own_to_give(free, error, words):
+    """A free list that holds a taken page, the null page or one beyond the pool is found before anyone writes there."""
+    allocator = PageAllocator(3)
+    allocator.allocate(1)
+    allocator._free = free
+    with pytest.raises(error, match=words):
+        allocator.allocate(1)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from kvcanary.invariants import RowOverflowError
+from kvcanary.invariants import (
+    IndexOverflowError,
+    NullPageError,
+    RowGapError,
+    RowOverflowError,
+    RowOwnershipError,
+    RowsExhaustedError,
+)
 from spec_engine.memory.request_table import RequestTable
 
 
@@ -36,3 +43,41 @@ def test_release_clears_the_row():
     rows.release(row)
     assert not rows.table.any()
     assert {rows.acquire(), rows.acquire()} == {1, 2}
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_append_pages_refuses_to_skip_or_to_overwrite_columns(start):
+    """Pages continue the row where it ends: a page that the caller forgot or counts twice moves every slot after it."""
+    rows = table()
+    row = rows.acquire()
+    rows.append_pages(row, 0, [2])
+    with pytest.raises(RowGapError, match=f"filled to column 4, pages of 4 slots appended at column {start}"):
+        rows.append_pages(row, start, [1])
+    assert rows.table[row, 4:].tolist() == [0] * 6
+
+
+def test_rows_are_released_once_and_never_padding():
+    """A second release would hand one row to two requests; row 0 belongs to padding."""
+    rows = table()
+    row = rows.acquire()
+    rows.release(row)
+    with pytest.raises(RowOwnershipError, match=f"row {row} of 1 to 2 used, but no request holds it"):
+        rows.release(row)
+    with pytest.raises(NullPageError, match="row 0 used for a request"):
+        rows.append_pages(0, 0, [1])
+    assert rows.num_free_rows == 2
+
+
+def test_acquire_says_when_no_row_is_left():
+    """More requests than rows is a typed error with the number of rows."""
+    rows = table()
+    rows.acquire()
+    rows.acquire()
+    with pytest.raises(RowsExhaustedError, match="0 of 2 free"):
+        rows.acquire()
+
+
+def test_a_table_beyond_32_bit_indices_is_refused_before_it_is_allocated():
+    """Row * width must fit into the signed 32-bit integers of kernels."""
+    with pytest.raises(IndexOverflowError, match=r"request table: 65537 rows \* 32768 columns = 2147516416"):
+        RequestTable(num_rows=1 << 16, width=1 << 15, page_size=16, device=torch.device("cpu"))

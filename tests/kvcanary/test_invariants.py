@@ -1,0 +1,422 @@
+"""Every always-on check: the broken rule is raised in these words, its clean twin passes, also under `python -O`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from kvcanary import KVCanaryError, invariants
+from kvcanary.invariants import InvariantError
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check with arguments that break its rule, and with arguments that just do not."""
+
+    check: Callable[..., None]
+    broken: tuple
+    clean: tuple
+    error: type[InvariantError]
+    words: str
+
+
+CASES = [
+    Case(
+        invariants.check_pages_available,
+        (3, 2, 7),
+        (2, 2, 7),
+        invariants.PoolExhaustedError,
+        "3 pages needed, 2 of 7 free: raise max_total_tokens or lower max_running_requests",
+    ),
+    Case(
+        invariants.check_pages_granted,
+        ([4, 5], {5, 6}, 9),
+        ([4, 7], {5, 6}, 9),
+        invariants.PageAliasError,
+        "page 5 handed out with [4, 5], but it is one of 2 taken",
+    ),
+    Case(
+        invariants.check_pages_granted,
+        ([4, 4], set(), 9),
+        ([4], set(), 9),
+        invariants.PageAliasError,
+        "pages [4, 4] handed out, 2 in all, but 1 different",
+    ),
+    Case(
+        invariants.check_pages_granted,
+        ([0, 1], set(), 9),
+        ([1], set(), 9),
+        invariants.NullPageError,
+        "page 0 handed out with [0, 1], it is padding's: pages are 1 to 9",
+    ),
+    Case(
+        invariants.check_pages_granted,
+        ([10], set(), 9),
+        ([9], set(), 9),
+        invariants.PoolSizeError,
+        "page 10 handed out with [10], the pool has pages 1 to 9",
+    ),
+    Case(
+        invariants.check_pages_freed,
+        ([4, 5], {4}),
+        ([4], {4}),
+        invariants.DoubleFreeError,
+        "pages [4, 5] freed, but [5] not allocated",
+    ),
+    Case(
+        invariants.check_pages_freed,
+        ([4, 4], {4}),
+        ([], {4}),
+        invariants.DoubleFreeError,
+        "pages [4, 4] freed, but some of them twice not allocated",
+    ),
+    Case(
+        invariants.check_pages_add_up,
+        (5, 2, 9),
+        (5, 4, 9),
+        invariants.PageLeakError,
+        "5 pages free + 2 owned by requests != 9 in all: 2 leaked",
+    ),
+    Case(
+        invariants.check_pages_add_up,
+        (6, 4, 9),
+        (9, 0, 9),
+        invariants.PageLeakError,
+        "6 pages free + 4 owned by requests != 9 in all: 1 counted twice",
+    ),
+    Case(
+        invariants.check_pool_slots,
+        ("target", 36, 9, 4),
+        ("target", 40, 9, 4),
+        invariants.PoolSizeError,
+        "pool 'target' has 36 slots, 9 pages and the null page of 4 slots need 40",
+    ),
+    Case(
+        invariants.check_page_sizes,
+        ({"scheduler": 16, "pool 'draft'": 4},),
+        ({"scheduler": 16, "pool 'draft'": 16},),
+        invariants.PageSizeError,
+        "page_size must be one, got scheduler 16, pool 'draft' 4: pass the same to all",
+    ),
+    Case(
+        invariants.check_reserve,
+        (19, 1, 4, 16),
+        (20, 1, 4, 16),
+        invariants.ReserveError,
+        "reserve 19 < lag 1 * max_accept 4 + alloc_len 16 = 20: size it by the longest draft",
+    ),
+    Case(
+        invariants.check_flat_indices,
+        ("request table", 1 << 14, 1 << 17),
+        ("request table", (1 << 14) - 1, 1 << 17),
+        invariants.IndexOverflowError,
+        "request table: 16384 rows * 131072 columns = 2147483648 must be below 2147483648: "
+        "lower max_running_requests, topk or context_length",
+    ),
+    Case(
+        invariants.check_estimate,
+        ("req-3", 7, 7, 16, 4, 9),
+        ("req-3", 6, 7, 16, 4, 6),
+        invariants.EstimateError,
+        "req-3 owns 7 pages, committed 7 + reserve 16 slots at page_size 4 need 6",
+    ),
+    Case(
+        invariants.check_estimate,
+        ("req-3", 6, 7, 16, 4, 5),
+        ("req-3", 5, 1, 16, 4, 5),
+        invariants.EstimateError,
+        "req-3 owns 6 pages, it was admitted for 5 of 4 slots at most",
+    ),
+    Case(
+        invariants.check_lengths,
+        ("req-3", 17, 16, 40),
+        ("req-3", 16, 16, 40),
+        invariants.LengthOrderError,
+        "req-3: 0 <= committed 17 <= allocated 16 <= row width 40 is broken",
+    ),
+    Case(
+        invariants.check_lengths,
+        ("req-3", 17, 44, 40),
+        ("req-3", 0, 40, 40),
+        invariants.LengthOrderError,
+        "req-3: 0 <= committed 17 <= allocated 44 <= row width 40 is broken",
+    ),
+    Case(
+        invariants.check_rows_available,
+        (0, 8),
+        (1, 8),
+        invariants.RowsExhaustedError,
+        "1 row needed, 0 of 8 free: more requests run than max_running_requests",
+    ),
+    Case(
+        invariants.check_row_held,
+        (2, [2, 1], 8),
+        (3, [2, 1], 8),
+        invariants.RowOwnershipError,
+        "row 2 of 1 to 8 used, but no request holds it",
+    ),
+    Case(
+        invariants.check_row_held,
+        (9, [], 8),
+        (8, [], 8),
+        invariants.RowOwnershipError,
+        "row 9 of 1 to 8 used, but no request holds it",
+    ),
+    Case(
+        invariants.check_row_held,
+        (0, [], 8),
+        (1, [], 8),
+        invariants.NullPageError,
+        "row 0 used for a request, it is padding's: rows begin at 1",
+    ),
+    Case(
+        invariants.check_row_fits,
+        (2, 8, 16, 15, 4),
+        (2, 8, 16, 16, 4),
+        invariants.RowOverflowError,
+        "row 2 needs columns [8, 16), its width is 15: 2 pages of 4 slots do not fit",
+    ),
+    Case(
+        invariants.check_row_continues,
+        (2, 12, 8, 4),
+        (2, 8, 8, 4),
+        invariants.RowGapError,
+        "row 2 is filled to column 8, pages of 4 slots appended at column 12",
+    ),
+    Case(
+        invariants.check_row_continues,
+        (2, 6, 6, 4),
+        (2, 0, 0, 4),
+        invariants.RowGapError,
+        "row 2 is filled to column 6, pages of 4 slots appended at column 6",
+    ),
+    Case(
+        invariants.check_rows_distinct,
+        (["req-0", "req-3"], [2, 2]),
+        (["req-0", "req-3"], [2, 1]),
+        invariants.RowOwnershipError,
+        "2 requests of a batch need 2 rows of their own, got req-0 row 2, req-3 row 2",
+    ),
+    Case(
+        invariants.check_rows_distinct,
+        (["req-0"], [0]),
+        (["req-0"], [1]),
+        invariants.NullPageError,
+        "req-0 uses row 0, it is padding's: rows begin at 1",
+    ),
+    Case(
+        invariants.check_index_lengths,
+        ("draft[1] of pool 'draft'", "kv_indices", 33, [16, 18]),
+        ("draft[1] of pool 'draft'", "kv_indices", 34, [16, 18]),
+        invariants.IndexLengthError,
+        "draft[1] of pool 'draft': kv_indices has 33 entries, its rows' lengths [16, 18] add to 34",
+    ),
+    Case(
+        invariants.check_chunk,
+        ("req-3", 8, 16, 7, 20),
+        ("req-3", 8, 16, 8, 20),
+        invariants.ChunkError,
+        "req-3: chunk [8, 16) must begin at the committed length 7 and end within the prompt of 20 tokens",
+    ),
+    Case(
+        invariants.check_chunk,
+        ("req-3", 8, 21, 8, 20),
+        ("req-3", 8, 20, 8, 20),
+        invariants.ChunkError,
+        "req-3: chunk [8, 21) must begin at the committed length 8 and end within the prompt of 20 tokens",
+    ),
+    Case(
+        invariants.check_chunk_feed,
+        ("req-3", 2, [13, 99], [10, 11, 12, 13, 14]),
+        ("req-3", 2, [13, 14], [10, 11, 12, 13, 14]),
+        invariants.ChunkError,
+        "req-3: draft position 3 is fed token 99, the prompt has 14 there",
+    ),
+    Case(
+        invariants.check_chunk_feed,
+        ("req-3", 2, [98, 14, 99], [10, 11, 12, 13, 14]),
+        ("req-3", 2, [13, 14, 99], [10, 11, 12, 13, 14]),
+        invariants.ChunkError,
+        "req-3: draft position 2 is fed token 98, the prompt has 13 there",
+    ),
+    Case(
+        invariants.check_commit,
+        ("req-3", 20, 25, 4),
+        ("req-3", 20, 24, 4),
+        invariants.CommitError,
+        "req-3: committed length goes from 20 to 25, a step commits 1 to 4 tokens",
+    ),
+    Case(
+        invariants.check_commit,
+        ("req-3", 20, 20, 4),
+        ("req-3", 20, 21, 4),
+        invariants.CommitError,
+        "req-3: committed length goes from 20 to 20, a step commits 1 to 4 tokens",
+    ),
+    Case(
+        invariants.check_known_tokens,
+        ("req-3", 25, 20, 5, False),
+        ("req-3", 24, 20, 5, False),
+        invariants.CommitError,
+        "req-3: prompt 20 + output 5 - committed 25 = 0 tokens pending, must be exactly 1",
+    ),
+    Case(
+        invariants.check_known_tokens,
+        ("req-3", 26, 20, 5, True),
+        ("req-3", 25, 20, 5, True),
+        invariants.CommitError,
+        "req-3: prompt 20 + output 5 - committed 26 = -1 tokens pending, must be at least 0",
+    ),
+    Case(
+        invariants.check_known_tokens,
+        ("req-3", 20, 20, 0, False),
+        ("req-3", 8, 20, 0, False),
+        invariants.CommitError,
+        "req-3: prompt 20 + output 0 - committed 20 = 0 tokens pending, must be at least 1",
+    ),
+    Case(
+        invariants.check_running,
+        ("req-3", False, 2),
+        ("req-3", True, 2),
+        invariants.NotRunningError,
+        "req-3 finished, but it is none of the 2 running requests",
+    ),
+    Case(
+        invariants.check_branch_shape,
+        ([2, 5, 4], 2, 4, 5),
+        ([2, 4, 5], 2, 4, 5),
+        invariants.BranchLayoutError,
+        "branch slots are [2, 5, 4], 2 requests with topk 4 and num_steps 5 need [2, 4, 5]",
+    ),
+    Case(
+        invariants.check_branches,
+        ("req-3", 7, 8, 2, 3, 17),
+        ("req-3", 7, 8, 2, 3, 18),
+        invariants.BranchLayoutError,
+        "req-3: 2 branches of 3 slots from 7, 8 apart, end at 18: they must not overlap and end by 17, "
+        "what is allocated",
+    ),
+    Case(
+        invariants.check_branches,
+        ("req-3", 7, 2, 2, 3, 40),
+        ("req-3", 7, 3, 2, 3, 40),
+        invariants.BranchLayoutError,
+        "req-3: 2 branches of 3 slots from 7, 2 apart, end at 12: they must not overlap and end by 40, "
+        "what is allocated",
+    ),
+    Case(
+        invariants.check_window,
+        ("req-3", 7, 4, 10),
+        ("req-3", 7, 4, 11),
+        invariants.BranchLayoutError,
+        "req-3: verify window [7, 11) of 4 nodes ends beyond the 10 slots that are allocated",
+    ),
+    Case(
+        invariants.check_relay,
+        ("req-3", 2, 20, ("req-1", 20)),
+        ("req-3", 2, 20, ("req-3", 20)),
+        invariants.RelayError,
+        "req-3 drafts at length 20, but the proposals of row 2 are those of req-1 at length 20",
+    ),
+    Case(
+        invariants.check_relay,
+        ("req-3", 2, 20, None),
+        ("req-3", 2, 21, ("req-3", 21)),
+        invariants.RelayError,
+        "req-3 drafts at length 20, but the proposals of row 2 are nobody's",
+    ),
+    Case(
+        invariants.check_candidates,
+        (4, 6),
+        (4, 5),
+        invariants.TreeShapeError,
+        "a tree of 6 nodes needs 5 candidates beside its root, has 4: "
+        "lower num_draft_tokens, or raise topk or num_steps",
+    ),
+    Case(
+        invariants.check_parents,
+        ("req-3", [-1, 0, 2, 1]),
+        ("req-3", [-1, 0, -1, 1]),
+        invariants.TreeShapeError,
+        "req-3: node 2 of 4 has parent 2, must lie in [-1, 2); all parents are [-1, 0, 2, 1]",
+    ),
+    Case(
+        invariants.check_parents,
+        ("req-3", [0, 0]),
+        ("req-3", [-1, 0]),
+        invariants.TreeShapeError,
+        "req-3: node 0 of 2 has parent 0, must lie in [-1, 0); all parents are [0, 0]",
+    ),
+    Case(
+        invariants.check_path,
+        ("req-3", [0, 1, 2], [-1, 0, 0]),
+        ("req-3", [0, 2], [-1, 0, 0]),
+        invariants.TreeShapeError,
+        "req-3: accepted nodes [0, 1, 2] are no path from the root, their parents are [-1, 0, 0]",
+    ),
+    Case(
+        invariants.check_path,
+        ("req-3", [], [-1, 0]),
+        ("req-3", [0], [-1, 0]),
+        invariants.TreeShapeError,
+        "req-3: accepted nodes [] are no path from the root, their parents are []",
+    ),
+]
+NAMES = [f"{entry.check.__name__}-{number}" for number, entry in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("entry", CASES, ids=NAMES)
+def test_a_broken_rule_is_raised_in_these_words(entry):
+    """Both sides of the equation, whose it is and the settings stand in the message, and the type is the rule's."""
+    with pytest.raises(InvariantError) as caught:
+        entry.check(*entry.broken)
+    assert type(caught.value) is entry.error
+    assert str(caught.value) == entry.words
+    assert isinstance(caught.value, KVCanaryError)
+    assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("entry", CASES, ids=NAMES)
+def test_its_clean_twin_passes(entry):
+    """The same check at the edge of what is allowed says nothing."""
+    assert entry.check(*entry.clean) is None
+
+
+def test_every_check_and_every_error_has_a_case():
+    """No check and no type is without its words here."""
+    checks = {name for name, value in vars(invariants).items() if name.startswith("check_") and callable(value)}
+    errors = {v for v in vars(invariants).values() if inspect.isclass(v) and issubclass(v, InvariantError)}
+    assert {entry.check.__name__ for entry in CASES} == checks
+    assert {entry.error for entry in CASES} == errors - {InvariantError}
+
+
+def test_no_message_ends_with_a_full_stop():
+    """One sentence, and its numbers last."""
+    assert [entry.words for entry in CASES if re.search(r"[.\s]$", entry.words)] == []
+
+
+def raised(cases: list[Case]) -> list[str]:
+    """The words of the errors that these cases raise."""
+    found = []
+    for entry in cases:
+        try:
+            entry.check(*entry.broken)
+        except InvariantError as error:
+            found.append(str(error))
+    return found
+
+
+def test_checks_are_on_without_asserts():
+    """`python -O` drops every assert, and no check: the same words come out of such an interpreter."""
+    script = (
+        "import runpy\nassert False, 'this interpreter keeps asserts'\n"
+        f"test = runpy.run_path({__file__!r})\nprint(*test['raised'](test['CASES']), sep='\\n')"
+    )
+    child = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, check=True)
+    assert child.stdout.splitlines() == [entry.words for entry in CASES]
