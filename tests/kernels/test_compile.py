@@ -10,12 +10,15 @@ PROGRAM = r"""
 import importlib, pkgutil
 import kvcanary_kernels
 import triton
+from kvcanary_kernels.rows import Piece
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_indices", "max_depth", "layers_per_program"}
 NUMBERS |= {"page_size", "null_slots", "pool_id"}
-CONSTEXPRS = {"K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128}  # the flags: True
+DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
+HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
+CONSTEXPRS = {"WORDS": 22, "PIECES": (DENSE, HEADS), "BLOCK_N": 128}  # the flags: True
 
 def type_of(name):
     if name in NUMBERS or name.endswith("_stride"):
