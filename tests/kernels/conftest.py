@@ -124,7 +124,7 @@ def lay_out() -> Callable[..., tuple]:
     nhd_pages:   [pages, 2, page_size, heads, dim]
     hnd:         [pages, heads, page_size, dim]
     hnd_fused:   [pages, 2, heads, page_size, dim], scales as a view of [slots, heads]
-    heads_of_kv: [slots, heads, 2, dim], as HND in pages of one slot
+    hnd_sides:   [pages, heads, page_size, 2, dim]: K and V of a head side by side
     """
 
     def arrange(content: Content, layout: str, page_size: int) -> tuple:
@@ -137,8 +137,6 @@ def lay_out() -> Callable[..., tuple]:
                 return *_fused(k, v, 1), {"extras": extras}
             k, v, *extras = [[t.view(-1, page_size, *t.shape[1:]) for t in part] for part in (k, v, *extras)]
             return *_fused(k, v, 1), {"page_size": page_size, "extras": extras}
-        if layout == "heads_of_kv":
-            page_size = 1
         k, v = _heads_first(k, page_size), _heads_first(v, page_size)
         if layout == "hnd_fused":
             extras = [[t.view(-1, page_size, t.shape[1]).transpose(1, 2) for t in extra] for extra in extras]

@@ -14,7 +14,7 @@ from kvcanary_kernels.rows import PoolRows, pool_rows
 
 MASK = 2**64 - 1
 POISON = -77
-LAYOUTS = ["nhd", "nhd_fused", "nhd_pages", "hnd", "hnd_fused", "heads_of_kv"]
+LAYOUTS = ["nhd", "nhd_fused", "nhd_pages", "hnd", "hnd_fused", "hnd_sides"]
 both = pytest.mark.parametrize("operation", [fingerprint, fingerprint_torch], ids=["triton", "torch"])
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -134,7 +134,7 @@ def test_lanes_of_every_slot(layout: str, page_size: int, extras: int, make_cont
 
 
 @pytest.mark.parametrize("operation", [check_content, check_content_torch], ids=["triton", "torch"])
-@pytest.mark.parametrize("layout", ["nhd_pages", "hnd", "hnd_fused", "heads_of_kv"])
+@pytest.mark.parametrize("layout", ["nhd_pages", "hnd", "hnd_fused", "hnd_sides"])
 def test_check_content_names_the_layer_of_one_bit_in_any_layout(operation, layout: str, make_content, lay_out) -> None:
     """A bit in one head of K, of V or of a scale is the slot's own, and no neighbour's in its page."""
     k, v, options = lay_out(make_content(12, extras=2), layout, 4)
@@ -145,8 +145,6 @@ def test_check_content_names_the_layer_of_one_bit_in_any_layout(operation, layou
     scale = options["extras"][1][1]
     if options.get("layout") != "HND":
         changed = [k[0][2, 1, 2], v[1][1, 0, 0], scale[0, 3]]
-    elif layout == "heads_of_kv":
-        changed = [k[0][9, 2, 0], v[1][4, 0, 0], scale[3, :, 0]]
     else:
         changed = [k[0][2, 2, 1], v[1][1, 0, 0], scale[0, :, 3]]
     for part in changed:
@@ -159,7 +157,7 @@ def test_check_content_names_the_layer_of_one_bit_in_any_layout(operation, layou
 
 @pytest.mark.parametrize(
     ("layout", "page_size", "runs"),
-    [("nhd", 4, 1), ("nhd_fused", 4, 1), ("nhd_pages", 4, 1), ("hnd", 1, 1), ("hnd", 4, 3), ("heads_of_kv", 4, 3)],
+    [("nhd", 4, 1), ("nhd_fused", 4, 1), ("nhd_pages", 4, 1), ("hnd", 1, 1), ("hnd", 4, 3), ("hnd_sides", 4, 3)],
 )
 def test_dense_rows_are_one_run(layout: str, page_size: int, runs: int, make_content, lay_out) -> None:
     """Kernels read a dense row whole; only heads that lie apart are read apart."""
