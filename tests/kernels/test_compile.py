@@ -14,13 +14,15 @@ from kvcanary_kernels.rows import Piece
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_indices", "max_depth", "layers_per_program"}
+NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_indices", "max_depth", "layer", "layers_per_program"}
 NUMBERS |= {"page_size", "null_slots", "pool_id"}
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
 CONSTEXPRS = {"WORDS": 22, "PIECES": (DENSE, HEADS), "BLOCK_N": 128}  # the flags: True
 
 def type_of(name):
+    if name in ("values", "value_strides"):
+        return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
     return "*i32" if name in ("key_a", "key_b") else "*i64"
@@ -58,6 +60,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path) -> None:
         "_finish_kernel",
         "_put_kernel",
         "_seal_kernel",
+        "_store_kernel",
         "_take_kernel",
         "_verify_kernel",
     ]
@@ -69,7 +72,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import chain, content, finish, fingerprint, move, seal, verify
+from kvcanary_kernels import chain, content, finish, fingerprint, move, seal, store, verify
 from kvcanary_kernels.record import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])
