@@ -82,6 +82,9 @@ class PoolRows:
 
     def scatter_layer(self, layer: int, slots: Tensor, words: Tensor) -> None:
         """Overwrite the rows of valid, distinct slots in one layer with words [n, words_per_row] int32."""
+        if self.fused is not None:
+            self.fused[layer].index_copy_(0, slots, words.view(-1, *self.fused.shape[2:]))
+            return
         for views, piece in zip(self.parts, self.pieces, strict=True):
             part = words[:, piece.first : piece.first + piece.words]
             view = views[layer]
@@ -133,7 +136,10 @@ def pool_rows(
 
 def dense_words(values: Tensor, name: str) -> Tensor:
     """[n, words] int32 view of values [n, ...] whose rows are dense, whole, aligned words; any row stride."""
-    return _words(_dense(values[:, None, None], 3, name), name)[:, 0, 0]
+    try:
+        return values.view(values.shape[0], values.shape[1:].numel()).view(torch.int32)
+    except RuntimeError:  # refused with the reason, or one row of any stride
+        return _words(_dense(values[:, None, None], 3, name), name)[:, 0, 0]
 
 
 def _pieces(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Piece, ...]:

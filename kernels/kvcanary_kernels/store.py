@@ -41,8 +41,9 @@ def store(
     """Write values into the rows of `slots` in one layer, with lane a, their part of lane b and the layer's bit.
 
     After every layer was stored once since `seal`, the records are what `fingerprint` and `finish` would have made
-    them. May be captured. A layer that is stored again is reported, and the new values stay, in the bytes and in both
-    lanes; of entries that share a slot the last one does in the reference, any of them (W4) on a GPU.
+    them. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes and both lanes
+    are those of the new values. Entries of one call that share a slot are taken in order by the reference; on a GPU
+    they race, and then only the report is certain, one for each entry beyond the first.
 
     slots:     [n] int64; a slot outside the pool is refused, nothing is written for it
     k, v:      [n, ...] values, each row dense in the pool's element size, any row stride; v None for latent rows
@@ -235,9 +236,10 @@ def _lanes(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
     """Lane a with its starting constant and this layer's part of lane b of rows [n, words_per_row] int32."""
     chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
     columns = keys.pieces[layer : layer + 1]
-    parts = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
-    sums, pieces = torch.cat(parts), columns.shape[2] // 2
-    return join(sums[:, :pieces], keys).add_(keys.start_a[layer]), join(sums[:, pieces:], keys)
+    sums = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
+    both = torch.cat(sums) if len(sums) > 1 else sums[0]
+    lane_a, lane_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
+    return lane_a + keys.start_a[layer], lane_b
 
 
 def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -264,6 +264,18 @@ def test_store_takes_other_types_of_the_same_size(operation, make, make_content,
 
 
 @both
+def test_store_of_one_row_takes_any_stride(operation, make, make_content, lay_out) -> None:
+    """The stride of a dimension of one means nothing, and need not be whole words."""
+    pool, values = make(), make_content(1, seed=1)
+    odd = torch.zeros(99, dtype=torch.bfloat16, device=pool.records.device).as_strided((1, 3, 8), (49, 8, 1))
+    values.k[0] = odd.copy_(values.k[0])
+    twice = torch.full((1,), POISON, device=odd.device)
+    tables = {"keys": pool.keys, "records": pool.records, "content_a": pool.content_a, "twice": twice}
+    operation(pool.rows, 0, torch.tensor([4], device=odd.device), odd, values.v[0], **tables)
+    check(pool, [4], values, [0], lay_out, "nhd_fused", 4)
+
+
+@both
 def test_store_refuses_what_does_not_fit(operation, make, make_content) -> None:
     """Each refusal shows what was wanted and what came, and nothing has been written."""
     pool, values = make(), make_content(2, seed=1)
@@ -279,6 +291,8 @@ def test_store_refuses_what_does_not_fit(operation, make, make_content) -> None:
     refused(r"v must be .* 2 an element, got \[2, 3, 4\] torch.float32", v=v.view(torch.float32))
     refused(r"v must be .*got \[1, 3, 8\]", v=v[:1])
     refused(r"k rows must be dense, got strides", k.transpose(1, 2).contiguous().transpose(1, 2))
+    odd = torch.zeros(2, 25, dtype=torch.bfloat16, device=slots.device)[:, :24].view(2, 3, 8)
+    refused("k rows must be whole aligned 32-bit words, got 48 bytes at strides of .50. bytes", odd)
     refused(r"the pool's rows have 2 pieces, got 1: k", v=None)
     refused(r"the pool's rows have 2 pieces, got 3: k, v, extras\[0\]", extras=[k])
     refused("layer must be 0 to 1, got 2", layer=2)
