@@ -176,6 +176,18 @@ def test_pages_that_follow_each_other_are_plain_slots(device: str) -> None:
     assert latent.fused.shape == (2, 15, 1, 8)
 
 
+@both
+@pytest.mark.parametrize(("k", "v"), [((0, 1, 3), (2, 4, 5)), ((0, 2, 4), (1, 3, 5)), ((0, 2, 4), (1, 5, 3))], ids=str)
+def test_layers_of_one_storage_in_any_order(operation, k: tuple, v: tuple, make_content) -> None:
+    """One step for all rows only where every layer of K and of V keeps it."""
+    content = make_content(4, layers=6)
+    pool = torch.stack(content.k)
+    content.k, content.v = ([content.k[i] for i in order] for order in (k, v))
+    rows = pool_rows([pool[i] for i in k], [pool[i] for i in v])
+    assert (rows.fused is not None) == (v == (1, 3, 5))
+    assert lanes(operation, rows, [3, 0], keys_of(rows)) == oracle(content, [3, 0], keys_of(rows))
+
+
 def test_rows_shows_dense_rows_alone(device: str) -> None:
     """K and V as [num_slots, words] where they are that, and a refusal where a head would pass for a row."""
     pages = torch.zeros(2, 3, 4, 8, device=device)
