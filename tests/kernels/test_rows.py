@@ -120,11 +120,10 @@ def test_lanes_of_large_pages_and_rows(operation, layout: str, page_size: int, d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 512])
-@pytest.mark.parametrize("extras", [0, 2])
-def test_lanes_of_every_slot(layout: str, page_size: int, extras: int, make_content, lay_out) -> None:
+@pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 64, 512])
+def test_lanes_of_every_slot(layout: str, page_size: int, make_content, lay_out) -> None:
     """All slots of a pool of two pages, kernel against reference and reference against plain integers."""
-    content = make_content(2 * page_size, extras=extras, layers=1)
+    content = make_content(2 * page_size, extras=2, layers=1)
     k, v, options = lay_out(content, layout, page_size)
     rows = pool_rows(k, v, **options)
     slots, keys = list(range(rows.num_slots)), keys_of(rows)

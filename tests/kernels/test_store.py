@@ -36,7 +36,7 @@ class Pool:
 
     def state(self) -> list:
         """Every byte of the pool's tensors, and both tables."""
-        parts = [t.contiguous().view(torch.uint8).tolist() for part in self.tensors for t in part]
+        parts = [t.flatten().view(torch.uint8).tolist() for part in self.tensors for t in part]
         return [parts, self.records.tolist(), self.content_a.tolist()]
 
 
@@ -97,8 +97,8 @@ def check(pool: Pool, slots: list[int], values, layers: list[int], lay_out, layo
         for layer in layers if part else ():
             part[layer][slots] = given[layer]
     k, v, arranged = lay_out(expected, layout, page_size)
-    bits = [[t.contiguous().view(torch.uint8).tolist() for t in part] for part in (k, v, *arranged["extras"])]
-    assert bits == [[t.contiguous().view(torch.uint8).tolist() for t in part] for part in pool.tensors]
+    bits = [[t.flatten().view(torch.uint8).tolist() for t in part] for part in (k, v, *arranged["extras"])]
+    assert bits == [[t.flatten().view(torch.uint8).tolist() for t in part] for part in pool.tensors]
     records, content_a = pool.records.tolist(), pool.content_a.tolist()
     bitmap = sum(1 << layer for layer in layers)
     for i, slot in enumerate(slots):
@@ -307,10 +307,9 @@ def test_store_refuses_what_does_not_fit(operation, make, make_content) -> None:
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("layout", ["nhd", "nhd_fused", "nhd_pages", "hnd", "hnd_fused", "hnd_sides"])
-@pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 64, 512])
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, torch.float32), (8, torch.float8_e5m2), (128, torch.bfloat16)])
 def test_store_of_every_other_slot(operation, layout: str, page_size: int, dtype, make, make_content, lay_out) -> None:
-    """Half of a pool's slots in one launch, in each layout, page size and element size."""
+    """Half of a pool's slots in one launch, in each layout, at some page and element sizes."""
     pool = make(2 * page_size, layout, page_size, dtype, extras=2)
     slots = list(range(2 * page_size))[::-2]
     values = make_content(len(slots), dtype, extras=2, seed=1)
