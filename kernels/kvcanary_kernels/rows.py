@@ -56,7 +56,7 @@ class PoolRows:
 
     @property
     def words_per_row(self) -> int:
-        return sum(piece.words for piece in self.pieces)
+        return self.pieces[-1].first + self.pieces[-1].words
 
     @property
     def k(self) -> tuple[Tensor, ...]:
