@@ -65,7 +65,7 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
     Da = key_a * d gives d = Da / key_a for each word; it fits where |d| < 2^32, key_b * d = Db and word - d is a word.
     """
     key_a, key_b = _unsigned(pool.keys.lane_a[layer]), _unsigned(pool.keys.lane_b[layer])
-    words = _unsigned(torch.cat((pool.rows.k[layer][slot], pool.rows.v[layer][slot])))
+    words = _unsigned(_words(pool, slot, layer))
     difference = _inverse(key_a) * differs_a
     old = words - difference
     fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference)
@@ -76,11 +76,11 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
 def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWord:
     """Where in the row a change of the bytes that lie in the pool now stands, and what it means."""
     view, rows, size = pool.view, pool.rows, pool.view.k[0].element_size()
-    part, row_words, number = "K", rows.k[change.layer][slot], change.number
-    if number >= rows.k_words:
-        part, row_words, number = "V", rows.v[change.layer][slot], number - rows.k_words
-    row = b"".join(_bytes(word) for word in row_words.tolist())
-    start = number * WORD_BYTES
+    in_v = change.number >= rows.pieces[1].first
+    part, piece = ("V", rows.pieces[1]) if in_v else ("K", rows.pieces[0])
+    words = _words(pool, slot, change.layer)[piece.first : piece.first + piece.words]
+    row = b"".join(_bytes(word) for word in words.tolist())
+    start = (change.number - piece.first) * WORD_BYTES
     old_row = row[:start] + _bytes(change.old) + row[start + WORD_BYTES :]
     first_byte = next(place for place in range(start, start + WORD_BYTES) if row[place] != old_row[place])
     element = first_byte // size
@@ -99,6 +99,11 @@ def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWo
         old_value=_number(old_row[bounds], view.dtype),
         new_value=_number(row[bounds], view.dtype),
     )
+
+
+def _words(pool: PoolState, slot: int, layer: int) -> Tensor:
+    """[words] int32: the row of one slot and layer."""
+    return pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))[0]
 
 
 def _unsigned(words: Tensor) -> Tensor:

@@ -98,9 +98,10 @@ def _the_change(pool: PoolState, slot: int, layer: int, fits: list[WordChange]) 
 
 
 def _write(pool: PoolState, slot: int, change: WordChange, word: int) -> None:
-    k_words, number = pool.rows.k_words, change.number
-    rows, number = (pool.rows.k, number) if number < k_words else (pool.rows.v, number - k_words)
-    rows[change.layer][slot, number] = word - (1 << 32) if word > MASK_32 >> 1 else word
+    slots = torch.tensor([slot], device=pool.records.device)
+    words = pool.rows.gather_layer(change.layer, slots)
+    words[0, change.number] = word - (1 << 32) if word > MASK_32 >> 1 else word
+    pool.rows.scatter_layer(change.layer, slots, words)
 
 
 def _refuse(pool: PoolState, slot: int, reason: str, why: str, remedy: str = RECOMPUTE) -> NoReturn:

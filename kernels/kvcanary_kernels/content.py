@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcanary_kernels.checks import expect_int64, expect_layered, live_indices
 from kvcanary_kernels.device import live_count, tl, triton
-from kvcanary_kernels.fingerprint import expect_keys, fingerprint_torch, row_lanes, word_block
+from kvcanary_kernels.fingerprint import expect_keys, fingerprint_torch, layer_lanes
 from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import PoolRows
 
@@ -35,8 +35,7 @@ def check_content(
     if n == 0:
         return
     _check_content_kernel[(n,)](
-        rows.k_ptrs,
-        rows.v_ptrs,
+        rows.ptrs,
         slots,
         keys.lane_a,
         keys.start_a,
@@ -46,12 +45,9 @@ def check_content(
         n,
         rows.num_slots,
         rows.num_layers,
-        rows.k_stride,
-        rows.v_stride,
         content_a.stride(0),
-        K_WORDS=rows.k_words,
-        V_WORDS=rows.v_words,
-        BLOCK_W=word_block(rows),
+        WORDS=rows.words_per_row,
+        PIECES=rows.pieces,
         HAS_LIVE=num_live is not None,
     )
 
@@ -78,8 +74,7 @@ def check_content_torch(
 
 @triton.jit(do_not_specialize=["n"])
 def _check_content_kernel(
-    k_ptrs,
-    v_ptrs,
+    ptrs,
     slots,
     key_a,
     start_a,
@@ -89,12 +84,9 @@ def _check_content_kernel(
     n,
     num_slots,
     num_layers,
-    k_stride,
-    v_stride,
     content_stride,
-    K_WORDS: tl.constexpr,
-    V_WORDS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
@@ -107,12 +99,9 @@ def _check_content_kernel(
     low = tl.zeros([], tl.int64)
     high = tl.zeros([], tl.int64)
     for i_layer in range(num_layers):
-        k_row = tl.load(k_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * k_stride
-        v_row = tl.load(v_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * v_stride
-        key = key_a + i_layer * (K_WORDS + V_WORDS)
-        k_lane, _ = row_lanes(k_row, key, key, K_WORDS, BLOCK_W, False)
-        v_lane, _ = row_lanes(v_row, key + K_WORDS, key, V_WORDS, BLOCK_W, False)
-        differs = (k_lane + v_lane + tl.load(start_a + i_layer) != tl.load(content)).to(tl.int64)
+        lane, _ = layer_lanes(ptrs + i_layer, num_layers, slot, key_a, key_a, PIECES, False)
+        differs = (lane + tl.load(start_a + i_layer) != tl.load(content)).to(tl.int64)
+        key_a += WORDS
         content += content_stride
         low |= tl.where(i_layer < 64, differs << (i_layer % 64), 0)
         high |= tl.where(i_layer < 64, 0, differs << (i_layer % 64))

@@ -38,8 +38,7 @@ def fingerprint(
         return
     layers_per_program = 1 if lane_b is None else rows.num_layers  # lane b is one sum over all layers
     _fingerprint_kernel[(n, rows.num_layers // layers_per_program)](
-        rows.k_ptrs,
-        rows.v_ptrs,
+        rows.ptrs,
         slots,
         keys.lane_a,
         keys.lane_b,
@@ -50,13 +49,11 @@ def fingerprint(
         slots if num_live is None else num_live,
         n,
         rows.num_slots,
-        rows.k_stride,
-        rows.v_stride,
+        rows.num_layers,
         lane_a.stride(0),
         layers_per_program,
-        K_WORDS=rows.k_words,
-        V_WORDS=rows.v_words,
-        BLOCK_W=word_block(rows),
+        WORDS=rows.words_per_row,
+        PIECES=rows.pieces,
         HAS_LANE_B=lane_b is not None,
         HAS_LIVE=num_live is not None,
     )
@@ -81,18 +78,16 @@ def fingerprint_torch(
     chunk = max(1, TEMPORARY_BYTES // (rows.num_layers * rows.words_per_row * 8))
     for start in range(0, n, chunk):
         part = slots[start : start + chunk]
-        words = rows.gather(part).view(torch.uint32).to(torch.float64)
-        sums = torch.bmm(words, columns).to(torch.int64)  # [layers, chunk, pieces of each lane], exact (record.py)
+        sums = keyed_sums(rows.gather(part), columns)
         where = slice(start, start + part.numel()) if entries is None else entries[start : start + chunk]
-        lane_a[:, where] = _join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
+        lane_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
         if lane_b is not None:
-            lane_b[where] = _join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
+            lane_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
 
 
 @triton.jit(do_not_specialize=["n", "lane_a_stride"])
 def _fingerprint_kernel(
-    k_ptrs,
-    v_ptrs,
+    ptrs,
     slots,
     key_a,
     key_b,
@@ -103,13 +98,11 @@ def _fingerprint_kernel(
     num_live,
     n,
     num_slots,
-    k_stride,
-    v_stride,
+    num_layers,
     lane_a_stride,
     layers_per_program,
-    K_WORDS: tl.constexpr,
-    V_WORDS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
     HAS_LANE_B: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
@@ -122,36 +115,55 @@ def _fingerprint_kernel(
     total_b = tl.load(constants + START_B)
     first_layer = tl.program_id(1).to(tl.int64) * layers_per_program
     for i_layer in range(first_layer, first_layer + layers_per_program):
-        k_row = tl.load(k_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * k_stride
-        v_row = tl.load(v_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * v_stride
-        k_key = i_layer * (K_WORDS + V_WORDS)
-        v_key = k_key + K_WORDS
-        k_a, k_b = row_lanes(k_row, key_a + k_key, key_b + k_key, K_WORDS, BLOCK_W, HAS_LANE_B)
-        v_a, v_b = row_lanes(v_row, key_a + v_key, key_b + v_key, V_WORDS, BLOCK_W, HAS_LANE_B)
-        tl.store(lane_a + i_layer * lane_a_stride + i_n, k_a + v_a + tl.load(start_a + i_layer))
-        total_b += k_b + v_b
+        keys = i_layer * WORDS
+        a, b = layer_lanes(ptrs + i_layer, num_layers, slot, key_a + keys, key_b + keys, PIECES, HAS_LANE_B)
+        tl.store(lane_a + i_layer * lane_a_stride + i_n, a + tl.load(start_a + i_layer))
+        total_b += b
     if HAS_LANE_B:
         tl.store(lane_b + i_n, total_b)
 
 
 @triton.jit
-def row_lanes(row, key_a, key_b, WORDS: tl.constexpr, BLOCK_W: tl.constexpr, HAS_LANE_B: tl.constexpr):
-    """Both keyed sums of one row (without starting constants), in one reading of it."""
-    b_a = tl.zeros([BLOCK_W], tl.int64)
-    b_b = tl.zeros([BLOCK_W], tl.int64)
-    for i_word in range(0, WORDS, BLOCK_W):
-        o_w = i_word + tl.arange(0, BLOCK_W)
-        m_w = o_w < WORDS
-        b_x = low_word(tl.load(row + o_w, mask=m_w, other=0).to(tl.int64))
-        b_a += low_word(tl.load(key_a + o_w, mask=m_w, other=0).to(tl.int64)) * b_x
+def layer_lanes(ptrs, num_layers, slot, key_a, key_b, PIECES: tl.constexpr, HAS_LANE_B: tl.constexpr):
+    """Both keyed sums of a slot's row in one layer (without starting constants), in one reading of it.
+
+    ptrs, key_a, key_b: of that layer; pieces are num_layers pointers apart
+    """
+    lane_a = tl.zeros([], tl.int64)
+    lane_b = tl.zeros([], tl.int64)
+    for i_piece in tl.static_range(len(PIECES)):
+        base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
+        a, b = _piece_lanes(base, slot, key_a, key_b, PIECES[i_piece], HAS_LANE_B)
+        lane_a += a
+        lane_b += b
+    return lane_a, lane_b
+
+
+@triton.jit
+def _piece_lanes(base, slot, key_a, key_b, PIECE: tl.constexpr, HAS_LANE_B: tl.constexpr):
+    b_a = tl.zeros([PIECE.block], tl.int64)
+    b_b = tl.zeros([PIECE.block], tl.int64)
+    for i_word in range(0, PIECE.words, PIECE.block):
+        o_w = i_word + tl.arange(0, PIECE.block)
+        m_w = o_w < PIECE.words
+        o_key = PIECE.first + o_w
+        b_x = low_word(tl.load(base + word_offsets(slot, o_w, PIECE), mask=m_w, other=0).to(tl.int64))
+        b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         if HAS_LANE_B:
-            b_b += low_word(tl.load(key_b + o_w, mask=m_w, other=0).to(tl.int64)) * b_x
+            b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
     return tl.sum(b_a), tl.sum(b_b)
 
 
-def word_block(rows: PoolRows) -> int:
-    """Words a program reads at a time: a power of two, at most 1024."""
-    return min(1 << (max(rows.k_words, rows.v_words) - 1).bit_length(), 1024)
+@triton.jit
+def word_offsets(slot, o_w, PIECE: tl.constexpr):
+    """Offsets of the words o_w of a slot's piece from the words of slot 0; rows.Piece."""
+    if PIECE.page_size == 1:
+        offset = slot * PIECE.slot_stride
+    else:
+        offset = slot // PIECE.page_size * PIECE.page_stride + slot % PIECE.page_size * PIECE.slot_stride
+    if PIECE.run < PIECE.words:
+        o_w = (o_w // PIECE.run).to(tl.int64) * PIECE.run_stride + o_w % PIECE.run
+    return offset + o_w
 
 
 def _check(
@@ -178,7 +190,12 @@ def expect_keys(rows: PoolRows, keys: Keys) -> None:
         )
 
 
-def _join(sums: Tensor, keys: Keys) -> Tensor:
+def keyed_sums(words: Tensor, columns: Tensor) -> Tensor:
+    """[layers, n, m] int64: words [layers, n, words] int32 times key pieces [layers, words, m], exact (record.py)."""
+    return torch.bmm(words.view(torch.uint32).to(torch.float64), columns).to(torch.int64)
+
+
+def join(sums: Tensor, keys: Keys) -> Tensor:
     """Sum of 2^(i * piece_bits) * piece i over the last dimension, mod 2^64."""
     lane = sums[..., 0]
     for i in range(1, sums.shape[-1]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcanary_kernels import record
 from kvcanary_kernels.checks import expect_int64, live_indices
 from kvcanary_kernels.device import MASK_37, SPLITMIX_FIRST, SPLITMIX_SECOND, live_count, tl, triton
-from kvcanary_kernels.fingerprint import word_block
+from kvcanary_kernels.fingerprint import word_offsets
 from kvcanary_kernels.record import MASK_64, signed
 from kvcanary_kernels.rows import PoolRows
 
@@ -36,17 +36,14 @@ def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_live: T
     if n == 0:
         return
     _poison_fill_kernel[(n, rows.num_layers)](
-        rows.k_ptrs,
-        rows.v_ptrs,
+        rows.ptrs,
         slots,
         slots if num_live is None else num_live,
         n,
         rows.num_slots,
-        rows.k_stride,
-        rows.v_stride,
-        K_WORDS=rows.k_words,
-        V_WORDS=rows.v_words,
-        BLOCK_W=word_block(rows),
+        rows.num_layers,
+        WORDS=rows.words_per_row,
+        PIECES=rows.pieces,
         NAN=nan,
         HAS_LIVE=num_live is not None,
     )
@@ -59,9 +56,7 @@ def poison_fill_torch(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_l
     if entries is not None:
         slots = slots[entries]
     for layer in range(rows.num_layers):
-        first = layer * rows.words_per_row
-        rows.k[layer][slots] = poison_words(slots, first, rows.k_words, nan)
-        rows.v[layer][slots] = poison_words(slots, first + rows.k_words, rows.v_words, nan)
+        rows.scatter_layer(layer, slots, poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan))
 
 
 def poison_check(
@@ -79,19 +74,15 @@ def poison_check(
     if n == 0:
         return
     _poison_check_kernel[(n,)](
-        rows.k_ptrs,
-        rows.v_ptrs,
+        rows.ptrs,
         slots,
         mismatch,
         slots if num_live is None else num_live,
         n,
         rows.num_slots,
         rows.num_layers,
-        rows.k_stride,
-        rows.v_stride,
-        K_WORDS=rows.k_words,
-        V_WORDS=rows.v_words,
-        BLOCK_W=word_block(rows),
+        WORDS=rows.words_per_row,
+        PIECES=rows.pieces,
         NAN=nan,
         HAS_LIVE=num_live is not None,
     )
@@ -107,26 +98,22 @@ def poison_check_torch(
         slots = slots[entries]
     bitmaps = torch.zeros(slots.numel(), 2, dtype=torch.int64, device=slots.device)
     for layer in range(rows.num_layers):
-        first = layer * rows.words_per_row
-        differs = (rows.k[layer][slots] != poison_words(slots, first, rows.k_words, nan)).any(1)
-        differs |= (rows.v[layer][slots] != poison_words(slots, first + rows.k_words, rows.v_words, nan)).any(1)
+        expected = poison_words(slots, layer * rows.words_per_row, rows.words_per_row, nan)
+        differs = (rows.gather_layer(layer, slots) != expected).any(1)
         bitmaps[:, layer // 64] |= differs.to(torch.int64) << layer % 64
     mismatch[slice(None) if entries is None else entries] = bitmaps
 
 
 @triton.jit(do_not_specialize=["n"])
 def _poison_fill_kernel(
-    k_ptrs,
-    v_ptrs,
+    ptrs,
     slots,
     num_live,
     n,
     num_slots,
-    k_stride,
-    v_stride,
-    K_WORDS: tl.constexpr,
-    V_WORDS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    num_layers,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
     NAN: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
@@ -137,32 +124,30 @@ def _poison_fill_kernel(
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
-    k_row = tl.load(k_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * k_stride
-    v_row = tl.load(v_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * v_stride
-    first = i_layer * (K_WORDS + V_WORDS)
-    for i_word in range(0, K_WORDS, BLOCK_W):
-        o_w = i_word + tl.arange(0, BLOCK_W)
-        tl.store(k_row + o_w, _pattern(slot, first + o_w, NAN), mask=o_w < K_WORDS)
-    for i_word in range(0, V_WORDS, BLOCK_W):
-        o_w = i_word + tl.arange(0, BLOCK_W)
-        tl.store(v_row + o_w, _pattern(slot, first + K_WORDS + o_w, NAN), mask=o_w < V_WORDS)
+    for i_piece in tl.static_range(len(PIECES)):
+        base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
+        _fill_piece(base, slot, i_layer * WORDS, PIECES[i_piece], NAN)
+
+
+@triton.jit
+def _fill_piece(base, slot, first, PIECE: tl.constexpr, NAN: tl.constexpr):
+    for i_word in range(0, PIECE.words, PIECE.block):
+        o_w = i_word + tl.arange(0, PIECE.block)
+        b_word = _pattern(slot, first + PIECE.first + o_w, NAN)
+        tl.store(base + word_offsets(slot, o_w, PIECE), b_word, mask=o_w < PIECE.words)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _poison_check_kernel(
-    k_ptrs,
-    v_ptrs,
+    ptrs,
     slots,
     mismatch,
     num_live,
     n,
     num_slots,
     num_layers,
-    k_stride,
-    v_stride,
-    K_WORDS: tl.constexpr,
-    V_WORDS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
     NAN: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
@@ -175,11 +160,11 @@ def _poison_check_kernel(
     low = tl.zeros([], tl.int64)
     high = tl.zeros([], tl.int64)
     for i_layer in range(num_layers):
-        k_row = tl.load(k_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * k_stride
-        v_row = tl.load(v_ptrs + i_layer).to(tl.pointer_type(tl.int32)) + slot * v_stride
-        first = i_layer * (K_WORDS + V_WORDS) + tl.zeros([], tl.int64)
-        differs = _row_differs(k_row, slot, first, K_WORDS, BLOCK_W, NAN)
-        differs = tl.maximum(differs, _row_differs(v_row, slot, first + K_WORDS, V_WORDS, BLOCK_W, NAN))
+        differs = tl.zeros([], tl.int64)
+        for i_piece in tl.static_range(len(PIECES)):
+            base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
+            first = i_layer * WORDS + tl.zeros([], tl.int64)
+            differs = tl.maximum(differs, _piece_differs(base, slot, first, PIECES[i_piece], NAN))
         low |= tl.where(i_layer < 64, differs << (i_layer % 64), 0)
         high |= tl.where(i_layer < 64, 0, differs << (i_layer % 64))
     tl.store(mismatch + 2 * i_n, low)
@@ -187,14 +172,14 @@ def _poison_check_kernel(
 
 
 @triton.jit
-def _row_differs(row, slot, first, WORDS: tl.constexpr, BLOCK_W: tl.constexpr, NAN: tl.constexpr):
-    """1 where any word of a row is not the pattern, else 0."""
-    b_differs = tl.zeros([BLOCK_W], tl.int64)
-    for i_word in range(0, WORDS, BLOCK_W):
-        o_w = i_word + tl.arange(0, BLOCK_W)
-        m_w = o_w < WORDS
-        b_x = tl.load(row + o_w, mask=m_w, other=0)
-        b_differs |= (m_w & (b_x != _pattern(slot, first + o_w, NAN))).to(tl.int64)
+def _piece_differs(base, slot, first, PIECE: tl.constexpr, NAN: tl.constexpr):
+    """1 where any word of a slot's piece is not the pattern, else 0."""
+    b_differs = tl.zeros([PIECE.block], tl.int64)
+    for i_word in range(0, PIECE.words, PIECE.block):
+        o_w = i_word + tl.arange(0, PIECE.block)
+        m_w = o_w < PIECE.words
+        b_x = tl.load(base + word_offsets(slot, o_w, PIECE), mask=m_w, other=0)
+        b_differs |= (m_w & (b_x != _pattern(slot, first + PIECE.first + o_w, NAN))).to(tl.int64)
     return tl.max(b_differs)
 
 

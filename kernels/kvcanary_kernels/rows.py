@@ -1,110 +1,255 @@
-"""PoolRows: where the K and V rows of every layer lie, for kernels (pointers) and for torch (one strided tensor)."""
+"""PoolRows: where the protected bytes of every slot lie, for kernels (pointers, strides) and for torch (views)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 WORD_BYTES = 4
+MAX_BLOCK = 1024
+
+
+class Piece(NamedTuple):
+    """Where one part of every row lies (K, V or an extra), in 32-bit words; kernels take it as a constant.
+
+    A slot's part begins slot // page_size * page_stride + slot % page_size * slot_stride words after slot 0's, and is
+    words // run runs of `run` words, run_stride apart. One run, or page_size 1, where the layout allows it.
+
+    words: of the part;  first: the part's first word in the row, and key
+    block: words a program reads at a time, a power of two
+    """
+
+    words: int
+    first: int
+    page_size: int
+    page_stride: int
+    slot_stride: int
+    run: int
+    run_stride: int
+    block: int
 
 
 @dataclass(frozen=True, eq=False)
 class PoolRows:
     """The rows of one pool, or of values on their way into it ([n, ...] a layer, slot i = row i).
 
-    k, v:               per layer [num_slots, words] int32 views; they keep the memory alive
-    fused:              [layers, num_slots, 2, words] int32: all K and V rows as one strided tensor; None if irregular
-    k_ptrs, v_ptrs:     [layers] int64 addresses of slot 0
-    k_stride, v_stride: words from one slot to the next
-    k_words, v_words:   32-bit words in a row
+    A row is K, V and extras of one slot and layer in logical order (head, dim), whatever the layout.
+
+    parts:         by piece, per layer [pages, page_size, runs, run] int32 views; they keep the memory alive
+    pieces:        by piece, the strides of its views
+    fused:         [layers, num_slots, pieces, words] int32: all rows as one strided tensor; None if irregular
+    ptrs:          [pieces, layers] int64 addresses of slot 0
+    element_sizes: by piece, bytes of an element
     """
 
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
+    parts: tuple[tuple[Tensor, ...], ...]
+    pieces: tuple[Piece, ...]
     fused: Tensor | None
-    k_ptrs: Tensor
-    v_ptrs: Tensor
-    k_stride: int
-    v_stride: int
-    k_words: int
-    v_words: int
+    ptrs: Tensor
+    element_sizes: tuple[int, ...]
     num_layers: int
     num_slots: int
 
     @property
     def words_per_row(self) -> int:
-        return self.k_words + self.v_words
+        return self.pieces[-1].first + self.pieces[-1].words
+
+    @property
+    def k(self) -> tuple[Tensor, ...]:
+        """Per layer [num_slots, words] int32 views of K; of dense rows only."""
+        return _dense_rows(self.parts[0], "k")
+
+    @property
+    def v(self) -> tuple[Tensor, ...]:
+        """Per layer [num_slots, words] int32 views of V; of dense rows only."""
+        return _dense_rows(self.parts[1], "v")
 
     def gather(self, slots: Tensor, layers: slice = slice(None)) -> Tensor:
-        """[layers, n, words_per_row] int32: K row then V row of valid slots, copied; of all layers or of some."""
+        """[layers, n, words_per_row] int32: the rows of valid slots, copied; of all layers or of some."""
         if self.fused is not None:
             return self.fused[layers].index_select(1, slots).flatten(2)
-        pairs = zip(self.k[layers], self.v[layers], strict=True)
-        return torch.stack([torch.cat((k[slots], v[slots]), dim=1) for k, v in pairs])
+        return torch.stack([self.gather_layer(layer, slots) for layer in range(self.num_layers)[layers]])
+
+    def gather_layer(self, layer: int, slots: Tensor) -> Tensor:
+        """[n, words_per_row] int32: the rows of valid slots in one layer, copied."""
+        if self.fused is not None:
+            return self.fused[layer].index_select(0, slots).flatten(1)
+        return torch.cat([views[layer][_index(views[layer], slots)].flatten(1) for views in self.parts], dim=1)
+
+    def scatter_layer(self, layer: int, slots: Tensor, words: Tensor) -> None:
+        """Overwrite the rows of valid, distinct slots in one layer with words [n, words_per_row] int32."""
+        if self.fused is not None:
+            self.fused[layer].index_copy_(0, slots, words.view(-1, *self.fused.shape[2:]))
+            return
+        for views, piece in zip(self.parts, self.pieces, strict=True):
+            part = words[:, piece.first : piece.first + piece.words]
+            view = views[layer]
+            view[_index(view, slots)] = part.unflatten(1, view.shape[2:])
 
 
-def pool_rows(k: Sequence[Tensor], v: Sequence[Tensor]) -> PoolRows:
-    """Describe per-layer K and V tensors [num_slots, ...], any slot stride, each row dense, any 1 to 8 byte type."""
-    if len(k) != len(v) or not k:
-        raise ValueError(f"k and v must have one tensor a layer, got {len(k)} and {len(v)}")
-    k_rows, v_rows = _as_words(k, "k"), _as_words(v, "v")
-    if k_rows[0].shape[0] != v_rows[0].shape[0]:
-        raise ValueError(f"k and v differ in slots: {k_rows[0].shape[0]} and {v_rows[0].shape[0]}")
-    device = k_rows[0].device
+def pool_rows(
+    k: Sequence[Tensor],
+    v: Sequence[Tensor] | None = None,
+    *,
+    layout: str = "NHD",
+    page_size: int | None = None,
+    extras: Sequence[Sequence[Tensor]] = (),
+) -> PoolRows:
+    """Describe per-layer K and V tensors of any 1 to 8 byte type. The same content has the same lanes in any layout.
+
+    k, v:      NHD: [num_slots, ...] or, with page_size, [pages, page_size, ...]; a slot's elements are dense
+               HND: [pages, heads, page_size, ...]; an element of a slot is dense within its head
+               Any other strides: K and V may be views of one tensor. v None or empty: latent rows without V
+    page_size: of tensors that have a page dimension, which is NHD's second and HND's third; None: they have none
+    extras:    side buffers that are protected too (scales), each as one tensor a layer in the same layout, without
+               dim where they have none: [num_slots, heads] or [pages, heads, page_size]. They follow V in the row
+    """
+    if layout not in ("NHD", "HND") or (layout == "HND" and page_size is None):
+        raise ValueError(f"layout must be NHD, or HND with a page_size, got {layout} with page_size {page_size}")
+    given = {"k": list(k)}
+    if v is not None and len(v):
+        given["v"] = list(v)
+    given |= {f"extras[{i}]": list(extra) for i, extra in enumerate(extras)}
+    if not given["k"] or any(len(tensors) != len(given["k"]) for tensors in given.values()):
+        counts = " and ".join(str(len(tensors)) for tensors in given.values())
+        raise ValueError(f"{' and '.join(given)} must have one tensor a layer, got {counts}")
+    parts = tuple(_as_words(tensors, name, layout, page_size) for name, tensors in given.items())
+    slots = {name: views[0].shape[0] * views[0].shape[1] for name, views in zip(given, parts, strict=True)}
+    if len(set(slots.values())) > 1:
+        counts = " and ".join(str(count) for count in slots.values())
+        raise ValueError(f"{' and '.join(slots)} differ in slots: {counts}")
+    pointers = [[view.data_ptr() for view in views] for views in parts]
     return PoolRows(
-        k=k_rows,
-        v=v_rows,
-        fused=_fuse(k_rows, v_rows),
-        k_ptrs=torch.tensor([t.data_ptr() for t in k_rows], dtype=torch.int64, device=device),
-        v_ptrs=torch.tensor([t.data_ptr() for t in v_rows], dtype=torch.int64, device=device),
-        k_stride=k_rows[0].stride(0),
-        v_stride=v_rows[0].stride(0),
-        k_words=k_rows[0].shape[1],
-        v_words=v_rows[0].shape[1],
-        num_layers=len(k_rows),
-        num_slots=k_rows[0].shape[0],
+        parts=parts,
+        pieces=_pieces(parts),
+        fused=_fuse(parts),
+        ptrs=torch.tensor(pointers, dtype=torch.int64, device=parts[0][0].device),
+        element_sizes=tuple(tensors[0].element_size() for tensors in given.values()),
+        num_layers=len(parts[0]),
+        num_slots=slots["k"],
     )
 
 
-def _as_words(tensors: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
+def dense_words(values: Tensor, name: str) -> Tensor:
+    """[n, words] int32 view of values [n, ...] whose rows are dense, whole, aligned words; any row stride."""
+    try:
+        return values.view(values.shape[0], values.shape[1:].numel()).view(torch.int32)
+    except RuntimeError:  # refused with the reason, or one row of any stride
+        return _words(_dense(values[:, None, None], 3, name), name)[:, 0, 0]
+
+
+def _pieces(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    for view, *_ in parts:
+        words = view.shape[2:].numel()
+        page_stride, slot_stride, run_stride, _ = view.stride()
+        pieces.append(
+            Piece(
+                words=words,
+                first=sum(piece.words for piece in pieces),
+                page_size=view.shape[1],
+                page_stride=page_stride,
+                slot_stride=page_stride if view.shape[1] == 1 else slot_stride,
+                run=view.shape[3],
+                run_stride=run_stride,
+                block=min(1 << (words - 1).bit_length(), MAX_BLOCK) if words else 1,
+            )
+        )
+    return tuple(pieces)
+
+
+def _as_words(tensors: Sequence[Tensor], name: str, layout: str, page_size: int | None) -> tuple[Tensor, ...]:
+    """[pages, page_size, runs, run] int32 views of per-layer tensors that are alike."""
     first = tensors[0]
-    rows = []
+    views = []
     for layer, tensor in enumerate(tensors):
         if (tensor.shape, tensor.dtype, tensor.stride()) != (first.shape, first.dtype, first.stride()):
             raise ValueError(f"{name}[{layer}] differs from {name}[0] in shape, dtype or strides")
-        row_bytes = tensor[0:1].numel() * tensor.element_size() if tensor.shape[0] else 0
-        stride_bytes = tensor.stride(0) * tensor.element_size()
-        if row_bytes % WORD_BYTES or stride_bytes % WORD_BYTES or tensor.data_ptr() % WORD_BYTES:
-            raise ValueError(
-                f"{name}[{layer}] rows must be whole aligned 32-bit words, got {row_bytes} bytes "
-                f"at a stride of {stride_bytes}"
-            )
-        rows.append(_dense_rows(tensor, name).view(torch.int32))
-    return tuple(rows)
+        runs = _collapsed(_runs(tensor, name, layout, page_size))
+        views.append(_words(runs, f"{name}[{layer}]"))
+    return tuple(views)
 
 
-def _dense_rows(tensor: Tensor, name: str) -> Tensor:
-    """[num_slots, elements] view; copying would fingerprint bytes that nobody reads."""
+def _runs(tensor: Tensor, name: str, layout: str, page_size: int | None) -> Tensor:
+    """[pages, page_size, runs, run] view of elements."""
+    if page_size is None:
+        return _dense(tensor[:, None, None], 3, name)
+    dim = 1 if layout == "NHD" else 2
+    if tensor.dim() <= dim or tensor.shape[dim] != page_size:
+        shape = "[pages, page_size, ...]" if layout == "NHD" else "[pages, heads, page_size, ...]"
+        raise ValueError(f"{name} must be {shape} with page_size {page_size}, got {list(tensor.shape)}")
+    if layout == "NHD":
+        return _dense(tensor[:, :, None], 3, name)
+    return _dense(tensor.transpose(1, 2), 3, name)
+
+
+def _dense(tensor: Tensor, leading: int, name: str) -> Tensor:
+    """All dimensions after the leading ones as one; copying would fingerprint bytes that nobody reads."""
     try:
-        return tensor.view(tensor.shape[0], tensor.shape[1:].numel())
+        return tensor.view(*tensor.shape[:leading], tensor.shape[leading:].numel())
     except RuntimeError:
         raise ValueError(f"{name} rows must be dense, got strides {tensor.stride()}") from None
 
 
-def _fuse(k: tuple[Tensor, ...], v: tuple[Tensor, ...]) -> Tensor | None:
-    """All rows as one strided view when layers and K to V are regular steps through one storage, else None."""
-    storage = k[0].untyped_storage().data_ptr()
-    if any(t.untyped_storage().data_ptr() != storage for t in (*k, *v)) or k[0].shape != v[0].shape:
+def _collapsed(tensor: Tensor) -> Tensor:
+    """The same elements with one run where runs follow each other, and without pages where slots do."""
+    pages, page_size, runs, run = tensor.shape
+    page_stride, slot_stride, run_stride, _ = tensor.stride()
+    if runs == 1 or run_stride == run:
+        runs, run, run_stride = 1, runs * run, runs * run
+    if page_size == 1:
+        slot_stride = page_stride
+    if pages == 1 or page_stride == page_size * slot_stride:
+        pages, page_size, page_stride = pages * page_size, 1, slot_stride
+    return tensor.as_strided((pages, page_size, runs, run), (page_stride, slot_stride, run_stride, 1))
+
+
+def _words(tensor: Tensor, name: str) -> Tensor:
+    """[pages, page_size, runs, run] int32 view of elements."""
+    pages, page_size, runs, run = tensor.shape
+    size = tensor.element_size()
+    steps = [stride * size for stride, length in zip(tensor.stride()[:3], tensor.shape, strict=False) if length > 1]
+    if run * size % WORD_BYTES or any(step % WORD_BYTES for step in steps) or tensor.data_ptr() % WORD_BYTES:
+        what = "rows" if runs == 1 else "heads"
+        raise ValueError(
+            f"{name} {what} must be whole aligned 32-bit words, got {run * size} bytes at strides of {steps} bytes"
+        )
+    # A dimension of one has any stride; the word view wants all of them whole.
+    strides = [0 if length == 1 else stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True)]
+    return tensor.as_strided((pages, page_size, runs, run), (*strides[:3], 1)).view(torch.int32)
+
+
+def _dense_rows(views: tuple[Tensor, ...], name: str) -> tuple[Tensor, ...]:
+    if views[0].shape[1:3] != (1, 1):
+        raise ValueError(f"{name} rows are not dense, got views {list(views[0].shape)}; gather copies them")
+    return tuple(view[:, 0, 0] for view in views)
+
+
+def _index(view: Tensor, slots: Tensor) -> tuple[Tensor | int, ...]:
+    """The index of slots in a view [pages, page_size, runs, run]."""
+    page_size = view.shape[1]
+    return (slots, 0) if page_size == 1 else (slots // page_size, slots % page_size)
+
+
+def _fuse(parts: Sequence[tuple[Tensor, ...]]) -> Tensor | None:
+    """All rows as one strided view when layers and pieces are regular steps through one storage, else None."""
+    first = parts[0][0]
+    views = [view for part in parts for view in part]
+    storage = first.untyped_storage().data_ptr()
+    alike = all((v.shape, v.stride()) == (first.shape, first.stride()) for v in views)
+    if not alike or first.shape[1:3] != (1, 1) or any(v.untyped_storage().data_ptr() != storage for v in views):
         return None
-    starts = [t.storage_offset() for t in k]
-    step = starts[1] - starts[0] if len(starts) > 1 else 0
-    to_v = v[0].storage_offset() - starts[0]
-    regular = all(t.storage_offset() == starts[0] + i * step for i, t in enumerate(k))
-    regular &= all(b.storage_offset() - a.storage_offset() == to_v for a, b in zip(k, v, strict=True))
-    if not regular or step < 0 or to_v < 0 or k[0].stride(0) != v[0].stride(0):
+    offsets = [[view.storage_offset() for view in part] for part in parts]
+    start = offsets[0][0]
+    to_layer = offsets[0][1] - start if len(offsets[0]) > 1 else 0
+    to_piece = offsets[1][0] - start if len(offsets) > 1 else 0
+    expected = [[start + i * to_piece + j * to_layer for j in range(len(offsets[0]))] for i in range(len(offsets))]
+    if offsets != expected or to_layer < 0 or to_piece < 0:
         return None
-    slots, words = k[0].shape
-    return k[0].as_strided((len(k), slots, 2, words), (step, k[0].stride(0), to_v, 1))
+    slots, _, _, words = first.shape
+    shape = (len(offsets[0]), slots, len(offsets), words)
+    return first.as_strided(shape, (to_layer, first.stride(0), to_piece, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -59,3 +60,89 @@ def pool(device: str) -> Callable[..., tuple[PoolRows, record.Keys]]:
         return rows, record.make_keys(11, rows.num_layers, rows.words_per_row, device)
 
     return make
+
+
+HEADS = 3
+
+
+@dataclass
+class Content:
+    """What slots hold, in plain order: per layer K and V (or none) [slots, heads, dim], extras [slots, heads]."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+    extras: list[list[Tensor]] = field(default_factory=list)
+
+    def row(self, layer: int, slot: int) -> bytes:
+        """The protected bytes of one slot in one layer."""
+        parts = [part[layer][slot] for part in (self.k, self.v, *self.extras) if part]
+        return b"".join(bytes(part.contiguous().view(torch.uint8).flatten().tolist()) for part in parts)
+
+
+@pytest.fixture
+def make_content(device: str) -> Callable[..., Content]:
+    """make(slots, dtype) -> random bytes; a latent row has one head and no V; `extras` scales of 4 bytes a head."""
+
+    def make(
+        slots: int,
+        dtype: torch.dtype = torch.bfloat16,
+        layers: int = 2,
+        dim: int = 8,
+        latent: bool = False,
+        extras: int = 0,
+        seed: int = 0,
+    ) -> Content:
+        def parts(first: int, shape: tuple[int, ...], kind: torch.dtype) -> list[Tensor]:
+            return [_random_bytes(shape, kind, 1000 * seed + first + i, device) for i in range(layers)]
+
+        shape = (slots, 1 if latent else HEADS, dim)
+        v = [] if latent else parts(100, shape, dtype)
+        return Content(
+            parts(0, shape, dtype), v, [parts(200 + 10 * e, shape[:2], torch.float32) for e in range(extras)]
+        )
+
+    return make
+
+
+def _heads_first(tensors: list[Tensor], page_size: int) -> list[Tensor]:
+    """[pages, heads, page_size, ...] of [slots, heads, ...]."""
+    return [t.view(-1, page_size, *t.shape[1:]).transpose(1, 2).contiguous() for t in tensors]
+
+
+def _fused(k: list[Tensor], v: list[Tensor], dim: int) -> tuple[list[Tensor], list[Tensor]]:
+    """K and V as views of tensors in which they alternate in a new dimension."""
+    pools = [torch.stack(pair, dim) for pair in zip(k, v, strict=True)] if v else k
+    return ([kv.select(dim, 0) for kv in pools], [kv.select(dim, 1) for kv in pools]) if v else (k, v)
+
+
+@pytest.fixture
+def lay_out() -> Callable[..., tuple]:
+    """lay_out(content, layout, page_size) -> k, v and the options of pool_rows, in new memory.
+
+    nhd:         [slots, heads, dim], separate tensors
+    nhd_fused:   [slots, 2, heads, dim]
+    nhd_pages:   [pages, 2, page_size, heads, dim]
+    hnd:         [pages, heads, page_size, dim]
+    hnd_fused:   [pages, 2, heads, page_size, dim], scales as a view of [slots, heads]
+    hnd_sides:   [pages, heads, page_size, 2, dim]: K and V of a head side by side
+    """
+
+    def arrange(content: Content, layout: str, page_size: int) -> tuple:
+        k, v = [t.clone() for t in content.k], [t.clone() for t in content.v]
+        extras = [[t.clone() for t in extra] for extra in content.extras]
+        if layout.startswith("nhd"):
+            if layout == "nhd":
+                return k, v, {"extras": extras}
+            if layout == "nhd_fused":
+                return *_fused(k, v, 1), {"extras": extras}
+            k, v, *extras = [[t.view(-1, page_size, *t.shape[1:]) for t in part] for part in (k, v, *extras)]
+            return *_fused(k, v, 1), {"page_size": page_size, "extras": extras}
+        k, v = _heads_first(k, page_size), _heads_first(v, page_size)
+        if layout == "hnd_fused":
+            extras = [[t.view(-1, page_size, t.shape[1]).transpose(1, 2) for t in extra] for extra in extras]
+        else:
+            extras = [_heads_first(extra, page_size) for extra in extras]
+        k, v = (k, v) if layout == "hnd" else _fused(k, v, 1 if layout == "hnd_fused" else 3)
+        return k, v, {"layout": "HND", "page_size": page_size, "extras": extras}
+
+    return arrange

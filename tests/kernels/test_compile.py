@@ -12,15 +12,20 @@ PROGRAM = r"""
 import importlib, pkgutil, sys
 import kvcanary_kernels
 import triton
+from kvcanary_kernels.rows import Piece
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth"}
+NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"layers_per_program", "width", "page_size", "null_slots", "pool_id"}
 FLAGS = sys.argv[1] == "with"
-CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "K_WORDS": 12, "V_WORDS": 10, "BLOCK_W": 16, "BLOCK_N": 128}
+DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
+HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
+CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (DENSE, HEADS), "BLOCK_N": 128}
 
 def type_of(name):
+    if name in ("values", "value_strides"):
+        return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
     return "*i32" if name in ("key_a", "key_b") else "*i64"
@@ -62,6 +67,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_poison_fill_kernel",
         "_put_kernel",
         "_seal_kernel",
+        "_store_kernel",
         "_take_kernel",
         "_verify_kernel",
     ]
@@ -73,7 +79,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import chain, content, count, finish, fingerprint, move, poison, seal, verify
+from kvcanary_kernels import chain, content, count, finish, fingerprint, move, poison, seal, store, verify
 from kvcanary_kernels.record import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])

@@ -16,7 +16,7 @@ both = pytest.mark.parametrize("operation", [check_content, check_content_torch]
 
 
 def stored_lanes(rows: PoolRows, keys: Keys) -> Tensor:
-    slots = torch.arange(rows.num_slots, device=rows.k_ptrs.device)
+    slots = torch.arange(rows.num_slots, device=rows.ptrs.device)
     content_a = torch.empty(rows.num_layers, rows.num_slots, dtype=torch.int64, device=slots.device)
     fingerprint_torch(rows, slots, keys, lane_a=content_a)
     return content_a
@@ -67,7 +67,7 @@ def test_zeroed_bytes_under_zeroed_lanes_are_a_mismatch(operation, pool, tensor)
     rows, keys = pool()
     for row in (*rows.k, *rows.v):
         row.zero_()
-    content_a = torch.zeros(3, 32, dtype=torch.int64, device=rows.k_ptrs.device)
+    content_a = torch.zeros(3, 32, dtype=torch.int64, device=rows.ptrs.device)
     assert run(operation, rows, tensor([4]), keys, content_a).tolist() == [[0b111, 0]]
 
 

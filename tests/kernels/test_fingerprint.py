@@ -75,7 +75,7 @@ def test_fingerprint_takes_few_slots(operation, n: int, pool, tensor) -> None:
 def test_fingerprint_of_lane_a_alone(operation, pool, tensor) -> None:
     """Without lane b, lane a is the same, and may be a slice of a larger buffer."""
     rows, keys = pool()
-    buffer = torch.full((3, 10), POISON, device=rows.k_ptrs.device)
+    buffer = torch.full((3, 10), POISON, device=rows.ptrs.device)
     operation(rows, tensor([4, 8]), keys, lane_a=buffer[:, 3:5])
     assert [[v & MASK for v in layer] for layer in buffer[:, 3:5].tolist()] == oracle(rows, [4, 8], keys)[0]
     buffer[:, 3:5] = POISON

@@ -14,6 +14,7 @@ from kvcanary_kernels.move import move
 from kvcanary_kernels.record import layers_bitmap, make_keys
 from kvcanary_kernels.rows import pool_rows
 from kvcanary_kernels.seal import seal
+from kvcanary_kernels.store import store
 from kvcanary_kernels.verify import verify
 
 POISON = -77
@@ -119,3 +120,38 @@ def test_a_captured_step_sees_a_flipped_bit() -> None:
     step.kv.view(torch.int32)[1, 61, 1, 0, 3] ^= 1 << 9
     graph.replay()
     assert step.mismatch[:, 0].tolist() == [0, 0, 0b10, *[0] * (ROWS - 3)]
+
+
+@pytest.mark.gpu
+def test_a_captured_store_replays_with_fewer_rows() -> None:
+    """Live rows get the bytes, lanes and bits that an eager store gives them, and a second replay reports them."""
+    step, k, v = Step(), torch.randn(ROWS, 2, 8, device="cuda"), torch.randn(ROWS, 2, 8, device="cuda")
+    twice = torch.zeros_like(step.slots)
+    outputs = [step.kv, step.records, step.content_a, twice]
+    tables = {"keys": step.keys, "records": step.records, "content_a": step.content_a, "twice": twice}
+
+    def call() -> None:
+        for layer in range(LAYERS):
+            store(step.rows, layer, step.slots, k, v, **tables, num_live=step.live)
+
+    def reset() -> None:
+        for output in outputs:
+            output.zero_()
+
+    call()  # compiles the kernel before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for live in (ROWS, 4, 1, 0, ROWS):
+        step.live.fill_(live)
+        reset()
+        call()
+        expected = [output.clone() for output in outputs]
+        reset()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert not twice.any()
+        assert int(step.kv.any(4).any(3).all(2).sum()) == LAYERS * live
+        graph.replay()
+        assert twice.tolist() == [1] * live + [0] * (ROWS - live)
+        assert all(torch.equal(a, b) for a, b in zip(outputs[:3], expected[:3], strict=True))
