@@ -47,7 +47,7 @@ def check_content(
         rows.num_layers,
         content_a.stride(0),
         WORDS=rows.words_per_row,
-        PIECES=rows.pieces,
+        PIECES=rows.constants,
         HAS_LIVE=num_live is not None,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcanary_kernels import record
+from kvcanary_kernels.rows import Piece
 
 try:
     import triton
@@ -64,6 +65,16 @@ LOAD_FAILED = tl.constexpr(record.LOAD_FAILED)
 SHARED = tl.constexpr(record.SHARED)
 NO_OWNER = tl.constexpr(record.NO_OWNER)
 SHARED_OWNER = tl.constexpr(record.SHARED_OWNER)
+# PoolRows.constants holds PIECE_FIELDS numbers a piece; these say which.
+PIECE_FIELDS = tl.constexpr(len(Piece._fields))
+WORDS_FIELD = tl.constexpr(Piece._fields.index("words"))
+FIRST_FIELD = tl.constexpr(Piece._fields.index("first"))
+PAGE_SIZE_FIELD = tl.constexpr(Piece._fields.index("page_size"))
+PAGE_STRIDE_FIELD = tl.constexpr(Piece._fields.index("page_stride"))
+SLOT_STRIDE_FIELD = tl.constexpr(Piece._fields.index("slot_stride"))
+RUN_FIELD = tl.constexpr(Piece._fields.index("run"))
+RUN_STRIDE_FIELD = tl.constexpr(Piece._fields.index("run_stride"))
+BLOCK_FIELD = tl.constexpr(Piece._fields.index("block"))
 MASK_32 = tl.constexpr(record.MASK_32)
 MASK_34 = tl.constexpr((1 << 34) - 1)
 MASK_37 = tl.constexpr((1 << 37) - 1)

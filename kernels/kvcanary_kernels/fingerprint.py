@@ -9,7 +9,22 @@ from torch import Tensor
 
 from kvcanary_kernels import record
 from kvcanary_kernels.checks import expect_int64, expect_layered, live_indices
-from kvcanary_kernels.device import START_B, live_count, low_word, tl, triton
+from kvcanary_kernels.device import (
+    BLOCK_FIELD,
+    FIRST_FIELD,
+    PAGE_SIZE_FIELD,
+    PAGE_STRIDE_FIELD,
+    PIECE_FIELDS,
+    RUN_FIELD,
+    RUN_STRIDE_FIELD,
+    SLOT_STRIDE_FIELD,
+    START_B,
+    WORDS_FIELD,
+    live_count,
+    low_word,
+    tl,
+    triton,
+)
 from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import PoolRows
 
@@ -53,7 +68,7 @@ def fingerprint(
         lane_a.stride(0),
         layers_per_program,
         WORDS=rows.words_per_row,
-        PIECES=rows.pieces,
+        PIECES=rows.constants,
         HAS_LANE_B=lane_b is not None,
         HAS_LIVE=num_live is not None,
     )
@@ -131,23 +146,26 @@ def layer_lanes(ptrs, num_layers, slot, key_a, key_b, PIECES: tl.constexpr, HAS_
     """
     lane_a = tl.zeros([], tl.int64)
     lane_b = tl.zeros([], tl.int64)
-    for i_piece in tl.static_range(len(PIECES)):
+    for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
-        a, b = _piece_lanes(base, slot, key_a, key_b, PIECES[i_piece], HAS_LANE_B)
+        a, b = _piece_lanes(base, slot, key_a, key_b, PIECES, i_piece, HAS_LANE_B)
         lane_a += a
         lane_b += b
     return lane_a, lane_b
 
 
 @triton.jit
-def _piece_lanes(base, slot, key_a, key_b, PIECE: tl.constexpr, HAS_LANE_B: tl.constexpr):
-    b_a = tl.zeros([PIECE.block], tl.int64)
-    b_b = tl.zeros([PIECE.block], tl.int64)
-    for i_word in range(0, PIECE.words, PIECE.block):
-        o_w = i_word + tl.arange(0, PIECE.block)
-        m_w = o_w < PIECE.words
-        o_key = PIECE.first + o_w
-        b_x = low_word(tl.load(base + word_offsets(slot, o_w, PIECE), mask=m_w, other=0).to(tl.int64))
+def _piece_lanes(base, slot, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr, HAS_LANE_B: tl.constexpr):
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
+    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+    b_a = tl.zeros([BLOCK], tl.int64)
+    b_b = tl.zeros([BLOCK], tl.int64)
+    for i_word in range(0, WORDS, BLOCK):
+        o_w = i_word + tl.arange(0, BLOCK)
+        m_w = o_w < WORDS
+        o_key = FIRST + o_w
+        b_x = low_word(tl.load(base + word_offsets(slot, o_w, PIECES, I_PIECE), mask=m_w, other=0).to(tl.int64))
         b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         if HAS_LANE_B:
             b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
@@ -155,14 +173,20 @@ def _piece_lanes(base, slot, key_a, key_b, PIECE: tl.constexpr, HAS_LANE_B: tl.c
 
 
 @triton.jit
-def word_offsets(slot, o_w, PIECE: tl.constexpr):
+def word_offsets(slot, o_w, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     """Offsets of the words o_w of a slot's piece from the words of slot 0; rows.Piece."""
-    if PIECE.page_size == 1:
-        offset = slot * PIECE.slot_stride
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    PAGE_SIZE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + PAGE_SIZE_FIELD]
+    PAGE_STRIDE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + PAGE_STRIDE_FIELD]
+    SLOT_STRIDE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + SLOT_STRIDE_FIELD]
+    RUN: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + RUN_FIELD]
+    RUN_STRIDE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + RUN_STRIDE_FIELD]
+    if PAGE_SIZE == 1:
+        offset = slot * SLOT_STRIDE
     else:
-        offset = slot // PIECE.page_size * PIECE.page_stride + slot % PIECE.page_size * PIECE.slot_stride
-    if PIECE.run < PIECE.words:
-        o_w = (o_w // PIECE.run).to(tl.int64) * PIECE.run_stride + o_w % PIECE.run
+        offset = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
+    if RUN < WORDS:
+        o_w = (o_w // RUN).to(tl.int64) * RUN_STRIDE + o_w % RUN
     return offset + o_w
 
 

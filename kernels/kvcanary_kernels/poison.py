@@ -13,7 +13,18 @@ from torch import Tensor
 
 from kvcanary_kernels import record
 from kvcanary_kernels.checks import expect_int64, live_indices
-from kvcanary_kernels.device import MASK_37, SPLITMIX_FIRST, SPLITMIX_SECOND, live_count, tl, triton
+from kvcanary_kernels.device import (
+    BLOCK_FIELD,
+    FIRST_FIELD,
+    MASK_37,
+    PIECE_FIELDS,
+    SPLITMIX_FIRST,
+    SPLITMIX_SECOND,
+    WORDS_FIELD,
+    live_count,
+    tl,
+    triton,
+)
 from kvcanary_kernels.fingerprint import word_offsets
 from kvcanary_kernels.record import MASK_64, signed
 from kvcanary_kernels.rows import PoolRows
@@ -43,7 +54,7 @@ def poison_fill(rows: PoolRows, slots: Tensor, *, nan: bool = False, num_live: T
         rows.num_slots,
         rows.num_layers,
         WORDS=rows.words_per_row,
-        PIECES=rows.pieces,
+        PIECES=rows.constants,
         NAN=nan,
         HAS_LIVE=num_live is not None,
     )
@@ -82,7 +93,7 @@ def poison_check(
         rows.num_slots,
         rows.num_layers,
         WORDS=rows.words_per_row,
-        PIECES=rows.pieces,
+        PIECES=rows.constants,
         NAN=nan,
         HAS_LIVE=num_live is not None,
     )
@@ -124,17 +135,20 @@ def _poison_fill_kernel(
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
-    for i_piece in tl.static_range(len(PIECES)):
+    for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
-        _fill_piece(base, slot, i_layer * WORDS, PIECES[i_piece], NAN)
+        _fill_piece(base, slot, i_layer * WORDS, PIECES, i_piece, NAN)
 
 
 @triton.jit
-def _fill_piece(base, slot, first, PIECE: tl.constexpr, NAN: tl.constexpr):
-    for i_word in range(0, PIECE.words, PIECE.block):
-        o_w = i_word + tl.arange(0, PIECE.block)
-        b_word = _pattern(slot, first + PIECE.first + o_w, NAN)
-        tl.store(base + word_offsets(slot, o_w, PIECE), b_word, mask=o_w < PIECE.words)
+def _fill_piece(base, slot, first, PIECES: tl.constexpr, I_PIECE: tl.constexpr, NAN: tl.constexpr):
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
+    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+    for i_word in range(0, WORDS, BLOCK):
+        o_w = i_word + tl.arange(0, BLOCK)
+        b_word = _pattern(slot, first + FIRST + o_w, NAN)
+        tl.store(base + word_offsets(slot, o_w, PIECES, I_PIECE), b_word, mask=o_w < WORDS)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -161,10 +175,10 @@ def _poison_check_kernel(
     high = tl.zeros([], tl.int64)
     for i_layer in range(num_layers):
         differs = tl.zeros([], tl.int64)
-        for i_piece in tl.static_range(len(PIECES)):
+        for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
             base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
             first = i_layer * WORDS + tl.zeros([], tl.int64)
-            differs = tl.maximum(differs, _piece_differs(base, slot, first, PIECES[i_piece], NAN))
+            differs = tl.maximum(differs, _piece_differs(base, slot, first, PIECES, i_piece, NAN))
         low |= tl.where(i_layer < 64, differs << (i_layer % 64), 0)
         high |= tl.where(i_layer < 64, 0, differs << (i_layer % 64))
     tl.store(mismatch + 2 * i_n, low)
@@ -172,14 +186,17 @@ def _poison_check_kernel(
 
 
 @triton.jit
-def _piece_differs(base, slot, first, PIECE: tl.constexpr, NAN: tl.constexpr):
+def _piece_differs(base, slot, first, PIECES: tl.constexpr, I_PIECE: tl.constexpr, NAN: tl.constexpr):
     """1 where any word of a slot's piece is not the pattern, else 0."""
-    b_differs = tl.zeros([PIECE.block], tl.int64)
-    for i_word in range(0, PIECE.words, PIECE.block):
-        o_w = i_word + tl.arange(0, PIECE.block)
-        m_w = o_w < PIECE.words
-        b_x = tl.load(base + word_offsets(slot, o_w, PIECE), mask=m_w, other=0)
-        b_differs |= (m_w & (b_x != _pattern(slot, first + PIECE.first + o_w, NAN))).to(tl.int64)
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
+    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+    b_differs = tl.zeros([BLOCK], tl.int64)
+    for i_word in range(0, WORDS, BLOCK):
+        o_w = i_word + tl.arange(0, BLOCK)
+        m_w = o_w < WORDS
+        b_x = tl.load(base + word_offsets(slot, o_w, PIECES, I_PIECE), mask=m_w, other=0)
+        b_differs |= (m_w & (b_x != _pattern(slot, first + FIRST + o_w, NAN))).to(tl.int64)
     return tl.max(b_differs)
 
 

@@ -14,7 +14,7 @@ MAX_BLOCK = 1024
 
 
 class Piece(NamedTuple):
-    """Where one part of every row lies (K, V or an extra), in 32-bit words; kernels take it as a constant.
+    """Where one part of every row lies (K, V or an extra), in 32-bit words; kernels take all fields as constants.
 
     A slot's part begins slot // page_size * page_stride + slot % page_size * slot_stride words after slot 0's, and is
     words // run runs of `run` words, run_stride apart. One run, or page_size 1, where the layout allows it.
@@ -57,6 +57,11 @@ class PoolRows:
     @property
     def words_per_row(self) -> int:
         return self.pieces[-1].first + self.pieces[-1].words
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """The fields of all pieces, one after the other (Triton 3.6 takes no tuples of tuples)."""
+        return tuple(field for piece in self.pieces for field in piece)
 
     @property
     def k(self) -> tuple[Tensor, ...]:

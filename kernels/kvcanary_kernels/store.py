@@ -11,7 +11,20 @@ from torch import Tensor
 
 from kvcanary_kernels import record
 from kvcanary_kernels.checks import expect_int64, expect_layered, expect_records, live_indices
-from kvcanary_kernels.device import COLUMNS, CONTENT_B, LAYERS_LOW, START_B, live_count, low_word, tl, triton
+from kvcanary_kernels.device import (
+    BLOCK_FIELD,
+    COLUMNS,
+    CONTENT_B,
+    FIRST_FIELD,
+    LAYERS_LOW,
+    PIECE_FIELDS,
+    START_B,
+    WORDS_FIELD,
+    live_count,
+    low_word,
+    tl,
+    triton,
+)
 from kvcanary_kernels.fingerprint import (
     TEMPORARY_BYTES,
     expect_keys,
@@ -76,7 +89,7 @@ def store(
         layer,
         content_a.stride(0),
         WORDS=rows.words_per_row,
-        PIECES=rows.pieces,
+        PIECES=rows.constants,
         HAS_LIVE=num_live is not None,
     )
 
@@ -165,10 +178,10 @@ def _store_kernel(
     elif layer == 0:
         total_b += tl.load(constants + START_B)
     total_a = tl.load(start_a + i_layer)
-    for i_piece in tl.static_range(len(PIECES)):
+    for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
         source = values[i_piece] + i_n * value_strides[i_piece]
-        a, b = _store_piece(base, slot, source, key_a, key_b, PIECES[i_piece])
+        a, b = _store_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
         total_a += a
         total_b += b
     tl.store(content_a + i_layer * content_stride + slot, total_a)
@@ -176,16 +189,19 @@ def _store_kernel(
 
 
 @triton.jit
-def _store_piece(base, slot, source, key_a, key_b, PIECE: tl.constexpr):
+def _store_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     """Copy one piece of a row into the pool; both keyed sums of it."""
-    b_a = tl.zeros([PIECE.block], tl.int64)
-    b_b = tl.zeros([PIECE.block], tl.int64)
-    for i_word in range(0, PIECE.words, PIECE.block):
-        o_w = i_word + tl.arange(0, PIECE.block)
-        m_w = o_w < PIECE.words
-        o_key = PIECE.first + o_w
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
+    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+    b_a = tl.zeros([BLOCK], tl.int64)
+    b_b = tl.zeros([BLOCK], tl.int64)
+    for i_word in range(0, WORDS, BLOCK):
+        o_w = i_word + tl.arange(0, BLOCK)
+        m_w = o_w < WORDS
+        o_key = FIRST + o_w
         b_value = tl.load(source + o_w, mask=m_w, other=0)
-        tl.store(base + word_offsets(slot, o_w, PIECE), b_value, mask=m_w)
+        tl.store(base + word_offsets(slot, o_w, PIECES, I_PIECE), b_value, mask=m_w)
         b_x = low_word(b_value.to(tl.int64))
         b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
         b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x

@@ -21,7 +21,7 @@ NUMBERS |= {"layers_per_program", "width", "page_size", "null_slots", "pool_id"}
 FLAGS = sys.argv[1] == "with"
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
-CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (DENSE, HEADS), "BLOCK_N": 128}
+CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
 
 def type_of(name):
     if name in ("values", "value_strides"):
