@@ -22,6 +22,8 @@ _ALL = (
     Code("R2", "null slot", "a live row reads a null slot, which belongs to padding"),
     Code("R3", "record damaged", "the canary's own record of this slot was overwritten"),
     Code("R12", "unwritten slot", "the slot was not written, or not by every layer, since its page was granted"),
+    Code("R7", "stale page", "the row points at a page that was given back, or never granted"),
+    Code("R8", "foreign slot", "the row points at a page that was granted to another request"),
     Code("R4", "wrong position", "the slot holds a token of another position than the row expects there"),
     Code("R5", "chain break", "the slot holds a token that does not continue the token before it"),
     Code("R9", "content changed", "bytes of K or V are not those that were written"),

@@ -52,11 +52,14 @@ class CanaryConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
-        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _SEED and _DISABLE; `overrides` win."""
+        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _DISABLE and KVCANARY_KV_CANARY_SEED; `overrides` win.
+
+        KVCANARY_SEED is the sampling seed of the command line, never the canary's.
+        """
         environ = os.environ if environ is None else environ
         settings: dict[str, Any] = {}
         for name, parse in _PARSERS.items():
-            text = environ.get(f"KVCANARY_{name.upper()}", "").strip()
+            text = environ.get(f"KVCANARY_{_VARIABLES.get(name, name.upper())}", "").strip()
             if text:
                 settings[name] = parse(text)
         return cls(**{**settings, **overrides})
@@ -86,6 +89,7 @@ def _parse_budget(text: str) -> int | None:
     return None if text.lower() == "auto" else parse_bytes(text)
 
 
+_VARIABLES = {"seed": "KV_CANARY_SEED"}
 _PARSERS = {
     "mode": str.lower,
     "content": str.lower,

@@ -128,6 +128,8 @@ class Describer:
             case "R3":
                 seal = record.seal_host(found, hit.slot, pool.pool_id, pool.keys)
                 return {"seal": _hex(seal)}, {"seal": _hex(found.seal)}
+            case "R7" | "R8":
+                return {"owner": hit.request_id}, {"owner": facts.owner, "generation": facts.granted}
             case "R4":
                 return {"position": hit.position}, {"position": found.position, "chain": _hex(found.chain)}
             case "R5":

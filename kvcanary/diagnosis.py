@@ -20,6 +20,8 @@ def rank_causes(facts: Facts) -> tuple[Cause, ...]:
         "R12": _unwritten,
         "R3": _record,
         "R6": _row,
+        "R7": _stale,
+        "R8": _foreign,
         "W4": _duplicate,
     }
     rule = rules.get(facts.hit.code, _plan)
@@ -93,6 +95,22 @@ def _unwritten(facts: Facts) -> list[Cause]:
     if facts.owner is None:
         return [Cause("stale: the page was freed, and the row still points at it", "derived")]
     return [Cause("stale: the record is from before the page was granted again", "derived")]
+
+
+def _stale(facts: Facts) -> list[Cause]:
+    if facts.granted:
+        return [
+            Cause("the page was given back while the row still pointed at it", "derived"),
+            Cause("a table entry was not cleared, or an index array is older than the free", "inferred"),
+        ]
+    return [Cause("nobody was ever granted this page: the table entry was never written", "derived")]
+
+
+def _foreign(facts: Facts) -> list[Cause]:
+    return [
+        Cause(f"the row points at a page of {facts.owner!r}", "derived"),
+        Cause("a page was freed too early and granted again, or the row of another request was indexed", "inferred"),
+    ]
 
 
 def _record(facts: Facts) -> list[Cause]:

@@ -32,7 +32,7 @@ from kvcanary.substep import SubstepCanary
 from kvcanary.sweep import Sweeper
 from kvcanary.views import PoolView
 from kvcanary.writing import judge_layers
-from kvcanary_kernels.record import signed
+from kvcanary_kernels.record import NO_OWNER, signed
 
 REMEMBERED_INCIDENTS = 65536
 _events = structlog.get_logger("kvcanary")
@@ -79,7 +79,7 @@ class CanaryManager:
         """Pages granted, in row order: the row's page i holds positions [i * page_size, (i + 1) * page_size)."""
         self._settle_writes_into(pages)
         self._ledger.grant(request_id, pages, self.step)
-        self._publish_generations(pages)
+        self._publish(pages, self._ledger.request(request_id).uid)
 
     def on_free(self, request_id: str, pages: Sequence[int]) -> None:
         """Pages given back; from now on nobody may read them."""
@@ -89,7 +89,7 @@ class CanaryManager:
             self._count_unread(request, pages)
         self._ledger.free(request_id, pages, self.step)
         self._forget_judged(request, pages)
-        self._publish_generations(pages)
+        self._publish(pages, NO_OWNER)
         if request.released and not request.pages:
             self._ledger.forget(request_id)
 
@@ -348,10 +348,10 @@ class CanaryManager:
             self._mirror.judged.difference_update([pool.base + slot for slot in slots])
         request.judged = [Judged()] * len(request.judged)
 
-    def _publish_generations(self, pages: Sequence[int]) -> None:
+    def _publish(self, pages: Sequence[int], owner: int) -> None:
         if pages:
             generations = self._ledger.generations
-            self._state.set_generations(pages, [signed(generations[page]) for page in pages])
+            self._state.set_pages(pages, [signed(generations[page]) for page in pages], owner)
 
     def _count_unread(self, request: Request, pages: Sequence[int]) -> None:
         """Committed bytes on these pages go without a last look."""

@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Reader:
-    """R2, R3, R4, R5, R6 and R12 of what forwards have read."""
+    """R2 to R8 and R12 of what forwards have read."""
 
     def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, disabled: frozenset[str]) -> None:
         self._state, self._ledger, self._mirror = state, ledger, mirror
@@ -166,6 +166,9 @@ class Reader:
             pool_id=pool.pool_id,
             keys=pool.keys,
             codes=codes,
+            states=state.page_states[: pool.view.num_pages],
+            owners=state.owners[: pool.view.num_pages],
+            readers=state.ints(segment.request.uid for segment in segments),
         )
         return codes
 

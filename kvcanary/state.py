@@ -1,4 +1,4 @@
-"""Device state: the records of all pools in one tensor, fingerprints of each, and the generations of pages."""
+"""Device state: the records of all pools in one tensor, fingerprints of each, and what is true of every page."""
 
 from __future__ import annotations
 
@@ -75,6 +75,8 @@ class CanaryState:
             self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
             self.expected = torch.zeros_like(self.records)
             self.generations = torch.zeros(num_pages, dtype=torch.int64, device=device)
+            self.owners = torch.full_like(self.generations, record.NO_OWNER)
+            self.page_states = torch.full_like(self.generations, record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)
             self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
         self.by_name = {pool.name: pool for pool in self.pools}
@@ -88,9 +90,12 @@ class CanaryState:
         host = torch.frombuffer(buffer, dtype=torch.int64)
         return host if self.arange.is_cpu else host.to(self.arange.device)
 
-    def set_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
-        """One delta list: these pages have these generations from now on."""
-        self.generations.index_copy_(0, self.ints(pages), self.ints(generations))
+    def set_pages(self, pages: Sequence[int], generations: Sequence[int], owner: int) -> None:
+        """One delta list: these pages have these generations and this owner (a uid or NO_OWNER) from now on."""
+        where = self.ints(pages)
+        self.generations.index_copy_(0, where, self.ints(generations))
+        self.owners.index_fill_(0, where, owner)
+        self.page_states.index_fill_(0, where, record.FREE if owner == record.NO_OWNER else record.RESERVED)
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         view = views[number]

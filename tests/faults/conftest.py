@@ -21,12 +21,11 @@ def make_engine_fixture() -> Callable[..., Engine]:
     return running_engine
 
 
-def running_engine(disable: frozenset[str] = frozenset()) -> Engine:
+def running_engine(disable: frozenset[str] = frozenset(), num_steps: int = 3) -> Engine:
     """Two requests of equally long prompts, some steps into their decoding; page size 4."""
     canary = CanaryConfig(mode="raise", content="full", disable=disable)
-    engine = Engine(
-        EngineConfig(page_size=4, topk=2, num_steps=3, num_draft_tokens=6, max_total_tokens=1024, canary=canary)
-    )
+    settings = {"page_size": 4, "topk": 2, "num_draft_tokens": 6, "max_total_tokens": 1024}
+    engine = Engine(EngineConfig(num_steps=num_steps, canary=canary, **settings))
     for excerpt in load_excerpts()[:2]:
         engine.submit(engine.tokenizer.encode(excerpt.prompt)[-PROMPT_LEN:], PARAMS)
     for _ in range(WARM_STEPS):
@@ -38,8 +37,10 @@ def running_engine(disable: frozenset[str] = frozenset()) -> Engine:
 def strike() -> Callable[..., KVCorruptionError | None]:
     """Run to the end with a fault armed; the error that stopped the run, or None."""
 
-    def run(fault: Callable[[Engine], object], disable: frozenset[str] = frozenset()) -> KVCorruptionError | None:
-        engine = running_engine(disable)
+    def run(
+        fault: Callable[[Engine], object], disable: frozenset[str] = frozenset(), num_steps: int = 3
+    ) -> KVCorruptionError | None:
+        engine = running_engine(disable, num_steps)
         fault(engine)
         try:
             while engine.has_work:

@@ -14,10 +14,11 @@ Place = tuple[int | None, int | None]  # slot and position that the finding must
 FAULTS: list = []
 
 
-def found_by(code: str) -> Callable:
-    """Register a fault: called with a running engine, it breaks something and returns the place."""
+def found_by(code: str, **settings: int) -> Callable:
+    """Register a fault: called with a running engine of these settings, it breaks something and returns the place."""
 
     def register(fault: Callable[[Engine], Place]) -> Callable[[Engine], Place]:
+        fault.settings = settings
         FAULTS.append(pytest.param(fault, code, id=f"{code}-{fault.__name__}"))
         return fault
 
@@ -72,7 +73,39 @@ def exchange_pages(engine: Engine) -> Place:
     return int(mine[8]), 8
 
 
-@found_by("R5")
+@found_by("R5", num_steps=5)
+def read_a_cousin_for_an_ancestor(engine: Engine) -> Place:
+    """Draft rows attend their columns, not their nodes' ancestors: paths of the tree are mixed."""
+    draft_forward = engine.drafter._draft_forward
+
+    def mixed(batch, step, prefixes, path, tokens):
+        if step > 1:
+            path = torch.cat((path[:, :, :-2].flip(1), path[:, :, -2:]), -1)
+        return draft_forward(batch, step, prefixes, path, tokens)
+
+    engine.drafter._draft_forward = mixed
+    return None, None
+
+
+@found_by("R6")
+def feed_another_token(engine: Engine) -> Place:
+    """The row is consistent, but one token of it is not the request's."""
+    request = engine.running[0]
+    request.output_ids[-1] ^= 1
+    return None, None
+
+
+@found_by("R7")
+def read_a_page_that_nobody_owns(engine: Engine) -> Place:
+    """An entry that still names a page after it went back to the free list."""
+    mine, _ = rows(engine)
+    owned = {page for request in engine.running for page in request.pages}
+    free = max(page for page in range(1, engine.allocator.num_pages) if page not in owned)
+    mine[9] = free * 4 + 1
+    return int(mine[9]), 9
+
+
+@found_by("R8")
 def exchange_one_slot_between_requests(engine: Engine) -> Place:
     """One token of the neighbour at the same position: everything but the prefix fits."""
     mine, theirs = rows(engine)
@@ -80,14 +113,14 @@ def exchange_one_slot_between_requests(engine: Engine) -> Place:
     return int(mine[33]), 33
 
 
-@found_by("R6")
+@found_by("R8")
 def read_the_neighbours_row(engine: Engine) -> Place:
     """A whole, consistent row of someone else."""
     shorter, longer = sorted(engine.running, key=lambda request: request.committed_len)
     table, committed = engine.request_table.table, shorter.committed_len
     mine, theirs = table[shorter.row], table[longer.row]
     mine[:committed] = theirs[:committed]
-    return int(mine[committed - 1]), committed - 1
+    return int(mine[0]), 0
 
 
 @found_by("R9")
@@ -155,7 +188,7 @@ def write_at_wrong_positions(engine: Engine) -> Place:
 def test_the_fault_is_found_by_its_check(strike, fault, code):
     """The first finding has the expected code and, where the fault has one, exactly its slot and position."""
     places = []
-    error = strike(lambda engine: places.append(fault(engine)))
+    error = strike(lambda engine: places.append(fault(engine)), **fault.settings)
     assert error is not None
     finding = error.findings[0]
     assert finding.code == code, error
@@ -168,7 +201,7 @@ def test_the_fault_is_found_by_its_check(strike, fault, code):
 @pytest.mark.parametrize(("fault", "code"), FAULTS)
 def test_a_check_that_is_switched_off_finds_nothing(strike, fault, code):
     """With its check disabled the fault may be found by another check, never by this one."""
-    error = strike(fault, disable=frozenset({code}))
+    error = strike(fault, disable=frozenset({code}), **fault.settings)
     assert code not in ([] if error is None else [finding.code for finding in error.findings])
 
 

@@ -145,7 +145,7 @@ def test_from_env_reads_every_setting():
         "KVCANARY_MODE": "LOG",
         "KVCANARY_CONTENT": "Full",
         "KVCANARY_BUDGET": "4MiB",
-        "KVCANARY_SEED": "0x10",
+        "KVCANARY_KV_CANARY_SEED": "0x10",
         "KVCANARY_DISABLE": "r5,w4",
     }
     assert CanaryConfig.from_env(environ) == CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}))
@@ -164,8 +164,13 @@ def test_from_env_reads_the_process_environment(monkeypatch):
 
 def test_from_env_lets_overrides_win():
     """What the caller says goes before what the environment says."""
-    config = CanaryConfig.from_env({"KVCANARY_MODE": "off", "KVCANARY_SEED": "3"}, mode="raise")
+    config = CanaryConfig.from_env({"KVCANARY_MODE": "off", "KVCANARY_KV_CANARY_SEED": "3"}, mode="raise")
     assert (config.mode, config.seed) == ("raise", 3)
+
+
+def test_from_env_leaves_the_sampling_seed_alone():
+    """KVCANARY_SEED belongs to the command line's sampling; keys from it would not be secret."""
+    assert CanaryConfig.from_env({"KVCANARY_SEED": "3"}).seed is None
 
 
 def test_from_env_knows_the_automatic_budget():
@@ -180,8 +185,8 @@ def test_from_env_knows_the_automatic_budget():
         ("CONTENT", "some", "content must be one of write, rolling, full, got 'some'"),
         ("BUDGET", "much", "budget must be a size such as 65536, 64KiB or 4MiB, got 'much'"),
         ("BUDGET", "0", "budget must be a positive number of bytes a step or None, got 0"),
-        ("SEED", "seven", "seed must be an integer, got 'seven'"),
-        ("SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
+        ("KV_CANARY_SEED", "seven", "seed must be an integer, got 'seven'"),
+        ("KV_CANARY_SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
         ("DISABLE", "R5,R99", "got R99"),
     ],
 )

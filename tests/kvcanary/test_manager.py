@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, PlanError
+from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError
 from kvcanary.config import ROTATION_STEPS
 
 KEYS = {
@@ -210,3 +210,35 @@ def test_an_unknown_kind_names_the_known_ones(make_engine):
     with pytest.raises(PlanError) as caught:
         make_engine().canary.substep("vrify", 0, "target")
     assert str(caught.value) == "kind must be one of prefill, decode, draft, verify, extend, got 'vrify'"
+
+
+def test_the_row_of_a_twin_request_is_foreign(make_engine):
+    """Two requests with equal tokens have equal chains; reading the other's pages is a fault all the same."""
+    engine = make_engine()
+    engine.start("one", 9)
+    tokens = list(engine.rows["one"].tokens[:9])
+    engine._token = iter([*tokens, engine.rows["one"].tokens[9]]).__next__
+    engine.start("two", 9)
+    del engine._token
+    assert engine.rows["one"].tokens == engine.rows["two"].tokens
+    engine._prefix = lambda name: [engine.slot("one", position) for position in range(engine.rows[name].committed)]
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.step("two")
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.slot, finding.reader) == ("R8", engine.slot("one", 0), "two")
+    assert finding.found["owner"] == "one"
+
+
+def test_a_moved_stale_record_stays_stale(make_engine):
+    """Moving what was written under an earlier grant makes nothing current."""
+    engine = make_engine(page_size=1, num_pages=64)
+    engine.start("old", 5)
+    old = engine.rows["old"].pages[2]
+    engine.finish("old")
+    canary = engine.canary
+    canary.admit("new", [1, 2, 3])
+    canary.on_alloc("new", [old, 60])
+    canary.on_move("target", torch.tensor([old]), torch.tensor([60]))
+    canary.drain()
+    generation = int(canary._state.by_name["target"].records[60, 2]) >> 32
+    assert generation != canary._ledger.generations[60]
