@@ -218,9 +218,9 @@ class Ledger:
             self._bump(page, "freed", step, request_id)
             self.owners[page] = None
             request.pages[request.pages.index(page)] = NO_PAGE
-        request.row = self._slots_of(request.pages)
         while request.pages and request.pages[-1] == NO_PAGE:
             request.pages.pop()
+        request.row = self._slots_of(request.pages)
         if not request.pages:
             request.start_anew()
 

@@ -61,7 +61,6 @@ class CanaryManager:
         self._incidents: dict[tuple[int, int], int] = {}
         self._open: SubstepCanary | None = None
         self._pending: list[Forward] = []
-        self._unsealed: set[int] = set()
         self._hits: list[Hit] = []
         self._compares_content = "R9" not in config.disable
 
@@ -184,19 +183,14 @@ class CanaryManager:
 
     def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[Hit]) -> Stage | None:
         """The stage of this forward's values; None where nobody compares a draft's bytes."""
-        base = forward.pool.base
-        rows = forward.write_slots if not base else [base + slot for slot in forward.write_slots]
-        if not self._unsealed.isdisjoint(rows):
-            self._settle()  # what this forward writes over was written for those that are still to be judged
         stage = self._stages[forward.pool] if forward.kind != "draft" or self.config.content == "full" else None
         if stage is not None:
-            if not stage.fits(len(rows)):
+            if not stage.fits(len(forward.write_slots)):
                 self._settle()
                 stage.fingerprint()
             stage.open(forward)
         self._open = substep
         self._pending.append(forward)
-        self._unsealed.update(rows)
         self.report_hits(hits)
         if forward.refused_reads:
             self.report_hits(_refused_reads(forward))
@@ -216,7 +210,6 @@ class CanaryManager:
             self._mirror.flush()
             return
         forwards, self._pending = self._pending, []
-        self._unsealed.clear()
         with torch.inference_mode():
             for forward in forwards:
                 forward.read_rows()

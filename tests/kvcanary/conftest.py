@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -285,13 +285,6 @@ class FakeEngine:
 
 def _ints(values: list[int] | range) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
-
-
-def with_index(plan: ReadPlan, place: int, slot: int) -> ReadPlan:
-    """The plan with another slot at one place of its index array."""
-    indices = plan.indices.clone()
-    indices[place] = slot
-    return replace(plan, indices=indices)
 
 
 @pytest.fixture

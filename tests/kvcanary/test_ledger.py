@@ -347,3 +347,17 @@ def test_a_request_is_unknown_once_released_and_freed(canary):
     canary.on_free("only", [1, 2])
     assert "'only' is not admitted" in refused(canary.append, "only", [4])
     canary.admit("only", [9])
+
+
+def test_the_row_is_what_is_granted():
+    """The slots of a row in order, as an index array has them; pages that went back leave it, and come back anew."""
+    ledger = make_ledger()
+    request = ledger.admit("only", [1], 0)
+    size = ledger.page_size
+    ledger.grant("only", [3, 2], 0)
+    slots = [*range(3 * size, 4 * size), *range(2 * size, 3 * size)]
+    assert memoryview(request.row).cast("q").tolist() == slots
+    ledger.free("only", [3, 2], 1)
+    assert request.row == b""
+    ledger.grant("only", [2], 1)
+    assert memoryview(request.row).cast("q").tolist() == slots[size:]
