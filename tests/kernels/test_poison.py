@@ -198,3 +198,21 @@ def test_poison_check_refuses_a_bitmap_of_the_wrong_shape(check, pool, tensor) -
     rows, _ = pool(slots=5)
     with pytest.raises(ValueError, match=r"mismatch must be contiguous \[1, 2\] int64, got \[1\]"):
         check(rows, tensor([4]), mismatch=tensor([0]))
+
+
+@pytest.mark.parametrize(
+    "operations", [(poison_fill, poison_check), (poison_fill_torch, poison_check_torch)], ids=["triton", "torch"]
+)
+@pytest.mark.parametrize("layout", ["nhd_pages", "hnd", "hnd_fused", "hnd_sides"])
+def test_poison_covers_every_layout_and_scales(operations, layout: str, make_content, lay_out, tensor) -> None:
+    """Pages, heads that lie apart and scales hold the pattern in logical order, and no other slot is touched."""
+    fill, check = operations
+    content = make_content(15, torch.float8_e4m3fn, extras=1)
+    k, v, options = lay_out(content, layout, 5)
+    rows = pool_rows(k, v, **options)
+    every, slots = tensor(list(range(15))), [14, 0, 6]
+    before = rows.gather(every).tolist()
+    fill(rows, tensor(slots))
+    assert rows.gather(every).tolist() == expected(before, slots, nan=False)
+    assert not mismatch_of(check, rows, tensor(slots)).any()
+    assert mismatch_of(check, rows, every)[:, 0].bool().tolist() == [slot not in slots for slot in range(15)]
