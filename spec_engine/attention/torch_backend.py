@@ -8,7 +8,7 @@ dimension, so K and V are never repeated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ class TorchAttention:
         self.substep = substep
         self.kv_heads, self.head_dim = pool.kv.shape[-2:]
         self.fold = num_heads // self.kv_heads
+        self.bounds: list[int] = batch.kv_indptr.tolist()  # of rows in `indices`, as the canary has seen them
         self.groups = self._plan(batch, indices)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,10 +77,10 @@ class TorchAttention:
         ]
 
     def _group(self, batch: ForwardBatch, indices: Tensor, rows: range, tokens: slice) -> _Group:
-        lens = batch.kv_lens[rows.start : rows.stop]
+        bounds = self.bounds[rows.start : rows.stop + 1]
+        lens = tuple(end - start for start, end in pairwise(bounds))
         num_new = batch.new_lens[rows.start]
-        start = sum(batch.kv_lens[: rows.start])
-        entries = indices[start : start + sum(lens)]
+        entries = indices[bounds[0] : bounds[-1]]
         width = max(lens)
         if min(lens) != width:
             entries = _pad(entries, lens, width)

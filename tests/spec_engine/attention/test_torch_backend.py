@@ -1,5 +1,7 @@
 """The torch backend against attention written out by hand, for every shape of forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -91,3 +93,14 @@ def test_attend_equals_attention_by_hand(kv_lens, new_lens, mask):
     output = attention.attend(1, q, k, v)
     assert torch.equal(pool.kv[1, batch.slots], torch.stack((k, v), 1))
     torch.testing.assert_close(output, by_hand(pool, batch, 1, q), rtol=1e-12, atol=1e-12)
+
+
+def test_attend_takes_its_rows_from_the_array_that_the_canary_sees():
+    """kv_indptr says where rows begin, in attention as in the canary's plan; a host copy beside it decides nothing."""
+    pool, batch = make_pool(), make_batch((5, 9), (1, 1))
+    q, k, v = (torch.randn(2, heads, DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    outputs = [
+        TorchAttention(pool, each, HEADS, each.kv_indices, each.slots, None).attend(1, q, k, v)
+        for each in (batch, replace(batch, kv_lens=(9, 5)))
+    ]
+    assert torch.equal(*outputs)
