@@ -19,7 +19,7 @@ from kvcanary.locate import ChangedWord, locate_word
 from kvcanary.sites import site_name, unpack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels import record
-from kvcanary_kernels.record import MASK_32, MASK_64, Record, mix_host
+from kvcanary_kernels.record import MASK_32, Record, chain_host
 
 EVIDENCE_LINES = 6
 
@@ -153,8 +153,7 @@ class Describer:
             if slot < 0:
                 return None
             before = record.read_record(hit.pool.records, slot).chain
-        keys = self._state.keys
-        return (keys.multiplier * before + mix_host(found.token, found.position, keys)) & MASK_64
+        return chain_host([found.token], found.position, before, self._state.keys)[0]
 
     def _truth(self, hit: Hit, found: Record) -> tuple[dict[str, Any], dict[str, Any]]:
         request = self._ledger.request(hit.request_id or "")

@@ -64,9 +64,6 @@ class Forward:
     def site(self) -> tuple[str, int]:
         return self.kind, self.index
 
-    def prefix_len(self, row: int) -> int:
-        return self.prefixes[row // self.width]
-
     def read_rows(self) -> None:
         """Take the slot ids of all rows to the host."""
         host = self.indices if self.indices.is_cpu and self.indices.is_contiguous() else self.indices.cpu().contiguous()

@@ -1,7 +1,7 @@
 """Content lanes of stored values and of slots, in few operations.
 
-The arithmetic is that of `fingerprint_torch`: words times key pieces, summed exactly in float64. So many layers are
-taken at a time that their float64 copy stays in the cache.
+The arithmetic is that of `fingerprint_torch`. So many layers are taken at a time that their float64 copy stays in the
+cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.state import PoolState
+from kvcanary_kernels.fingerprint import join, keyed_sums
 from kvcanary_kernels.record import signed
 
 PORTION_BYTES = 1 << 20  # of the float64 copy
@@ -37,7 +38,7 @@ def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 def lane_a_of_slots(pool: PoolState, slots: Tensor) -> Tensor:
     """[layers, n]: lane a alone."""
-    table = pool.keys.pieces[:, :, : pool.piece_weights.shape[0]]
+    table = pool.keys.pieces[:, :, : pool.keys.pieces.shape[2] // 2]
     lanes = _lanes(pool, len(slots), lambda layers: pool.rows.gather(slots, layers), table)
     return lanes[:, :, 0].add_(pool.keys.start_a[:, None])
 
@@ -45,9 +46,11 @@ def lane_a_of_slots(pool: PoolState, slots: Tensor) -> Tensor:
 def _lanes(pool: PoolState, n: int, rows_of: Callable[[slice], Tensor], table: Tensor) -> Tensor:
     """[batch, n, lanes] without starts; `rows_of` gives the rows [part, n, row] of a part of the batch."""
     batch, words, _ = table.shape
+    num_pieces = pool.keys.pieces.shape[2] // 2  # of one lane's keys
     step = max(1, PORTION_BYTES // (8 * words * max(n, 1)))
     parts = [slice(first, first + step) for first in range(0, batch, step)]
-    return joined([_keyed_sums(pool, rows_of(part), table[part]) for part in parts])
+    sums = joined([keyed_sums(rows_of(part), table[part]) for part in parts])
+    return torch.stack([join(lane, pool.keys) for lane in sums.split(num_pieces, 2)], 2)
 
 
 def _started(pool: PoolState, lanes: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,14 +62,3 @@ def _started(pool: PoolState, lanes: Tensor) -> tuple[Tensor, Tensor]:
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`torch.cat` that leaves a single dense part as it is."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def _keyed_sums(pool: PoolState, rows: Tensor, table: Tensor) -> Tensor:
-    """[batch, n, lanes] mod 2^64, without starts, of rows [batch, n, row] and keys [batch, words, lanes * pieces].
-
-    Words times key pieces are exact in float64 (Keys.pieces), and int64 sums of the pieces wrap as they should.
-    """
-    weights = pool.piece_weights
-    sums = torch.bmm(rows.view(torch.uint32).to(torch.float64), table).to(torch.int64).view(-1, weights.shape[0])
-    lanes = sums @ weights if sums.is_cpu else (sums * weights).sum(1)  # CUDA has no int64 matmul
-    return lanes.view(rows.shape[0], rows.shape[1], -1)

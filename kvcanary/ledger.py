@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcanary.errors import LifetimeError
-from kvcanary_kernels.record import MASK_64, Keys, mix_host
+from kvcanary_kernels.record import Keys, chain_host
 
 HISTORY_EVENTS = 8  # kept a page, newest last
 REMEMBERED_UIDS = 4096  # ended requests whose names reports can still tell
@@ -31,10 +31,8 @@ class TruthChain:
         offset, values = self.token_offset, self.values
         if length + offset > len(tokens):
             return None
-        value = values[-1] if values else self.root
-        for position in range(len(values), length):
-            value = (keys.multiplier * value + mix_host(tokens[position + offset], position, keys)) & MASK_64
-            values.append(value)
+        first = len(values)
+        values += chain_host(tokens[first + offset : length + offset], first, values[-1] if values else self.root, keys)
         return values
 
 

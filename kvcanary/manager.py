@@ -214,9 +214,8 @@ class CanaryManager:
             for forward in forwards:
                 forward.read_rows()
                 self._hits += judge_layers(forward)
-            misplaced = self._sealer.seal(forwards)
+            self._hits += self._sealer.seal(forwards)
             self._mirror.flush()
-            self._hits += misplaced if "W5" not in self.config.disable else []
             for forward in forwards:
                 if forward.room or forward.lanes:
                     self._stages[forward.pool].keep(forward)

@@ -11,7 +11,7 @@ from kvcanary.forward import Forward
 from kvcanary.hits import Hit, entry_hit
 from kvcanary.mirror import Mirror, Written
 from kvcanary.sites import pack_site
-from kvcanary_kernels.record import MASK_32, MASK_64, Keys, bitmap_columns, mix, mix_host
+from kvcanary_kernels.record import MASK_32, Keys, bitmap_columns, continue_chain, mix, mix_host
 
 FEW = 64  # entries that plain integers mix faster than tensors
 
@@ -38,7 +38,7 @@ class Sealer:
 
     def _seal(self, forward: Forward, mixed: Sequence[int], fresh: dict[int, Written]) -> list[Hit]:
         pool, bounds, width = forward.pool, forward.bounds, forward.width
-        positions, multiplier = forward.positions.tolist(), pool.keys.multiplier
+        positions, keys = forward.positions.tolist(), pool.keys
         chains: list[int] = []
         wanted: list[int] = []
         owners: list[int] = []
@@ -52,7 +52,7 @@ class Sealer:
             owners += [forward.requests[row // width].uid] * count
             if forward.parents is None:
                 chains += accumulate(
-                    mixed[first:last], lambda before, own: (multiplier * before + own) & MASK_64, initial=above
+                    mixed[first:last], lambda value, own: continue_chain(value, own, keys), initial=above
                 )
                 del chains[first]  # what the row continues
                 wanted += range(begin, begin + count)
@@ -60,7 +60,7 @@ class Sealer:
             else:
                 for entry, parent in enumerate(forward.parents[first:last], first):
                     before, position = (above, begin) if parent < 0 else (chains[parent], positions[parent] + 1)
-                    chains.append((multiplier * before + mixed[entry]) & MASK_64)
+                    chains.append(continue_chain(before, mixed[entry], keys))
                     wanted.append(position)
                 sites += range(written_at, written_at + (count << 48), 1 << 48)
             first = last

@@ -12,9 +12,9 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
-from kvcanary_kernels.record import MASK_64, Keys, chain_root, layers_bitmap, make_keys
+from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
 from kvcanary_kernels.rows import PoolRows, pool_rows
-from kvcanary_kernels.seal import seal_torch
+from kvcanary_kernels.seal import seal_offset, seal_torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,6 @@ class PoolState:
     part_keys:  [2 * layers, words, 2 * pieces] float64, the key pieces of each K row and each V row
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
                 count from its base
-    piece_weights: [pieces] int64, what each piece counts in a lane
     """
 
     view: PoolView
@@ -42,7 +41,6 @@ class PoolState:
     expected: Tensor
     content_a: Tensor
     part_keys: Tensor
-    piece_weights: Tensor
     layers: Tensor
     full_layers: int
     seal_term: int
@@ -116,12 +114,9 @@ class CanaryState:
             expected=expected,
             content_a=torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device),
             part_keys=keys.pieces.view(2 * view.num_layers, rows.words_per_row // 2, -1),
-            piece_weights=torch.tensor([1 << i * keys.piece_bits for i in range(keys.pieces.shape[2] // 2)]).to(
-                records.device
-            ),
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
-            seal_term=keys.seal_keys[-1] * number - keys.seal_keys[-2] * base & MASK_64,
+            seal_term=seal_offset(keys, number, base),
         )
 
 

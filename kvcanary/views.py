@@ -102,14 +102,12 @@ class WritePlan:
     slots, tokens, positions: [n] int64; tokens are those the record names (position + token_offset)
     parents:   [n] int64, index in this plan of the predecessor, -1 where the entry continues its row; None where
                every row is a chain. Rows are consecutive, as long as the read plan's `num_written`
-    max_depth: no entry has more ancestors than this inside the plan
     """
 
     slots: Tensor
     tokens: Tensor
     positions: Tensor
     parents: Tensor | None = None
-    max_depth: int = 0
 
     def __post_init__(self) -> None:
         _expect_int64("slots", self.slots)

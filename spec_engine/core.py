@@ -67,7 +67,6 @@ class ForwardBatch:
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     parents: Tensor | None = None  # [n] int64, index of the tree parent in this forward or -1; None: chains
-    max_depth: int = 1
     tree_mask: Tensor | None = None  # [requests, N, N] bool, node sees node; None: causal
 
 
@@ -94,7 +93,6 @@ def chain_forward(
         slots=concat(written),
         tokens=tokens,
         positions=concat(positions),
-        max_depth=max(new_lens),
     )
 
 

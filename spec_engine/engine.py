@@ -300,7 +300,6 @@ class Engine:
             tokens=tree.tokens.flatten(),
             positions=(batch.lens_tensor[:, None] + tree.depths).flatten(),
             parents=torch.where(tree.parents < 0, -1, tree.parents + first).flatten(),
-            max_depth=self.config.num_steps + 1,
             tree_mask=tree.mask,
         )
 

@@ -64,5 +64,4 @@ def write_plan(batch: ForwardBatch) -> WritePlan:
         tokens=batch.tokens,
         positions=batch.positions,
         parents=batch.parents,
-        max_depth=batch.max_depth,
     )

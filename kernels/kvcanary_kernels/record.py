@@ -21,7 +21,6 @@ CONTENT_B = 4
 LAYERS_LOW = 5  # bit l: layer l was written, layers 0 to 63
 LAYERS_HIGH = 6  # layers 64 to 127
 SEAL = 7
-IDENTITY_COLUMNS = 4
 IDENTITY_WORDS = 8
 MAX_LAYERS = 128
 
@@ -46,12 +45,6 @@ R8_FOREIGN_SLOT = 1 << 7
 R11_FUTURE = 1 << 10
 R12_UNWRITTEN = 1 << 11
 CODE_BITS = {f"R{n}": 1 << n - 1 for n in range(1, 14)} | {f"W{n}": 1 << 31 + n for n in range(1, 10)} | {"P1": 1 << 48}
-
-# Where several checks fire for one slot, the first of these is the finding and the rest its evidence.
-FINDING_ORDER = (
-    *("W1", "W2", "W3", "W4", "W5", "W7", "W8", "W9"),
-    *("R1", "R2", "R3", "R12", "R7", "R8", "W6", "R4", "R5", "R10", "R11", "R9", "R13", "R6", "P1"),
-)
 
 # States of a page in the device's truth. Reading the first two and any other word is R7, the next three R12.
 FREE = 0
@@ -184,9 +177,14 @@ def chain_host(tokens: list[int], first_position: int, value: int, keys: Keys) -
     """The chain values of consecutive tokens in plain integers, unsigned; `value` is the predecessor's."""
     values = []
     for position, token in enumerate(tokens, first_position):
-        value = (keys.multiplier * value + mix_host(token, position, keys)) & MASK_64
+        value = continue_chain(value, mix_host(token, position, keys), keys)
         values.append(value)
     return values
+
+
+def continue_chain(value: int, mixed: int, keys: Keys) -> int:
+    """The chain value of an entry from its predecessor's and the `mix` of its own token, unsigned."""
+    return (keys.multiplier * value + mixed) & MASK_64
 
 
 def signed(value: int) -> int:
@@ -231,11 +229,6 @@ def seal_host(record: Record, slot: int, pool_id: int, keys: Keys) -> int:
     words = [record.token, record.position, record.chain & MASK_32, record.chain >> 32, record.request]
     words += [record.generation, record.step, record.site, slot & MASK_32, pool_id & MASK_32]
     return (keys.seal_start + sum(k * w for k, w in zip(keys.seal_keys, words, strict=True))) & MASK_64
-
-
-def finding(bits: int) -> str | None:
-    """The one code that a slot's code word is reported as, None for a clean one."""
-    return next((code for code in FINDING_ORDER if bits & CODE_BITS[code]), None)
 
 
 def layers_bitmap(num_layers: int, device: torch.device | str = "cpu") -> Tensor:

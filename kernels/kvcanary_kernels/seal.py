@@ -27,7 +27,7 @@ from kvcanary_kernels.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.record import MASK_32, Keys, signed
+from kvcanary_kernels.record import MASK_32, MASK_64, Keys, signed
 
 
 def seal(
@@ -172,6 +172,11 @@ def seal_values(words: Tensor, slots: Tensor, pool_id: int, keys: Keys) -> Tenso
     word_keys = keys.constants[record.SEAL_KEYS : record.SEAL_SLOT_KEY]
     sums = words @ word_keys if words.is_cpu else (words * word_keys).sum(1)  # CUDA has no int64 matmul
     return torch.add(sums.add_(start), slots, alpha=keys.seal_keys[-2])
+
+
+def seal_offset(keys: Keys, pool_id: int, base: int) -> int:
+    """What to add to seals of pool 0 when slots of this pool are counted from `base`, unsigned."""
+    return keys.seal_keys[-1] * pool_id - keys.seal_keys[-2] * base & MASK_64
 
 
 def pair_columns(low: Tensor, high: Tensor) -> Tensor:

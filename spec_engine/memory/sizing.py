@@ -18,11 +18,6 @@ def cdiv(a: Length, b: int) -> Length:
     return (a + b - 1) // b
 
 
-def align(length: int, page_size: int) -> int:
-    """The smallest multiple of ``page_size`` that is at least ``length``."""
-    return cdiv(length, page_size) * page_size
-
-
 def pages_per_branch(tail_len: Length, num_steps: int, page_size: int) -> Length:
     """Pages of one draft branch whose first page begins with ``tail_len`` tokens of the prefix."""
     return cdiv(tail_len + num_steps, page_size)

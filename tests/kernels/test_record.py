@@ -110,27 +110,10 @@ def test_layers_bitmap_has_a_bit_a_layer(layers: int) -> None:
 
 
 def test_code_bits_are_distinct_and_fit_a_signed_word() -> None:
-    """R1 to R13 are bits 0 to 12, W1 to W9 bits 32 to 40, P1 is bit 48; every code has its place in the order."""
+    """R1 to R13 are bits 0 to 12, W1 to W9 bits 32 to 40, P1 is bit 48."""
     expected = {f"R{n}": 2 ** (n - 1) for n in range(1, 14)} | {f"W{n}": 2 ** (n + 31) for n in range(1, 10)}
     expected["P1"] = 2**48
     assert expected == record.CODE_BITS
-    assert sorted(record.FINDING_ORDER) == sorted(record.CODE_BITS)
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [
-        ("", None),
-        ("R4 R5 R12 R3", "R3"),
-        ("R11 R8 R7 R12", "R12"),
-        ("R4 W6 R8", "R8"),
-        ("R4 W6", "W6"),
-        ("R1 W7", "W7"),
-    ],
-)
-def test_finding_is_the_first_of_the_order(codes: str, expected: str | None) -> None:
-    """One code speaks for a slot, whatever else fired."""
-    assert record.finding(sum(record.CODE_BITS[code] for code in codes.split())) == expected
 
 
 def test_page_states_and_owners_are_distinct() -> None:

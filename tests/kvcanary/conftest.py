@@ -185,7 +185,7 @@ class FakeEngine:
             following = [*(fed[n] for n in path[1:]), self._token()]
             paths[name] = [(window[n], token) for n, token in zip(path, following, strict=True)]
         read = self._read(reads, rows, 1, self.num_nodes)
-        write = WritePlan(_ints(slots), _ints(tokens), _ints(positions), _ints(parents), self.num_steps)
+        write = WritePlan(_ints(slots), _ints(tokens), _ints(positions), _ints(parents))
         self._forward("verify", 0, "target", read, write)
         return paths
 

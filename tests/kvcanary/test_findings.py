@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -203,3 +205,11 @@ def test_log_groups_by_code_and_site(make_engine):
 
 def _like(finding: Finding, **changes: object) -> Finding:
     return Finding(**{field.name: getattr(finding, field.name) for field in fields(Finding)} | changes)
+
+
+def test_the_order_in_which_codes_speak_is_the_documented_one():
+    """docs/canary.md tells users which code leads; it must be the order that joins findings."""
+    text = (Path(__file__).parents[2] / "docs" / "canary.md").read_text(encoding="utf-8")
+    told = re.search(r"the first of ((?:[RW]\d+ )+)leads", " ".join(text.split()))
+    assert told is not None
+    assert told[1].split() == list(CODES)

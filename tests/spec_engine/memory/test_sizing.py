@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spec_engine.drafting.layout import branch_positions
-from spec_engine.memory.sizing import align, draft_alloc_len, pages_for, pages_per_branch, reserve_len, row_width
+from spec_engine.memory.sizing import draft_alloc_len, pages_for, pages_per_branch, reserve_len, row_width
 
 GRID = [
     (page_size, topk, num_steps, nodes)
@@ -49,4 +49,4 @@ def test_every_branch_lies_inside_the_allocation_and_apart_from_the_others(page_
         pages = pages_per_branch(length % page_size, num_steps, page_size)
         end = length - length % page_size + topk * pages * page_size
         assert max(flat) < end
-        assert align(end, page_size) <= pages_for(length, alloc_len, page_size) * page_size
+        assert end <= pages_for(length, alloc_len, page_size) * page_size
