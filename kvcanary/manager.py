@@ -19,11 +19,12 @@ from kvcanary.findings import Finding, FindingLog
 from kvcanary.forward import Forward
 from kvcanary.hits import Hit, join_hits
 from kvcanary.lanes import joined
-from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.ledger import Ledger
 from kvcanary.mirror import Mirror
 from kvcanary.moving import Mover
 from kvcanary.reading import Reader, Verdict
 from kvcanary.report import Report
+from kvcanary.requests import NO_PAGE, Judged, Request
 from kvcanary.sealing import Sealer
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.staging import Stage
@@ -32,7 +33,7 @@ from kvcanary.substep import SubstepCanary
 from kvcanary.sweep import Sweeper
 from kvcanary.views import PoolView
 from kvcanary.writing import judge_layers
-from kvcanary_kernels.record import NO_OWNER, signed
+from kvcanary_kernels.record import NO_OWNER
 
 REMEMBERED_INCIDENTS = 65536
 _events = structlog.get_logger("kvcanary")
@@ -313,7 +314,7 @@ class CanaryManager:
             page_size=state.page_size,
             null_pages=-(-max(pool.view.null_slots for pool in state.pools) // state.page_size),
             keys=state.keys,
-            roots=[(pool.root, pool.view.token_offset) for pool in state.pools],
+            roles=[(pool.name, pool.view.token_offset) for pool in state.pools],
         )
 
     def _pool(self, name: str) -> PoolState:
@@ -342,8 +343,7 @@ class CanaryManager:
 
     def _publish(self, pages: Sequence[int], owner: int) -> None:
         if pages:
-            generations = self._ledger.generations
-            self._state.set_pages(pages, [signed(generations[page]) for page in pages], owner)
+            self._state.set_pages(pages, self._ledger.generations[list(pages)].tolist(), owner)
 
     def _count_unread(self, request: Request, pages: Sequence[int]) -> None:
         """Committed bytes on these pages go without a last look."""

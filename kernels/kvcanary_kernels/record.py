@@ -167,10 +167,10 @@ def mix_host(token: int, position: int, keys: Keys) -> int:
     return _finalise(((token & MASK_32) << 32 | position & MASK_32) + keys.mix_key)
 
 
-def chain_root(keys: Keys, role: str, salt: str = "") -> int:
+def chain_root(keys: Keys, role: str, salt: str = "", adapter: str = "") -> int:
     """The chain value before the first token, unsigned: a keyed hash of what makes equal tokens mean equal rows."""
-    key = keys.root_key.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(repr((role, salt)).encode(), key=key, digest_size=8).digest(), "little")
+    key, name = keys.root_key.to_bytes(8, "little"), repr((role, salt, adapter)).encode()
+    return int.from_bytes(hashlib.blake2b(name, key=key, digest_size=8).digest(), "little")
 
 
 def chain_host(tokens: list[int], first_position: int, value: int, keys: Keys) -> list[int]:
