@@ -103,10 +103,15 @@ class Ledger(RowBook):
     def copy_on_write(self, request_id: str, page: int, copy: int, step: int) -> None:
         """A shared page of the row is replaced by a private copy; the caller moves bytes and records."""
         request, where, fresh = self.request(request_id), self.pages.numbers([page]), self.pages.numbers([copy])
-        self.pages.expect("released", where, request_id)
         self._expect_held("released", request, where)
+        place = request.pages.index(page)
+        if place < request.final_pages - 1:
+            raise LifetimeError(
+                f"a copied page must be the last final one of its row or behind it, page {page} is number {place} of "
+                f"{request.final_pages} in the row of {request_id!r}: final entries are not written again"
+            )
         self.pages.grant("copied", fresh, request.uid, step, request_id)
-        [place] = self._replace(request, where, [copy])
+        self._replace(request, where, [copy])
         request.final_pages = min(request.final_pages, place)
         self._release(request, where, step)
 
@@ -183,6 +188,8 @@ class Ledger(RowBook):
 
     def _release(self, request: Request, pages: Array, step: int) -> None:
         """One reference fewer: with none left a page that no cache holds is free, with one it is private again."""
+        if not pages.size:
+            return
         self.pages.drop_reference(pages, request.uid)
         self.pages.advance("released", pages, step, request.request_id)
         loose = pages[~self.pages.published[pages]]

@@ -113,52 +113,53 @@ class Pages:
 
     def numbers(self, pages: Sequence[int]) -> Array:
         """[n] int64; pages that one event names are inside the pool, not null, and distinct."""
-        where = np.asarray(pages, dtype=np.int64).reshape(-1)
-        if where.size and not self.null_pages <= where.min() <= where.max() < len(self):
-            wrong = next(page for page in where.tolist() if not self.null_pages <= page < len(self))
+        where = np.array(pages, dtype=np.int64)
+        listed = where.tolist()
+        if listed and not self.null_pages <= min(listed) <= max(listed) < len(self):
+            wrong = next(page for page in listed if not self.null_pages <= page < len(self))
             raise LifetimeError(
                 f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or freed"
             )
-        if len(set(where.tolist())) < where.size:
-            twice = next(page for page in where.tolist() if (where == page).sum() > 1)
+        if len(set(listed)) < len(listed):
+            twice = next(page for page in listed if listed.count(page) > 1)
             raise LifetimeError(f"an event must name a page once, got page {twice} twice: name it once")
         return where
 
-    def expect(self, event: str, pages: Array, request_id: str | None = None) -> None:
-        """All of these pages are in a state in which the event is legal; nothing is changed."""
+    def expect(self, event: str, pages: Array, request_id: str | None = None) -> Array:
+        """All of these pages are in a state in which the event is legal; the states that would follow."""
         after = _NEXT[event].take(self.states.take(pages))
-        if (after == _ILLEGAL).any():
-            raise self._refused(event, int(pages[after.argmax()]), request_id)
+        illegal = after == _ILLEGAL
+        if illegal.any():
+            raise self._refused(event, int(pages[illegal.argmax()]), request_id)
+        return after
 
     def advance(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
-        """The event happens to all of these pages, or is refused for all."""
-        if not pages.size:
-            return
-        self.expect(event, pages, request_id)
-        self.states[pages] = _NEXT[event].take(self.states.take(pages))
-        self._note_writers(pages)
-        self.history.add(event, pages.tolist(), step, request_id)
+        """The event happens to all of these pages, or is refused for all; owners and references stay."""
+        after = self.expect(event, pages, request_id)
+        self._follow(event, pages, after, self.owners.take(pages), step, request_id)
 
     def grant(self, event: str, pages: Array, uid: int, step: int, request_id: str) -> None:
         """Free pages become the private pages of one request: a new generation."""
-        self.expect(event, pages, request_id)
-        self._own(pages, uid, references=1, holders=uid)
-        self._begin_generation(pages)
-        self.advance(event, pages, step, request_id)
+        after = self.expect(event, pages, request_id)
+        self.owners[pages] = uid
+        self._begin_generation(pages, references=1, holders=uid)
+        self._follow(event, pages, after, uid, step, request_id)
 
     def free(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
         """Nobody's any more: a new generation, so that no record of the last one fits."""
-        self.expect(event, pages, request_id)
-        self._own(pages, NO_OWNER, references=0, holders=0)
+        if not pages.size:
+            return
+        after = self.expect(event, pages, request_id)
+        self.owners[pages] = NO_OWNER
         self.published[pages] = False
-        self._begin_generation(pages)
-        self.advance(event, pages, step, request_id)
+        self._begin_generation(pages, references=0, holders=0)
+        self._follow(event, pages, after, NO_OWNER, step, request_id)
 
     def share(self, event: str, pages: Array, step: int, request_id: str) -> None:
         """Private pages may be read by many from now on, and written by nobody."""
-        self.expect(event, pages, request_id)
+        after = self.expect(event, pages, request_id)
         self.owners[pages] = SHARED_OWNER
-        self.advance(event, pages, step, request_id)
+        self._follow(event, pages, after, SHARED_OWNER, step, request_id)
 
     def add_reference(self, pages: Array, uid: int) -> None:
         self.refcounts[pages] += 1
@@ -202,17 +203,17 @@ class Pages:
             return "W3"
         return "W8" if self.owners[page] == uid >= 0 else "W2"
 
-    def _own(self, pages: Array, owner: int, references: int, holders: int) -> None:
-        self.owners[pages] = owner
+    def _follow(
+        self, event: str, pages: Array, after: Array, owners: Array | int, step: int, request_id: str | None
+    ) -> None:
+        self.states[pages] = after
+        self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
+        self.history.add(event, pages.tolist(), step, request_id)
+
+    def _begin_generation(self, pages: Array, references: int, holders: int) -> None:
+        self.generations[pages] = np.maximum(self.generations.take(pages) + 1 & MASK_32, 1)
         self.refcounts[pages] = references
         self._holder_sums[pages] = holders
-
-    def _begin_generation(self, pages: Array) -> None:
-        self.generations[pages] = np.maximum(self.generations[pages] + 1 & MASK_32, 1)
-
-    def _note_writers(self, pages: Array) -> None:
-        writable = _IS_WRITABLE.take(self.states.take(pages))
-        self.writers[pages] = np.where(writable, self.owners.take(pages), _NOBODY)
 
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
         state = int(self.states[page])

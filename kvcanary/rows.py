@@ -11,6 +11,8 @@ from kvcanary.pages import Array, Pages
 from kvcanary.requests import NO_PAGE, Request, RequestBook
 from kvcanary_kernels.record import Keys
 
+SLOT_BYTES = 8  # of a slot number in `Request.row`
+
 
 class RowBook(RequestBook):
     """The rows of the live requests over one set of pages, which all pools share.
@@ -63,15 +65,26 @@ class RowBook(RequestBook):
 
     def _replace(self, request: Request, pages: Array, others: Sequence[int]) -> list[int]:
         """Put `others` where `pages` are in the row; their places."""
-        numbers = {page: place for place, page in enumerate(request.pages)}
-        places = [numbers[page] for page in pages.tolist()]
+        places = self._places(request, pages.tolist())
         for place, page in zip(places, others, strict=True):
             request.pages[place] = page
         while request.pages and request.pages[-1] == NO_PAGE:
             request.pages.pop()
-        request.final_pages = min(request.final_pages, len(request.pages))
-        request.row = self._slots_of(np.array(request.pages, dtype=np.int64))
+        length = len(request.pages)
+        request.final_pages = min(request.final_pages, length)
+        if length <= min(places, default=length):
+            request.row = request.row[: length * self.page_size * SLOT_BYTES]
+        else:
+            request.row = self._slots_of(np.array(request.pages, dtype=np.int64))
         return places
+
+    def _places(self, request: Request, pages: list[int]) -> list[int]:
+        """Where the row names these pages; at once when they are its tail."""
+        first = len(request.pages) - len(pages)
+        if request.pages[first:] == pages:
+            return list(range(first, len(request.pages)))
+        numbers = {page: place for place, page in enumerate(request.pages)}
+        return [numbers[page] for page in pages]
 
     def _slots_of(self, pages: Array) -> bytes:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).tobytes()

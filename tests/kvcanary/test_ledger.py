@@ -184,9 +184,7 @@ def test_granting_an_owned_page_is_refused():
     ledger.grant("first", [3], 0)
     for name in ("second", "first"):
         words = refused(ledger.grant, name, [4, 3], 1)
-        assert words.startswith(
-            f"page 3 must be FREE to be granted to {name!r}, it is RESERVED (granted to 'first' at "
-        )
+        assert words.startswith(f"page 3 must be FREE to be granted to {name!r}, it is RESERVED (granted to 'first' at")
         assert words.endswith(": free it first, and let it leave its quarantine")
         assert ledger.owner_of(4) is None
 
