@@ -106,6 +106,7 @@ class Pages:
         self.writers = np.full(num_pages, _NOBODY, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
         self.history = History()
+        self._changed = np.zeros(num_pages, dtype=np.bool_)
         self._holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
 
     def __len__(self) -> int:
@@ -184,6 +185,7 @@ class Pages:
         if (states != WRITTEN).any():
             fresh = pages[_IS_WRITABLE.take(states)]
             self.states[fresh] = WRITTEN
+            self._changed[fresh] = True
 
     def write_codes(self, pages: Array, uids: Array) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.
@@ -196,6 +198,12 @@ class Pages:
             return {}
         return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
 
+    def changes(self) -> Array:
+        """[n] int64, ascending: pages to which something has happened since the last call, for a copy of the arrays."""
+        changed = self._changed.nonzero()[0]
+        self._changed[changed] = False
+        return changed
+
     def _write_code(self, page: int, uid: int) -> str:
         if self.states[page] == QUARANTINED:
             return "W7"
@@ -207,6 +215,7 @@ class Pages:
         self, event: str, pages: Array, after: Array, owners: Array | int, step: int, request_id: str | None
     ) -> None:
         self.states[pages] = after
+        self._changed[pages] = True
         self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
         self.history.add(event, pages.tolist(), step, request_id)
 

@@ -116,7 +116,7 @@ class Request:
 
     def start_anew(self) -> None:
         """All pages are back: a request that goes on computes its rows again."""
-        self.committed_len = self.final_pages = 0
+        self.committed_len = 0
         self.row_lens = [0] * len(self.row_lens)
         for queue in self.reads:
             queue.clear()
@@ -169,8 +169,8 @@ class RequestBook:
     def forget(self, request_id: str) -> None:
         """The request is over; its name stays known to reports for a while."""
         request = self.request(request_id)
-        if any(page != NO_PAGE for page in request.pages):
-            raise LifetimeError(f"request {request_id!r} still holds {len(request.pages)} pages: free them first")
+        if held := sum(page != NO_PAGE for page in request.pages):
+            raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
         self._uids.retire(request.uid)
         del self.requests[request_id]
 

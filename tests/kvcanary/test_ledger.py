@@ -274,7 +274,8 @@ def test_forgetting_a_request_that_holds_pages_is_refused():
     """Nobody would free its pages."""
     ledger = make_ledger()
     ledger.admit("only", [1], 0)
-    ledger.grant("only", [3, 4], 0)
+    ledger.grant("only", [3, 4, 5], 0)
+    ledger.free("only", [3], 0)
     assert refused(ledger.forget, "only") == "request 'only' still holds 2 pages: free them first"
 
 

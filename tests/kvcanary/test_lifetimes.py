@@ -162,6 +162,9 @@ def test_duplicates_of_cached_pages_are_replaced():
     assert ledger.refcounts[[5, 3]].tolist() == [2, 2]
     with pytest.raises(LifetimeError, match="each page must have one that replaces it, got 1 and 0 pages"):
         ledger.deduplicate("b", [9], [], 5)
+    ledger.commit("b", 3 * SIZE, 6)
+    with pytest.raises(PageOwnerError, match="page 5, named by 'b', must be new to its row"):
+        ledger.deduplicate("b", [9], [5], 7)
 
 
 # forks

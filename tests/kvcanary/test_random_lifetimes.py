@@ -204,6 +204,7 @@ class Player:
         self.ledger, self.model = Ledger(num_pages, SIZE, 1, KEYS, [("target", 0)]), Model(num_pages)
         self.accepted: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.copies = self.truth().copy()
 
     def some(self, likely: list[int], most: int = 4) -> list[int]:
         """Distinct pages, mostly of the likely ones."""
@@ -303,6 +304,16 @@ class Player:
         assert count.free + count.quarantined + count.owned + count.shared == count.total == self.num_pages - 1
         audit(ledger, sorted(model.cached))
 
+    def compare_copies(self) -> None:
+        """A copy of the arrays that follows `changes()` is the arrays."""
+        changed = self.ledger.pages.changes()
+        self.copies[:, changed] = self.truth()[:, changed]
+        assert np.array_equal(self.copies, self.truth())
+
+    def truth(self) -> np.ndarray:
+        pages = self.ledger.pages
+        return np.stack([pages.states, pages.owners, pages.generations, pages.writers, pages.published])
+
     def owner(self, page: int) -> int:
         if self.model.state(page) == "SHARED":
             return SHARED_OWNER
@@ -327,6 +338,7 @@ def play(seed: int, steps: int, num_pages: int = 24) -> Player:
         player.compare()
         if step % 10 == 0:
             player.compare_writes()
+            player.compare_copies()
     return player
 
 
