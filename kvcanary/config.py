@@ -15,7 +15,7 @@ MODES = ("off", "log", "raise")
 LATER_MODES = ("abort", "heal")
 CONTENTS = ("write", "rolling", "full")
 #: Steps within which the automatic budget re-reads every committed byte of the running rows.
-ROTATION_STEPS = 64
+ROTATION_STEPS = 128
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -26,7 +26,7 @@ class CanaryConfig:
     mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops).
     content: `write` (fingerprints are taken, never compared), `rolling` (a byte budget a step is
         re-read, and all bytes of a request when it ends), `full` (all bytes a forward reads).
-    budget: bytes a step of the rolling check; None re-reads the running rows within 64 steps.
+    budget: bytes a step of the rolling check; None re-reads the running rows within 128 steps.
     seed: of all keys; None draws a secret one. Fix it to compare two runs.
     disable: codes that are neither reported nor counted; the certificate names them.
     """

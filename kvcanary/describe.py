@@ -105,7 +105,7 @@ class Describer:
         if hit.code == "R9" and hit.layers:
             word = locate_word(pool, hit.slot, hit.layers[0]) if len(hit.layers) == 1 else None
             same_as, zeroed = _content_names(pool, hit.slot, hit.layers[0])
-        granted = self._ledger.generations[hit.page] if inside else None
+        granted = int(self._ledger.generations[hit.page]) if inside else None
         return Facts(incident, found, word, same_as, zeroed, owner, granted)
 
     def _expected_and_found(self, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,7 @@ from kvcanary.content import Looked, find_changed, slots_are_right
 from kvcanary.describe import Describer
 from kvcanary.errors import CanaryConfigError, HookOrderError, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.findings import Finding, FindingLog
-from kvcanary.forward import Forward
+from kvcanary.forward import Forward, on_host
 from kvcanary.hits import Hit, join_hits
 from kvcanary.lanes import joined
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
@@ -32,7 +32,7 @@ from kvcanary.substep import SubstepCanary
 from kvcanary.sweep import Sweeper
 from kvcanary.views import PoolView
 from kvcanary.writing import judge_layers
-from kvcanary_kernels.record import NO_OWNER, signed
+from kvcanary_kernels.record import NO_OWNER
 
 REMEMBERED_INCIDENTS = 65536
 _events = structlog.get_logger("kvcanary")
@@ -132,7 +132,7 @@ class CanaryManager:
         state = self._pool(pool)
         with torch.inference_mode():
             self._settle()
-            self._mover.apply(state, self._stages[state], src.tolist(), dst.tolist(), self.step)
+            self._mover.apply(state, self._stages[state], on_host(src), on_host(dst), self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final."""
@@ -335,15 +335,16 @@ class CanaryManager:
     def _forget_judged(self, request: Request, pages: Sequence[int]) -> None:
         """The row is judged anew, should it go on."""
         size = self._state.page_size
-        slots = [slot for page in pages for slot in range(page * size, (page + 1) * size)]
         for pool in self._state.pools:
-            self._mirror.judged.difference_update([pool.base + slot for slot in slots])
+            for page in pages:
+                first = pool.base + page * size
+                self._mirror.judged[first : first + size] = False
         request.judged = [Judged()] * len(request.judged)
 
     def _publish(self, pages: Sequence[int], owner: int) -> None:
         if pages:
             generations = self._ledger.generations
-            self._state.set_pages(pages, [signed(generations[page]) for page in pages], owner)
+            self._state.set_pages(pages, generations[list(pages)].tolist(), owner)
 
     def _count_unread(self, request: Request, pages: Sequence[int]) -> None:
         """Committed bytes on these pages go without a last look."""
