@@ -110,6 +110,8 @@ class Describer:
 
     def _expected_and_found(self, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
         hit, found, pool = facts.hit, facts.record, facts.hit.pool
+        if hit.expected is not None:
+            return hit.expected, hit.found or {}
         match hit.code:
             case "R1" | "W1":
                 return {"slot": f"0 to {pool.view.num_slots - 1}"}, {"slot": hit.slot}

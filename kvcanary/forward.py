@@ -27,7 +27,9 @@ class Forward:
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     raw, ids:       `indices` as bytes, and the integers in them, from `read_rows` on
     bounds:         by row and one more, where rows begin in `indices`
-    prefixes:       by request, entries of each of its rows that earlier forwards wrote and acceptance made final
+    tree_mask:      [requests, N, N] bool, or None
+    prefixes:       by request, entries of each of its rows that earlier forwards wrote and acceptance made final, as
+                    the plan has it; `committed` is what acceptance has made final
     written:        by row, entries at its end that this forward writes
     owns, begins:   by row, where these begin in `indices`, and in the row
     write_slots:    `slots` as plain integers
@@ -50,8 +52,10 @@ class Forward:
     slots: Tensor
     tokens: Tensor
     positions: Tensor
+    tree_mask: Tensor | None
     bounds: list[int]
     prefixes: list[int]
+    committed: list[int]
     written: list[int]
     owns: list[int]
     begins: list[int]
@@ -108,8 +112,10 @@ def plan_forward(
         write.slots,
         write.tokens,
         write.positions,
+        read.tree_mask,
         bounds,
         read.prefix_lens.tolist(),
+        [request.committed_len for request in requests],
         written,
         owns,
         [own - start for own, start in zip(owns, bounds, strict=False)],

@@ -29,6 +29,7 @@ from kvcanary_kernels.record import (
     LAYERS_LOW,
     R3_RECORD_DAMAGED,
     REQUEST_GENERATION,
+    STEP_SITE,
     bitmap_columns,
     signed,
 )
@@ -96,7 +97,9 @@ class Reader:
             rows.suspects += self._untrue(pool, prefixes)
         else:
             rows.suspects += prefixes
-        hits = self._hits(pool, rows.suspects) if rows.suspects else []
+        hits: list[Hit] = []
+        for step in sorted({segment.forward.step for segment in rows.suspects}):
+            hits += self._hits(pool, step, [segment for segment in rows.suspects if segment.forward.step == step])
         for forward in forwards:
             if forward.write_slots and min(forward.write_slots) < pool.view.null_slots:
                 hits += self._null_writes(forward)
@@ -149,6 +152,8 @@ class Reader:
         low, high = bitmap_columns(pool.full_layers)
         right = written[:, CHAIN] == np.concatenate([chains for *_, chains in new])
         right &= written[:, REQUEST_GENERATION] >> 32 == grants
+        steps = np.repeat([segment.forward.step for segment, *_ in new], [len(rows) for _, rows, _ in new])
+        right &= (steps - written[:, STEP_SITE].view(np.int64)).astype(np.int32) >= 0  # low words, with a sign
         right &= written[:, LAYERS_LOW] == low
         right &= written[:, LAYERS_HIGH] == high
         if right.all():
@@ -158,10 +163,10 @@ class Reader:
 
     # suspects
 
-    def _hits(self, pool: PoolState, segments: Sequence[Segment]) -> list[Hit]:
+    def _hits(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Hit]:
         """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
         slots = self.slots(segments)
-        codes = self._codes(pool, segments, slots)
+        codes = self._codes(pool, step, segments, slots)
         overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
         codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
         hits: list[Hit] = []
@@ -174,7 +179,7 @@ class Reader:
             hits += own
         return hits
 
-    def _codes(self, pool: PoolState, segments: Sequence[Segment], slots: Tensor) -> Tensor:
+    def _codes(self, pool: PoolState, step: int, segments: Sequence[Segment], slots: Tensor) -> Tensor:
         """[n] int64: check bits of every entry of these segments."""
         state, codes = self._state, torch.zeros_like(slots)
         lengths = state.ints(segment.length for segment in segments)
@@ -196,6 +201,7 @@ class Reader:
             states=state.page_states[: pool.view.num_pages],
             owners=state.owners[: pool.view.num_pages],
             readers=state.ints(segment.request.uid for segment in segments),
+            step=state.ints([step]),
         )
         return codes
 
