@@ -54,7 +54,7 @@ def test_a_right_engine_has_no_finding(make_engine, content, dtype, page_size, t
     assert engine.canary.findings == []
     certificate = engine.canary.certificate()
     assert certificate["findings"] == []
-    assert certificate["unchecked"] == {}
+    assert certificate["unchecked"].keys() <= {"freed pages reused before they were poisoned"}
     assert certificate["forwards"] > 40
     assert engine.tokens_emitted > 20
 

@@ -213,6 +213,7 @@ def test_history_keeps_the_newest_events():
 def test_history_knows_the_line_of_the_caller(make_engine):
     """The call site is the first line outside the package, however deep inside the event is written down."""
     manager = CanaryManager(CanaryConfig(seed=7), [pool.view for pool in make_engine().pools.values()])
+    manager.arm()
     manager.admit("only", [1, 2, 3])
     line = sys._getframe().f_lineno + 1
     manager.on_alloc("only", [1])
