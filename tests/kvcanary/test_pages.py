@@ -220,3 +220,14 @@ def test_history_knows_the_line_of_the_caller(make_engine):
     [event] = manager._ledger.history.of(1)
     assert event.site == (__file__, line)
     assert event.place == f"test_pages.py:{line}"
+
+
+def test_the_documented_table_is_the_table(pytestconfig):
+    """docs/lifetimes.md lists every event with the states before and after it, and no other."""
+    lines = (pytestconfig.rootpath / "docs/lifetimes.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    documented = {event: dict.fromkeys(before.split(", "), after) for event, before, after, _ in cells}
+    assert documented == {
+        name: {STATE_NAMES[before]: STATE_NAMES[after] for before, after in event.after.items()}
+        for name, event in EVENTS.items()
+    }
