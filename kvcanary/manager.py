@@ -207,6 +207,7 @@ class CanaryManager:
         hits, self._checks.hits = self._checks.hits, []
         if hits:
             self._count_reads()
+            self._checks.look_around(hits)
             self._doomed |= self._response.act(hits, self.step, self._coverage.counters())
         if self._doomed:
             requests = self._ledger.requests

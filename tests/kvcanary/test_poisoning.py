@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary import KVCorruptionError
 from kvcanary.poisoning import BATCH_SLOTS
 
 
@@ -32,14 +31,14 @@ def grant(engine, pages: list[int]) -> None:
 
 @pytest.mark.parametrize("pattern", ["finite", "nan"])
 @pytest.mark.parametrize("pool", ["target", "draft"])
-def test_a_write_into_a_free_page_is_found_when_it_is_granted(make_engine, pool, pattern):
+def test_a_write_into_a_free_page_is_found_when_it_is_granted(make_engine, kv_fault, pool, pattern):
     """P1 names pool, slot and layer."""
     engine, pages = engine_with_poison(make_engine, poison=pattern)
-    engine.pools[pool].bits(0, pages[5], "V")[3] ^= 1 << 7
-    with pytest.raises(KVCorruptionError) as caught:
-        grant(engine, pages)
-    (finding,) = caught.value.findings
-    assert (finding.code, finding.pool, finding.slot, finding.layer) == ("P1", pool, pages[5], 0)
+
+    def write() -> None:
+        engine.pools[pool].bits(0, pages[5], "V")[3] ^= 1 << 7
+
+    kv_fault(write, lambda: grant(engine, pages), "P1", pool=pool, slot=pages[5], layer=0, reader=None)
 
 
 @pytest.mark.parametrize("pattern", ["finite", "nan", "off"])
