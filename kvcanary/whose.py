@@ -1,0 +1,304 @@
+"""Whose: whose bytes lie in a slot now? First by their name, then by hypotheses that are tested one by one.
+
+A fingerprint is a name: bytes that were written for another slot of the layer are known by it, exactly. What has no
+name is compared with what a fault would have left: zeros, poison, K in the place of V, a row that slipped. Those are
+inferred. Runs only when something fired, and searches at most SEARCHED_SLOTS slots and SEARCHED_BYTES bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvcanary.state import PoolState
+from kvcanary_kernels.poison import poison_words
+from kvcanary_kernels.record import MASK_32
+from kvcanary_kernels.rows import WORD_BYTES
+
+SEARCHED_SLOTS = 4096
+SEARCHED_BYTES = 8 << 20
+MOST_ANSWERS = 3
+NAMED_SLOTS = 4
+PARTS = ("K", "V")
+
+
+@dataclass(frozen=True)
+class Whose:
+    """One answer. `kind` is a word for it; `slot` and `layer` say for whom the bytes were written, where known."""
+
+    kind: str
+    text: str
+    basis: str  # "derived": a fingerprint names them | "inferred": a hypothesis fits
+    slot: int | None = None
+    layer: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """The row of one slot and layer as it lies there now, and what it may be compared with.
+
+    row:    [words] int32
+    search: [n] int64, slots that hypotheses may compare with
+    before: lane a that this row had before its last declared write, where somebody kept it
+    """
+
+    pool: PoolState
+    slot: int
+    layer: int
+    row: Tensor
+    search: Tensor
+    before: int | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """K and V; 1 where the rows are latent and have no V."""
+        return min(len(self.pool.rows.pieces), 2) if len(self.pool.view.v) else 1
+
+    @cached_property
+    def name(self) -> int:
+        """Lane a of the bytes that lie here."""
+        return int(lanes_of_rows(self.pool, self.layer, self.row[None])[0])
+
+    @cached_property
+    def searched_rows(self) -> Tensor:
+        """[n, words] int32: what lies in the searched slots now."""
+        return self.pool.rows.gather_layer(self.layer, self.search)
+
+    def part(self, number: int) -> slice:
+        piece = self.pool.rows.pieces[number]
+        return slice(piece.first, piece.first + piece.words)
+
+
+def whose_bytes(
+    pool: PoolState, slot: int, layer: int, first: Sequence[int] = (), before: int | None = None
+) -> tuple[Whose, ...]:
+    """Answers for the bytes of one slot and layer, best first; empty where nothing fits.
+
+    `first`: slots to search first, such as those of the reader's row; then those around the slot
+    `before`: lane a of the row before its last declared write, signed
+    """
+    device = pool.records.device
+    row = pool.rows.gather_layer(layer, torch.tensor([slot], device=device))[0]
+    search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=device)
+    scene = Scene(pool, slot, layer, row, search, before)
+    answers: list[Whose] = []
+    for hypothesis in HYPOTHESES:
+        answer = hypothesis(scene)
+        if answer is not None:
+            answers.append(answer)
+            if answer.basis == "derived" or len(answers) == MOST_ANSWERS:
+                break
+    return tuple(answers)
+
+
+def lanes_of_rows(pool: PoolState, layer: int, rows: Tensor) -> Tensor:
+    """[n] int64: lane a that rows [n, words] int32 have in this layer, wherever they lie."""
+    keys = pool.keys.lane_a[layer].to(torch.int64) & MASK_32
+    return ((rows.to(torch.int64) & MASK_32) * keys).sum(1) + pool.keys.start_a[layer]
+
+
+# the hypotheses
+
+
+def all_zero(scene: Scene) -> Whose | None:
+    zero = [number for number in range(scene.num_parts) if not scene.row[scene.part(number)].any()]
+    if not scene.row.any():
+        return _inferred("zero", "all zero")
+    return _inferred("zero", f"{PARTS[zero[0]]} is all zero") if zero else None
+
+
+def poisoned(scene: Scene) -> Whose | None:
+    """What a freed page is filled with: nothing was stored since."""
+    slots, words = torch.tensor([scene.slot], device=scene.row.device), len(scene.row)
+    for nan in (False, True):
+        same = scene.row == poison_words(slots, scene.layer * words, words, nan)[0]
+        if bool(same.all()):
+            return _inferred("poison", "the poison of freed pages: nothing was stored since")
+        for number in range(scene.num_parts):
+            if bool(same[scene.part(number)].all()):
+                return _inferred("poison", f"{PARTS[number]} is the poison of freed pages: it was not stored since")
+    return None
+
+
+def stale(scene: Scene) -> Whose | None:
+    if scene.before is None or scene.before != scene.name:
+        return None
+    return _inferred("stale", "what lay here before the last declared write: its store never arrived")
+
+
+def slipped_by_a_slot(scene: Scene) -> Whose | None:
+    content = scene.pool.content_a[scene.layer]
+    for other in (scene.slot - 1, scene.slot + 1):
+        if 0 <= other < len(content) and int(content[other]) == scene.name:
+            text = f"the row of slot {other}: this one or more rows slipped by one slot"
+            return Whose("shift", text, "derived", other, scene.layer)
+    return None
+
+
+def of_another_slot(scene: Scene) -> Whose | None:
+    """By name: the layer's bytes as they were written for another slot, anywhere in the pool."""
+    same = (scene.pool.content_a[scene.layer] == scene.name).nonzero().flatten()
+    others = [slot for slot in same[: NAMED_SLOTS + 2].tolist() if slot != scene.slot]
+    if not others:
+        return None
+    more = len(same) - len(others[:NAMED_SLOTS]) - int((same == scene.slot).any())
+    named = ", ".join(str(slot) for slot in others[:NAMED_SLOTS]) + (f" and {more} more" if more else "")
+    return Whose("slot", f"the bytes of slot {named}", "derived", others[0], scene.layer)
+
+
+def of_another_layer(scene: Scene) -> Whose | None:
+    """By name, with the keys of every other layer, in the searched slots."""
+    pool = scene.pool
+    layers = [layer for layer in range(pool.view.num_layers) if layer != scene.layer]
+    slots = torch.cat((scene.search, scene.search.new_tensor([scene.slot])))
+    for layer in layers:
+        name = int(lanes_of_rows(pool, layer, scene.row[None])[0])
+        found = (pool.content_a[layer, slots] == name).nonzero().flatten()
+        if len(found):
+            slot = int(slots[found[-1]])
+            return _inferred("layer", f"the row of layer {layer}, slot {slot}", slot, layer)
+    return None
+
+
+def exchanged(scene: Scene) -> Whose | None:
+    """K where V was written and V where K was."""
+    if scene.num_parts < 2 or scene.pool.rows.pieces[0].words != scene.pool.rows.pieces[1].words:
+        return None
+    original = scene.row.clone()
+    original[scene.part(0)], original[scene.part(1)] = scene.row[scene.part(1)], scene.row[scene.part(0)]
+    return _inferred("exchange", "its own K and V, exchanged") if _was_written(scene, original[None]) else None
+
+
+def part_of_a_slot(scene: Scene) -> Whose | None:
+    """K or V of another slot, or K of one stored as V, or V as K."""
+    for here in range(scene.num_parts):
+        mine = scene.row[scene.part(here)]
+        if not mine.any():
+            continue  # zeros are everybody's
+        for there in range(scene.num_parts):
+            found = _slots_with(scene, mine, there)
+            if found:
+                stored = "" if here == there else f" stored as {PARTS[here]}"
+                text = f"{PARTS[here]} is {PARTS[there]} of slot {found[0]}{stored}"
+                return _inferred("part", text, found[0], scene.layer)
+    return None
+
+
+def slipped_by_a_head(scene: Scene) -> Whose | None:
+    view = scene.pool.view
+    size = view.head_dim * view.k[0].element_size()
+    return _slipped(scene, size, "head")
+
+
+def slipped_by_an_element(scene: Scene) -> Whose | None:
+    return _slipped(scene, scene.pool.view.k[0].element_size(), "element")
+
+
+def not_finite(scene: Scene) -> Whose | None:
+    """NaN or Inf, which no store of a working forward leaves."""
+    view = scene.pool.view
+    if not view.dtype.is_floating_point:
+        return None
+    for number in range(scene.num_parts):
+        values = scene.row[scene.part(number)].view(torch.uint8).view(view.dtype).to(torch.float64)
+        bad = (~torch.isfinite(values)).nonzero().flatten()
+        if len(bad):
+            place = int(bad[0])
+            where = f"{PARTS[number]}, head {place // view.head_dim}, dim {place % view.head_dim}"
+            return _inferred(
+                "not_finite", f"NaN or Inf in {len(bad)} elements of {PARTS[number]}, the first at {where}"
+            )
+    return None
+
+
+#: In the order in which they are tested; a derived answer ends the search.
+HYPOTHESES: tuple[Callable[[Scene], Whose | None], ...] = (
+    slipped_by_a_slot,
+    of_another_slot,
+    all_zero,
+    poisoned,
+    stale,
+    exchanged,
+    part_of_a_slot,
+    of_another_layer,
+    slipped_by_a_head,
+    slipped_by_an_element,
+    not_finite,
+)
+
+# helpers
+
+
+def _inferred(kind: str, text: str, slot: int | None = None, layer: int | None = None) -> Whose:
+    return Whose(kind, text, "inferred", slot, layer)
+
+
+def _searched(pool: PoolState, slot: int, first: Sequence[int]) -> list[int]:
+    """The slots given, then those around the slot; never itself nor a null slot."""
+    most = max(1, min(SEARCHED_SLOTS, SEARCHED_BYTES // (WORD_BYTES * pool.rows.words_per_row)))
+    start = min(max(slot - most // 2, pool.view.null_slots), max(pool.view.num_slots - most, 0))
+    around = range(start, min(start + most, pool.view.num_slots))
+    known = dict.fromkeys([*first[:most], *around])
+    return [other for other in known if other != slot and pool.view.null_slots <= other < pool.view.num_slots][:most]
+
+
+def _slots_with(scene: Scene, words: Tensor, part: int) -> list[int]:
+    """Searched slots, and the slot itself, whose K or V is these words; not the words in their own place."""
+    if scene.pool.rows.pieces[part].words != len(words):
+        return []
+    own = scene.row[scene.part(part)]
+    if own.data_ptr() != words.data_ptr() and torch.equal(own, words):
+        return [scene.slot]
+    same = (scene.searched_rows[:, scene.part(part)] == words).all(1).nonzero().flatten()
+    return scene.search[same[:1]].tolist()
+
+
+def _slipped(scene: Scene, size: int, unit: str) -> Whose | None:
+    """Undo a slip by `size` bytes: the row is explained when what comes out is what was written."""
+    if size >= WORD_BYTES * min(piece.words for piece in scene.pool.rows.pieces[: scene.num_parts]):
+        return None
+    ways = list(_ways_back(scene, size))
+    place = _was_written(scene, torch.stack([row for _, row in ways]))
+    return None if place is None else _inferred("shift", f"its own {ways[place[0]][0]}, slipped by one {unit}")
+
+
+def _ways_back(scene: Scene, size: int) -> Iterator[tuple[str, Tensor]]:
+    """Rows as they were if K, V or both slipped forwards or backwards, around or in from the neighbouring slot."""
+    for parts in (range(number, number + 1) for number in range(scene.num_parts)):
+        yield from _ways_of_parts(scene, parts, size)
+    if scene.num_parts > 1:
+        yield from _ways_of_parts(scene, range(scene.num_parts), size)
+
+
+def _ways_of_parts(scene: Scene, parts: range, size: int) -> Iterator[tuple[str, Tensor]]:
+    what = " and ".join(PARTS[number] for number in parts)
+    for step in (-size, size):
+        neighbour = scene.slot + (1 if step < 0 else -1)
+        has_neighbour = 0 <= neighbour < scene.pool.view.num_slots
+        slots = torch.tensor([neighbour if has_neighbour else scene.slot], device=scene.row.device)
+        for other in {
+            scene.slot: scene.row,
+            int(slots[0]): scene.pool.rows.gather_layer(scene.layer, slots)[0],
+        }.values():
+            row = scene.row.clone()
+            for number in parts:
+                row[scene.part(number)] = _slid(scene.row[scene.part(number)], other[scene.part(number)], step)
+            yield what, row
+
+
+def _slid(words: Tensor, neighbour: Tensor, step: int) -> Tensor:
+    """Words moved by `step` bytes; what is missing comes from the neighbour's other end."""
+    here, there = words.contiguous().view(torch.uint8), neighbour.contiguous().view(torch.uint8)
+    moved = torch.cat((here[-step:], there[:-step])) if step < 0 else torch.cat((there[-step:], here[:-step]))
+    return moved.view(torch.int32)
+
+
+def _was_written(scene: Scene, rows: Tensor) -> list[int] | None:
+    """Which of these rows [n, words] is the one that the record names; None: none."""
+    written = scene.pool.content_a[scene.layer, scene.slot]
+    found = (lanes_of_rows(scene.pool, scene.layer, rows) == written).nonzero().flatten().tolist()
+    return found or None
