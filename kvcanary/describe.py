@@ -20,7 +20,8 @@ from kvcanary_kernels import record
 
 EVIDENCE_LINES = 6
 MOST_DESCRIBED = 64  # incidents of one check that become findings; the others are counted
-MOST_SEARCHED = 8  # of these, those whose bytes are looked up
+MOST_LOCATED = 32  # of these, those in which the one changed word is looked for
+MOST_SEARCHED = 4  # and those of whose bytes it is asked whose they are
 NO_SLOT = -1  # of hits that have no place, such as H1
 _CONTENT = frozenset({"R9", "R12", "P1", "T1"})
 _UNDECLARED = frozenset({"R3", "R9", "P1", "T1"})
@@ -46,14 +47,16 @@ class Describer:
         incidents = join_hits([hit for group in groups for hit in group.kept])
         told = fair_share(incidents, MOST_DESCRIBED)
         findings = [
-            self.finding(incident, number_of(incident), action, search=place < MOST_SEARCHED)
+            self.finding(incident, number_of(incident), action, place < MOST_LOCATED, place < MOST_SEARCHED)
             for place, incident in enumerate(told)
         ]
         return Described(findings, len(incidents) - len(told))
 
-    def finding(self, incident: Sequence[Hit], number: int, action: str = "", search: bool = True) -> Finding:
-        """The finding of one incident; `search`: also look up whose bytes its slot holds."""
-        facts = self._facts(incident, search)
+    def finding(
+        self, incident: Sequence[Hit], number: int, action: str = "", locate: bool = True, search: bool = True
+    ) -> Finding:
+        """The finding of one incident; `locate`: name the one changed word; `search`: else whose bytes these are."""
+        facts = self._facts(incident, locate, search)
         hit, found, word = facts.hit, facts.record, facts.word
         writes = hit.code.startswith("W")
         expected, seen = expected_and_found(facts)
@@ -99,13 +102,13 @@ class Describer:
             action=action,
         )
 
-    def _facts(self, incident: Sequence[Hit], search: bool) -> Facts:
+    def _facts(self, incident: Sequence[Hit], locate: bool, search: bool) -> Facts:
         hit, ledger = incident[0], self._ledger
         reader = ledger.requests.get(hit.request_id or "")
         if not 0 <= hit.slot < hit.pool.view.num_slots:
             return Facts(incident, ledger, reader=reader)
         found = record.read_record(hit.pool.records, hit.slot)
-        word = _changed_word(hit)
+        word = _changed_word(hit) if locate else None
         whose = self._whose(hit, reader) if search and word is None else ()
         named = whose[0].slot if whose else None
         return Facts(

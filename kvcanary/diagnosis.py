@@ -1,7 +1,8 @@
 """Diagnosis: what may have caused a finding, best first, each cause with what speaks for it.
 
 A rule looks at the facts of one incident and names a cause or none; the table says for which codes it is asked. More
-evidence goes first, then what is derived, then the order of the table. Causes are named by the families of FAMILIES.
+evidence goes first, then what is derived, then the order of the table; a cause for which nothing speaks is named only
+where no other is. Causes are named by the families of FAMILIES.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def rank_causes(facts: Facts) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
     code = facts.hit.code
     found = [cause for codes, rule in RULES if code in codes for cause in [rule(facts)] if cause is not None]
+    found = [cause for cause in found if cause.evidence] or found
     found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
     return tuple(found[:MOST_CAUSES]) or (_wrong_plan(facts),)
 

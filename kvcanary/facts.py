@@ -131,7 +131,9 @@ def _position(facts: Facts) -> tuple[Values, Values]:
 
 def _chain(facts: Facts) -> tuple[Values, Values]:
     found = _record(facts)
-    return {"chain": _hex(_continued_chain(facts, found))}, {"chain": _hex(found.chain)}
+    expected = _continued_chain(facts, found)
+    # A branch continues another slot than the one that was granted before it.
+    return {"chain": None if expected == found.chain else _hex(expected)}, {"chain": _hex(found.chain)}
 
 
 def _continued_chain(facts: Facts, found: Record) -> int | None:

@@ -55,6 +55,11 @@ class Hit:
         return self.pool.pool_id, self.slot
 
     @property
+    def run(self) -> int:
+        """Entries that this hit speaks for."""
+        return 1 if self.until is None or self.position is None else self.until - self.position + 1
+
+    @property
     def row(self) -> tuple[int, str | None]:
         return self.pool.pool_id, self.request_id
 

@@ -12,7 +12,7 @@ from kvcanary.hits import Hit
 from kvcanary.state import PoolState
 
 KEPT_HITS = 64  # of each code at each site, until they are taken
-PAGE_STARTS_IN = 1 << 16  # entries of a batch in which the first of every page is looked for
+PORTION = 1 << 16  # entries that are looked at together
 Ints = NDArray[np.int64]
 
 
@@ -122,33 +122,50 @@ def _choose(batch: HitBatch, room: int) -> list[int]:
     n = len(batch)
     if n <= room or room <= 0:
         return list(range(min(n, max(room, 0))))
-    rows = batch.rows
-    some_rows, pages = rows[:PAGE_STARTS_IN], batch.positions[:PAGE_STARTS_IN] // batch.pool.view.page_size
-    row_starts = _starts(rows[1:] != rows[:-1])[: room // 4]
-    page_starts = _starts((some_rows[1:] != some_rows[:-1]) | (pages[1:] != pages[:-1]))[: room // 4]
-    order = dict.fromkeys([*row_starts.tolist(), *page_starts.tolist(), *range(room)])
-    return sorted(list(order)[:room])
+    pages = batch.positions[:PORTION] // batch.pool.view.page_size
+    starts = [*_starts(batch.rows, room // 4), *_starts(pages, room // 4)]
+    return sorted(list(dict.fromkeys([*starts, *range(room)]))[:room])
+
+
+def _starts(values: Ints, most: int) -> list[int]:
+    """The first entries that differ from the one before them, and entry 0."""
+    starts = [0]
+    for first in range(1, len(values), PORTION):
+        here, before = values[first : first + PORTION], values[first - 1 : first - 1 + PORTION]
+        starts += (np.flatnonzero(here != before[: len(here)])[:most] + first).tolist()
+        if len(starts) >= most:
+            break
+    return starts[:most]
 
 
 def _run_ends(batch: HitBatch, chosen: Sequence[int]) -> list[int | None]:
     """For each chosen entry the last position of the unbroken run of its row; None where it is the run's last."""
-    if not chosen:
-        return []
-    rows, positions = batch.rows, batch.positions
-    breaks = _starts((rows[1:] != rows[:-1]) | (positions[1:] - positions[:-1] != 1))
-    ends = np.append(breaks[1:], len(batch)) - 1
-    last = ends[np.searchsorted(ends, chosen)].tolist()
-    return [int(positions[end]) if end > number else None for number, end in zip(chosen, last, strict=True)]
+    ends: list[int | None] = []
+    end = -1
+    for number in chosen:
+        end = end if number <= end else _run_end(batch, number)
+        ends.append(int(batch.positions[end]) if end > number else None)
+    return ends
 
 
-def _starts(changes: NDArray[np.bool_]) -> Ints:
-    """Entry 0 and every entry that differs from the one before it."""
-    return np.append(0, np.flatnonzero(changes) + 1)
+def _run_end(batch: HitBatch, first: int) -> int:
+    """The last entry that goes on from `first` in its row without a gap."""
+    row, position, portion = batch.rows[first], batch.positions[first], 256
+    place = first + 1
+    while place < len(batch):
+        rows, positions = batch.rows[place : place + portion], batch.positions[place : place + portion]
+        expected = np.arange(position + place - first, position + place - first + len(rows))
+        broken = np.flatnonzero((rows != row) | (positions != expected))
+        if len(broken):
+            return place + int(broken[0]) - 1
+        place, portion = place + portion, PORTION
+    return len(batch) - 1
 
 
 def _requests_of(batch: HitBatch) -> set[str]:
-    fired = np.bincount(batch.rows[batch.rows >= 0], minlength=len(batch.request_ids))
-    return {batch.request_ids[row] for row in np.flatnonzero(fired).tolist()}
+    fired = np.zeros(len(batch.request_ids) + 1, dtype=np.bool_)  # one more, for what is nobody's
+    fired[batch.rows] = True
+    return {batch.request_ids[row] for row in np.flatnonzero(fired[:-1]).tolist()}
 
 
 def _known(values: Ints | None, number: int) -> int | None:

@@ -134,7 +134,8 @@ def _blast(finding: Finding) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+    shown = {name: _few(value) if isinstance(value, list) else value for name, value in values.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
 
 
 def _few(numbers: Sequence[int]) -> str:

@@ -27,20 +27,19 @@ def _one_word(facts: Facts) -> tuple[str, ...]:
 
 def copied(facts: Facts) -> Cause | None:
     """The row of another slot: stored there by the same forward, or copied later."""
-    whose, source = facts.whose_is("slot", "shift"), facts.source
-    if whose is None or whose.slot is None or source is None:
+    whose, source, record = facts.whose_is("slot"), facts.source, facts.record
+    if whose is None or source is None or record is None:
         return None
-    evidence = [f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"]
-    same_forward = facts.record is not None and (source.step, source.site) == (facts.record.step, facts.record.site)
-    if same_forward:
-        evidence.append(f"{facts.last_write} wrote both slots")
-        return Cause("addressing", f"{whose.text}: stored in the wrong slot", "derived", tuple(evidence))
-    return Cause("transfer", f"{whose.text}: copied here after they were written", "derived", tuple(evidence))
+    evidence = f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"
+    if (source.step, source.site) == (record.step, record.site):
+        both = f"{facts.last_write} wrote both slots"
+        return Cause("addressing", f"{whose.text}: stored in the wrong slot", "derived", (evidence, both))
+    return Cause("transfer", f"{whose.text}: a copy that nobody declared", "inferred", (evidence,))
 
 
 def mixed_up(facts: Facts) -> Cause | None:
     whose = facts.whose_is("part", "exchange", "layer", "shift")
-    if whose is None or (whose.slot is not None and whose.kind == "shift"):
+    if whose is None:
         return None
     family = "addressing" if whose.kind == "layer" else "transfer"
     text = "a copy or store with another layout: the wrong part, axis or stride"
@@ -48,22 +47,30 @@ def mixed_up(facts: Facts) -> Cause | None:
 
 
 def never_stored(facts: Facts) -> Cause | None:
-    """One layer after a write of several slots holds what was there before."""
+    """What was there before the last declared write is still there."""
+    evidence = []
     whose, slots = facts.whose_is("poison", "stale", "zero"), {hit.slot for hit in facts.incident}
-    fresh = whose is not None and facts.hit.last_good in (None, facts.write_step)
-    if not fresh and not (len(slots) > 1 and _layers_agree(facts)):
-        return None
-    layers = ", ".join(map(str, facts.hit.layers[:4]))
-    evidence = [whose.text] if whose is not None else []
+    if whose is not None and facts.hit.last_good in (None, facts.write_step):
+        evidence.append(f"{whose.text}; it was never right")
     if len(slots) > 1 and _layers_agree(facts):
         evidence.append(f"the same layers differ in each of {len(slots)} slots")
+        if _is_older(facts):
+            evidence.append("these bytes are older than the last declared write")
+    if not evidence:
+        return None
+    layers = ", ".join(map(str, facts.hit.layers[:4]))
     text = f"the store of layer {layers} did not arrive, or went elsewhere"
     return Cause("uninitialised", text, "inferred", tuple(evidence))
 
 
+def _is_older(facts: Facts) -> bool:
+    """Whether the slot whose bytes these are was written before this one."""
+    return facts.source is not None and facts.record is not None and facts.source.step < facts.record.step
+
+
 def _layers_agree(facts: Facts) -> bool:
     content = [hit.layers for hit in facts.incident if hit.code == "R9"]
-    return 0 < len(content[0]) < facts.hit.pool.view.num_layers and len(set(content)) == 1 if content else False
+    return len(set(content)) == 1 and 0 < len(content[0]) < facts.hit.pool.view.num_layers
 
 
 def cleared(facts: Facts) -> Cause | None:
@@ -84,7 +91,7 @@ def not_finite(facts: Facts) -> Cause | None:
 def late_write(facts: Facts) -> Cause | None:
     """Someone who had the page before may still write it."""
     former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
-    if not former:
+    if not former or facts.word is not None:
         return None
     evidence = (f"the page was freed by {former[-1].request_id!r} at step {former[-1].step}",)
     return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)

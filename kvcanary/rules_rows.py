@@ -133,10 +133,7 @@ def never_granted(facts: Facts) -> Cause | None:
 def neighbours_row(facts: Facts) -> Cause | None:
     """Several entries in a row that all lie on pages of other requests."""
     foreign = [hit for hit in facts.incident if hit.code == "R8" and hit.row == facts.hit.row]
-    entries = sum(
-        1 if hit.until is None or hit.position is None else hit.until - hit.position + 1 for hit in foreign[:1]
-    )
-    entries = max(entries, len(foreign))
+    entries = max(len(foreign), foreign[0].run)
     if entries <= facts.hit.pool.view.page_size:
         return None
     evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.owner!r}")
@@ -176,7 +173,8 @@ def never_written(facts: Facts) -> Cause | None:
 def past_the_end(facts: Facts) -> Cause | None:
     if facts.owner is None or facts.owner != facts.hit.request_id:
         return None
-    return Cause("lengths", "the row reaches past what was written in the request's own pages", "inferred")
+    evidence = (f"the page is {facts.owner!r}'s own",)
+    return Cause("lengths", "the row reaches past what was written in the request's own pages", "inferred", evidence)
 
 
 def old_record(facts: Facts) -> Cause | None:

@@ -2,7 +2,7 @@
 
 A fingerprint is a name: bytes that were written for another slot of the layer are known by it, exactly. What has no
 name is compared with what a fault would have left: zeros, poison, K in the place of V, a row that slipped. Those are
-inferred. Runs only when something fired, and searches at most SEARCHED_SLOTS slots and SEARCHED_BYTES bytes.
+inferred. Runs only when something fired, and searches at most SEARCHED_SLOTS slots for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.rows import WORD_BYTES
 
 SEARCHED_SLOTS = 4096
-SEARCHED_BYTES = 8 << 20
+COMPARED_SLOTS = 64  # of those searched, the ones that begin alike
 MOST_ANSWERS = 3
 NAMED_SLOTS = 4
 PARTS = ("K", "V")
@@ -64,9 +64,10 @@ class Scene:
         return int(lanes_of_rows(self.pool, self.layer, self.row[None])[0])
 
     @cached_property
-    def searched_rows(self) -> Tensor:
-        """[n, words] int32: what lies in the searched slots now."""
-        return self.pool.rows.gather_layer(self.layer, self.search)
+    def first_words(self) -> tuple[Tensor, ...]:
+        """By part, [n] int32: the first word of it that lies in each searched slot now."""
+        views = [self.pool.rows.parts[part][self.layer][:, :, 0, 0] for part in range(self.num_parts)]
+        return tuple(view[self.search // view.shape[1], self.search % view.shape[1]] for view in views)
 
     def part(self, number: int) -> slice:
         piece = self.pool.rows.pieces[number]
@@ -130,12 +131,12 @@ def stale(scene: Scene) -> Whose | None:
     return _inferred("stale", "what lay here before the last declared write: its store never arrived")
 
 
-def slipped_by_a_slot(scene: Scene) -> Whose | None:
+def of_the_next_slot(scene: Scene) -> Whose | None:
+    """By name: the row before or after this one, as when a block slipped by one slot."""
     content = scene.pool.content_a[scene.layer]
-    for other in (scene.slot - 1, scene.slot + 1):
+    for other, where in ((scene.slot - 1, "before"), (scene.slot + 1, "after")):
         if 0 <= other < len(content) and int(content[other]) == scene.name:
-            text = f"the row of slot {other}: this one or more rows slipped by one slot"
-            return Whose("shift", text, "derived", other, scene.layer)
+            return Whose("slot", f"the bytes of slot {other}, the one {where} it", "derived", other, scene.layer)
     return None
 
 
@@ -217,7 +218,7 @@ def not_finite(scene: Scene) -> Whose | None:
 
 #: In the order in which they are tested; a derived answer ends the search.
 HYPOTHESES: tuple[Callable[[Scene], Whose | None], ...] = (
-    slipped_by_a_slot,
+    of_the_next_slot,
     of_another_slot,
     all_zero,
     poisoned,
@@ -239,11 +240,10 @@ def _inferred(kind: str, text: str, slot: int | None = None, layer: int | None =
 
 def _searched(pool: PoolState, slot: int, first: Sequence[int]) -> list[int]:
     """The slots given, then those around the slot; never itself nor a null slot."""
-    most = max(1, min(SEARCHED_SLOTS, SEARCHED_BYTES // (WORD_BYTES * pool.rows.words_per_row)))
-    start = min(max(slot - most // 2, pool.view.null_slots), max(pool.view.num_slots - most, 0))
-    around = range(start, min(start + most, pool.view.num_slots))
-    known = dict.fromkeys([*first[:most], *around])
-    return [other for other in known if other != slot and pool.view.null_slots <= other < pool.view.num_slots][:most]
+    low, high = pool.view.null_slots, pool.view.num_slots
+    start = max(low, min(slot - SEARCHED_SLOTS // 2, high - SEARCHED_SLOTS))
+    known = dict.fromkeys([*first[:SEARCHED_SLOTS], *range(start, min(start + SEARCHED_SLOTS, high))])
+    return [other for other in known if other != slot and low <= other < high][:SEARCHED_SLOTS]
 
 
 def _slots_with(scene: Scene, words: Tensor, part: int) -> list[int]:
@@ -253,8 +253,9 @@ def _slots_with(scene: Scene, words: Tensor, part: int) -> list[int]:
     own = scene.row[scene.part(part)]
     if own.data_ptr() != words.data_ptr() and torch.equal(own, words):
         return [scene.slot]
-    same = (scene.searched_rows[:, scene.part(part)] == words).all(1).nonzero().flatten()
-    return scene.search[same[:1]].tolist()
+    alike = scene.search[(scene.first_words[part] == words[0]).nonzero().flatten()[:COMPARED_SLOTS]]
+    rows = scene.pool.rows.gather_layer(scene.layer, alike)
+    return alike[(rows[:, scene.part(part)] == words).all(1)][:1].tolist()
 
 
 def _slipped(scene: Scene, size: int, unit: str) -> Whose | None:
