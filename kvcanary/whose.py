@@ -7,17 +7,18 @@ inferred. Runs only when something fired, and searches at most SEARCHED_SLOTS sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from kvcanary.slips import ways_back
 from kvcanary.state import PoolState
 from kvcanary_kernels.poison import poison_words
-from kvcanary_kernels.record import MASK_32
-from kvcanary_kernels.rows import WORD_BYTES
+from kvcanary_kernels.record import MASK_32, TOKEN_POSITION
 
 SEARCHED_SLOTS = 4096
 COMPARED_SLOTS = 64  # of those searched, the ones that begin alike
@@ -56,7 +57,7 @@ class Scene:
     @property
     def num_parts(self) -> int:
         """K and V; 1 where the rows are latent and have no V."""
-        return min(len(self.pool.rows.pieces), 2) if len(self.pool.view.v) else 1
+        return 2 if len(self.pool.rows.pieces) > 1 and self.pool.view.v else 1
 
     @cached_property
     def name(self) -> int:
@@ -176,16 +177,15 @@ def exchanged(scene: Scene) -> Whose | None:
 
 def part_of_a_slot(scene: Scene) -> Whose | None:
     """K or V of another slot, or K of one stored as V, or V as K."""
-    for here in range(scene.num_parts):
-        mine = scene.row[scene.part(here)]
-        if not mine.any():
-            continue  # zeros are everybody's
-        for there in range(scene.num_parts):
-            found = _slots_with(scene, mine, there)
-            if found:
-                stored = "" if here == there else f" stored as {PARTS[here]}"
-                text = f"{PARTS[here]} is {PARTS[there]} of slot {found[0]}{stored}"
-                return _inferred("part", text, found[0], scene.layer)
+    parts = [scene.row[scene.part(number)] for number in range(scene.num_parts)]
+    if len(parts) > 1 and bool(parts[0].any()) and torch.equal(*parts):
+        return _inferred("part", "its K and V are the same: one was stored as the other", scene.slot, scene.layer)
+    for here, there in product(range(len(parts)), repeat=2):
+        found = _slots_with(scene, parts[here], there, same_part=here == there) if parts[here].any() else []
+        if found:
+            stored = "" if here == there else f" stored as {PARTS[here]}"
+            text = f"{PARTS[here]} is {PARTS[there]} of slot {found[0]}{stored}"
+            return _inferred("part", text, found[0], scene.layer)
     return None
 
 
@@ -246,60 +246,31 @@ def _searched(pool: PoolState, slot: int, first: Sequence[int]) -> list[int]:
     return [other for other in known if other != slot and low <= other < high][:SEARCHED_SLOTS]
 
 
-def _slots_with(scene: Scene, words: Tensor, part: int) -> list[int]:
-    """Searched slots, and the slot itself, whose K or V is these words; not the words in their own place."""
-    if scene.pool.rows.pieces[part].words != len(words):
+def _slots_with(scene: Scene, words: Tensor, part: int, same_part: bool) -> list[int]:
+    """A searched slot whose K or V is these words; slots of the same token may rightly have the same K or V."""
+    pool = scene.pool
+    if pool.rows.pieces[part].words != len(words):
         return []
-    own = scene.row[scene.part(part)]
-    if own.data_ptr() != words.data_ptr() and torch.equal(own, words):
-        return [scene.slot]
-    alike = scene.search[(scene.first_words[part] == words[0]).nonzero().flatten()[:COMPARED_SLOTS]]
-    rows = scene.pool.rows.gather_layer(scene.layer, alike)
+    alike = scene.search[(scene.first_words[part] == words[0]).nonzero().flatten()]
+    if same_part:
+        tokens = pool.records[alike, TOKEN_POSITION] & MASK_32
+        alike = alike[tokens != pool.records[scene.slot, TOKEN_POSITION] & MASK_32]
+    alike = alike[:COMPARED_SLOTS]
+    rows = pool.rows.gather_layer(scene.layer, alike)
     return alike[(rows[:, scene.part(part)] == words).all(1)][:1].tolist()
 
 
 def _slipped(scene: Scene, size: int, unit: str) -> Whose | None:
     """Undo a slip by `size` bytes: the row is explained when what comes out is what was written."""
-    if size >= WORD_BYTES * min(piece.words for piece in scene.pool.rows.pieces[: scene.num_parts]):
+    ways = list(ways_back(scene.pool, scene.layer, scene.slot, scene.row, scene.num_parts, size))
+    place = _was_written(scene, torch.stack([row for _, row in ways])) if ways else None
+    if not place:
         return None
-    ways = list(_ways_back(scene, size))
-    place = _was_written(scene, torch.stack([row for _, row in ways]))
-    return None if place is None else _inferred("shift", f"its own {ways[place[0]][0]}, slipped by one {unit}")
+    what = " and ".join(PARTS[part] for part in ways[place[0]][0])
+    return _inferred("shift", f"its own {what}, slipped by one {unit}")
 
 
-def _ways_back(scene: Scene, size: int) -> Iterator[tuple[str, Tensor]]:
-    """Rows as they were if K, V or both slipped forwards or backwards, around or in from the neighbouring slot."""
-    for parts in (range(number, number + 1) for number in range(scene.num_parts)):
-        yield from _ways_of_parts(scene, parts, size)
-    if scene.num_parts > 1:
-        yield from _ways_of_parts(scene, range(scene.num_parts), size)
-
-
-def _ways_of_parts(scene: Scene, parts: range, size: int) -> Iterator[tuple[str, Tensor]]:
-    what = " and ".join(PARTS[number] for number in parts)
-    for step in (-size, size):
-        neighbour = scene.slot + (1 if step < 0 else -1)
-        has_neighbour = 0 <= neighbour < scene.pool.view.num_slots
-        slots = torch.tensor([neighbour if has_neighbour else scene.slot], device=scene.row.device)
-        for other in {
-            scene.slot: scene.row,
-            int(slots[0]): scene.pool.rows.gather_layer(scene.layer, slots)[0],
-        }.values():
-            row = scene.row.clone()
-            for number in parts:
-                row[scene.part(number)] = _slid(scene.row[scene.part(number)], other[scene.part(number)], step)
-            yield what, row
-
-
-def _slid(words: Tensor, neighbour: Tensor, step: int) -> Tensor:
-    """Words moved by `step` bytes; what is missing comes from the neighbour's other end."""
-    here, there = words.contiguous().view(torch.uint8), neighbour.contiguous().view(torch.uint8)
-    moved = torch.cat((here[-step:], there[:-step])) if step < 0 else torch.cat((there[-step:], here[:-step]))
-    return moved.view(torch.int32)
-
-
-def _was_written(scene: Scene, rows: Tensor) -> list[int] | None:
-    """Which of these rows [n, words] is the one that the record names; None: none."""
+def _was_written(scene: Scene, rows: Tensor) -> list[int]:
+    """Which of these rows [n, words] are the one that the record names."""
     written = scene.pool.content_a[scene.layer, scene.slot]
-    found = (lanes_of_rows(scene.pool, scene.layer, rows) == written).nonzero().flatten().tolist()
-    return found or None
+    return (lanes_of_rows(scene.pool, scene.layer, rows) == written).nonzero().flatten().tolist()
