@@ -178,10 +178,11 @@ def exchanged(scene: Scene) -> Whose | None:
 def part_of_a_slot(scene: Scene) -> Whose | None:
     """K or V of another slot, or K of one stored as V, or V as K."""
     parts = [scene.row[scene.part(number)] for number in range(scene.num_parts)]
-    if len(parts) > 1 and bool(parts[0].any()) and torch.equal(*parts):
+    telling = [bool((part != part[0]).any()) for part in parts]  # one word throughout is nobody's
+    if len(parts) > 1 and telling[0] and torch.equal(*parts):
         return _inferred("part", "its K and V are the same: one was stored as the other", scene.slot, scene.layer)
     for here, there in product(range(len(parts)), repeat=2):
-        found = _slots_with(scene, parts[here], there, same_part=here == there) if parts[here].any() else []
+        found = _slots_with(scene, parts[here], there, same_part=here == there) if telling[here] else []
         if found:
             stored = "" if here == there else f" stored as {PARTS[here]}"
             text = f"{PARTS[here]} is {PARTS[there]} of slot {found[0]}{stored}"
