@@ -63,7 +63,7 @@ class Describer:
         if self._show_tokens:
             wanted, token = tokens_of(facts)
             expected, seen = expected | wanted, seen | token
-        readers = self._readers(hit, facts.owner)
+        readers = self._readers(incident, facts.owner)
         return Finding(
             code=hit.code,
             name=CODES[hit.code].name,
@@ -133,9 +133,11 @@ class Describer:
         row = [] if reader is None else self._ledger.slots(reader, 0, end)
         return whose_bytes(hit.pool, hit.slot, hit.layers[0], first=row)
 
-    def _readers(self, hit: Hit, owner: str | None) -> list[Request]:
-        names = dict.fromkeys(name for name in (hit.request_id, owner) if name is not None)
-        return [self._ledger.requests[name] for name in names if name in self._ledger.requests]
+    def _readers(self, incident: Sequence[Hit], owner: str | None) -> list[Request]:
+        """Live requests whose rows the incident touches, and the owner of the page."""
+        names = [name for hit in incident for name in (hit.request_id, *hit.others)]
+        known = dict.fromkeys(name for name in (*names, owner) if name is not None)
+        return [self._ledger.requests[name] for name in known if name in self._ledger.requests]
 
 
 def _changed_word(hit: Hit) -> ChangedWord | None:

@@ -71,7 +71,7 @@ class Finding:
     bytes_of:   whose bytes lie there now, where that could be told
     last_good_step, first_bad_step: step in which this was last known good, and the one in which it was found
     history:    grants and frees of the page, oldest first
-    readers:    requests that hold the page; `exposed_tokens` of theirs were sampled since it was last good
+    readers:    requests whose rows are touched; `exposed_tokens` of theirs were sampled since it was last good
     evidence:   other checks that fired for the same fault
     action:     what was done about it
     """

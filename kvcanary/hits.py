@@ -29,6 +29,7 @@ class Hit:
     found_position:  for R4, the position that the record has
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    others:    requests besides whose rows read the same place, with the same result
     """
 
     code: str
@@ -45,6 +46,7 @@ class Hit:
     found_position: int | None = None
     row_slots: tuple[int, ...] = ()
     fingerprint_hit: bool = False
+    others: tuple[str, ...] = ()
 
     @property
     def page(self) -> int:
@@ -157,8 +159,10 @@ def _root(parents: list[int], number: int) -> int:
 
 
 def _without_repeats(hits: Sequence[Hit]) -> list[Hit]:
-    """Branches and substeps that read the same damaged slot say it once."""
+    """Branches, substeps and requests that read the same damaged slot say it once."""
     first: dict[tuple[object, ...], Hit] = {}
     for hit in hits:
-        first.setdefault((hit.code, *hit.place), hit)
+        told = first.setdefault((hit.code, *hit.place), hit)
+        if hit.request_id is not None and hit.request_id not in (told.request_id, *told.others):
+            told.others += (hit.request_id,)
     return list(first.values())

@@ -104,6 +104,8 @@ def test_more_evidence_goes_first(engine, monkeypatch):
     rules = tuple((("R9",), lambda facts, cause=cause: cause) for cause in causes)
     monkeypatch.setattr("kvcanary.diagnosis.RULES", rules)
     assert [cause.text for cause in rank_causes(facts(engine, "R9"))] == ["two", "one known", "one guessed"]
+    monkeypatch.setattr("kvcanary.diagnosis.RULES", rules[:2])
+    assert [cause.text for cause in rank_causes(facts(engine, "R9"))] == ["one guessed"]
     monkeypatch.setattr("kvcanary.diagnosis.RULES", rules[:1])
     assert [cause.text for cause in rank_causes(facts(engine, "R9"))] == ["none"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -222,6 +223,43 @@ def closure(pool, slots, positions, found) -> set[frozenset[int]]:
     for slot, position in zip(slots, positions, strict=True):
         kept_slots.setdefault(slot, position)
     return {frozenset(own & set(kept_slots.values())) for own in sets}
+
+
+def single(pool, code: str, position: int, *, name: str = "mine") -> Hit:
+    """A hit on a page of its own."""
+    return Hit(code, pool, 40 + 8 * position, position, name, ("verify", 0), 9)
+
+
+def test_neighbours_of_different_checks_are_one_incident(pool):
+    """What follows a wrong entry breaks too, whatever check says so; a gap, or another row, is another fault."""
+    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 6)])) == 1
+    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 7)])) == 2
+    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 6, name="other")])) == 2
+
+
+def test_a_wrong_row_takes_in_what_fired_in_it(pool):
+    """R6 judges a whole row: other checks of the row, however far, are the same fault, and speak first."""
+    (incident,) = join_hits([single(pool, "R6", 60), single(pool, "R5", 5), single(pool, "R4", 30)])
+    assert [hit.code for hit in incident] == ["R5", "R4", "R6"]
+    assert len(join_hits([single(pool, "R6", 60), single(pool, "R5", 5, name="other")])) == 2
+
+
+def test_all_readers_of_a_place_are_in_the_blast(pool, describer):
+    """Two requests that read one damaged slot are one finding that names both, and the owner of the page."""
+    hits = [replace(single(pool, "R3", 5, name=name), slot=900) for name in ("second", "first", "second", "gone")]
+    (incident,) = join_hits(hits)
+    assert len(incident) == 1
+    finding = describer.finding(incident, 1)
+    assert (finding.reader, finding.readers) == ("second", ("second", "first"))
+
+
+def test_a_write_speaks_before_the_reads_it_spoils(pool):
+    """W1 to W5, moves and poison lead wherever they fired; W6 has its place among what a row reads."""
+    for write in ("W4", "T1", "P1"):
+        (incident,) = join_hits([single(pool, "R4", 5), single(pool, write, 6)])
+        assert incident[0].code == write
+    (incident,) = join_hits([single(pool, "R8", 5), replace(single(pool, "R8", 5), code="W6")])
+    assert [hit.code for hit in incident] == ["R8", "W6"]
 
 
 def test_fair_share_gives_every_group_its_turn(pool):

@@ -209,6 +209,8 @@ def test_the_search_is_bounded(make_engine):
     kv[LAYER, slot, 1] = kv[LAYER, far, 0]
     assert far - slot > SEARCHED_SLOTS
     assert whose_bytes(state, slot, LAYER) == ()
+    kv[LAYER, slot + 1, 0] = kv[LAYER, far, 0]
+    assert whose_bytes(state, slot, LAYER, first=range(3000, 3000 + SEARCHED_SLOTS)) == ()
     (answer,) = whose_bytes(state, slot, LAYER, first=[far])
     assert answer.text == f"V is K of slot {far} stored as V"
 
@@ -227,8 +229,9 @@ def test_a_finding_says_whose_bytes_it_found(make_engine):
     assert f"  bytes     V is K of slot {other} stored as V (inferred)\n" in str(caught.value)
 
 
-def test_nothing_is_looked_up_where_one_word_explains_all(make_engine):
+def test_nothing_is_looked_up_where_one_word_explains_all(make_engine, monkeypatch):
     """A flipped bit is its own explanation."""
+    monkeypatch.setattr("kvcanary.describe.whose_bytes", lambda *_, **__: pytest.fail("nobody should ask"))
     engine = make_engine(content="full")
     engine.start("first", 13)
     engine.step()
