@@ -39,9 +39,13 @@ _ALL = (
     Code("R11", "future entry", "the row reads an entry that was written in a later step"),
     Code("R9", "content changed", "bytes of K or V are not those that were written"),
     Code("R13", "tree mask", "a tree node attends other nodes than the prefix and its ancestors"),
-    Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
-    Code("H1", "canary not running", "a check that was due did not run, or not for every entry"),
+    Code(
+        "H1",
+        "canary not running",
+        "tokens became final, or a check was due, and no hook of the canary has run for them",
+    ),
     Code("H2", "hook order", "the canary's hooks were called in an order in which they protect nothing"),
+    Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
 )
 
 #: Codes by name; the order is the order in which findings at one slot speak: what went wrong at a write, a move or a
@@ -53,4 +57,4 @@ SPEAK_FIRST = frozenset(code for code in CODES if RANK[code] < RANK["R1"])
 #: Checks of the bytes; the others are checks of identity.
 CONTENT_CODES = frozenset({"R9"})
 #: Checks that something feeds in this version; the others can not fire, and the certificate says so.
-FED = frozenset({"W1", "W4", "W5", *(f"R{number}" for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12))})
+FED = frozenset({"W1", "W4", "W5", "W6", "H1", *(f"R{number}" for number in range(1, 14))})

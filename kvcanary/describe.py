@@ -120,7 +120,7 @@ class Describer:
             whose=whose,
             source=None if named is None else record.read_record(hit.pool.records, named),
             owner=ledger.owners[hit.page],
-            granted=ledger.generations[hit.page],
+            granted=int(ledger.generations[hit.page]),
             events=tuple(ledger.history.get(hit.page, ())),
             reader=reader,
         )

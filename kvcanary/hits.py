@@ -30,6 +30,7 @@ class Hit:
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
     others:    requests besides whose rows read the same place, with the same result
+    expected, found: what the report should say, where the code alone does not tell it
     """
 
     code: str
@@ -47,6 +48,8 @@ class Hit:
     row_slots: tuple[int, ...] = ()
     fingerprint_hit: bool = False
     others: tuple[str, ...] = ()
+    expected: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None
 
     @property
     def page(self) -> int:
@@ -112,8 +115,9 @@ def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
     """Pairs of hits, by number, that belong to one incident."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, hit in enumerate(hits):
-        groups.setdefault(("slot", *hit.place), []).append(number)
-        groups.setdefault(("page", hit.page, hit.step), []).append(number)
+        if not hit.code.startswith("H"):  # these are about the canary and have no slot
+            groups.setdefault(("slot", *hit.place), []).append(number)
+            groups.setdefault(("page", hit.page, hit.step), []).append(number)
         if hit.position is not None and hit.request_id is not None:
             groups.setdefault(("row", *hit.row), []).append(number)
         if hit.request_id is not None:

@@ -244,6 +244,12 @@ def test_a_wrong_row_takes_in_what_fired_in_it(pool):
     assert len(join_hits([single(pool, "R6", 60), single(pool, "R5", 5, name="other")])) == 2
 
 
+def test_what_has_no_slot_is_not_joined_by_it(pool):
+    """Two requests whose forwards ran without hooks are two incidents, whatever slot their hits carry."""
+    hits = [replace(single(pool, "H1", position, name=name), slot=0) for name, position in (("a", 5), ("b", 50))]
+    assert len(join_hits(hits)) == 2
+
+
 def test_all_readers_of_a_place_are_in_the_blast(pool, describer):
     """Two requests that read one damaged slot are one finding that names both, and the owner of the page."""
     hits = [replace(single(pool, "R3", 5, name=name), slot=900) for name in ("second", "first", "second", "gone")]
