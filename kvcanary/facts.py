@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import torch
 
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger, PageEvent, Request
@@ -63,6 +66,18 @@ class Facts:
         """`verify, step 7`: the last declared write."""
         return "nobody" if self.write_site is None else f"{site_name(*self.write_site)}, step {self.write_step}"
 
+    @cached_property
+    def first_difference(self) -> int | None:
+        """First position at which the row that was read (R6) holds another token than the request has."""
+        if self.reader is None or not self.hit.row_slots:
+            return None
+        pool, offset = self.hit.pool, self.hit.pool.view.token_offset
+        slots = torch.tensor(self.hit.row_slots, device=pool.records.device)
+        held = (pool.records[slots, record.TOKEN_POSITION] & MASK_32).cpu()
+        wanted = torch.tensor(self.reader.tokens[offset : offset + len(slots)], dtype=torch.int64) & MASK_32
+        differs = (held[: len(wanted)] != wanted).nonzero().flatten()
+        return int(differs[0]) if len(differs) else None
+
     def whose_is(self, *kinds: str) -> Whose | None:
         """The best answer of one of these kinds."""
         return next((answer for answer in self.whose if answer.kind in kinds), None)
@@ -85,16 +100,6 @@ def tokens_of(facts: Facts) -> tuple[Values, Values]:
         return {}, found
     place = hit.position + hit.pool.view.token_offset
     return {"token": reader.tokens[place]} if place < len(reader.tokens) else {}, found
-
-
-def first_difference(hit: Hit, request: Request) -> int | None:
-    """First position at which the row that was read holds another token than the request has."""
-    pool = hit.pool
-    for position, slot in enumerate(hit.row_slots):
-        token = int(pool.records[slot, record.TOKEN_POSITION]) & MASK_32
-        if token != request.tokens[position + pool.view.token_offset] & MASK_32:
-            return position
-    return None
 
 
 def _range(facts: Facts) -> tuple[Values, Values]:
@@ -159,7 +164,7 @@ def _truth(facts: Facts) -> tuple[Values, Values]:
     truth = facts.ledger.truth(reader, hit.pool.pool_id, (hit.position or 0) + 1)
     return {"chain": _hex(truth)}, {
         "chain": _hex(found.chain),
-        "first_different_position": first_difference(hit, reader),
+        "first_different_position": facts.first_difference,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcanary.facts import Facts, first_difference
+from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 from kvcanary.sites import TREE_KINDS, site_name
 
@@ -99,8 +99,7 @@ def foreign_token(facts: Facts) -> Cause | None:
 
 
 def row_mixed_up(facts: Facts) -> Cause | None:
-    hit, reader = facts.hit, facts.reader
-    differs = None if reader is None else first_difference(hit, reader)
+    hit, differs = facts.hit, facts.first_difference
     evidence = () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
     if evidence and differs == len(hit.row_slots) - 1:
         return Cause("order", "the last token fed is not the one that was accepted", "inferred", evidence)

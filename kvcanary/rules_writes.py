@@ -30,3 +30,10 @@ def tree_positions(facts: Facts) -> Cause | None:
 
 def stale_positions(facts: Facts) -> Cause | None:
     return Cause("graphs", "a replayed batch kept positions of an earlier one", "inferred")
+
+
+def unshifted_token(facts: Facts) -> Cause | None:
+    if not facts.hit.pool.view.token_offset:
+        return None
+    evidence = (f"the {facts.hit.pool.name} pool holds tokens {facts.hit.pool.view.token_offset} further",)
+    return Cause("draft", "the pool was fed the token of the position itself", "inferred", evidence)

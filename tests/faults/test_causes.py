@@ -32,6 +32,9 @@ FAMILIES = {
     "write_out_of_range": "bounds",
     "write_a_slot_twice": "draft",
     "write_at_wrong_positions": "draft",
+    "believe_a_shorter_row": "lengths",
+    "read_what_a_later_step_has_written": "order",
+    "see_a_node_that_is_no_ancestor": "draft",
 }
 
 

@@ -218,6 +218,29 @@ def test_slot_zero_is_an_entry_that_nothing_has_filled(engine):
     assert (finding.code, finding.causes[0].family) == ("R2", "uninitialised")
 
 
+@pytest.mark.parametrize(("number", "family"), [(0, "order"), (1, "draft")], ids=["target", "draft"])
+def test_a_wrong_token_in_a_shifted_pool_may_be_the_unshifted_one(engine, number, family):
+    """Only a pool whose entries hold the next token can have been fed the position's own."""
+    pool = engine.canary._state.pools[number]
+    hit = Hit("W6", pool, engine.slot("first", 5), 5, "first", ("extend", 0), 9)
+    assert rank_causes(Facts([hit], engine.canary._ledger))[0].family == family
+
+
+def test_a_row_of_other_tokens_says_where_they_begin_to_differ(engine):
+    """R6 names the first position whose token is not the request's, and how long the row is."""
+    engine.canary.drain()
+    state, ledger = engine.canary._state, engine.canary._ledger
+    row = tuple(engine.slot("first", position) for position in range(12))
+    hit = Hit("R6", state.pools[0], row[-1], 11, "first", ("verify", 0), 9, row_slots=row)
+    ledger.requests["first"].tokens[7] += 1
+    finding = Describer(state, ledger).finding([hit], 1)
+    assert finding.found["first_different_position"] == 7
+    assert (finding.causes[0].family, finding.causes[0].evidence) == (
+        "identity",
+        ("its tokens differ from position 7 on, of 12",),
+    )
+
+
 def test_a_finding_has_no_token_unless_asked(engine):
     """Token ids are in a finding only for a describer that may show them."""
     state, ledger = engine.canary._state, engine.canary._ledger
