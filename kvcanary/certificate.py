@@ -22,7 +22,8 @@ class Coverage:
     max_unread_steps: longest time, in steps, that a committed byte went without a look
     freed_unread_bytes: committed bytes whose pages were freed without a last look
     fired: by code, entries at which the check fired
-    only_counted: of these, those that were too many to be kept and described
+    only_counted: of these, those that were too many to be kept
+    untold_incidents: faults that were too many in one step to be described
     """
 
     forwards: int = 0
@@ -35,6 +36,7 @@ class Coverage:
     unchecked: dict[str, int] = field(default_factory=dict)
     fired: dict[str, int] = field(default_factory=dict)
     only_counted: int = 0
+    untold_incidents: int = 0
 
     def skip(self, reason: str, count: int) -> None:
         """Something was not judged; the certificate says how often, and why."""
@@ -59,6 +61,7 @@ class Coverage:
             "unchecked": sum(self.unchecked.values()),
             "fired": sum(self.fired.values()),
             "only_counted": self.only_counted,
+            "untold_incidents": self.untold_incidents,
         }
 
     def counters(self) -> dict[str, int]:
@@ -116,6 +119,7 @@ def certificate(
         "unchecked": dict(coverage.unchecked),
         "fired": dict(coverage.fired),
         "only_counted": coverage.only_counted,
+        "untold_incidents": coverage.untold_incidents,
         "store": "not proved",  # slots are not poisoned before the body runs
         "seed_id": seed_id,
         "findings": findings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,17 +89,25 @@ class HitLog:
         """Hits since the last `take`, kept or only counted."""
         return sum(group.count for group in self._groups.values())
 
-    def add(self, hits: Iterable[Hit]) -> None:
-        """Single hits, few by their nature."""
+    def __iadd__(self, hits: Iterable[Hit | HitBatch]) -> Self:
+        """`log += hits`: single hits, and batches of any number of entries, in any order."""
         for hit in hits:
-            if hit.code in self._disabled:
-                continue
-            group = self._groups.setdefault((hit.code, hit.site), HitGroup())
-            group.count, group.last = group.count + 1, hit
-            if len(group.kept) < KEPT_HITS:
-                group.kept.append(hit)
-            if hit.request_id is not None:
-                group.request_ids.add(hit.request_id)
+            if isinstance(hit, HitBatch):
+                self.add_batch(hit)
+            else:
+                self.add(hit)
+        return self
+
+    def add(self, hit: Hit) -> None:
+        """One hit; what may fire for very many entries comes as a batch."""
+        if hit.code in self._disabled:
+            return
+        group = self._groups.setdefault((hit.code, hit.site), HitGroup())
+        group.count, group.last = group.count + 1, hit
+        if len(group.kept) < KEPT_HITS:
+            group.kept.append(hit)
+        if hit.request_id is not None:
+            group.request_ids.add(hit.request_id)
 
     def add_batch(self, batch: HitBatch) -> None:
         """Any number of entries at once; only those that are kept become objects."""

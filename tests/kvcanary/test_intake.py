@@ -130,7 +130,7 @@ def test_disabled_codes_are_not_taken(pool):
     log = HitLog(frozenset({"R5"}))
     batch = batch_of(pool, "R5", 1, 10)
     log.add_batch(batch)
-    log.add([batch.hit(0)])
+    log.add(batch.hit(0))
     assert len(log) == 0
 
 
@@ -138,9 +138,17 @@ def test_single_hits_are_bounded_too(pool):
     """Hits that come as objects are kept up to the same bound."""
     batch = batch_of(pool, "W4", 1, KEPT_HITS + 10)
     log = HitLog()
-    log.add(batch.hit(number) for number in range(len(batch)))
+    log += [batch.hit(number) for number in range(len(batch))]
     (group,) = log.take()
     assert (group.count, len(group.kept), group.last.position) == (KEPT_HITS + 10, KEPT_HITS, KEPT_HITS + 9)
+
+
+def test_a_list_may_mix_hits_and_batches(pool):
+    """Checks hand over what they have: single hits and whole arrays."""
+    batch, log = batch_of(pool, "R5", 1, 100), HitLog()
+    log += [batch.hit(0), batch, batch.hit(1)]
+    (group,) = log.take()
+    assert (group.count, len(group.kept), group.last.position) == (102, KEPT_HITS, 1)
 
 
 def test_an_entry_becomes_a_hit_with_its_evidence(pool):
