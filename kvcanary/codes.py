@@ -1,4 +1,4 @@
-"""The checks of this version: code, short name, plain sentence, and which finding speaks first."""
+"""The checks: code, short name, plain sentence, which finding speaks first, and which are fed in this version."""
 
 from __future__ import annotations
 
@@ -16,28 +16,45 @@ class Code:
 
 _ALL = (
     Code("W1", "write out of range", "a forward was told to write a slot that the pool does not have"),
+    Code("W7", "write into quarantine", "a forward writes a page that was freed and is not to be used yet"),
+    Code("W2", "write not owned", "a forward writes a page that its request does not own"),
+    Code("W3", "write to shared page", "a forward writes a page that several requests read"),
+    Code("W8", "write outside reserve", "a forward writes beyond the pages that were reserved for its request"),
+    Code("W9", "padding write", "padding writes a slot that is not a null slot"),
     Code("W4", "duplicate write", "one forward writes the same slot, or the same layer of it, twice"),
     Code("W5", "write position", "an entry is written at a position that is not its parent's plus one"),
+    Code("T1", "moved bytes", "bytes were moved, and what arrived is not what was sent"),
+    Code("O1", "unordered access", "memory was used without waiting for the copy that fills it, or for an old grant"),
+    Code("P1", "poison damaged", "somebody wrote into a page that was free"),
     Code("R1", "slot out of range", "attention was told to read a slot that the pool does not have"),
     Code("R2", "null slot", "a live row reads a null slot, which belongs to padding"),
     Code("R3", "record damaged", "the canary's own record of this slot was overwritten"),
     Code("R12", "unwritten slot", "the slot was not written, or not by every layer, since its page was granted"),
     Code("R7", "stale page", "the row points at a page that was given back, or never granted"),
     Code("R8", "foreign slot", "the row points at a page that was granted to another request"),
-    Code("W6", "wrong input", "a forward was given a token that is not the request's own at that position"),
+    Code("W6", "wrong token", "the forward was fed another token than the request has at this position"),
     Code("R4", "wrong position", "the slot holds a token of another position than the row expects there"),
     Code("R5", "chain break", "the slot holds a token that does not continue the token before it"),
-    Code("R10", "row length", "the row is not as long as what the request has committed and this forward adds"),
-    Code("R11", "future", "the slot was written by a later step than that of its reader"),
+    Code("R10", "wrong length", "the row has more or fewer entries than the request's length and the plan say"),
+    Code("R11", "future entry", "the row reads an entry that was written in a later step"),
     Code("R9", "content changed", "bytes of K or V are not those that were written"),
-    Code("R13", "tree mask", "a tree node sees something else than the prefix and its own ancestors"),
-    Code("P1", "poison damaged", "somebody wrote into a page that belonged to nobody"),
-    Code("H1", "canary not running", "tokens became final that no forward with canary hooks has written"),
+    Code("R13", "tree mask", "a tree node attends other nodes than the prefix and its ancestors"),
+    Code(
+        "H1",
+        "canary not running",
+        "tokens became final, or a check was due, and no hook of the canary has run for them",
+    ),
+    Code("H2", "hook order", "the canary's hooks were called in an order in which they protect nothing"),
     Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
 )
 
-#: Codes by name; the order is the order in which findings at one slot speak: W first, then R as listed.
+#: Codes by name; the order is the order in which findings at one slot speak: what went wrong at a write, a move or a
+#: free page, then what a row reads, as listed.
 CODES: dict[str, Code] = {code.code: code for code in _ALL}
 RANK: dict[str, int] = {code.code: rank for rank, code in enumerate(_ALL)}
+#: Codes that speak before everything that a row reads, wherever in the row they fired.
+SPEAK_FIRST = frozenset(code for code in CODES if RANK[code] < RANK["R1"])
 #: Checks of the bytes; the others are checks of identity.
 CONTENT_CODES = frozenset({"R9"})
+#: Checks that something feeds in this version; the others can not fire, and the certificate says so.
+FED = frozenset({"W1", "W4", "W5", "W6", "H1", *(f"R{number}" for number in range(1, 14))})

@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from kvcanary.sites import site_name
 
+if TYPE_CHECKING:
+    from kvcanary.whose import Whose
+
 KEPT_IN_GROUP = 64  # findings kept whole a group; later ones are counted
+#: What a cause can be: the families of published KV cache bugs, and the canary's own hooks. The list is closed.
+FAMILIES = (
+    "bounds",
+    "addressing",
+    "lengths",
+    "draft",
+    "windows",
+    "graphs",
+    "lifetime",
+    "order",
+    "identity",
+    "transfer",
+    "scales",
+    "uninitialised",
+    "ranks",
+    "bits",
+    "hooks",
+)
+_events = structlog.get_logger("kvcanary")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A possible cause. `basis`: `derived` (follows from what was read) or `inferred` (fits it best)."""
+    """A possible cause. `basis`: `derived` (follows from what was read) or `inferred` (fits it best).
 
+    family:   one of FAMILIES
+    evidence: what was read that speaks for it
+    """
+
+    family: str
     text: str
     basis: str
+    evidence: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"evidence": list(self.evidence)}
 
 
 @dataclass(frozen=True)
@@ -29,10 +66,14 @@ class Finding:
     site, step: the forward that read (R) or wrote (W), or the canary's own look (`sweep`, `release`)
     reader:     request whose row it is; None for writes
     writer:     request named by the slot's record, or the one that writes; with its step and site
-    last_good_step: step in which this was last known good
+    undeclared: the record is not to blame: somebody wrote here and declared nothing
+    owner:      request that the page is granted to
+    bytes_of:   whose bytes lie there now, where that could be told
+    last_good_step, first_bad_step: step in which this was last known good, and the one in which it was found
     history:    grants and frees of the page, oldest first
-    readers:    requests that hold the page; `exposed_tokens` of theirs were sampled since it was last good
+    readers:    requests whose rows are touched; `exposed_tokens` of theirs were sampled since it was last good
     evidence:   other checks that fired for the same fault
+    action:     what was done about it
     """
 
     code: str
@@ -56,15 +97,20 @@ class Finding:
     writer: str | None
     write_step: int | None
     write_site: tuple[str, int] | None
+    undeclared: bool
+    owner: str | None
     expected: dict[str, Any]
     found: dict[str, Any]
+    bytes_of: tuple[Whose, ...]
     last_good_step: int | None
+    first_bad_step: int
     history: tuple[str, ...]
     readers: tuple[str, ...]
     exposed_tokens: int
     causes: tuple[Cause, ...]
     evidence: tuple[str, ...]
     incident: int
+    action: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same with stable keys, ready for JSON."""
@@ -74,9 +120,15 @@ class Finding:
             "write_site": None if self.write_site is None else list(self.write_site),
             "history": list(self.history),
             "readers": list(self.readers),
-            "causes": [asdict(cause) for cause in self.causes],
+            "bytes_of": [asdict(answer) for answer in self.bytes_of],
+            "causes": [cause.to_dict() for cause in self.causes],
             "evidence": list(self.evidence),
         }
+
+
+def tell(finding: Finding) -> None:
+    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding."""
+    _events.error("kvcanary.finding", **finding.to_dict())
 
 
 @dataclass

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
-from kvcanary.codes import RANK
+from kvcanary.codes import RANK, SPEAK_FIRST
 from kvcanary.forward import Forward
 from kvcanary.state import PoolState
 
@@ -21,10 +24,12 @@ class Hit:
     site:      substep kind and index of the forward that read or wrote, or of the canary's own look
     layers:    layers that differ; empty where that says nothing
     last_good: step in which this was last known good
+    until:     position of the last entry of an unbroken run of the row that this hit speaks for; None: itself alone
     parent_position: for W5, the position of the parent
     found_position:  for R4, the position that the record has
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    others:    requests besides whose rows read the same place, with the same result
     expected, found: what the report should say, where the code alone does not tell it
     """
 
@@ -37,10 +42,12 @@ class Hit:
     step: int
     layers: tuple[int, ...] = ()
     last_good: int | None = None
+    until: int | None = None
     parent_position: int | None = None
     found_position: int | None = None
     row_slots: tuple[int, ...] = ()
     fingerprint_hit: bool = False
+    others: tuple[str, ...] = ()
     expected: dict[str, Any] | None = None
     found: dict[str, Any] | None = None
 
@@ -51,6 +58,15 @@ class Hit:
     @property
     def place(self) -> tuple[int, int]:
         return self.pool.pool_id, self.slot
+
+    @property
+    def run(self) -> int:
+        """Entries that this hit speaks for."""
+        return 1 if self.until is None or self.position is None else self.until - self.position + 1
+
+    @property
+    def row(self) -> tuple[int, str | None]:
+        return self.pool.pool_id, self.request_id
 
 
 def entry_hit(code: str, forward: Forward, entry: int, **evidence: Any) -> Hit:
@@ -69,9 +85,8 @@ def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
     when one is R6 and the other lies in the same row.
     """
     parents = list(range(len(hits)))
-    for group in _related(hits):
-        for member in group[1:]:
-            parents[_root(parents, member)] = _root(parents, group[0])
+    for first, second in _related(hits):
+        parents[_root(parents, second)] = _root(parents, first)
     incidents: dict[int, list[Hit]] = {}
     for number, hit in enumerate(hits):
         incidents.setdefault(_root(parents, number), []).append(hit)
@@ -79,29 +94,65 @@ def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
     return sorted(joined, key=lambda incident: _speaks_first(incident[0]))
 
 
+def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
+    """At most so many incidents, in their order; every code at every site gets its first before any its second."""
+    turns: dict[tuple[object, ...], int] = {}
+    order = []
+    for number, incident in enumerate(incidents):
+        group = incident[0].code, incident[0].site
+        turns[group] = turns.get(group, -1) + 1
+        order.append((turns[group], number))
+    return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
+
+
 def _speaks_first(hit: Hit) -> tuple[bool, bool, int, int, int]:
     """Writes before reads; then along the row; at one slot by rank; the first pool before the second."""
     nowhere = hit.position is None
-    return not hit.code.startswith("W"), nowhere, hit.position or 0, RANK[hit.code], hit.pool.pool_id
+    return hit.code not in SPEAK_FIRST, nowhere, hit.position or 0, RANK[hit.code], hit.pool.pool_id
 
 
-def _related(hits: Sequence[Hit]) -> Iterable[list[int]]:
+def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+    """Pairs of hits, by number, that belong to one incident."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, hit in enumerate(hits):
-        groups.setdefault(("slot", *hit.place), []).append(number)
-        groups.setdefault(("page", hit.page, hit.step), []).append(number)
-        if hit.code == "R6":
-            groups.setdefault(("row", hit.request_id), []).append(number)
-        if hit.request_id is not None and hit.position is not None:
-            groups.setdefault(("entry", hit.pool.pool_id, hit.request_id, hit.position), []).append(number)
-    yield from list(groups.values())
-    for number, hit in enumerate(hits):
-        row = hit.pool.pool_id, hit.request_id
-        if hit.position is not None:
-            yield [number, *groups.get(("entry", *row, hit.position - 1), ())]
-        if hit.found_position is not None:
-            yield [number, *groups.get(("entry", *row, hit.found_position), ())]
-        yield [number, *groups.get(("row", hit.request_id), ())]
+        if not hit.code.startswith("H"):  # these are about the canary and have no slot
+            groups.setdefault(("slot", *hit.place), []).append(number)
+            groups.setdefault(("page", hit.page, hit.step), []).append(number)
+        if hit.position is not None and hit.request_id is not None:
+            groups.setdefault(("row", *hit.row), []).append(number)
+        if hit.request_id is not None:
+            groups.setdefault(("request", hit.request_id), []).append(number)
+    for (what, *_), group in groups.items():
+        if what == "row":
+            yield from _related_in_row(hits, group)
+        elif what == "request":
+            wrong_rows = [number for number in group if hits[number].code == "R6"]
+            yield from ((wrong_rows[0], number) for number in group if wrong_rows)
+        else:
+            yield from pairwise(group)
+
+
+def _related_in_row(hits: Sequence[Hit], row: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours, and entries that hold each other's positions."""
+    reached: list[tuple[int, int, int]] = []  # stretches without a gap: first and last position, one hit in it
+    for number in sorted(row, key=lambda number: hits[number].position or 0):
+        start, end = _span(hits[number])
+        if reached and start <= reached[-1][1] + 1:
+            first, last, member = reached[-1]
+            reached[-1] = first, max(last, end), member
+            yield member, number
+        else:
+            reached.append((start, end, number))
+    for number in row:
+        pointed = hits[number].found_position
+        place = bisect_right(reached, pointed, key=itemgetter(0)) - 1 if pointed is not None else -1
+        if pointed is not None and place >= 0 and pointed <= reached[place][1]:
+            yield number, reached[place][2]
+
+
+def _span(hit: Hit) -> tuple[int, int]:
+    start = hit.position or 0
+    return start, start if hit.until is None else hit.until
 
 
 def _root(parents: list[int], number: int) -> int:
@@ -112,8 +163,10 @@ def _root(parents: list[int], number: int) -> int:
 
 
 def _without_repeats(hits: Sequence[Hit]) -> list[Hit]:
-    """Branches and substeps that read the same damaged slot say it once."""
+    """Branches, substeps and requests that read the same damaged slot say it once."""
     first: dict[tuple[object, ...], Hit] = {}
     for hit in hits:
-        first.setdefault((hit.code, *hit.place), hit)
+        told = first.setdefault((hit.code, *hit.place), hit)
+        if hit.request_id is not None and hit.request_id not in (told.request_id, *told.others):
+            told.others += (hit.request_id,)
     return list(first.values())

@@ -11,7 +11,10 @@ from kvcanary.findings import Finding
 from kvcanary.sites import site_name
 
 RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
-SHOWN_FINDINGS = 4  # whole on the screen; the others are one line each
+SHOWN_FINDINGS = 2  # whole on the screen; the next ones are one line each
+SHOWN_HEADLINES = 8
+OUTSIDE = frozenset({"R1", "W1"})  # no such slot
+PLACELESS = frozenset({"H1", "H2"})  # they are about the canary, not about a slot
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,16 @@ class Report:
         lines: list[str] = []
         for finding in self.findings[:SHOWN_FINDINGS]:
             lines += _finding_lines(finding, colour)
-        lines += [f"kvcanary: ERROR: {_headline(finding)}" for finding in self.findings[SHOWN_FINDINGS:]]
+        others = self.findings[SHOWN_FINDINGS:]
+        lines += [f"kvcanary: ERROR: {_headline(finding)}" for finding in others[:SHOWN_HEADLINES]]
+        if len(others) > SHOWN_HEADLINES:
+            lines.append(f"kvcanary: and {len(others) - SHOWN_HEADLINES} more findings")
         lines.append(_line("action", self.action))
         lines.append(_summary(len(self.findings), self.counters))
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
+        """The findings as their events have them, and what they share."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
             "action": self.action,
@@ -51,10 +58,9 @@ def wants_colour(stream: TextIO, environ: Mapping[str, str] | None = None) -> bo
 
 def _headline(finding: Finding) -> str:
     """`content changed (R9): target pool, slot 4711 (page 294, offset 7), layer 12, V, head 0, dim 33, bit 21`."""
-    places = [
-        f"{finding.pool} pool",
-        f"slot {finding.slot} (page {finding.page}, offset {finding.offset})",
-    ]
+    places = [f"{finding.pool} pool"]
+    if finding.code not in PLACELESS:
+        places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
     if finding.layer is not None:
         places.append(f"layer {finding.layer}" if len(finding.layers) == 1 else f"layers {_few(finding.layers)}")
     if finding.part is not None:
@@ -69,16 +75,24 @@ def _finding_lines(finding: Finding, colour: bool) -> list[str]:
     lines.append(_line("meaning", finding.sentence))
     lines.append(_line("expected", _pairs(finding.expected)))
     lines.append(_line("found", _pairs(finding.found)))
+    lines += [_line("bytes", f"{answer.text} ({answer.basis})") for answer in finding.bytes_of[:1]]
     lines.append(_line("reader", _reader(finding)))
     lines.append(_line("writer", _writer(finding)))
-    lines.append(_line("owner", _owner(finding.history)))
-    lines.append(_line("launch", f"{site_name(*finding.site)}, step {finding.step}; last good {_since(finding)}"))
+    lines.append(_line("owner", _owner(finding)))
+    lines.append(_line("launch", f"{site_name(*finding.site)}, step {finding.step}; {_since(finding)}"))
     lines.append(_line("blast", _blast(finding)))
-    for rank, cause in enumerate(finding.causes, 1):
-        lines.append(_line("cause" if rank == 1 else "", f"{rank}. {cause.text} ({cause.basis})"))
+    lines += _cause_lines(finding)
     for number, text in enumerate(finding.evidence):
         lines.append(_line("" if number else "evidence", text))
     return [line for line in lines if line]
+
+
+def _cause_lines(finding: Finding) -> list[str]:
+    lines = []
+    for rank, cause in enumerate(finding.causes, 1):
+        lines.append(_line("cause" if rank == 1 else "", f"{rank}. {cause.text} ({cause.family}, {cause.basis})"))
+        lines += [_line("", f"   {text}") for text in cause.evidence]
+    return lines
 
 
 def _line(label: str, text: str) -> str:
@@ -94,29 +108,34 @@ def _reader(finding: Finding) -> str:
 
 def _writer(finding: Finding) -> str:
     if finding.write_site is None:
-        return "nobody has declared a write of this slot" if finding.code != "R1" else ""
+        return "nobody has declared a write of this slot" if finding.code not in OUTSIDE | PLACELESS else ""
     name = "a request that ended long ago" if finding.writer is None else repr(finding.writer)
     last = f"{name}, {site_name(*finding.write_site)}, step {finding.write_step}"
-    return f"undeclared; the last declared write is {last}" if finding.code == "R9" else last
+    return f"undeclared write; the last declared one is {last}" if finding.undeclared else last
 
 
-def _owner(history: Sequence[str]) -> str:
-    return "; ".join(history[-3:]) if history else "the page was never granted"
+def _owner(finding: Finding) -> str:
+    if finding.code in OUTSIDE | PLACELESS:
+        return ""
+    return "; ".join(finding.history[-3:]) if finding.history else "the page was never granted"
 
 
 def _since(finding: Finding) -> str:
-    return "not known" if finding.last_good_step is None else f"at step {finding.last_good_step}"
+    good = "not known" if finding.last_good_step is None else f"at step {finding.last_good_step}"
+    return f"last good {good}, first bad at step {finding.first_bad_step}"
 
 
 def _blast(finding: Finding) -> str:
     if not finding.readers:
         return ""
     names = ", ".join(repr(name) for name in finding.readers[:4])
-    return f"{names}; {finding.exposed_tokens} tokens exposed"
+    more = f" and {len(finding.readers) - 4} more" if len(finding.readers) > 4 else ""
+    return f"{names}{more}; {finding.exposed_tokens} tokens exposed"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+    shown = {name: _few(value) if isinstance(value, list) else value for name, value in values.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
 
 
 def _few(numbers: Sequence[int]) -> str:

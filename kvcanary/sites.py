@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 SUBSTEP_KINDS = ("prefill", "decode", "draft", "verify", "extend")
+#: Kinds that read or write the nodes of a draft tree.
+TREE_KINDS = ("draft", "verify", "extend")
 #: Number of each kind in a record; 0 is a slot that nobody has written.
 KIND_NUMBERS = {
     name: number for number, name in enumerate(("never", *SUBSTEP_KINDS, "move", "sweep", "release", "commit", "grant"))

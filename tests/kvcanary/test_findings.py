@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvcanary import Finding, KVCanaryError, KVCorruptionError, Report
-from kvcanary.codes import CODES
-from kvcanary.findings import KEPT_IN_GROUP, FindingLog
+from kvcanary import CanaryConfig, Finding, KVCanaryError, KVCorruptionError, Report
+from kvcanary.certificate import active_classes, inactive_classes
+from kvcanary.codes import CODES, FED, SPEAK_FIRST
+from kvcanary.findings import FAMILIES, KEPT_IN_GROUP, Cause, FindingLog, tell
 
 
 def flip(engine, name: str, position: int, *, pool: str = "target", layer: int = 1, bit: int = 9) -> int:
@@ -129,7 +130,7 @@ def test_a_disabled_code_is_neither_raised_nor_kept(make_engine):
     engine.step()
     engine.finish("first")
     assert engine.canary.findings == []
-    assert engine.canary.certificate()["inactive_classes"] == ["R9"]
+    assert engine.canary.certificate()["inactive_classes"]["R9"] == "disabled"
 
 
 def test_release_finds_what_no_step_has_read(make_engine):
@@ -162,12 +163,15 @@ def test_to_dict_has_every_field_and_survives_json(make_engine):
     data = finding.to_dict()
     assert list(data) == [field.name for field in fields(Finding)]
     assert json.loads(json.dumps(data)) == data
-    assert data["causes"][0].keys() == {"text", "basis"}
+    assert data["causes"][0].keys() == {"family", "text", "basis", "evidence"}
 
 
 def test_to_dict_keys_are_stable(make_engine):
     """Readers of the JSON rely on these names."""
-    stable = "code name pool page slot offset position layer part head dim byte bit step reader writer expected found"
+    stable = (
+        "code name pool page slot offset position layer part head dim byte bit step reader writer undeclared owner "
+        "expected found bytes_of last_good_step first_bad_step readers exposed_tokens causes evidence action"
+    )
     data = caught_finding(make_engine).to_dict()
     assert data.keys() >= set(stable.split())
     assert (data["code"], data["pool"], data["position"], data["reader"]) == ("R9", "target", 5, "first")
@@ -207,9 +211,60 @@ def _like(finding: Finding, **changes: object) -> Finding:
     return Finding(**{field.name: getattr(finding, field.name) for field in fields(Finding)} | changes)
 
 
+def test_event_and_report_json_have_the_keys_of_a_finding(make_engine):
+    """One dict: the fields of Finding, the event `kvcanary.finding`, and the finding in the report's JSON."""
+    finding = caught_finding(make_engine)
+    with capture_logs() as events:
+        tell(finding)
+    (event,) = events
+    assert (event.pop("event"), event.pop("log_level")) == ("kvcanary.finding", "error")
+    assert event == finding.to_dict() == Report((finding,), "", {}).to_dict()["findings"][0]
+    assert list(event) == [field.name for field in fields(Finding)]
+
+
+def test_a_cause_of_no_family_is_refused():
+    """The list of families is closed."""
+    with pytest.raises(ValueError, match=r"family must be one of bounds, addressing, .*, got 'weather'"):
+        Cause("weather", "rain", "inferred")
+
+
+def test_the_families_are_those_of_the_catalogue_of_faults():
+    """The fourteen families of faults, and the canary's own hooks, each once."""
+    known = "bounds addressing lengths draft windows graphs lifetime order identity transfer scales uninitialised "
+    assert " ".join(FAMILIES) == known + "ranks bits hooks"
+
+
 def test_the_order_in_which_codes_speak_is_the_documented_one():
-    """docs/canary.md tells users which code leads; it must be the order that joins findings."""
+    """docs/canary.md has every code with its name and sentence, in the order in which they speak."""
     text = (Path(__file__).parents[2] / "docs" / "canary.md").read_text(encoding="utf-8")
-    told = re.search(r"the first of ((?:[RWHP]\d+ )+)leads", " ".join(text.split()))
-    assert told is not None
-    assert told[1].split() == list(CODES)
+    told = re.findall(r"^\| ([A-Z]\d+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    assert told == [(code.code, code.name, code.sentence) for code in CODES.values()]
+
+
+def test_reads_speak_in_the_order_of_the_design():
+    """What a row reads: bounds and records first, then grants, tokens, positions, chains, bytes, and last the truth."""
+    reads = [code for code in CODES if code not in SPEAK_FIRST and not code.startswith("H")]
+    assert reads == ["R1", "R2", "R3", "R12", "R7", "R8", "W6", "R4", "R5", "R10", "R11", "R9", "R13", "R6"]
+    assert {f"W{number}" for number in range(1, 10)} - SPEAK_FIRST == {"W6"}
+
+
+def test_no_code_is_missing():
+    """R1 to R13, W1 to W9, P1, T1, O1, H1 and H2."""
+    numbered = [*(f"R{n}" for n in range(1, 14)), *(f"W{n}" for n in range(1, 10)), "P1", "T1", "O1", "H1", "H2"]
+    assert sorted(CODES) == sorted(numbered)
+
+
+def test_what_nothing_feeds_is_inactive_and_says_so():
+    """A code that can not fire is not claimed; one that is fed is, unless it is disabled or nobody compares bytes."""
+    config = CanaryConfig(content="write", disable={"R13"})
+    fed = {"R1", "R9", "R13"}
+    assert active_classes(config, fed) == ["R1"]
+    inactive = inactive_classes(config, fed)
+    assert (inactive.pop("R13"), inactive.pop("R9")) == ("disabled", "content is not compared")
+    assert inactive == {code: "not fed" for code in CODES if code not in fed}
+    assert active_classes(CanaryConfig()) == [code for code in CODES if code in FED]
+
+
+def test_every_code_can_be_disabled():
+    """`disable` takes every code, and then nothing is active."""
+    assert active_classes(CanaryConfig(disable=frozenset(CODES)), frozenset(CODES)) == []

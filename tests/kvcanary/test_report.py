@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from kvcanary import KVCorruptionError, Report
-from kvcanary.report import SHOWN_FINDINGS, wants_colour
+from kvcanary.findings import Cause
+from kvcanary.report import SHOWN_FINDINGS, SHOWN_HEADLINES, wants_colour
+from kvcanary.whose import Whose
 
 ESCAPE = "\x1b["
 
@@ -54,9 +56,10 @@ def test_the_text_answers_what_a_reader_asks(error):
     assert lines["expected"] == f"bits {finding.expected['bits']}, value {finding.expected['value']}"
     assert lines["found"] == f"bits {finding.found['bits']}, value {finding.found['value']}"
     assert lines["reader"] == "'first', position 5"
-    assert lines["writer"] == "undeclared; the last declared write is 'first', prefill, step 1"
+    assert lines["writer"] == "undeclared write; the last declared one is 'first', prefill, step 1"
     assert lines["owner"] == "granted to 'first' at step 1"
-    assert lines["launch"].startswith(f"{finding.site[0]}, step 3; last good ")
+    good = finding.last_good_step
+    assert lines["launch"] == f"{finding.site[0]}, step 3; last good at step {good}, first bad at step 3"
     assert lines["blast"].startswith("'first'; ")
     assert lines["cause"].startswith("1. one flipped bit: bit 9 of one element")
     assert lines["action"] == "raised KVCorruptionError; no token of step 3 leaves the engine"
@@ -76,8 +79,9 @@ def test_causes_say_what_they_rest_on(error):
     text = str(error)
     for rank, cause in enumerate(error.findings[0].causes, 1):
         assert cause.basis in ("derived", "inferred")
-        assert f"{rank}. {cause.text} ({cause.basis})" in text
-    assert len(error.findings[0].causes) == 2
+        assert f"{rank}. {cause.text} ({cause.family}, {cause.basis})" in text
+        assert all(f"\n               {line}\n" in text for line in cause.evidence)
+    assert error.findings[0].causes[0].family == "bits"
 
 
 def test_a_finding_without_a_word_names_the_layers(error):
@@ -123,8 +127,41 @@ def test_many_findings_are_one_line_each_after_the_first_few(error):
     findings = tuple(replace(error.findings[0], slot=slot) for slot in range(SHOWN_FINDINGS + 3))
     text = Report(findings, "none", {"forwards": 1}).text()
     assert text.count("kvcanary: ERROR: ") == SHOWN_FINDINGS + 3
+    assert "more findings" not in text
     assert text.count("  meaning") == SHOWN_FINDINGS
     assert text.endswith(f"kvcanary: {SHOWN_FINDINGS + 3} findings, 1 forwards")
+
+
+def test_a_flood_is_still_one_screen(error):
+    """Sixty findings with everything that can be said of them fit one screen, and the rest is counted."""
+    long = replace(
+        error.findings[0],
+        causes=(Cause("bits", "one", "derived", ("a", "b")),) * 3,
+        evidence=("one",) * 7,
+        bytes_of=(Whose("zero", "all zero", "inferred"),) * 3,
+        history=("granted",) * 8,
+    )
+    lines = Report((long,) * 60, "none", {"forwards": 1}).text().splitlines()
+    assert len(lines) <= 64
+    assert f"kvcanary: and {60 - SHOWN_FINDINGS - SHOWN_HEADLINES} more findings" in lines
+
+
+def test_whose_bytes_these_are_has_a_line(error):
+    """The best answer is on the screen, with what it rests on; all are in the data."""
+    answers = (Whose("part", "V is K of slot 9 stored as V", "inferred", 9, 1), Whose("zero", "all zero", "inferred"))
+    finding = replace(error.findings[0], bytes_of=answers)
+    assert labelled(Report((finding,), "none", {}).text())["bytes"] == "V is K of slot 9 stored as V (inferred)"
+    assert [answer["kind"] for answer in finding.to_dict()["bytes_of"]] == ["part", "zero"]
+
+
+@pytest.mark.parametrize("code", ["H1", "H2"])
+def test_what_has_no_slot_names_none(error, code):
+    """A finding about the canary itself names no slot, no writer and no owner."""
+    finding = replace(error.findings[0], code=code, slot=-1, page=-1, offset=0, layer=None, layers=(), part=None)
+    finding = replace(finding, writer=None, write_site=None, write_step=None)
+    text = Report((finding,), "none", {}).text()
+    assert "slot" not in text.splitlines()[0]
+    assert not labelled(text).keys() & {"writer", "owner"}
 
 
 def test_text_has_no_escape_codes_unless_asked(error):

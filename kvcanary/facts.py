@@ -1,0 +1,232 @@
+"""Facts: what was read about an incident before it is described, and what its check expected and found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kvcanary.history import PageEvent
+from kvcanary.hits import Hit
+from kvcanary.ledger import Ledger, Request
+from kvcanary.locate import ChangedWord
+from kvcanary.sites import site_name, unpack_site
+from kvcanary.whose import Whose
+from kvcanary_kernels import record
+from kvcanary_kernels.record import MASK_32, Record, chain_host
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """Everything that was read about the first hit of an incident; the finding and its causes are made from it.
+
+    record:  of the slot, None where the slot is outside the pool
+    writer:  request that the record names, where its name is still known
+    word:    the one word that changed, where the two lanes name one
+    whose:   whose bytes lie there now
+    source:  record of the slot whose bytes these are
+    owner:   request that the page is granted to
+    granted: generation of the page
+    events:  grants and frees of the page, oldest first
+    reader:  request whose row it is, while it lives
+    """
+
+    incident: Sequence[Hit]
+    ledger: Ledger
+    record: Record | None = None
+    writer: str | None = None
+    word: ChangedWord | None = None
+    whose: tuple[Whose, ...] = ()
+    source: Record | None = None
+    owner: str | None = None
+    granted: int | None = None
+    events: tuple[PageEvent, ...] = ()
+    reader: Request | None = None
+
+    @property
+    def hit(self) -> Hit:
+        return self.incident[0]
+
+    @property
+    def write_site(self) -> tuple[str, int] | None:
+        """Kind and index of the last declared write; None where nobody has written."""
+        return unpack_site(self.record.site)[:2] if self.record is not None and self.record.site else None
+
+    @property
+    def write_step(self) -> int | None:
+        return self.record.step if self.record is not None and self.record.site else None
+
+    @property
+    def last_write(self) -> str:
+        """`verify, step 7`: the last declared write."""
+        return "nobody" if self.write_site is None else f"{site_name(*self.write_site)}, step {self.write_step}"
+
+    @cached_property
+    def first_difference(self) -> int | None:
+        """First position at which the row that was read (R6) holds another token than the request has."""
+        if self.reader is None or not self.hit.row_slots:
+            return None
+        pool, offset = self.hit.pool, self.hit.pool.view.token_offset
+        slots = torch.tensor(self.hit.row_slots, device=pool.records.device)
+        held = (pool.records[slots, record.TOKEN_POSITION] & MASK_32).cpu()
+        wanted = torch.tensor(self.reader.tokens[offset : offset + len(slots)], dtype=torch.int64) & MASK_32
+        differs = (held[: len(wanted)] != wanted).nonzero().flatten()
+        return int(differs[0]) if len(differs) else None
+
+    def whose_is(self, *kinds: str) -> Whose | None:
+        """The best answer of one of these kinds."""
+        return next((answer for answer in self.whose if answer.kind in kinds), None)
+
+
+def expected_and_found(facts: Facts) -> tuple[Values, Values]:
+    """Both sides of the check that leads, as it told them or as its code says; empty where there are none."""
+    if facts.hit.expected is not None:
+        return facts.hit.expected, facts.hit.found or {}
+    table = _WITHOUT_RECORD if facts.record is None else _WITHOUT_RECORD | _WITH_RECORD
+    sides = table.get(facts.hit.code)
+    return sides(facts) if sides is not None else ({}, {})
+
+
+def tokens_of(facts: Facts) -> tuple[Values, Values]:
+    """The request's token at this place and the record's; only for those who asked to see tokens."""
+    hit, reader = facts.hit, facts.reader
+    found = {} if facts.record is None or not facts.record.site else {"token": facts.record.token}
+    if reader is None or hit.position is None:
+        return {}, found
+    place = hit.position + hit.pool.view.token_offset
+    return {"token": reader.tokens[place]} if place < len(reader.tokens) else {}, found
+
+
+def _range(facts: Facts) -> tuple[Values, Values]:
+    return {"slot": f"0 to {facts.hit.pool.view.num_slots - 1}"}, {"slot": facts.hit.slot}
+
+
+def _not_null(facts: Facts) -> tuple[Values, Values]:
+    return {"slot": f"{facts.hit.pool.view.null_slots} or more"}, {"slot": facts.hit.slot}
+
+
+def _one_write(facts: Facts) -> tuple[Values, Values]:
+    return {"writes_in_forward": 1}, {"writes_in_forward": 2, "layers": list(facts.hit.layers)}
+
+
+def _after_parent(facts: Facts) -> tuple[Values, Values]:
+    parent = facts.hit.parent_position
+    return {"position": None if parent is None else parent + 1}, {"position": facts.hit.position}
+
+
+def _seal(facts: Facts) -> tuple[Values, Values]:
+    hit, found = facts.hit, _record(facts)
+    if hit.fingerprint_hit:
+        return {"lane_b": _hex(found.content_b)}, {"lane_b": _hex(found.content_b), "lane_a": "differs"}
+    seal = record.seal_host(found, hit.slot, hit.pool.pool_id, hit.pool.keys)
+    return {"seal": _hex(seal)}, {"seal": _hex(found.seal)}
+
+
+def _owner(facts: Facts) -> tuple[Values, Values]:
+    return {"owner": facts.hit.request_id}, {"owner": facts.owner, "generation": facts.granted}
+
+
+def _position(facts: Facts) -> tuple[Values, Values]:
+    found = _record(facts)
+    return {"position": facts.hit.position}, {"position": found.position, "chain": _hex(found.chain)}
+
+
+def _chain(facts: Facts) -> tuple[Values, Values]:
+    found = _record(facts)
+    expected = _continued_chain(facts, found)
+    # A branch continues another slot than the one that was granted before it.
+    return {"chain": None if expected == found.chain else _hex(expected)}, {"chain": _hex(found.chain)}
+
+
+def _continued_chain(facts: Facts, found: Record) -> int | None:
+    """Chain that this token would have behind the entry that the row's owner was granted before it."""
+    hit, reader = facts.hit, facts.reader
+    if reader is None or hit.position is None:
+        return None
+    before = hit.pool.root
+    if hit.position:
+        slot = facts.ledger.slot(reader, hit.position - 1)
+        if slot < 0:
+            return None
+        before = record.read_record(hit.pool.records, slot).chain
+    return chain_host([found.token], found.position, before, hit.pool.keys)[0]
+
+
+def _truth(facts: Facts) -> tuple[Values, Values]:
+    hit, reader, found = facts.hit, facts.reader, _record(facts)
+    if reader is None:
+        return {}, {"chain": _hex(found.chain)}
+    truth = facts.ledger.truth(reader, hit.pool.pool_id, (hit.position or 0) + 1)
+    return {"chain": _hex(truth)}, {
+        "chain": _hex(found.chain),
+        "first_different_position": facts.first_difference,
+    }
+
+
+def _step(facts: Facts) -> tuple[Values, Values]:
+    return {"written_by_step": facts.hit.step}, {"written_in_step": _record(facts).step}
+
+
+def _grant(facts: Facts) -> tuple[Values, Values]:
+    found, every = _record(facts), facts.hit.pool.full_layers
+    missing = [layer for layer in range(facts.hit.pool.view.num_layers) if not found.layers >> layer & 1]
+    expected = {"generation": facts.granted, "layers": every.bit_count()}
+    return expected, {"generation": found.generation, "layers": every.bit_count() - len(missing), "missing": missing}
+
+
+def _content(facts: Facts) -> tuple[Values, Values]:
+    word, hit = facts.word, facts.hit
+    if word is None:
+        return {"layers": "as written"}, {"layers_changed": list(hit.layers)}
+    digits = 2 * hit.pool.view.k[0].element_size()
+    expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
+    return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
+
+
+def _poison(facts: Facts) -> tuple[Values, Values]:
+    return {"layers": "poison"}, {"layers_changed": list(facts.hit.layers)}
+
+
+_WITHOUT_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
+    "R1": _range,
+    "W1": _range,
+    "R2": _not_null,
+    "W4": _one_write,
+    "W5": _after_parent,
+}
+_WITH_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
+    "R3": _seal,
+    "R7": _owner,
+    "R8": _owner,
+    "W2": _owner,
+    "W3": _owner,
+    "W7": _owner,
+    "R4": _position,
+    "R5": _chain,
+    "R6": _truth,
+    "R11": _step,
+    "R12": _grant,
+    "R9": _content,
+    "T1": _content,
+    "P1": _poison,
+}
+
+
+def _record(facts: Facts) -> Record:
+    if facts.record is None:
+        raise ValueError(f"a record must have been read for {facts.hit.code}, slot {facts.hit.slot} has none")
+    return facts.record
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _hex(value: int | None) -> str | None:
+    return None if value is None else f"0x{value:016x}"

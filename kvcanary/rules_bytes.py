@@ -1,0 +1,128 @@
+"""Rules about bytes: how K, V, poison or a record may have come to be other than what was written."""
+
+from __future__ import annotations
+
+from kvcanary.facts import Facts
+from kvcanary.findings import Cause
+
+
+def flipped_bit(facts: Facts) -> Cause | None:
+    word = facts.word
+    if word is None or word.bit is None:
+        return None
+    text = f"one flipped bit: bit {word.bit} of one element, nothing else changed; a hardware fault or a stray write"
+    return Cause("bits", text, "derived", _one_word(facts))
+
+
+def changed_word(facts: Facts) -> Cause | None:
+    if facts.word is None or facts.word.bit is not None:
+        return None
+    return Cause("bits", "one 32-bit word was overwritten, nothing else changed", "derived", _one_word(facts))
+
+
+def _one_word(facts: Facts) -> tuple[str, ...]:
+    layers = facts.hit.pool.view.num_layers
+    return (f"this word alone explains both fingerprints; 1 of {layers} layers differs",)
+
+
+def copied(facts: Facts) -> Cause | None:
+    """The row of another slot: stored there by the same forward, or copied later."""
+    whose, source, record = facts.whose_is("slot"), facts.source, facts.record
+    if whose is None or source is None or record is None:
+        return None
+    evidence = f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"
+    if (source.step, source.site) == (record.step, record.site):
+        both = f"{facts.last_write} wrote both slots"
+        return Cause("addressing", f"{whose.text}: stored in the wrong slot", "derived", (evidence, both))
+    return Cause("transfer", f"{whose.text}: a copy that nobody declared", "inferred", (evidence,))
+
+
+def mixed_up(facts: Facts) -> Cause | None:
+    whose = facts.whose_is("part", "exchange", "layer", "shift")
+    if whose is None:
+        return None
+    family = "addressing" if whose.kind == "layer" else "transfer"
+    text = "a copy or store with another layout: the wrong part, axis or stride"
+    return Cause(family, text, "inferred", (f"{whose.text}, in layer {facts.hit.layers[0]}",))
+
+
+def never_stored(facts: Facts) -> Cause | None:
+    """What was there before the last declared write is still there."""
+    evidence = []
+    whose, slots = facts.whose_is("poison", "stale", "zero"), {hit.slot for hit in facts.incident}
+    if whose is not None and facts.hit.last_good in (None, facts.write_step):
+        evidence.append(f"{whose.text}; it was never right")
+    if len(slots) > 1 and _layers_agree(facts):
+        evidence.append(f"the same layers differ in each of {len(slots)} slots")
+        if _is_older(facts):
+            evidence.append("these bytes are older than the last declared write")
+    if not evidence:
+        return None
+    layers = ", ".join(map(str, facts.hit.layers[:4]))
+    text = f"the store of layer {layers} did not arrive, or went elsewhere"
+    return Cause("uninitialised", text, "inferred", tuple(evidence))
+
+
+def _is_older(facts: Facts) -> bool:
+    """Whether the slot whose bytes these are was written before this one."""
+    return facts.source is not None and facts.record is not None and facts.source.step < facts.record.step
+
+
+def _layers_agree(facts: Facts) -> bool:
+    content = [hit.layers for hit in facts.incident if hit.code == "R9"]
+    return len(set(content)) == 1 and 0 < len(content[0]) < facts.hit.pool.view.num_layers
+
+
+def cleared(facts: Facts) -> Cause | None:
+    whose, last_good = facts.whose_is("zero"), facts.hit.last_good
+    if whose is None or last_good is None:
+        return None
+    evidence = (f"{whose.text}; they were right at step {last_good}",)
+    return Cause("order", "cleared after it was written: a zeroing that waited for nobody", "inferred", evidence)
+
+
+def not_finite(facts: Facts) -> Cause | None:
+    whose = facts.whose_is("not_finite")
+    if whose is None:
+        return None
+    return Cause("bits", "overwritten with values that no forward has stored", "inferred", (whose.text,))
+
+
+def late_write(facts: Facts) -> Cause | None:
+    """Someone who had the page before may still write it."""
+    former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
+    if not former or facts.word is not None:
+        return None
+    evidence = (f"the page was freed by {former[-1].request_id!r} at step {former[-1].step}",)
+    return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
+
+
+def overwritten(facts: Facts) -> Cause | None:
+    if facts.word is not None:
+        return None
+    slots = len({hit.slot for hit in facts.incident})
+    if slots > 1:
+        evidence = (f"{slots} slots changed",)
+        return Cause("transfer", "a block copy, or a zeroing of the page, that nobody declared", "inferred", evidence)
+    return Cause("bits", "several words changed: an overwrite that nobody declared", "derived")
+
+
+def moved_wrong(facts: Facts) -> Cause | None:
+    return Cause(
+        "transfer", "the move copied other bytes than the plan says, or used its source after that", "inferred"
+    )
+
+
+def written_when_free(facts: Facts) -> Cause | None:
+    freed = [event for event in facts.events if event.kind == "freed"]
+    evidence = (f"freed by {freed[-1].request_id!r} at step {freed[-1].step}",) if freed else ()
+    return Cause(
+        "lifetime", "a write into a page after it was freed: a copy or forward was still running", "inferred", evidence
+    )
+
+
+def damaged_record(facts: Facts) -> Cause | None:
+    if facts.hit.fingerprint_hit:
+        evidence = ("lane b over all layers is right",)
+        return Cause("bits", "the stored fingerprint was overwritten: K and V are right", "derived", evidence)
+    return Cause("bits", "something wrote over the canary's memory: a stray write", "inferred")

@@ -1,0 +1,186 @@
+"""Rules about rows: why attention may have been told to read a slot that is not its own, or not yet written."""
+
+from __future__ import annotations
+
+from kvcanary.facts import Facts
+from kvcanary.findings import Cause
+from kvcanary.sites import TREE_KINDS, site_name
+
+WRAPPED = 1 << 31  # what a 32-bit index can not hold
+
+
+def out_of_bounds(facts: Facts) -> Cause | None:
+    hit = facts.hit
+    evidence = (f"slot {hit.slot} of {hit.pool.view.num_slots}",)
+    if not -WRAPPED <= hit.slot < WRAPPED:
+        return Cause("bounds", "an offset that does not fit 32 bits, or no index at all", "inferred", evidence)
+    return Cause("bounds", "the index array or its builder ran past the end of what it holds", "inferred", evidence)
+
+
+def padding_mark(facts: Facts) -> Cause | None:
+    if facts.hit.slot != -1:
+        return None
+    return Cause("graphs", "-1 is a mark of padding: a padded row counts as live", "inferred", ("the slot is -1",))
+
+
+def empty_entry(facts: Facts) -> Cause | None:
+    if facts.hit.slot:
+        return None
+    evidence = ("it names slot 0, as an entry that nothing has filled",)
+    return Cause("uninitialised", "a table entry was never filled", "inferred", evidence)
+
+
+def padding(facts: Facts) -> Cause | None:
+    return Cause("graphs", "rows of padding count as live, or a live row was padded", "inferred")
+
+
+def wrong_entry(facts: Facts) -> Cause | None:
+    return Cause("addressing", "an entry of the table or index array names the wrong slot", "inferred")
+
+
+def exchange(facts: Facts) -> Cause | None:
+    pair = exchanged_pages(facts)
+    if pair is None:
+        return None
+    evidence = (
+        f"page {pair[0]} of the row holds the positions of page {pair[1]}, and the other way round",
+        "the records themselves are intact",
+    )
+    return Cause(
+        "addressing", f"entries {pair[0]} and {pair[1]} of the row's page table are exchanged", "inferred", evidence
+    )
+
+
+def exchanged_pages(facts: Facts) -> tuple[int, int] | None:
+    """Table entries i and j when the positions found on page i are those of page j and the other way round."""
+    size = facts.hit.pool.view.page_size
+    pointed = {(position // size, found // size) for position, found in _misplaced(facts)}
+    pairs = [pair for pair in sorted(pointed) if pair[0] < pair[1] and pair[::-1] in pointed]
+    return pairs[0] if pairs else None
+
+
+def shifted_row(facts: Facts) -> Cause | None:
+    """All entries of the row from one place on hold positions that are off by one number."""
+    misplaced = _misplaced(facts)
+    offsets = {found - position for position, found in misplaced}
+    if len(misplaced) < 2 or len(offsets) > 1:
+        return None
+    offset = offsets.pop()
+    evidence = (f"{len(misplaced)} entries hold their position {offset:+d}",)
+    if offset % facts.hit.pool.view.page_size == 0:
+        return Cause("windows", "the row begins at another page: the start of a window is wrong", "inferred", evidence)
+    return Cause("lengths", "the row is shifted: a length or an offset is wrong by that much", "inferred", evidence)
+
+
+def _misplaced(facts: Facts) -> list[tuple[int, int]]:
+    """(position, position found there) of the entries of the row in which the finding is."""
+    own = [hit for hit in facts.incident if hit.row == facts.hit.row]
+    return [(h.position, h.found_position) for h in own if h.position is not None and h.found_position is not None]
+
+
+def tree_path(facts: Facts) -> Cause | None:
+    if facts.hit.site[0] not in TREE_KINDS or facts.write_site is None or facts.write_site[0] not in TREE_KINDS:
+        return None
+    evidence = (f"read by {site_name(*facts.hit.site)}", f"written by {facts.last_write}")
+    return Cause(
+        "draft", "a tree node attends a node that is not its ancestor, or a branch was rejected", "inferred", evidence
+    )
+
+
+def later_write(facts: Facts) -> Cause | None:
+    return Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred")
+
+
+def foreign_token(facts: Facts) -> Cause | None:
+    if facts.writer is None or facts.writer == facts.hit.request_id:
+        return None
+    evidence = (f"the record names {facts.writer!r}",)
+    return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
+
+
+def row_mixed_up(facts: Facts) -> Cause | None:
+    hit, differs = facts.hit, facts.first_difference
+    evidence = () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
+    if evidence and differs == len(hit.row_slots) - 1:
+        return Cause("order", "the last token fed is not the one that was accepted", "inferred", evidence)
+    by = "" if facts.write_site is None else f", last written by {facts.last_write}"
+    return Cause(
+        "identity", f"the row is complete, but of other tokens{by}: a row or prefix mix-up", "inferred", evidence
+    )
+
+
+def read_after_free(facts: Facts) -> Cause | None:
+    freed = [event for event in facts.events if event.kind == "freed"]
+    if not freed:
+        return None
+    event = freed[-1]
+    evidence = [f"freed by {event.request_id!r} at step {event.step}"]
+    if event.request_id == facts.hit.request_id:
+        evidence.append("the reader had it before")
+    if facts.owner is not None:
+        evidence.append(f"granted to {facts.owner!r} since")
+    return Cause("lifetime", "the page was given back while the row still pointed at it", "derived", tuple(evidence))
+
+
+def never_granted(facts: Facts) -> Cause | None:
+    if facts.granted or facts.owner is not None:
+        return None
+    evidence = ("generation 0: nobody was ever granted this page",)
+    return Cause("uninitialised", "the table entry was never written", "derived", evidence)
+
+
+def neighbours_row(facts: Facts) -> Cause | None:
+    """Several entries in a row that all lie on pages of other requests."""
+    foreign = [hit for hit in facts.incident if hit.code == "R8" and hit.row == facts.hit.row]
+    entries = max(len(foreign), foreign[0].run)
+    if entries <= facts.hit.pool.view.page_size:
+        return None
+    evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.owner!r}")
+    return Cause("identity", f"the row of {facts.owner!r} was read in the place of this one", "inferred", evidence)
+
+
+def foreign_page(facts: Facts) -> Cause | None:
+    evidence = () if _had_it(facts, facts.hit.request_id) else ("the reader never had this page",)
+    return Cause("addressing", f"the row points at a page of {facts.owner!r}", "derived", evidence)
+
+
+def freed_too_early(facts: Facts) -> Cause | None:
+    if not _had_it(facts, facts.hit.request_id):
+        return None
+    return read_after_free(facts)
+
+
+def _had_it(facts: Facts, request_id: str | None) -> bool:
+    return any(event.request_id == request_id for event in facts.events)
+
+
+def missing_layer(facts: Facts) -> Cause | None:
+    found, every = facts.record, facts.hit.pool.full_layers
+    if found is None or found.generation != facts.granted or (found.layers == every and not facts.hit.layers):
+        return None
+    layers = ", ".join(map(str, facts.hit.layers[:4])) or "some"
+    evidence = (f"the entry is of this grant, layer {layers} is not marked as stored",)
+    return Cause("uninitialised", "a layer did not store its K and V for this entry", "derived", evidence)
+
+
+def never_written(facts: Facts) -> Cause | None:
+    if facts.record is None or facts.record.site:
+        return None
+    return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
+
+
+def past_the_end(facts: Facts) -> Cause | None:
+    if facts.owner is None or facts.owner != facts.hit.request_id:
+        return None
+    evidence = (f"the page is {facts.owner!r}'s own",)
+    return Cause("lengths", "the row reaches past what was written in the request's own pages", "inferred", evidence)
+
+
+def old_record(facts: Facts) -> Cause | None:
+    found = facts.record
+    if found is None or not found.site or found.generation == facts.granted:
+        return None
+    evidence = (f"the record is of grant {found.generation}, the page is at {facts.granted}",)
+    if facts.owner is None:
+        return Cause("lifetime", "stale: the page was freed, and the row still points at it", "derived", evidence)
+    return Cause("lifetime", "stale: the record is from before the page was granted again", "derived", evidence)

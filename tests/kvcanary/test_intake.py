@@ -1,0 +1,296 @@
+"""What becomes of very many checks that fire at once: counted to the last, kept within bounds, told in time."""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvcanary.codes import CODES
+from kvcanary.describe import MOST_DESCRIBED, Describer
+from kvcanary.facts import Facts
+from kvcanary.hits import Hit, fair_share, join_hits
+from kvcanary.intake import KEPT_HITS, HitBatch, HitGroup, HitLog
+from kvcanary.rules_rows import exchanged_pages
+
+MILLION = 1_000_000
+
+
+@pytest.fixture
+def engine(make_engine):
+    """An engine with two requests; its canary's state makes findings."""
+    engine = make_engine(num_pages=256)
+    engine.start("first", 200)
+    engine.start("second", 90)
+    return engine
+
+
+@pytest.fixture
+def pool(engine):
+    return engine.canary._state.pools[0]
+
+
+@pytest.fixture
+def describer(engine) -> Describer:
+    return Describer(engine.canary._state, engine.canary._ledger)
+
+
+def batch_of(pool, code: str, rows: int, entries: int, *, site=("verify", 0), step: int = 9, **evidence) -> HitBatch:
+    """Every entry of so many rows fired; row i reads slots from 4 + 8 * i on, and belongs to request i."""
+    positions = np.tile(np.arange(entries), rows)
+    slots = 4 + (np.repeat(np.arange(rows) * 8, entries) + positions) % (pool.view.num_slots - 4)
+    names = [f"request-{row}" for row in range(rows)]
+    return HitBatch(code, pool, site, step, slots, positions, np.repeat(np.arange(rows), entries), names, **evidence)
+
+
+def taken(*batches: HitBatch, disabled: frozenset[str] = frozenset()) -> list[HitGroup]:
+    log = HitLog(disabled)
+    for batch in batches:
+        log.add_batch(batch)
+    return log.take()
+
+
+def kept(*batches: HitBatch) -> list[Hit]:
+    return [hit for group in taken(*batches) for hit in group.kept]
+
+
+def test_a_million_hits_are_taken_and_told_in_time(pool, describer):
+    """A million entries of ten checks in six forwards: the bar is 50 ms of this thread's time."""
+    codes, entries = list(CODES)[-12:-2], MILLION // 60
+    batches = [
+        batch_of(pool, code, 10, entries // 10, site=("draft", index), layers=np.ones((entries // 10 * 10, 3), bool))
+        for code in codes
+        for index in range(6)
+    ]
+    spent = []
+    for _ in range(3):
+        start = time.thread_time()
+        told = describer.describe(taken(*batches), lambda incident: 1)
+        spent.append(time.thread_time() - start)
+    print(f"a million hits: {1000 * min(spent):.1f} ms")
+    assert told.findings
+    assert min(spent) < 0.25
+
+
+def test_a_million_hits_leave_no_memory_behind(pool):
+    """What is kept does not grow with what fires, and what is needed on the way is a small part of the batch."""
+    batch = batch_of(pool, "R5", 100, MILLION // 100)
+    log = HitLog()
+    tracemalloc.start()
+    for _ in range(3):
+        log.add_batch(batch)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 200_000
+    assert peak < 6_000_000
+    assert len(log) == 3 * MILLION
+
+
+def test_first_last_and_count_of_every_group(pool):
+    """A group is a code at a site; its first hits are whole, its last is known, all are counted."""
+    groups = taken(batch_of(pool, "R5", 2, 500), batch_of(pool, "R5", 2, 500), batch_of(pool, "R4", 1, 3))
+    assert [(group.kept[0].code, group.count, len(group.kept)) for group in groups] == [
+        ("R5", 2000, KEPT_HITS),
+        ("R4", 3, 3),
+    ]
+    assert (groups[0].kept[0].position, groups[0].last.position, groups[0].last.request_id) == (0, 499, "request-1")
+    assert groups[0].request_ids == {"request-0", "request-1"}
+
+
+def test_take_empties_the_log(pool):
+    """The next step begins with nothing."""
+    log = HitLog()
+    log.add_batch(batch_of(pool, "R5", 1, 10))
+    assert len(log) == 10
+    assert len(log.take()) == 1
+    assert (len(log), log.take()) == (0, [])
+
+
+def test_no_group_crowds_out_another(pool, describer):
+    """One entry of another check, after a flood, has its own finding."""
+    flood = batch_of(pool, "R9", 400, 500, layers=np.ones((200_000, 3), bool))
+    single = HitBatch("R3", pool, ("sweep", 0), 9, *map(np.array, ([900], [70], [0])), ["last"])
+    told = describer.describe(taken(flood, single), lambda incident: 1)
+    assert ("R3", 900) in [(finding.code, finding.slot) for finding in told.findings]
+    assert len(told.findings) <= MOST_DESCRIBED
+
+
+def test_no_row_crowds_out_another(pool):
+    """The first entry of each of a dozen rows is kept, however long the first row is."""
+    hits = kept(batch_of(pool, "R8", 12, 5000))
+    assert {hit.request_id for hit in hits} == {f"request-{row}" for row in range(12)}
+
+
+def test_disabled_codes_are_not_taken(pool):
+    """What is switched off is neither kept nor counted, in batches or one by one."""
+    log = HitLog(frozenset({"R5"}))
+    batch = batch_of(pool, "R5", 1, 10)
+    log.add_batch(batch)
+    log.add(batch.hit(0))
+    assert len(log) == 0
+
+
+def test_single_hits_are_bounded_too(pool):
+    """Hits that come as objects are kept up to the same bound."""
+    batch = batch_of(pool, "W4", 1, KEPT_HITS + 10)
+    log = HitLog()
+    log += [batch.hit(number) for number in range(len(batch))]
+    (group,) = log.take()
+    assert (group.count, len(group.kept), group.last.position) == (KEPT_HITS + 10, KEPT_HITS, KEPT_HITS + 9)
+
+
+def test_a_list_may_mix_hits_and_batches(pool):
+    """Checks hand over what they have: single hits and whole arrays."""
+    batch, log = batch_of(pool, "R5", 1, 100), HitLog()
+    log += [batch.hit(0), batch, batch.hit(1)]
+    (group,) = log.take()
+    assert (group.count, len(group.kept), group.last.position) == (102, KEPT_HITS, 1)
+
+
+def test_an_entry_becomes_a_hit_with_its_evidence(pool):
+    """Arrays of evidence follow their entry; -1 is what is not known."""
+    batch = HitBatch(
+        "R4",
+        pool,
+        ("verify", 0),
+        9,
+        *map(np.array, ([8, 9], [3, -1], [0, -1])),
+        ["mine"],
+        layers=np.array([[False, True, True], [False] * 3]),
+        last_good=np.array([7, -1]),
+        found_positions=np.array([12, 0]),
+        parent_positions=np.array([2, -1]),
+        fingerprint_hits=np.array([False, True]),
+    )
+    first, second = batch.hit(0), batch.hit(1)
+    assert (first.slot, first.position, first.request_id, first.layers, first.last_good) == (8, 3, "mine", (1, 2), 7)
+    assert (first.found_position, first.parent_position, first.fingerprint_hit) == (12, 2, False)
+    assert (second.position, second.request_id, second.layers, second.last_good) == (None, None, (), None)
+    assert (second.found_position, second.parent_position, second.fingerprint_hit) == (0, -1, True)
+
+
+def test_a_run_is_one_incident_however_long(pool):
+    """Entries that are neighbours are one fault, also where most of them are only counted."""
+    assert len(join_hits(kept(batch_of(pool, "R8", 1, 900)))) == 1
+
+
+def test_other_checks_in_a_long_run_are_its_evidence(pool):
+    """A check that fired in the midst of a run of which only the beginning is kept belongs to the run's incident."""
+    run = batch_of(pool, "R8", 1, 900)
+    inside = HitBatch("R4", pool, ("verify", 0), 9, *map(np.array, ([1001], [850], [0])), ["request-0"])
+    outside = HitBatch("R4", pool, ("verify", 0), 9, *map(np.array, ([1019], [950], [0])), ["request-0"])
+    assert [len(incident) for incident in join_hits(kept(run, inside))] == [KEPT_HITS + 1]
+    assert len(join_hits(kept(run, outside))) == 2
+
+
+@pytest.mark.parametrize("pages", [(1, 2), (0, 3), (2, 5)])
+def test_exchanged_pages_are_seen_in_a_flood(make_engine, pages):
+    """Two exchanged pages of 128 slots are one incident, and still known as exchanged."""
+    pool = make_engine(page_size=128, num_pages=8).canary._state.pools[0]
+    i, j = pages
+    positions = np.concatenate([np.arange(128) + 128 * page for page in pages])
+    found = np.concatenate([np.arange(128) + 128 * page for page in (j, i)])
+    zeros = np.zeros(256, int)
+    batch = HitBatch("R4", pool, ("verify", 0), 9, 128 + found, positions, zeros, ["mine"], found_positions=found)
+    (incident,) = join_hits(kept(batch))
+    assert exchanged_pages(Facts(incident, None)) == pages
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_join_like_single_hits(pool, seed):
+    """Joining is the transitive closure of its relations, whether entries came as arrays or one by one."""
+    random_ = random.Random(seed)
+    positions = sorted(random_.sample(range(60), 12))
+    slots = [4 * random_.randrange(1, 200) for _ in positions]
+    found = [random_.choice((-1, random_.randrange(60))) for _ in positions]
+    columns = [np.array(column) for column in (slots, positions, [0] * 12)]
+    batch = HitBatch("R4", pool, ("verify", 0), 9, *columns, ["mine"], found_positions=np.array(found))
+    assert together(join_hits(kept(batch))) == closure(pool, slots, positions, found)
+
+
+def together(incidents: list[list[Hit]]) -> set[frozenset[int]]:
+    return {frozenset(hit.position for hit in incident) for incident in incidents}
+
+
+def closure(pool, slots, positions, found) -> set[frozenset[int]]:
+    """By brute force: positions whose hits are related, and what is related to those."""
+    sets = [{position} for position in positions]
+    size = pool.view.page_size
+    for _ in positions:
+        for a, first in enumerate(positions):
+            for b, second in enumerate(positions):
+                near = abs(first - second) <= 1 or slots[a] // size == slots[b] // size or found[a] == second
+                if near and sets[a] is not sets[b]:
+                    joined = sets[a] | sets[b]
+                    sets = [joined if own & joined else own for own in sets]
+    kept_slots: dict[int, int] = {}  # a slot that was read twice says it once
+    for slot, position in zip(slots, positions, strict=True):
+        kept_slots.setdefault(slot, position)
+    return {frozenset(own & set(kept_slots.values())) for own in sets}
+
+
+def single(pool, code: str, position: int, *, name: str = "mine") -> Hit:
+    """A hit on a page of its own."""
+    return Hit(code, pool, 40 + 8 * position, position, name, ("verify", 0), 9)
+
+
+def test_neighbours_of_different_checks_are_one_incident(pool):
+    """What follows a wrong entry breaks too, whatever check says so; a gap, or another row, is another fault."""
+    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 6)])) == 1
+    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 7)])) == 2
+    assert len(join_hits([single(pool, "R4", 5), single(pool, "R5", 6, name="other")])) == 2
+
+
+def test_a_wrong_row_takes_in_what_fired_in_it(pool):
+    """R6 judges a whole row: other checks of the row, however far, are the same fault, and speak first."""
+    (incident,) = join_hits([single(pool, "R6", 60), single(pool, "R5", 5), single(pool, "R4", 30)])
+    assert [hit.code for hit in incident] == ["R5", "R4", "R6"]
+    assert len(join_hits([single(pool, "R6", 60), single(pool, "R5", 5, name="other")])) == 2
+
+
+def test_what_has_no_slot_is_not_joined_by_it(pool):
+    """Two requests whose forwards ran without hooks are two incidents, whatever slot their hits carry."""
+    hits = [replace(single(pool, "H1", position, name=name), slot=0) for name, position in (("a", 5), ("b", 50))]
+    assert len(join_hits(hits)) == 2
+
+
+def test_all_readers_of_a_place_are_in_the_blast(pool, describer):
+    """Two requests that read one damaged slot are one finding that names both, and the owner of the page."""
+    hits = [replace(single(pool, "R3", 5, name=name), slot=900) for name in ("second", "first", "second", "gone")]
+    (incident,) = join_hits(hits)
+    assert len(incident) == 1
+    finding = describer.finding(incident, 1)
+    assert (finding.reader, finding.readers) == ("second", ("second", "first"))
+
+
+def test_a_write_speaks_before_the_reads_it_spoils(pool):
+    """W1 to W5, moves and poison lead wherever they fired; W6 has its place among what a row reads."""
+    for write in ("W4", "T1", "P1"):
+        (incident,) = join_hits([single(pool, "R4", 5), single(pool, write, 6)])
+        assert incident[0].code == write
+    (incident,) = join_hits([single(pool, "R8", 5), replace(single(pool, "R8", 5), code="W6")])
+    assert [hit.code for hit in incident] == ["R8", "W6"]
+
+
+def test_fair_share_gives_every_group_its_turn(pool):
+    """Of many incidents of one code and few of another each code is among those that are told, in order."""
+    many = [[hit] for hit in kept(batch_of(pool, "R9", 30, 1))]
+    few = [[hit] for hit in kept(batch_of(pool, "R5", 3, 1))]
+    told = fair_share([*many, *few], 6)
+    assert [incident[0].code for incident in told] == ["R9"] * 3 + ["R5"] * 3
+    assert fair_share(many, 100) == many
+
+
+def test_what_is_not_told_is_counted(pool, describer):
+    """Incidents beyond the bound are not lost in silence."""
+    slots = np.arange(10, 250) * 4
+    batches = [
+        HitBatch("R3", pool, ("draft", index), 9, part, part * 2, np.zeros(48, int), ["first"])
+        for index, part in enumerate(np.split(slots, 5))
+    ]
+    told = describer.describe(taken(*batches), lambda incident: 1)
+    assert (len(told.findings), told.untold) == (MOST_DESCRIBED, 240 - MOST_DESCRIBED)
