@@ -13,6 +13,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.content import Looked, find_changed, slots_are_right
 from kvcanary.forward import Forward
 from kvcanary.hits import Hit
+from kvcanary.intake import HitGroup, HitLog
 from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
@@ -42,7 +43,7 @@ class StepChecks:
         self._compares_content = "R9" not in config.disable
         self._pending: list[Forward] = []
         self.sweeper = Sweeper(state, ledger, config.budget)
-        self.hits: list[Hit] = []
+        self.hits = HitLog(config.disable)
 
     def open(self, forward: Forward) -> Stage | None:
         """The stage of this forward's values; None where nobody compares a draft's bytes."""
@@ -94,9 +95,9 @@ class StepChecks:
                 self._fingerprint()
                 self.hits += self.sweeper.slice(step)
 
-    def look_around(self, hits: Sequence[Hit]) -> None:
+    def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
-        pages = {hit.page + step for hit in hits for step in (-1, 0, 1)}
+        pages = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
         requests = self._ledger.requests.items()
         self.sweeper.look_around(name for name, request in requests if not pages.isdisjoint(request.pages))
 

@@ -149,7 +149,7 @@ def _continued_chain(facts: Facts, found: Record) -> int | None:
     hit, reader = facts.hit, facts.reader
     if reader is None or hit.position is None:
         return None
-    before = hit.pool.root
+    before = reader.root(hit.pool.pool_id)
     if hit.position:
         slot = facts.ledger.slot(reader, hit.position - 1)
         if slot < 0:

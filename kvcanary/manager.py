@@ -204,11 +204,11 @@ class CanaryManager:
 
     def _act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""
-        hits, self._checks.hits = self._checks.hits, []
-        if hits:
+        groups = self._checks.hits.take()
+        if groups:
             self._count_reads()
-            self._checks.look_around(hits)
-            self._doomed |= self._response.act(hits, self.step, self._coverage.counters())
+            self._checks.look_around(groups)
+            self._doomed |= self._response.act(groups, self.step, self._coverage)
         if self._doomed:
             requests = self._ledger.requests
             self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)

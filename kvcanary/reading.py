@@ -190,7 +190,7 @@ class Reader:
             lengths=lengths,
             first_positions=state.ints(segment.first_position for segment in segments),
             predecessors=state.ints(segment.predecessor for segment in segments),
-            seeds=torch.full_like(lengths, signed(pool.root)),
+            seeds=state.ints(signed(segment.request.root(pool.pool_id)) for segment in segments),
             generations=state.generations[: pool.view.num_pages],
             layers=pool.layers,
             page_size=state.page_size,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import structlog
 import torch
 
+from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.errors import KVCorruptionError
-from kvcanary.findings import FindingLog
-from kvcanary.hits import Hit, join_hits
+from kvcanary.findings import FindingLog, tell
+from kvcanary.hits import Hit
+from kvcanary.intake import HitGroup
 from kvcanary.ledger import Ledger
 from kvcanary.report import Report
 
 REMEMBERED_INCIDENTS = 65536
-_events = structlog.get_logger("kvcanary")
 
 
 class Response:
@@ -27,33 +27,34 @@ class Response:
         self._incidents: dict[tuple[int, int], int] = {}
         self.log = FindingLog()
 
-    def act(self, hits: Sequence[Hit], step: int, counters: dict[str, int]) -> frozenset[str]:
-        """Join hits of the active checks into findings and tell them; the running requests that they end."""
-        hits = [hit for hit in hits if hit.code not in self._config.disable]
-        if not hits:
+    def act(self, groups: Sequence[HitGroup], step: int, coverage: Coverage) -> frozenset[str]:
+        """Join what an intake took into findings and tell them; the running requests that they end."""
+        if not groups:
             return frozenset()
-        incidents = join_hits(hits)
-        with torch.inference_mode():
-            findings = [self._describer.finding(incident, self._number(incident)) for incident in incidents]
-        told = [finding for finding in findings if self.log.add(finding)]
-        doomed = self._touched(hits) if self._config.mode == "abort" else frozenset()
-        nobody_to_end = self._config.mode == "abort" and not doomed and any(hit.code != "P1" for hit in hits)
-        if self._config.mode == "raise" or nobody_to_end:
+        coverage.count_hits(groups)
+        mode, doomed = self._config.mode, self._touched(groups) if self._config.mode == "abort" else frozenset()
+        nobody_to_end = mode == "abort" and not doomed and any(hit.code != "P1" for g in groups for hit in g.kept)
+        stops = mode == "raise" or nobody_to_end
+        if stops:
             action = f"raised KVCorruptionError; no token of step {step} leaves the engine"
-            raise KVCorruptionError(findings, Report(tuple(findings), action, counters))
-        action = f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
+        else:
+            action = f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
+        with torch.inference_mode():
+            described = self._describer.describe(groups, self._number, action)
+        coverage.untold_incidents += described.untold
+        told = [finding for finding in described.findings if self.log.add(finding)]
+        if stops:
+            report = Report(tuple(described.findings), action, coverage.counters())
+            raise KVCorruptionError(described.findings, report)
         for finding in told:
-            report = Report((finding,), action, counters)
-            _events.error("kv_corruption", report=report.text(), **finding.to_dict())
+            tell(finding)
         return doomed
 
-    def _touched(self, hits: Sequence[Hit]) -> frozenset[str]:
+    def _touched(self, groups: Sequence[HitGroup]) -> frozenset[str]:
         """Requests that read or wrote wrongly, and those that hold a page whose bytes or records are damaged."""
-        touched: set[str] = set()
-        for hit in hits:
-            names = {hit.request_id} if hit.code.startswith("W") else {hit.request_id, *self._holders(hit)}
-            touched |= {name for name in names if name in self._ledger.requests}
-        return frozenset(touched)
+        touched = {name for group in groups for name in group.request_ids}
+        touched |= {name for group in groups for hit in group.kept for name in self._holders(hit)}
+        return frozenset(name for name in touched if name in self._ledger.requests)
 
     def _holders(self, hit: Hit) -> list[str]:
         if hit.code not in DAMAGE or not 0 <= hit.slot < hit.pool.view.num_slots:

@@ -81,11 +81,13 @@ class Sealer:
 
     def _above(self, forward: Forward) -> Words:
         """[rows] chain that each row's first own entry continues: of the last entry that the row reads before it."""
+        pool_id, width = forward.pool.pool_id, forward.width
+        roots = np.array([r.root(pool_id) for r in forward.requests for _ in range(width)], np.uint64)
         if not len(forward.ids):
-            return np.full(len(forward.begins), forward.pool.root, np.uint64)
+            return roots
         begins, owns = np.array(forward.begins), np.array(forward.owns)
         chains = self._mirror.table[forward.ids[owns - 1] + forward.pool.base, CHAIN]  # of row 0's none, any
-        return np.where(begins > 0, chains, np.uint64(forward.pool.root))
+        return np.where(begins > 0, chains, roots)
 
 
 def _row_chains(forward: Forward, above: Words, mixed: Words) -> Words | list[int]:

@@ -88,16 +88,16 @@ def test_log_goes_on_and_groups_the_same_fault(make_engine):
 
 
 def test_log_tells_a_fault_once(make_engine):
-    """A fault that is read again and again is one event, with the report and the finding's fields."""
+    """A fault that is read again and again is one event with the fields of the finding."""
     engine = running(make_engine, mode="log")
     slot = flip(engine, "first", 5)
     with capture_logs() as events:
         for _ in range(3):
             engine.step()
     assert [(e["event"], e["log_level"], e["code"], e["slot"]) for e in events] == [
-        ("kv_corruption", "error", "R9", slot)
+        ("kvcanary.finding", "error", "R9", slot)
     ]
-    assert "logged; the engine goes on" in events[0]["report"]
+    assert events[0]["action"] == "logged; the engine goes on"
 
 
 def test_log_tells_two_faults_apart(make_engine):
