@@ -65,8 +65,13 @@ class Stage:
     def store(self, forward: Forward, layer: int, *values: Tensor) -> None:
         """What a layer stores: `pool.view.value_shapes(n)`, K, V and extras in logical order."""
         if forward.room:
-            for number, part in enumerate(forward.room[layer]):
-                part.copy_(values[number])
+            room = forward.room[layer]
+            if len(room) == 2:  # K and V, faster than the loop
+                room[0].copy_(values[0])
+                room[1].copy_(values[1])
+            else:
+                for part, value in zip(room, values, strict=True):
+                    part.copy_(value)
         else:
             forward.lanes[layer] = lanes_of_layer(self._pool, layer, _words(self._pool, values))
 

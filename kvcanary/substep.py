@@ -60,8 +60,13 @@ class SubstepCanary:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is {self._phase}")
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
-        values = (k, *extras) if v is None else (k, v, *extras)
-        if [value.shape for value in values] != self._shapes:
+        if v is not None and not extras:  # most pools, and faster than the loop
+            values: tuple[Tensor, ...] = (k, v)
+            shapes = [k.shape, v.shape]
+        else:
+            values = (k, *extras) if v is None else (k, v, *extras)
+            shapes = [value.shape for value in values]
+        if shapes != self._shapes:
             raise PlanError(f"{self} {wrong_values(self._pool.view, len(self._forward.write_slots), values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
