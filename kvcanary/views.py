@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class PoolView:
 
     def __post_init__(self) -> None:
         try:
-            self._set(k=tuple(self.k), v=() if self.v is None else tuple(self.v))
+            self._set(k=() if self.k is None else tuple(self.k), v=() if self.v is None else tuple(self.v))
             _check_numbers(self)
             self._set(parts=describe_parts(self.k, self.v, self.extras, self.layout, self.page_size))
             self._set(rows=_rows(self))
@@ -170,20 +169,18 @@ class WritePlan:
             _expect_int64("parents", self.parents, n)
 
 
+def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:
+    """What a layer stores and what it was given, where these differ."""
+    shapes = dict.fromkeys(str(list(shape)) for shape in view.value_shapes(n))
+    names = [*(part.argument for part in view.parts), *["another"] * len(values)]
+    got = [f"{name} {list(value.shape)}" for name, value in zip(names, values, strict=False)]
+    return f"stores {' and '.join(shapes)} a layer, got {' and '.join(got)}"
+
+
 def _expect_int64(name: str, tensor: Tensor, size: int | None = None) -> None:
     if tensor.dtype is not torch.int64 or tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
         wanted = "n" if size is None else size
         raise PlanError(f"{name} must be [{wanted}] int64, got {list(tensor.shape)} {tensor.dtype}")
-
-
-def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:
-    """What a layer stores and what it was given, where these differ."""
-    shapes = dict.fromkeys(str(list(shape)) for shape in view.value_shapes(n))
-    names = [part.argument for part in view.parts]
-    got = [
-        f"{name} {list(value.shape)}" for name, value in zip_longest(names, values, fillvalue=None) if value is not None
-    ]
-    return f"stores {' and '.join(shapes)} a layer, got {' and '.join(got)}"
 
 
 def _check_numbers(view: PoolView) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvcanary import KVCorruptionError
+from kvcanary import KVCorruptionError, PlanError, ReadPlan, WritePlan
 from kvcanary.content import Looked, find_changed, slots_are_right
 from kvcanary.lanes import lanes_of_layer, lanes_of_rows, lanes_of_slots
 from kvcanary.locate import locate_word
@@ -254,3 +254,34 @@ def test_a_layer_that_stored_nothing_is_r12_alone(make_engine, layout, prompt_le
     with pytest.raises(KVCorruptionError) as caught:
         engine.start("only", prompt_len)
     assert {finding.code for finding in caught.value.findings} == {"R12"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "words"),
+    [
+        ("nhd", [(3, 2, 8)], "[3, 2, 8] a layer, got k [3, 2, 8]"),
+        (
+            "nhd",
+            [(3, 2, 8), (3, 2, 8), (3, 2)],
+            "[3, 2, 8] a layer, got k [3, 2, 8] and v [3, 2, 8] and another [3, 2]",
+        ),
+        ("latent", [(3, 8)], "[3, 1, 8] a layer, got k [3, 8]"),
+        (
+            "hnd_scales",
+            [(3, 2, 8), (3, 2, 8), (3, 2)],
+            "[3, 2, 8] and [3, 2] a layer, got k [3, 2, 8] and v [3, 2, 8] and k_scale [3, 2]",
+        ),
+    ],
+)
+def test_values_that_are_not_the_parts_of_the_row_are_refused(make_engine, layout, given, words):
+    """A store gives every part, each in its own shape; what is missing is not taken as zero."""
+    engine, three = make_engine(layout=layout, heads=2, head_dim=8), torch.arange(3)
+    engine.canary.begin_step(1)
+    engine.canary.admit("only", [1, 2, 3])
+    engine.canary.on_alloc("only", [1])
+    substep = engine.canary.substep("prefill", 0, "target")
+    read = ReadPlan(torch.tensor([0, 3]), three + 4, ("only",), 1, torch.tensor([0]), 3)
+    substep.open(read, WritePlan(three + 4, three + 1, three))
+    with pytest.raises(PlanError) as caught:
+        substep.store(0, *(torch.zeros(shape) for shape in given))
+    assert str(caught.value) == f"prefill of the target pool stores {words}"

@@ -96,6 +96,7 @@ BAD = {
     "all null slots": ({"null_slots": NUM_SLOTS}, "null_slots must be at most 31, got 32: a pool has slots"),
     "smaller than a page": ({"page_size": 64}, "null_slots must be at most 31, got 64"),
     "layout": ({"layout": "NDH"}, "layout must be one of NHD, HND, got 'NDH': name the one its rows lie in"),
+    "nothing": ({"k": None, "v": None}, "k and v must have one tensor a layer, got 0 and 0"),
     "no layers": ({"k": ()}, "k and v must have one tensor a layer, got 0 and 2: leave v empty only where"),
     "a layer of v is missing": ({"v": zeros(*SLOTS)[:1]}, "k and v must have one tensor a layer, got 2 and 1"),
     "a layer of an extra is missing": (
@@ -231,7 +232,7 @@ def test_a_pool_view_that_contradicts_itself_is_refused(name):
 def test_pools_of_one_group_share_no_memory():
     """Two pools over the same bytes would take turns in damaging each other's records."""
     first = pool_view()
-    words = refused(first, pool_view(name="draft", k=first.k, v=zeros(*SLOTS)))
+    words = refused(first, pool_view(name="draft", k=[first.k[0], torch.zeros(SLOTS)]))
     assert words == "k[0] of 'target' and k[0] of 'draft' share memory: watch it as one pool"
 
 
