@@ -11,11 +11,11 @@ from typing import Any
 from kvcanary.codes import CODES
 from kvcanary.errors import CanaryConfigError
 
-MODES = ("off", "log", "raise")
-LATER_MODES = ("abort", "heal")
+MODES = ("off", "log", "raise", "abort")
+LATER_MODES = ("heal",)
 CONTENTS = ("write", "rolling", "full")
 #: Steps within which the automatic budget re-reads every committed byte of the running rows.
-ROTATION_STEPS = 64
+ROTATION_STEPS = 128
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -23,10 +23,11 @@ _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10,
 class CanaryConfig:
     """Settings of the canary.
 
-    mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops).
+    mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops),
+        `abort` (the requests that a finding touches end with `kv_corruption`, the others go on).
     content: `write` (fingerprints are taken, never compared), `rolling` (a byte budget a step is
         re-read, and all bytes of a request when it ends), `full` (all bytes a forward reads).
-    budget: bytes a step of the rolling check; None re-reads the running rows within 64 steps.
+    budget: bytes a step of the rolling check; None re-reads the running rows within 128 steps.
     seed: of all keys; None draws a secret one. Fix it to compare two runs.
     disable: codes that are neither reported nor counted; the certificate names them.
     """
@@ -101,7 +102,9 @@ _PARSERS = {
 
 def _check_mode(mode: str) -> None:
     if mode in LATER_MODES:
-        raise CanaryConfigError(f"mode {mode!r} does not exist yet: use 'raise' to stop or 'log' to go on")
+        raise CanaryConfigError(
+            f"mode {mode!r} does not exist yet: use 'abort' to end only the requests that are touched"
+        )
     if mode not in MODES:
         raise CanaryConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
 

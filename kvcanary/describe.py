@@ -105,11 +105,13 @@ class Describer:
         if hit.code == "R9" and hit.layers:
             word = locate_word(pool, hit.slot, hit.layers[0]) if len(hit.layers) == 1 else None
             same_as, zeroed = _content_names(pool, hit.slot, hit.layers[0])
-        granted = self._ledger.generations[hit.page] if inside else None
+        granted = int(self._ledger.generations[hit.page]) if inside else None
         return Facts(incident, found, word, same_as, zeroed, owner, granted)
 
     def _expected_and_found(self, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
         hit, found, pool = facts.hit, facts.record, facts.hit.pool
+        if hit.expected is not None:
+            return hit.expected, hit.found or {}
         match hit.code:
             case "R1" | "W1":
                 return {"slot": f"0 to {pool.view.num_slots - 1}"}, {"slot": hit.slot}

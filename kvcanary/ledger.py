@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcanary.errors import LifetimeError
 from kvcanary_kernels.record import Keys, chain_host
 
@@ -24,16 +27,18 @@ class TruthChain:
 
     root: int
     token_offset: int
-    values: list[int] = field(default_factory=list)
+    values: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
-    def up_to(self, length: int, tokens: list[int], keys: Keys) -> list[int] | None:
+    def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
         """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
-        offset, values = self.token_offset, self.values
+        first, offset = len(self.values), self.token_offset
         if length + offset > len(tokens):
             return None
-        first = len(values)
-        values += chain_host(tokens[first + offset : length + offset], first, values[-1] if values else self.root, keys)
-        return values
+        if first < length:
+            new = tokens[first + offset : length + offset]
+            last = int(self.values[-1]) if first else self.root
+            self.values = np.append(self.values, np.array(chain_host(new, first, last, keys), np.uint64))
+        return self.values
 
 
 class ReadQueue:
@@ -141,7 +146,7 @@ class Ledger:
         """`roots`: for each pool the chain root and the token offset."""
         self.page_size, self.null_pages = page_size, null_pages
         self.requests: dict[str, Request] = {}
-        self.generations = [0] * num_pages
+        self.generations = np.zeros(num_pages, np.int64)
         self.owners: list[str | None] = [None] * num_pages
         self.history: dict[int, list[PageEvent]] = {}
         self.names: OrderedDict[int, str] = OrderedDict()
@@ -187,9 +192,11 @@ class Ledger:
     def truth(self, request: Request, pool_id: int, length: int) -> int | None:
         """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""
         chains = self.truths(request, pool_id, length)
-        return None if chains is None else chains[length - 1] if length else request.truths[pool_id].root
+        if chains is None:
+            return None
+        return int(chains[length - 1]) if length else request.truths[pool_id].root
 
-    def truths(self, request: Request, pool_id: int, length: int) -> list[int] | None:
+    def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
         return request.truths[pool_id].up_to(length, request.tokens, self._keys)
 
@@ -245,7 +252,7 @@ class Ledger:
         return self.names.get(uid)
 
     def _bump(self, page: int, kind: str, step: int, request_id: str) -> None:
-        self.generations[page] = self.generations[page] + 1 & 0xFFFFFFFF or 1  # generation 0 is never granted
+        self.generations[page] = int(self.generations[page]) + 1 & 0xFFFFFFFF or 1  # generation 0 is never granted
         events = self.history.setdefault(page, [])
         events.append(PageEvent(kind, step, request_id))
         del events[:-HISTORY_EVENTS]

@@ -19,7 +19,7 @@ FOLDERS = {
 ORDER = list(FOLDERS)
 
 # What a package may use besides the standard library and the packages before it; None: anything declared.
-ALLOWED = {"kvcanary_kernels": {"torch", "triton"}, "kvcanary": {"torch", "triton", "structlog"}}
+ALLOWED = {"kvcanary_kernels": {"torch", "triton"}, "kvcanary": {"torch", "triton", "numpy", "structlog"}}
 
 # Hosts that `kvcanary` can be attached to: only the one adapter file of each may import it.
 HOSTS = {"transformers", "vllm", "sglang"}

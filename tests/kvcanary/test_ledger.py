@@ -303,6 +303,7 @@ def canary(make_engine) -> CanaryManager:
     """A manager with one admitted request that owns pages 1 and 2."""
     views = [pool.view for pool in make_engine().pools.values()]
     manager = CanaryManager(CanaryConfig(seed=7), views)
+    manager.arm()
     manager.admit("only", [1, 2, 3])
     manager.on_alloc("only", [1, 2])
     return manager
