@@ -13,18 +13,23 @@ Steps = list[tuple[int, int, int]]  # (stride, lowest and highest multiple of it
 
 def first_overlap(views: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Names of the first two of these int32 views that share a word, or of one twice that overlaps itself."""
-    spans = sorted((*_span(view), number) for number, (_, view) in enumerate(views))
-    reaching: list[tuple[int, int]] = []  # (end, number) of the views that reach beyond the start of this one
-    for start, end, number in spans:
-        name, view = views[number]
+    for name, view in views:
         if _overlaps_itself(view):
             return name, name
+    pairs: list[tuple[int, int]] = []
+    reaching: list[tuple[int, int]] = []  # (end, number) of the views that reach beyond the start of this one
+    for start, end, number in sorted((*_span(view), number) for number, (_, view) in enumerate(views)):
         reaching = [(other_end, other) for other_end, other in reaching if other_end > start]
-        for _, other in reaching:
-            if share_words(view, views[other][1]):
-                return views[min(number, other)][0], views[max(number, other)][0]
+        pairs += [
+            (min(number, other), max(number, other))
+            for _, other in reaching
+            if share_words(views[number][1], views[other][1])
+        ]
         reaching.append((end, number))
-    return None
+    if not pairs:
+        return None
+    first, second = min(pairs)
+    return views[first][0], views[second][0]
 
 
 def share_words(first: Tensor, second: Tensor) -> bool:

@@ -44,7 +44,7 @@ def sealed_by(make_engine, layout: str, **settings: object) -> list[torch.Tensor
     engine = make_engine(layout=layout, content="full", **settings)
     traffic(engine)
     engine.canary.drain()
-    engine.canary._fingerprint()
+    engine.canary._checks._fingerprint()
     return [tensor for pool in engine.canary._state.pools for tensor in (pool.records, pool.content_a)]
 
 
@@ -65,7 +65,7 @@ def test_stored_values_have_the_lanes_of_the_slots(make_engine, layout, dtype):
     engine.start("long", 300)
     engine.start("short", 9)
     engine.canary.drain()
-    engine.canary._fingerprint()
+    engine.canary._checks._fingerprint()
     slots = torch.tensor([engine.slot("long", p) for p in range(300)] + [engine.slot("short", p) for p in range(9)])
     for pool in engine.canary._state.pools:
         lane_a, lane_b = lanes_of_slots(pool, slots)

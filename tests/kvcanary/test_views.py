@@ -180,7 +180,7 @@ BAD = {
         "k[1] differs from k[0] in shape, dtype or strides: give views",
     ),
     "one tensor twice": ({"k": [ALIKE[0], ALIKE[0]]}, "k[0] and k[1] share memory: give a layer once"),
-    "V is K": ({"k": ALIKE, "v": ALIKE}, "share memory: give a layer once, and a latent row without v"),
+    "V is K": ({"k": ALIKE, "v": ALIKE}, "k[0] and v[0] share memory: give a layer once, and a latent row without v"),
     "layers that overlap": (
         {"k": [SHARED[:31, 0], SHARED[1:, 0]], "v": None},
         "k[0] and k[1] share memory",
@@ -232,7 +232,7 @@ def test_a_pool_view_that_contradicts_itself_is_refused(name):
 def test_pools_of_one_group_share_no_memory():
     """Two pools over the same bytes would take turns in damaging each other's records."""
     first = pool_view()
-    words = refused(first, pool_view(name="draft", k=[first.k[0], torch.zeros(SLOTS)]))
+    words = refused(first, pool_view(name="draft", k=first.k))
     assert words == "k[0] of 'target' and k[0] of 'draft' share memory: watch it as one pool"
 
 
