@@ -94,6 +94,12 @@ class StepChecks:
                 self._fingerprint()
                 self.hits += self.sweeper.slice(step)
 
+    def look_around(self, hits: Sequence[Hit]) -> None:
+        """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
+        pages = {hit.page + step for hit in hits for step in (-1, 0, 1)}
+        requests = self._ledger.requests.items()
+        self.sweeper.look_around(name for name, request in requests if not pages.isdisjoint(request.pages))
+
     def look_again(self, request: Request, step: int) -> None:
         """All committed bytes of a request that ends."""
         self.settle()

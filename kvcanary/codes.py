@@ -31,6 +31,7 @@ _ALL = (
     Code("R11", "future", "the slot was written by a later step than that of its reader"),
     Code("R9", "content changed", "bytes of K or V are not those that were written"),
     Code("R13", "tree mask", "a tree node sees something else than the prefix and its own ancestors"),
+    Code("P1", "poison damaged", "somebody wrote into a page that belonged to nobody"),
     Code("H1", "canary not running", "tokens became final that no forward with canary hooks has written"),
     Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
 )

@@ -18,6 +18,7 @@ from kvcanary.findings import Finding
 from kvcanary.forward import Forward, on_host
 from kvcanary.hits import Hit
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.poisoning import Poisoner
 from kvcanary.response import Response
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.staging import Stage
@@ -45,6 +46,7 @@ class CanaryManager:
         self._ledger = self._new_ledger()
         self._coverage = Coverage()
         self._checks = StepChecks(self._state, self._ledger, config, self._coverage)
+        self._poisoner = Poisoner(self._state, config.poison, self._coverage)
         self._response = Response(config, self._ledger, Describer(self._state, self._ledger))
         self._open: SubstepCanary | None = None
         self._doomed: frozenset[str] = frozenset()
@@ -80,6 +82,7 @@ class CanaryManager:
         self._checks.settle_writes_into(pages)
         self._ledger.grant(request_id, pages, self.step)
         self._publish(pages, self._ledger.request(request_id).uid)
+        self._checks.hits += self._poisoner.granted(pages, self.step)
 
     def on_free(self, request_id: str, pages: Sequence[int]) -> None:
         """Pages given back; from now on nobody may read them."""
@@ -91,6 +94,7 @@ class CanaryManager:
         self._checks.forget(pages)
         request.judged = [Judged()] * len(request.judged)
         self._publish(pages, NO_OWNER)
+        self._poisoner.freed(pages)
         if request.released and not request.pages:
             self._ledger.forget(request_id)
 
@@ -120,6 +124,7 @@ class CanaryManager:
         self._expect_closed("check()")
         self._checks.settle()
         self._checks.roll(self.step)
+        self._poisoner.tick()
         self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._live_bytes())
         return self._act()
 
@@ -202,6 +207,7 @@ class CanaryManager:
         hits, self._checks.hits = self._checks.hits, []
         if hits:
             self._count_reads()
+            self._checks.look_around(hits)
             self._doomed |= self._response.act(hits, self.step, self._coverage.counters())
         if self._doomed:
             requests = self._ledger.requests

@@ -37,7 +37,8 @@ class Response:
             findings = [self._describer.finding(incident, self._number(incident)) for incident in incidents]
         told = [finding for finding in findings if self.log.add(finding)]
         doomed = self._touched(hits) if self._config.mode == "abort" else frozenset()
-        if self._config.mode == "raise" or (self._config.mode == "abort" and not doomed):
+        nobody_to_end = self._config.mode == "abort" and not doomed and any(hit.code != "P1" for hit in hits)
+        if self._config.mode == "raise" or nobody_to_end:
             action = f"raised KVCorruptionError; no token of step {step} leaves the engine"
             raise KVCorruptionError(findings, Report(tuple(findings), action, counters))
         action = f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
@@ -70,4 +71,4 @@ class Response:
 
 
 #: Findings about what lies in a page, whoever reads it.
-DAMAGE = frozenset({"R3", "R9", "R12", "P1", "T1"})
+DAMAGE = frozenset({"R3", "R9", "R12", "T1"})

@@ -91,7 +91,7 @@ class Engine:
         reserve = reserve_len(alloc_len, max_accept, HOST_LAG)
         context_length = min(config.context_length or model.max_position_embeddings, model.max_position_embeddings)
         num_pages = config.max_total_tokens // config.page_size
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages, 0 if config.canary.mode == "off" else config.canary.quarantine)
         self.scheduler = Scheduler(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -197,6 +197,7 @@ class Engine:
         """One prefill forward if prompts wait, else one decode step for everyone; returns the tokens that leave."""
         self._step_number += 1
         self.metrics.num_steps += 1
+        self.allocator.begin_step(self._step_number)
         if self.canary is not None:
             self.canary.begin_step(self._step_number)
         started = time.perf_counter()

@@ -26,6 +26,8 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "content": "rolling",
         "budget": None,
         "seed": None,
+        "poison": "finite",
+        "quarantine": 4,
         "disable": frozenset(),
     }
 
@@ -140,15 +142,18 @@ def test_parse_codes_takes_commas_spaces_and_small_letters():
 
 
 def test_from_env_reads_every_setting():
-    """All five variables are read, in any case."""
+    """All seven variables are read, in any case."""
     environ = {
         "KVCANARY_MODE": "LOG",
         "KVCANARY_CONTENT": "Full",
         "KVCANARY_BUDGET": "4MiB",
         "KVCANARY_KV_CANARY_SEED": "0x10",
         "KVCANARY_DISABLE": "r5,w4",
+        "KVCANARY_POISON": "NaN",
+        "KVCANARY_QUARANTINE": "2",
     }
-    assert CanaryConfig.from_env(environ) == CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}))
+    expected = CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}), poison="nan", quarantine=2)
+    assert CanaryConfig.from_env(environ) == expected
 
 
 def test_from_env_without_variables_is_the_default():
@@ -187,6 +192,9 @@ def test_from_env_knows_the_automatic_budget():
         ("BUDGET", "0", "budget must be a positive number of bytes a step or None, got 0"),
         ("KV_CANARY_SEED", "seven", "seed must be an integer, got 'seven'"),
         ("KV_CANARY_SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
+        ("POISON", "rat", "poison must be one of finite, nan, off, got 'rat'"),
+        ("QUARANTINE", "-1", "quarantine must be a number of steps, 0 or more, got -1"),
+        ("QUARANTINE", "long", "quarantine must be an integer, got 'long'"),
         ("DISABLE", "R5,R99", "got R99"),
     ],
 )
