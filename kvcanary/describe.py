@@ -9,9 +9,9 @@ from kvcanary.codes import CODES
 from kvcanary.diagnosis import rank_causes
 from kvcanary.facts import Facts, expected_and_found, tokens_of
 from kvcanary.findings import Finding
+from kvcanary.history import PageEvent
 from kvcanary.hits import Hit, fair_share, join_hits
 from kvcanary.intake import HitGroup
-from kvcanary.history import PageEvent
 from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord, locate_word
 from kvcanary.sites import site_name

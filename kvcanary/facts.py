@@ -184,7 +184,7 @@ def _content(facts: Facts) -> tuple[Values, Values]:
     word, hit = facts.word, facts.hit
     if word is None:
         return {"layers": "as written"}, {"layers_changed": list(hit.layers)}
-    digits = 2 * hit.pool.view.k[0].element_size()
+    digits = 2 * word.size
     expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
     return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
 

@@ -37,7 +37,7 @@ class Forward:
     refused:        entries of the write plan that were refused (W1), with the slot that was asked for
     refused_reads:  entries of `indices` that were refused (R1), with the slot that was asked for
     stored:         bitmap of the layers that have stored
-    room, lanes:    by layer, where K and V are copied to, or their lanes where these are taken at once; neither
+    room, lanes:    by layer, where K, V and extras are copied to, or their lanes where these are taken at once; neither
                     where nobody will compare the bytes
     stage_row:      of the stage, where `room` begins
     """
@@ -63,7 +63,7 @@ class Forward:
     parents: list[int] | None
     refused: dict[int, int] = field(default_factory=dict)
     refused_reads: dict[int, int] = field(default_factory=dict)
-    room: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    room: list[tuple[Tensor, ...]] = field(default_factory=list)
     stage_row: int = 0
     lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stored: int = 0

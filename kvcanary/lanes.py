@@ -18,17 +18,16 @@ from kvcanary_kernels.record import signed
 PORTION_BYTES = 1 << 20  # of the float64 copy
 
 
-def lanes_of_values(pool: PoolState, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Lane a by layer [layers, n] and lane b over all layers [n] of values [2 * layers, n, row], K before V."""
-    lanes = _lanes(pool, parts.shape[1], parts.__getitem__, pool.part_keys)
-    return _started(pool, lanes.unflatten(0, (-1, 2)).sum(1))
+def lanes_of_rows(pool: PoolState, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Lane a by layer [layers, n] and lane b over all layers [n] of rows [layers, n, words_per_row] int32."""
+    return _started(pool, _lanes(pool, rows.shape[1], rows.__getitem__, pool.keys.pieces))
 
 
-def lanes_of_layer(pool: PoolState, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Lane a [n] of one layer's values, and what they add to lane b [n]."""
-    parts = torch.stack((k, v)).flatten(2)
-    lanes = _lanes(pool, parts.shape[1], parts.__getitem__, pool.part_keys[2 * layer : 2 * layer + 2]).sum(0)
-    return lanes[:, 0] + pool.keys.start_a[layer], lanes[:, 1]
+def lanes_of_layer(pool: PoolState, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Lane a [n] of one layer's rows [n, words_per_row] int32, and what they add to lane b [n]."""
+    table = pool.keys.pieces[layer : layer + 1]
+    lane_a, lane_b = _lanes(pool, len(rows), rows[None].__getitem__, table)[0].unbind(1)
+    return lane_a + pool.keys.start_a[layer], lane_b
 
 
 def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,12 +43,12 @@ def lane_a_of_slots(pool: PoolState, slots: Tensor) -> Tensor:
 
 
 def _lanes(pool: PoolState, n: int, rows_of: Callable[[slice], Tensor], table: Tensor) -> Tensor:
-    """[batch, n, lanes] without starts; `rows_of` gives the rows [part, n, row] of a part of the batch."""
-    batch, words, _ = table.shape
+    """[layers, n, lanes] without starts; `rows_of` gives the rows [some, n, words_per_row] of some of the layers."""
+    layers, words, _ = table.shape
     num_pieces = pool.keys.pieces.shape[2] // 2  # of one lane's keys
     step = max(1, PORTION_BYTES // (8 * words * max(n, 1)))
-    parts = [slice(first, first + step) for first in range(0, batch, step)]
-    sums = joined([keyed_sums(rows_of(part), table[part]) for part in parts])
+    portions = [slice(first, first + step) for first in range(0, layers, step)]
+    sums = joined([keyed_sums(rows_of(portion), table[portion]) for portion in portions])
     return torch.stack([join(lane, pool.keys) for lane in sums.split(num_pieces, 2)], 2)
 
 

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcanary.lanes import lanes_of_slots
+from kvcanary.parts import Part
 from kvcanary.state import PoolState
 from kvcanary_kernels.record import CONTENT_B, MASK_32
-
-WORD_BYTES = 4
+from kvcanary_kernels.rows import WORD_BYTES, Piece
 
 
 @dataclass(frozen=True)
 class ChangedWord:
     """The one word of a slot's bytes that changed.
 
+    part:      "K", "V" or the name of an extra
     byte, bit: first changed byte, and the bit when it is one, counted within the element
     old, new:  bits of the element; old_value, new_value: the numbers that they mean
+    size:      bytes of the element
     """
 
     layer: int
-    part: str  # "K" | "V"
+    part: str
     head: int
     dim: int
     byte: int
     bit: int | None
     old: int
     new: int
-    old_value: float | None
-    new_value: float | None
+    old_value: float
+    new_value: float
+    size: int
 
 
 @dataclass(frozen=True)
 class WordChange:
-    """One word, counted over a layer's K row and then its V row, with its unsigned bits before and now."""
+    """One word, counted over a layer's row (K, V, extras in logical order), with its unsigned bits before and now."""
 
     layer: int
     number: int
@@ -75,9 +77,8 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
 
 def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWord:
     """Where in the row a change of the bytes that lie in the pool now stands, and what it means."""
-    view, rows, size = pool.view, pool.rows, pool.view.k[0].element_size()
-    in_v = change.number >= rows.pieces[1].first
-    part, piece = ("V", rows.pieces[1]) if in_v else ("K", rows.pieces[0])
+    part, piece = part_of_word(pool, change.number)
+    size = part.element_size
     words = _words(pool, slot, change.layer)[piece.first : piece.first + piece.words]
     row = b"".join(_bytes(word) for word in words.tolist())
     start = (change.number - piece.first) * WORD_BYTES
@@ -89,16 +90,23 @@ def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWo
     one_bit = (change.new ^ change.old).bit_count() == 1
     return ChangedWord(
         layer=change.layer,
-        part=part,
-        head=element // view.head_dim,
-        dim=element % view.head_dim,
+        part=part.name,
+        head=element // part.dim,
+        dim=element % part.dim,
         byte=first_byte % size,
         bit=(old ^ new).bit_length() - 1 if one_bit else None,
         old=old,
         new=new,
-        old_value=_number(old_row[bounds], view.dtype),
-        new_value=_number(row[bounds], view.dtype),
+        old_value=_number(old_row[bounds], part.dtype),
+        new_value=_number(row[bounds], part.dtype),
+        size=size,
     )
+
+
+def part_of_word(pool: PoolState, number: int) -> tuple[Part, Piece]:
+    """The part of the row in which a word lies, and where that part lies in the pool."""
+    pairs = zip(pool.view.parts, pool.rows.pieces, strict=True)
+    return next((part, piece) for part, piece in pairs if number < piece.first + piece.words)
 
 
 def _words(pool: PoolState, slot: int, layer: int) -> Tensor:
@@ -123,9 +131,6 @@ def _bytes(word: int) -> bytes:
     return (word & MASK_32).to_bytes(WORD_BYTES, "little")
 
 
-def _number(raw: bytes, dtype: torch.dtype) -> float | None:
-    """The number that an element's bits mean, for the types that python can read."""
-    if dtype is torch.bfloat16:
-        return float(struct.unpack("<f", b"\0\0" + raw)[0])
-    code = {torch.float64: "<d", torch.float32: "<f", torch.float16: "<e"}.get(dtype)
-    return None if code is None else float(struct.unpack(code, raw)[0])
+def _number(raw: bytes, dtype: torch.dtype) -> float:
+    """The number that an element's bits mean."""
+    return float(torch.frombuffer(bytearray(raw), dtype=dtype).to(torch.float64))

@@ -98,10 +98,12 @@ def _the_change(pool: PoolState, slot: int, layer: int, fits: list[WordChange]) 
 
 
 def _write(pool: PoolState, slot: int, change: WordChange, word: int) -> None:
-    slots = torch.tensor([slot], device=pool.records.device)
-    words = pool.rows.gather_layer(change.layer, slots)
-    words[0, change.number] = word - (1 << 32) if word > MASK_32 >> 1 else word
-    pool.rows.scatter_layer(change.layer, slots, words)
+    """Write one word where it lies, and no other."""
+    place = [piece.first + piece.words <= change.number for piece in pool.rows.pieces].index(False)
+    piece, view = pool.rows.pieces[place], pool.rows.parts[place][change.layer]
+    page, offset = divmod(slot, piece.page_size)
+    run, column = divmod(change.number - piece.first, piece.run)
+    view[page, offset, run, column] = word - (1 << 32) if word > MASK_32 >> 1 else word
 
 
 def _refuse(pool: PoolState, slot: int, reason: str, why: str, remedy: str = RECOMPUTE) -> NoReturn:

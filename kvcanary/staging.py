@@ -8,12 +8,13 @@ pool holds now.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from kvcanary.forward import Forward
-from kvcanary.lanes import lanes_of_layer, lanes_of_values
+from kvcanary.lanes import joined, lanes_of_layer, lanes_of_rows
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.record import CONTENT_B, signed
 
@@ -25,58 +26,64 @@ REMEMBERED_ROOMS = 256
 class Stage:
     """The values of one pool that wait.
 
-    values: [2 * layers, CAPACITY, row], K before V
-    places: by slot, the row of `values` that holds what was last stored there
+    parts:  K, V and extras, each [layers, CAPACITY, words] int32, in logical order whatever the pool's layout
+    places: by slot, the place in `parts` that holds what was last stored there
     """
 
     def __init__(self, state: CanaryState, pool: PoolState) -> None:
         self._state, self._pool = state, pool
         with torch.inference_mode(False):
-            shape = 2 * pool.view.num_layers, CAPACITY, pool.row_numel
-            self._values = torch.zeros(shape, dtype=pool.dtype, device=pool.records.device)
+            shapes = [(pool.view.num_layers, CAPACITY, piece.words) for piece in pool.rows.pieces]
+            self._parts = [torch.zeros(shape, dtype=torch.int32, device=pool.records.device) for shape in shapes]
         self._used = 0
         self._places: dict[int, int] = {}
-        self._rooms: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._rooms: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
 
     def fits(self, n: int) -> bool:
         return n > LONG_FORWARD or self._used + n <= CAPACITY
 
     def open(self, forward: Forward) -> None:
-        """Room for a forward's values: by layer where K and V are to be copied; none for a long forward."""
+        """Room for a forward's values: by layer where its values are to be copied; none for a long forward."""
         n = len(forward.write_slots)
         if n <= LONG_FORWARD:
             forward.room = self._room(self._used, n)
             forward.stage_row = self._used
             self._used += n
 
-    def _room(self, first: int, n: int) -> list[tuple[Tensor, Tensor]]:
+    def _room(self, first: int, n: int) -> list[tuple[Tensor, ...]]:
         room = self._rooms.get((first, n))
         if room is None:
-            view = self._pool.view
-            rows = self._values[:, first : first + n].unflatten(2, (view.kv_heads, view.head_dim)).unbind(0)
-            room = list(zip(rows[::2], rows[1::2], strict=True))
+            pairs = zip(self._pool.view.parts, self._parts, strict=True)
+            views = [
+                words[:, first : first + n].view(part.dtype).view(len(words), n, *part.shape) for part, words in pairs
+            ]
+            room = list(zip(*(view.unbind(0) for view in views), strict=True))
             if len(self._rooms) < REMEMBERED_ROOMS:
                 self._rooms[first, n] = room
         return room
 
-    def store(self, forward: Forward, layer: int, k: Tensor, v: Tensor) -> None:
+    def store(self, forward: Forward, layer: int, *values: Tensor) -> None:
+        """What a layer stores: `pool.view.value_shapes(n)`, K, V and extras in logical order."""
         if forward.room:
-            k_rows, v_rows = forward.room[layer]
-            k_rows.copy_(k)
-            v_rows.copy_(v)
+            room = forward.room[layer]
+            if len(room) == 2:  # K and V, faster than the loop
+                room[0].copy_(values[0])
+                room[1].copy_(values[1])
+            else:
+                for part, value in zip(room, values, strict=True):
+                    part.copy_(value)
         else:
-            forward.lanes[layer] = lanes_of_layer(self._pool, layer, k.to(self._pool.dtype), v.to(self._pool.dtype))
+            forward.lanes[layer] = lanes_of_layer(self._pool, layer, _words(self._pool, values))
 
     def keep(self, forward: Forward) -> None:
         """The records of this forward are sealed: its values wait, or the lanes taken at the stores are written.
 
         What a layer did not store is taken as it lies in the pool: R12 names it, R9 need not.
         """
-        view = self._pool.view
         if forward.stored != self._pool.full_layers:
-            for layer in range(view.num_layers):
+            for layer in range(self._pool.view.num_layers):
                 if not forward.stored >> layer & 1:
-                    self.store(forward, layer, view.k[layer][forward.slots], view.v[layer][forward.slots])
+                    self._take_from_pool(forward, layer)
         if forward.room:
             rows = range(forward.stage_row, forward.stage_row + len(forward.write_slots))
             self._places.update(zip(forward.write_slots, rows, strict=True))
@@ -97,10 +104,19 @@ class Stage:
         """Write the lanes of everything that waits; its records must be sealed."""
         if self._places:
             rows = self._state.ints(self._places.values())
-            values = self._values.index_select(1, rows)
-            self._write(self._state.ints(self._places), *lanes_of_values(self._pool, values))
+            values = joined([part.index_select(1, rows) for part in self._parts], 2)
+            self._write(self._state.ints(self._places), *lanes_of_rows(self._pool, values))
         self._places.clear()
         self._used = 0
+
+    def _take_from_pool(self, forward: Forward, layer: int) -> None:
+        rows = self._pool.rows.gather_layer(layer, forward.slots)
+        if not forward.room:
+            forward.lanes[layer] = lanes_of_layer(self._pool, layer, rows)
+            return
+        places = slice(forward.stage_row, forward.stage_row + len(rows))
+        for part, words in zip(self._parts, rows.split([part.shape[2] for part in self._parts], 1), strict=True):
+            part[layer, places] = words
 
     def _write_lanes(self, forward: Forward) -> None:
         lanes = [forward.lanes[layer] for layer in range(self._pool.view.num_layers)]
@@ -117,3 +133,11 @@ class Stage:
         pool.content_a.index_copy_(1, slots, lane_a)
         pool.records.select(1, CONTENT_B).index_copy_(0, slots, lane_b)
         pool.expected.select(1, CONTENT_B).index_copy_(0, slots, lane_b)
+
+
+def _words(pool: PoolState, values: Sequence[Tensor]) -> Tensor:
+    """[n, words_per_row] int32: the rows that these values are in the pool, in fresh memory."""
+    typed = [value.to(part.dtype).reshape(len(value), -1) for part, value in zip(pool.view.parts, values, strict=True)]
+    return joined(
+        [torch.cat(list(same), 1).view(torch.int32) for _, same in groupby(typed, lambda part: part.dtype)], 1
+    )

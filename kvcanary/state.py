@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
+from kvcanary.groups import check_groups
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
 from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.rows import PoolRows
 from kvcanary_kernels.seal import seal_offset, seal_torch
 
 
@@ -26,7 +28,6 @@ class PoolState:
     records:    [num_slots, 8] int64, a view of the records of all pools
     expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
     content_a:  [layers, num_slots] int64
-    part_keys:  [2 * layers, words, 2 * pieces] float64, the key pieces of each K row and each V row
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
                 count from its base
     """
@@ -40,7 +41,6 @@ class PoolState:
     records: Tensor
     expected: Tensor
     content_a: Tensor
-    part_keys: Tensor
     layers: Tensor
     full_layers: int
     seal_term: int
@@ -49,22 +49,13 @@ class PoolState:
     def name(self) -> str:
         return self.view.name
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.view.dtype
-
-    @property
-    def row_numel(self) -> int:
-        """Elements of the K row, or of the V row, of one layer."""
-        return self.view.kv_heads * self.view.head_dim
-
 
 class CanaryState:
     """Everything that is allocated once, when the canary is attached."""
 
     def __init__(self, views: Sequence[PoolView], seed: int) -> None:
         _check_pools(views)
-        device = views[0].k[0].device
+        device = views[0].device
         self.page_size = views[0].page_size
         self.num_slots = max(view.num_slots for view in views)
         num_pages = max(view.num_pages for view in views)
@@ -97,8 +88,7 @@ class CanaryState:
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         view = views[number]
-        rows = pool_rows(view.k, view.v)
-        keys = make_keys(seed, view.num_layers, rows.words_per_row, device=self.records.device)
+        keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=self.records.device)
         base = sum(other.num_slots for other in views[:number])
         records = self.records[base : base + view.num_slots]
         _seal_as_never_written(records, number, keys)
@@ -107,13 +97,12 @@ class CanaryState:
             view=view,
             pool_id=number,
             keys=keys,
-            rows=rows,
+            rows=view.rows,
             base=base,
             root=chain_root(keys, view.name),
             records=records,
             expected=expected,
             content_a=torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device),
-            part_keys=keys.pieces.view(2 * view.num_layers, rows.words_per_row // 2, -1),
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
             seal_term=seal_offset(keys, number, base),
@@ -152,3 +141,24 @@ def _check_pools(views: Sequence[PoolView]) -> None:
                 f"pools share page ids, so page_size must be one: {names[0]!r} has {views[0].page_size}, "
                 f"{view.name!r} has {view.page_size}"
             )
+        if view.device != views[0].device:
+            raise PlanError(
+                f"pools of a manager lie on one device: {names[0]!r} is on {views[0].device}, "
+                f"{view.name!r} on {view.device}"
+            )
+    check_groups(views)
+    _check_memory(views)
+
+
+def _check_memory(views: Sequence[PoolView]) -> None:
+    """Pools that share slots share no bytes; groups may lie in the same memory, since their pages never do."""
+    for group in {view.group for view in views}:
+        owned = [
+            (f"{name} of {view.name!r}", words)
+            for view in views
+            if view.group == group
+            for name, words in view.memory()
+        ]
+        overlap = first_overlap(owned)
+        if overlap is not None:
+            raise PlanError(f"{overlap[0]} and {overlap[1]} share memory: watch it as one pool")

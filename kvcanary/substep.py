@@ -11,7 +11,7 @@ from kvcanary.forward import Forward, plan_forward
 from kvcanary.sites import site_name
 from kvcanary.staging import Stage
 from kvcanary.state import PoolState
-from kvcanary.views import ReadPlan, WritePlan
+from kvcanary.views import ReadPlan, WritePlan, wrong_values
 from kvcanary.writing import judge_layer, judge_slots
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ NEW, OPEN, CLOSED = "not opened", "open", "closed"
 class SubstepCanary:
     """One forward of one pool; the manager hands it out."""
 
-    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shape", "_stage")
+    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes", "_stage")
 
     def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
         self._manager, self._kind, self._index, self._pool = manager, kind, index, pool
         self._num_layers = pool.full_layers.bit_length()
         self._phase = NEW
         self._forward: Forward
-        self._shape: tuple[int, ...]
+        self._shapes: list[tuple[int, ...]]
         self._stage: Stage | None
 
     def __str__(self) -> str:
@@ -48,24 +48,32 @@ class SubstepCanary:
         forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write)
         self._stage = manager.opened(self, forward, judge_slots(forward))
         self._forward, self._phase = forward, OPEN
-        self._shape = (len(forward.write_slots), pool.view.kv_heads, pool.view.head_dim)
+        self._shapes = pool.view.value_shapes(len(forward.write_slots))
         return forward.indices, forward.slots
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The values that this layer stores, [n, kv_heads, head_dim] in the order of the write plan."""
+    def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
+        """The values that this layer stores, in the order of the write plan, whatever the pool's layout.
+
+        k, v: [n, kv_heads, head_dim], v None for latent rows; extras: [n, ...] of one slot's shape
+        """
         if self._phase != OPEN:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is {self._phase}")
-        shape = self._shape
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
-        if k.shape != shape or v.shape != shape:
-            raise PlanError(f"{self} stores {list(shape)} a layer, got k {list(k.shape)} and v {list(v.shape)}")
+        if v is not None and not extras:  # most pools, and faster than the loop
+            values: tuple[Tensor, ...] = (k, v)
+            shapes = [k.shape, v.shape]
+        else:
+            values = (k, *extras) if v is None else (k, v, *extras)
+            shapes = [value.shape for value in values]
+        if shapes != self._shapes:
+            raise PlanError(f"{self} {wrong_values(self._pool.view, len(self._forward.write_slots), values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
             self._manager.report_hits(judge_layer(forward, layer))
         forward.stored |= 1 << layer
         if self._stage is not None:
-            self._stage.store(forward, layer, k, v)
+            self._stage.store(forward, layer, *values)
 
     def close(self) -> None:
         """The body has run."""

@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
+from kvcanary.groups import FULL_GROUP, check_group
+from kvcanary.parts import Extras, Part, describe_parts
+from kvcanary_kernels.record import MAX_LAYERS, MAX_WORDS_PER_ROW
+from kvcanary_kernels.rows import WORD_BYTES, PoolRows, pool_rows
 
 
 @dataclass(frozen=True, eq=False)
 class PoolView:
-    """The K and V tensors of one model; all pools of a manager share slot and page ids.
+    """The K and V tensors of one model; the pools of a group share slot ids, all pools of a manager page sizes.
 
-    k, v:         one tensor a layer, [num_slots, kv_heads, head_dim], rows dense, any slot stride
+    k, v:         one tensor a layer. NHD: [num_slots, kv_heads, head_dim], or with a page dimension
+                  [pages, page_size, kv_heads, head_dim]; HND: [pages, kv_heads, page_size, head_dim]. Rows are dense
+                  (HND: dense within a head) and whole 32-bit words; other strides are free, so that K and V may be
+                  views of one tensor. Elements of 1, 2, 4 or 8 bytes. V may have another head_dim than K
+                  v None or empty: latent rows (MLA), which K holds alone
     token_offset: 1 where the slot of position p holds (token p + 1, hidden p), as EAGLE drafts do
     null_slots:   slots [0, null_slots) are where padding may write and read; page 0 unless stated
+    layout:       "NHD" or "HND"
+    extras:       side buffers that are protected as well (scales, index keys), by name or in order: each one tensor a
+                  layer of any type, laid out like K with its own heads and dim, or without dim, or without both
+    group:        pools of one group share slot ids. "full", or a group whose slots are its own
+    slot_map:     [slots of the full group] int64, owned by the engine, on the pool's device: where the token of a full
+                  slot lies in this pool; -1 or a null slot where nowhere. None: plans name this pool's own slots
+    window:       tokens that attention over this pool sees, the reader's own included; None: all
+
+    parts, rows:  derived: K, V and extras in the order of the row, and where their words lie
+    PlanError where any of this does not fit together: nothing is kept then.
     """
 
     name: str
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
+    k: Sequence[Tensor]
+    v: Sequence[Tensor] | None
     page_size: int
     token_offset: int = 0
     null_slots: int = -1
+    layout: str = "NHD"
+    extras: Extras = ()
+    group: str = FULL_GROUP
+    slot_map: Tensor | None = None
+    window: int | None = None
+    parts: tuple[Part, ...] = field(init=False, repr=False)
+    rows: PoolRows = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.null_slots < 0:
-            object.__setattr__(self, "null_slots", self.page_size)
-        object.__setattr__(self, "k", tuple(self.k))
-        object.__setattr__(self, "v", tuple(self.v))
-        _check_numbers(self)
-        _check_layers(self)
+        try:
+            self._set(k=() if self.k is None else tuple(self.k), v=() if self.v is None else tuple(self.v))
+            _check_numbers(self)
+            self._set(parts=describe_parts(self.k, self.v, self.extras, self.layout, self.page_size))
+            self._set(rows=_rows(self))
+            _check_memory(self)
+            if self.null_slots < 0:
+                self._set(null_slots=self.page_size)
+            _check_capacity(self)
+            check_group(self)
+        except PlanError as error:
+            raise PlanError(f"pool {self.name!r}: {error}") from error.__cause__
 
     @property
     def num_layers(self) -> int:
@@ -41,7 +73,7 @@ class PoolView:
 
     @property
     def num_slots(self) -> int:
-        return self.k[0].shape[0]
+        return self.rows.num_slots
 
     @property
     def num_pages(self) -> int:
@@ -49,20 +81,39 @@ class PoolView:
 
     @property
     def kv_heads(self) -> int:
-        return self.k[0].shape[1]
+        return self.parts[0].heads
 
     @property
     def head_dim(self) -> int:
-        return self.k[0].shape[2]
+        """Elements of a head of K."""
+        return self.parts[0].dim
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of K and V."""
         return self.k[0].dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.k[0].device
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: K and V of all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.k[0].element_size()
+        """Bytes of one slot: K, V and extras of all layers."""
+        return WORD_BYTES * self.rows.words_per_row * self.num_layers
+
+    def value_shapes(self, n: int) -> list[tuple[int, ...]]:
+        """By part, the shape of n values on their way into the pool, whatever its layout."""
+        return [(n, *part.shape) for part in self.parts]
+
+    def memory(self) -> list[tuple[str, Tensor]]:
+        """Every tensor of the pool by name, as an int32 view of its words."""
+        named = zip(self.parts, self.rows.parts, strict=True)
+        return [(f"{part.argument}[{layer}]", words) for part, views in named for layer, words in enumerate(views)]
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +174,14 @@ class WritePlan:
             _expect_int64("parents", self.parents, n)
 
 
+def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:
+    """What a layer stores and what it was given, where these differ."""
+    shapes = dict.fromkeys(str(list(shape)) for shape in view.value_shapes(n))
+    names = [*(part.argument for part in view.parts), *["another"] * len(values)]
+    got = [f"{name} {list(value.shape)}" for name, value in zip(names, values, strict=False)]
+    return f"stores {' and '.join(shapes)} a layer, got {' and '.join(got)}"
+
+
 def _expect_int64(name: str, tensor: Tensor, size: int | None = None) -> None:
     if tensor.dtype is not torch.int64 or tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
         wanted = "n" if size is None else size
@@ -130,31 +189,43 @@ def _expect_int64(name: str, tensor: Tensor, size: int | None = None) -> None:
 
 
 def _check_numbers(view: PoolView) -> None:
-    for name, low in (("page_size", 1), ("token_offset", 0)):
+    for name, low, remedy in (
+        ("page_size", 1, "1 where the pool has no pages"),
+        ("token_offset", 0, "1 for a draft that is one token ahead"),
+        ("null_slots", -1, "leave it out where page 0 is padding's"),
+    ):
         if getattr(view, name) < low:
-            raise PlanError(f"pool {view.name!r}: {name} must be at least {low}, got {getattr(view, name)}")
-    if not view.k or len(view.k) != len(view.v):
-        raise PlanError(f"pool {view.name!r} needs one K and one V a layer, got {len(view.k)} and {len(view.v)}")
+            raise PlanError(f"{name} must be at least {low}, got {getattr(view, name)}: {remedy}")
+    if view.null_slots == 0:
+        raise PlanError("null_slots must be at least 1, got 0: refused ids and padding need a slot that nobody owns")
 
 
-def _check_layers(view: PoolView) -> None:
-    first = view.k[0]
-    if first.dim() != 3:
-        raise PlanError(f"pool {view.name!r}: k[0] must be [num_slots, kv_heads, head_dim], got {list(first.shape)}")
-    for name, tensor in _layers(view):
-        if tensor.shape != first.shape or tensor.dtype is not first.dtype:
-            raise PlanError(
-                f"pool {view.name!r}: {name} is {list(tensor.shape)} {tensor.dtype}, "
-                f"k[0] is {list(first.shape)} {first.dtype}"
-            )
-        if tensor.stride()[1:] != (view.head_dim, 1):
-            raise PlanError(f"pool {view.name!r}: rows of {name} must be dense, got strides {tensor.stride()}")
-    row_bytes = view.kv_heads * view.head_dim * first.element_size()
-    if row_bytes % 4:
-        raise PlanError(f"pool {view.name!r}: a row must be whole 32-bit words, got {row_bytes} bytes")
+def _rows(view: PoolView) -> PoolRows:
+    paged = view.layout == "HND" or view.k[0].dim() == 4
+    extras = [part.tensors for part in view.parts[2 if view.v else 1 :]]
+    try:
+        return pool_rows(view.k, view.v, layout=view.layout, page_size=view.page_size if paged else None, extras=extras)
+    except ValueError as error:
+        raise PlanError(f"{error}: give views in which each row is dense, whole, aligned 32-bit words") from error
 
 
-def _layers(view: PoolView) -> Iterator[tuple[str, Tensor]]:
-    for part in ("k", "v"):
-        for layer, tensor in enumerate(getattr(view, part)):
-            yield f"{part}[{layer}]", tensor
+def _check_memory(view: PoolView) -> None:
+    overlap = first_overlap(view.memory())
+    if overlap is None:
+        return
+    first, second = overlap
+    if first == second:
+        strides = dict(view.memory())[first].stride()
+        raise PlanError(f"slots of {first} overlap, got strides of {strides} words: every slot needs its own bytes")
+    raise PlanError(f"{first} and {second} share memory: give a layer once, and a latent row without v")
+
+
+def _check_capacity(view: PoolView) -> None:
+    words = view.rows.words_per_row
+    for name, value, most, remedy in (
+        ("layers", view.num_layers, MAX_LAYERS, "watch them as two pools"),
+        ("words a row", words, MAX_WORDS_PER_ROW, "watch its parts as two pools"),
+        ("null_slots", view.null_slots, view.num_slots - 1, "a pool has slots that are not padding's"),
+    ):
+        if value > most:
+            raise PlanError(f"{name} must be at most {most}, got {value}: {remedy}")

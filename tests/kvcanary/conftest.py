@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
+from kvcanary.lanes import lanes_of_slots
+from kvcanary.parts import Part
+from kvcanary.state import PoolState
+from kvcanary_kernels.record import CONTENT_B, LAYERS_LOW
+from kvcanary_kernels.seal import seal_torch
 
 VOCABULARY = 1000
 
@@ -26,20 +31,154 @@ class Row:
     branches: list[list[int]] = field(default_factory=list)  # by branch, slots of its ancestors
 
 
+LAYOUTS = (
+    "nhd",  # [slots, heads, dim], as all that follow each layer for itself
+    "nhd_fused",  # [slots, 2, heads, dim]
+    "nhd_paged",  # [pages, 2, page_size, heads, dim]
+    "hnd",  # [pages, heads, page_size, dim]
+    "hnd_fused",  # [pages, 2, heads, page_size, dim]
+    "hnd_sides",  # [pages, heads, page_size, 2, dim]
+    "wide_k",  # heads of K are longer than those of V
+    "nhd_scales",  # K and V with a float32 scale a head each
+    "hnd_scales",
+    "latent",  # [slots, 1, dim], no V
+    "latent_paged",  # [pages, page_size, 1, dim]
+    "latent_index",  # latent with index keys
+)
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
 @dataclass
 class FakePool:
+    """A pool of any layout.
+
+    kv:    [layers, slots, 2, heads, dim]: all bytes, where `layout` is "stacked"
+    parts: by name and layer, the same memory as [pages, page_size, heads, dim] integers of the element's size
+    """
+
     view: PoolView
-    kv: Tensor
+    kv: Tensor | None = None
+    parts: dict[str, list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = {part.name: [self._in_order(t, part) for t in part.tensors] for part in self.view.parts}
 
     def bits(self, layer: int, slot: int, part: str, head: int = 0) -> Tensor:
-        """The element bits of one row, as a writable integer view."""
-        row = self.kv[layer, slot, "KV".index(part), head]
-        return row.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[row.element_size()])
+        """The element bits of one head of one row, as a writable integer view."""
+        return self.parts[part][layer][(*divmod(slot, self.view.page_size), head)]
+
+    def put(self, layer: int, slots: Tensor, values: Sequence[Tensor]) -> None:
+        """Write one layer's values [n, ...], by part."""
+        for part, value in zip(self.parts.values(), values, strict=True):
+            rows = part[layer]
+            rows[self._places(slots)] = value.contiguous().view(rows.dtype).reshape(-1, *rows.shape[2:])
+
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """Copy rows in all layers; every source is read before any destination is written."""
+        for rows in itertools.chain(*self.parts.values()):
+            rows[self._places(dst)] = rows[self._places(src)]
+
+    def fill(self, generator: torch.Generator) -> None:
+        """Random bytes everywhere, NaNs and infinities among them."""
+        for rows in itertools.chain(*self.parts.values()):
+            data = torch.randint(0, 256, (rows.numel() * rows.element_size(),), dtype=torch.uint8, generator=generator)
+            rows.copy_(data.view(rows.dtype).view(rows.shape))
+
+    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return slots // self.view.page_size, slots % self.view.page_size
+
+    def _in_order(self, tensor: Tensor, part: Part) -> Tensor:
+        if self.view.layout == "HND":
+            tensor = tensor.transpose(1, 2)
+        elif self.view.k[0].dim() == 3:
+            tensor = tensor.unflatten(0, (-1, self.view.page_size))
+        if len(part.shape) == 1:
+            tensor = tensor.unsqueeze(-1)
+        return tensor.view(BITS[tensor.element_size()])
+
+
+def make_fake_pool(
+    layout: str,
+    *,
+    name: str = "target",
+    layers: int = 2,
+    num_pages: int = 3,
+    page_size: int = 4,
+    heads: int = 2,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    **view: object,
+) -> FakePool:
+    """A pool of zeros in one of LAYOUTS, or "stacked"."""
+    slots = num_pages * page_size
+    if layout == "stacked":
+        kv = torch.zeros(layers, slots, 2, heads, dim, dtype=dtype)
+        k, v = (tuple(kv[layer, :, part] for layer in range(layers)) for part in (0, 1))
+        return FakePool(PoolView(name, k, v, page_size, **view), kv)
+    shapes = num_pages, page_size, heads, dim
+    made = [_layer(layout, *shapes, dtype) for _ in range(layers)]
+    k, v = ([layer[part] for layer in made] for part in ("k", "v"))
+    extras = {extra: [layer[extra] for layer in made] for extra in made[0] if extra not in ("k", "v")}
+    letters = "HND" if layout.startswith("hnd") else "NHD"
+    v = None if v[0] is None else v
+    return FakePool(PoolView(name, k, v, page_size, layout=letters, extras=extras, **view))
+
+
+def _layer(layout: str, pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """K, V and extras of one layer."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def pair(kv: Tensor, place: int) -> dict[str, Tensor | None]:
+        return {"k": kv.select(place, 0), "v": kv.select(place, 1)}
+
+    def scales(*shape: int) -> dict[str, Tensor | None]:
+        return {name: torch.zeros(shape, dtype=torch.float32) for name in ("k_scale", "v_scale")}
+
+    slots, by_head = (pages * size, heads, dim), (pages, heads, size, dim)
+    match layout:
+        case "nhd" | "nhd_scales":
+            layer = {"k": zeros(*slots), "v": zeros(*slots)}
+            return layer | scales(*slots[:2]) if layout == "nhd_scales" else layer
+        case "nhd_fused":
+            return pair(zeros(slots[0], 2, heads, dim), 1)
+        case "nhd_paged":
+            return pair(zeros(pages, 2, size, heads, dim), 1)
+        case "hnd" | "hnd_scales":
+            layer = {"k": zeros(*by_head), "v": zeros(*by_head)}
+            return layer | scales(*by_head[:3]) if layout == "hnd_scales" else layer
+        case "hnd_fused":
+            return pair(zeros(pages, 2, heads, size, dim), 1)
+        case "hnd_sides":
+            return pair(zeros(pages, heads, size, 2, dim), 3)
+        case "wide_k":
+            return {"k": zeros(*slots[:2], 2 * dim), "v": zeros(*slots)}
+        case "latent":
+            return {"k": zeros(slots[0], 1, dim), "v": None}
+        case "latent_paged":
+            return {"k": zeros(pages, size, 1, dim), "v": None}
+        case "latent_index":
+            return {"k": zeros(slots[0], 1, dim), "v": None, "index_key": zeros(slots[0], 1, dim)}
+    raise ValueError(layout)
+
+
+def seal_pool(pool: PoolState) -> None:
+    """Take the bytes of all slots as they are for the truth, written by all layers."""
+    slots = torch.arange(pool.view.num_slots)
+    one = torch.ones_like(slots)
+    identity = dict.fromkeys(("tokens", "chains", "requests", "generations", "step", "sites"), one)
+    seal_torch(pool.records, slots, positions=slots, **identity, pool_id=pool.pool_id, keys=pool.keys)
+    lane_a, lane_b = lanes_of_slots(pool, slots)
+    pool.content_a.copy_(lane_a)
+    pool.records[:, CONTENT_B] = lane_b
+    pool.records[:, LAYERS_LOW] = (1 << pool.view.num_layers) - 1
 
 
 class FakeEngine:
     """Paged tree drafting with random values: T selections, T - 1 draft forwards, verify, accept, move, extend.
 
+    `layout`: "stacked", or one of LAYOUTS, of both pools.
     `change_read`, `change_write` and `change_store` see every plan and every store and may return another one;
     `before_check` runs when the step's forwards are done.
     """
@@ -58,15 +197,17 @@ class FakeEngine:
         num_pages: int = 128,
         seed: int = 0,
         draft_layers: int = 1,
+        layout: str = "stacked",
         **config: object,
     ) -> None:
         self.page_size, self.topk, self.num_steps, self.num_nodes = page_size, topk, num_steps, num_nodes
         self.random = random.Random(seed)
         self.torch_random = torch.Generator().manual_seed(seed)
         self.num_slots = num_pages * page_size
+        shape = {"num_pages": num_pages, "page_size": page_size, "heads": heads, "dim": head_dim, "dtype": dtype}
         self.pools = {
-            "target": self._pool("target", layers, heads, head_dim, dtype, 0),
-            "draft": self._pool("draft", draft_layers, heads, head_dim, dtype, 1),
+            "target": make_fake_pool(layout, name="target", layers=layers, **shape),
+            "draft": make_fake_pool(layout, name="draft", layers=draft_layers, token_offset=1, **shape),
         }
         settings = {"mode": "raise", "seed": 7, **config}
         self.canary = CanaryManager(CanaryConfig(**settings), [pool.view for pool in self.pools.values()])
@@ -77,7 +218,7 @@ class FakeEngine:
         self.tokens_emitted = 0
         self.change_read: Callable[[str, int, str, ReadPlan], ReadPlan] = lambda kind, index, pool, plan: plan
         self.change_write: Callable[[str, int, str, WritePlan], WritePlan] = lambda kind, index, pool, plan: plan
-        self.change_store: Callable[..., tuple[Tensor, Tensor, Tensor] | None] = lambda *a: a[-3:]
+        self.change_store: Callable[..., tuple[Tensor, ...] | None] = lambda *a: a[4:]  # slots and values
         self.before_check: Callable[[], None] = lambda: None
 
     # lifecycle
@@ -196,8 +337,7 @@ class FakeEngine:
         self._emit(name, tokens)
         src = _ints([slot for slot, _ in path])
         dst = _ints([self.slot(name, row.committed + place) for place in range(len(path))])
-        pool = self.pools["target"]
-        pool.kv[:, dst] = pool.kv[:, src].clone()
+        self.pools["target"].move(src, dst)
         self.canary.on_move("target", src, dst)
         row.committed += len(path)
         self.canary.commit(name, row.committed)
@@ -224,17 +364,16 @@ class FakeEngine:
         read, write = self.change_read(kind, index, pool, read), self.change_write(kind, index, pool, write)
         substep = self.canary.substep(kind, index, pool)
         _, slots = substep.open(read, write)
-        kv = self.pools[pool].kv
-        for layer in range(kv.shape[0]):
-            shape = (len(slots), *kv.shape[3:])
-            k = torch.randn(shape, generator=self.torch_random, dtype=torch.float32).to(kv.dtype)
-            v = torch.randn(shape, generator=self.torch_random, dtype=torch.float32).to(kv.dtype)
-            changed = self.change_store(kind, index, pool, layer, slots, k, v)
+        view = self.pools[pool].view
+        for layer in range(view.num_layers):
+            values = [self._values((len(slots), *part.shape)).to(part.dtype) for part in view.parts]
+            changed = self.change_store(kind, index, pool, layer, slots, *values)
             if changed is None:
                 continue
-            where, stored_k, stored_v = changed
-            substep.store(layer, k, v)
-            kv[layer, where, 0], kv[layer, where, 1] = stored_k, stored_v
+            where, *stored = changed
+            k, *others = values
+            substep.store(layer, k, *(others if view.v else [None, *others]))
+            self.pools[pool].put(layer, where, stored)
         substep.close()
 
     # helpers
@@ -278,10 +417,8 @@ class FakeEngine:
     def _token(self) -> int:
         return self.random.randrange(1, VOCABULARY)
 
-    def _pool(self, name: str, layers: int, heads: int, dim: int, dtype: torch.dtype, offset: int) -> FakePool:
-        kv = torch.zeros(layers, self.num_slots, 2, heads, dim, dtype=dtype)
-        k, v = (tuple(kv[layer, :, part] for layer in range(layers)) for part in (0, 1))
-        return FakePool(PoolView(name, k, v, self.page_size, token_offset=offset), kv)
+    def _values(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.torch_random, dtype=torch.float32)
 
 
 def _ints(values: list[int] | range) -> Tensor:
@@ -293,3 +430,21 @@ def make_engine() -> Iterator[Callable[..., FakeEngine]]:
     """FakeEngine by keyword settings; those of CanaryConfig pass through."""
     with torch.inference_mode():
         yield FakeEngine
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    """Each of LAYOUTS."""
+    return request.param
+
+
+@pytest.fixture(name="make_fake_pool")
+def make_fake_pool_fixture() -> Callable[..., FakePool]:
+    """:func:`make_fake_pool`, for tests."""
+    return make_fake_pool
+
+
+@pytest.fixture(name="seal_pool")
+def seal_pool_fixture() -> Callable[[PoolState], None]:
+    """:func:`seal_pool`, for tests."""
+    return seal_pool

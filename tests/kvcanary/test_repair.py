@@ -72,7 +72,9 @@ def make_bench(dtype: str = "float32", num_slots: int = 64, seed: int = 0, two_p
     k, v = (tuple(values[layer, :, part] for layer in range(LAYERS)) for part in (0, 1))
     views = [PoolView("target", k, v, PAGE_SIZE)]
     if two_pools:
-        views.insert(0, PoolView("other", tuple(torch.zeros_like(t) for t in k), v, PAGE_SIZE))
+        views.insert(
+            0, PoolView("other", [torch.zeros_like(t) for t in k], [torch.zeros_like(t) for t in v], PAGE_SIZE)
+        )
     bench = Bench(CanaryState(views, seed + 1).pools[-1], memory.flatten(2))
     bench.seal()
     return bench

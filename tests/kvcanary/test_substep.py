@@ -315,41 +315,6 @@ def test_plan_errors_are_value_errors_of_the_package():
 # pools
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"page_size": 0}, "pool 'target': page_size must be at least 1, got 0"),
-        ({"token_offset": -1}, "pool 'target': token_offset must be at least 0, got -1"),
-        ({"k": ()}, "pool 'target' needs one K and one V a layer, got 0 and 2"),
-        ({"k": [torch.zeros(8, 8)] * 2}, "k[0] must be [num_slots, kv_heads, head_dim], got [8, 8]"),
-        (
-            {"v": [torch.zeros(NUM_SLOTS, HEADS, DIM), torch.zeros(NUM_SLOTS, HEADS, DIM).half()]},
-            "pool 'target': v[1] is [32, 2, 4] torch.float16, k[0] is [32, 2, 4] torch.float32",
-        ),
-        (
-            {"v": [torch.zeros(NUM_SLOTS, DIM, HEADS).transpose(1, 2)] * 2},
-            "pool 'target': rows of v[0] must be dense, got strides (8, 1, 2)",
-        ),
-    ],
-)
-def test_a_pool_view_that_contradicts_itself_is_refused(changes, words):
-    """Numbers, layers, types and strides of a pool are checked when it is described."""
-    assert words in refused(PlanError, pool_view, **changes)
-
-
-def test_a_row_of_half_a_word_is_refused():
-    """Fingerprints read 32-bit words, so a row is whole words."""
-    half = [torch.zeros(8, 1, 1, dtype=torch.bfloat16)]
-    words = refused(PlanError, PoolView, "tiny", half, half, 4)
-    assert words == "pool 'tiny': a row must be whole 32-bit words, got 2 bytes"
-
-
-def test_the_null_page_is_page_0_unless_stated():
-    """Padding's slots are the first page, or as many as the engine says."""
-    assert pool_view().null_slots == PAGE_SIZE
-    assert pool_view(null_slots=1).null_slots == 1
-
-
 def test_a_manager_needs_a_pool():
     """Nothing to watch is a mistake."""
     words = refused(PlanError, CanaryManager, CanaryConfig(), [])

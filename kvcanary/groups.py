@@ -1,0 +1,122 @@
+"""Groups: pools whose slots are their own (a sliding window), reached through a map from the full group's slots.
+
+Grants, pages and rows are those of the full group. A reader of a mapped pool checks the pool's record of
+`to_pool_slots(view, granted slots)`, for the positions from `window_start` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcanary.errors import PlanError
+
+if TYPE_CHECKING:
+    from kvcanary.views import PoolView
+
+FULL_GROUP = "full"
+NOWHERE = -1  # in a slot map, and in what is translated by one
+
+
+@dataclass(frozen=True)
+class MapFault:
+    """Full slots whose entry in a slot map is wrong.
+
+    kind:       "out_of_range": no slot of the pool; "unmapped": nowhere, or a null slot; "shared": one slot of the
+                pool holds the tokens of several full slots
+    code:       the check that this is: R1, R2 or R8
+    full_slots: the one that is wrong, or all that share
+    slot:       what the map says
+    """
+
+    kind: str
+    code: str
+    full_slots: tuple[int, ...]
+    slot: int
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.full_slots))
+        return f"slot_map of full slot {names} is {self.slot}: {self.kind}"
+
+
+def to_pool_slots(view: PoolView, full_slots: Tensor) -> Tensor:
+    """[n] int64: where the tokens of these slots of the full group lie in this pool, -1 where nowhere.
+
+    full_slots: [n] int64 on the pool's device, any values; those outside the full group lie nowhere. Without a map
+    slots are the pool's own. May be captured: no copy to the host.
+    """
+    if view.slot_map is None:
+        return full_slots
+    size = view.slot_map.shape[0]
+    found = view.slot_map.index_select(0, full_slots.clamp(0, size - 1))
+    return torch.where((full_slots >= 0) & (full_slots < size), found, NOWHERE)
+
+
+def map_faults(view: PoolView, full_slots: Tensor) -> list[MapFault]:
+    """What is wrong with the map's entries of these slots; empty where each has a slot of the pool to itself.
+
+    full_slots: [n] int64, distinct: live slots whose tokens the pool must hold, those in some reader's window
+    """
+    slots = to_pool_slots(view, full_slots)
+    holds = (slots >= view.null_slots) & (slots < view.num_slots)
+    ordered = slots[holds].sort().values
+    if bool(holds.all()) and not bool((ordered[1:] == ordered[:-1]).any()):
+        return []
+    return _name_faults(view, full_slots.tolist(), slots.tolist())
+
+
+def window_start(view: PoolView, position: int) -> int:
+    """First position that attention sees from this one."""
+    return 0 if view.window is None else max(0, position + 1 - view.window)
+
+
+def check_group(view: PoolView) -> None:
+    """PlanError where a view's group, map and window do not fit together."""
+    if view.window is not None and view.window < 1:
+        raise PlanError(f"window must be at least 1, got {view.window}: leave it out where attention sees all")
+    slot_map = view.slot_map
+    if slot_map is None:
+        return
+    if view.group == FULL_GROUP:
+        raise PlanError(f"a pool with a slot_map must be in a group of its own, got {view.group!r}: name another group")
+    if slot_map.dtype is not torch.int64 or slot_map.dim() != 1 or not slot_map.is_contiguous():
+        shape = f"{list(slot_map.shape)} {slot_map.dtype}"
+        raise PlanError(f"slot_map must be contiguous [full slots] int64, got {shape}: give the engine's own tensor")
+    if slot_map.device != view.device:
+        raise PlanError(f"slot_map is on {slot_map.device}, the pool on {view.device}: both lie on one device")
+
+
+def check_groups(views: Sequence[PoolView]) -> None:
+    """PlanError where the pools of a group differ in their map, or a map has not one entry a full slot."""
+    full_slots = max((view.num_slots for view in views if view.group == FULL_GROUP), default=None)
+    for view in views:
+        if view.slot_map is None:
+            continue
+        if full_slots is None or view.slot_map.shape[0] != full_slots:
+            wanted = "there is no pool in it" if full_slots is None else f"it has {full_slots}"
+            raise PlanError(
+                f"slot_map of pool {view.name!r} must have one entry a slot of the full group, "
+                f"got {view.slot_map.shape[0]}: {wanted}"
+            )
+        for other in views:
+            if other.group == view.group and other.slot_map is not view.slot_map:
+                raise PlanError(
+                    f"pools {view.name!r} and {other.name!r} of group {view.group!r} must have one slot_map"
+                )
+
+
+def _name_faults(view: PoolView, full_slots: Sequence[int], slots: Sequence[int]) -> list[MapFault]:
+    faults, holders = [], dict[int, list[int]]()
+    for full_slot, slot in zip(full_slots, slots, strict=True):
+        if slot == NOWHERE or 0 <= slot < view.null_slots:
+            faults.append(MapFault("unmapped", "R2", (full_slot,), slot))
+        elif not 0 <= slot < view.num_slots:
+            faults.append(MapFault("out_of_range", "R1", (full_slot,), slot))
+        else:
+            holders.setdefault(slot, []).append(full_slot)
+    shared = [(slot, tuple(holder)) for slot, holder in holders.items() if len(holder) > 1]
+    return faults + [MapFault("shared", "R8", holder, slot) for slot, holder in shared]

@@ -1,0 +1,113 @@
+"""Groups: a pool with slots of its own is reached through the engine's slot map, which is checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary import PlanError, PoolView
+from kvcanary.groups import MapFault, map_faults, to_pool_slots, window_start
+from kvcanary.state import CanaryState
+
+FULL_SLOTS, OWN_SLOTS, PAGE_SIZE = 16, 12, 2
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def view_of(name: str, slots: int, **group: object) -> PoolView:
+    return PoolView(name, [torch.zeros(slots, 1, 4)], [torch.zeros(slots, 1, 4)], PAGE_SIZE, **group)
+
+
+def sliding(**entries: int) -> PoolView:
+    """A pool whose map sends full slot i to i - 2 from slot 4 on, and the others nowhere; `f5=11` changes an entry."""
+    slot_map = torch.where(torch.arange(FULL_SLOTS) < 4, -1, torch.arange(FULL_SLOTS) - 2)
+    for name, slot in entries.items():
+        slot_map[int(name[1:])] = slot
+    slot_map.clamp_(-1000, 1000)
+    return view_of("sliding", OWN_SLOTS, group="sliding", slot_map=slot_map, window=3)
+
+
+def test_full_slots_are_translated():
+    """Each granted slot of the full group has its slot in the pool, and what lies outside the group has none."""
+    assert to_pool_slots(sliding(), ints(15, 4, 9, 0, -1, 16, 1 << 40)).tolist() == [13, 2, 7, -1, -1, -1, -1]
+    assert to_pool_slots(sliding(), ints()).tolist() == []
+
+
+def test_without_a_map_slots_are_the_pools_own():
+    """A full pool, or a group whose plans name its own slots, needs no translation."""
+    slots = ints(3, 1)
+    assert to_pool_slots(view_of("target", 4), slots) is slots
+
+
+def test_the_map_is_read_when_it_is_used():
+    """The engine changes its map in place as windows slide; no copy of it is kept."""
+    view = sliding()
+    view.slot_map[9] = 3
+    assert to_pool_slots(view, ints(9)).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("entries", "faults"),
+    [
+        ({}, []),
+        ({"f5": -1}, [MapFault("unmapped", "R2", (5,), -1)]),
+        ({"f5": 1}, [MapFault("unmapped", "R2", (5,), 1)]),
+        ({"f5": 12}, [MapFault("out_of_range", "R1", (5,), 12)]),
+        ({"f5": -7}, [MapFault("out_of_range", "R1", (5,), -7)]),
+        ({"f5": 11}, []),
+        ({"f5": 7}, [MapFault("shared", "R8", (5, 9), 7)]),
+        (
+            {"f5": 7, "f6": 7, "f8": 99},
+            [MapFault("out_of_range", "R1", (8,), 99), MapFault("shared", "R8", (5, 6, 9), 7)],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_map_is_named(entries, faults):
+    """Entries of live slots have a range, are no null slots, and belong to one full slot each."""
+    assert map_faults(sliding(**entries), ints(5, 6, 8, 9)) == faults
+
+
+def test_only_live_slots_count():
+    """What an entry of a slot outside every window says is nobody's business."""
+    assert map_faults(sliding(f4=7, f10=-9), ints(5, 6, 8, 9)) == []
+
+
+def test_a_fault_is_a_sentence():
+    """Full slots, the map's entry and the kind."""
+    (fault,) = map_faults(sliding(f5=7), ints(5, 9))
+    assert str(fault) == "slot_map of full slot 5, 9 is 7: shared"
+
+
+@pytest.mark.parametrize(("position", "start"), [(0, 0), (2, 0), (3, 1), (10, 8)])
+def test_a_window_counts_the_readers_own_token(position, start):
+    """A window of 3 sees the token itself and two before it; without a window all are seen."""
+    assert window_start(sliding(), position) == start
+    assert window_start(view_of("target", 4), position) == 0
+
+
+def refused(*views: PoolView) -> str:
+    with pytest.raises(PlanError) as caught:
+        CanaryState(views, 1)
+    return str(caught.value)
+
+
+def test_a_state_takes_groups():
+    """A full pool and a mapped one, each with its own records."""
+    state = CanaryState([view_of("target", FULL_SLOTS), sliding()], 1)
+    assert [len(pool.records) for pool in state.pools] == [FULL_SLOTS, OWN_SLOTS]
+
+
+def test_a_map_has_one_entry_a_slot_of_the_full_group():
+    """A map that is shorter than the full group would be read beyond its end."""
+    words = refused(view_of("target", 18), sliding())
+    assert words == "slot_map of pool 'sliding' must have one entry a slot of the full group, got 16: it has 18"
+    assert "got 16: there is no pool in it" in refused(sliding())
+
+
+def test_a_group_has_one_map():
+    """The pools of a group share slot ids, so what translates into one translates into all."""
+    views = [view_of("target", FULL_SLOTS), sliding(), view_of("draft", OWN_SLOTS, group="sliding")]
+    assert refused(*views) == "pools 'sliding' and 'draft' of group 'sliding' must have one slot_map"
