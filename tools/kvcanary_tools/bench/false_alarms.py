@@ -67,7 +67,7 @@ ENGINE_PHASES = (
     EnginePhase("tree, page size 16", 0.2, {"page_size": 16, "topk": 2, "num_steps": 5}, "full"),
     EnginePhase("no drafting", 0.1, {"draft": "none", "page_size": 4, "prefill_chunk_tokens": 64}),
 )
-ENGINE_SHARE = 0.1  # of all slot checks: a model computes for each of them
+ENGINE_SHARE = 0.05  # of all slot checks: a model computes for each of them
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -114,7 +114,7 @@ def run_toy(phase: ToyPhase, checks: int, distinct: int, seed: int) -> dict:
     report = _Progress(f"toy, {phase.name}", checks)
     while (done := engine.canary.certificate()["slots_checked"]) < checks or engine.distinct < distinct:
         traffic.run(ACTIONS_A_LOOK)
-        report.at(done)
+        report.at(done, engine.distinct)
     traffic.end()
     return {
         **_row(report, engine.canary.certificate(), engine.distinct),
@@ -134,7 +134,7 @@ def run_engine(phase: EnginePhase, checks: int, seed: int) -> dict:
         outputs = engine.generate(batch, SamplingParams(max_new_tokens=rng.randint(2, 64), ignore_eos=True))
         distinct += sum(output.prompt_len + len(output.token_ids) - 1 for output in outputs)  # the last is never fed
         requests += len(outputs)
-        report.at(done)
+        report.at(done, distinct)
     row = _row(report, engine.canary.certificate(), distinct)
     return {**row, **phase.settings, "requests": requests}
 
@@ -161,10 +161,10 @@ class _Progress:
         self.name, self._goal = name, goal
         self.started = self._last = time.perf_counter()
 
-    def at(self, done: int) -> None:
+    def at(self, done: int, distinct: int) -> None:
         if time.perf_counter() - self._last > REPORT_SECONDS:
             self._last = time.perf_counter()
-            progress(f"{self.name}: {done:,} of {self._goal:,} slot checks")
+            progress(f"{self.name}: {done:,} of {self._goal:,} slot checks, {distinct:,} distinct slots")
 
 
 if __name__ == "__main__":
