@@ -261,9 +261,9 @@ class ToyEngine:
         written = [self.rows[name].slots[starts[name] : end] for name, end in ends.items()]
         positions = [np.arange(starts[name], end) for name, end in ends.items()]
         read = self._read_plan(reads, list(ends.values()), starts, _ints([len(own) for own in fed.values()]))
+        slots, places = (torch.from_numpy(np.concatenate(parts)) for parts in (written, positions))
         tokens = _ints([token for own in fed.values() for token in own])
-        write = WritePlan(*(torch.from_numpy(np.concatenate(part)) for part in (written, positions)), tokens)
-        self._forward(kind, 0, pool, read, WritePlan(write.slots, tokens, write.tokens))
+        self._forward(kind, 0, pool, read, WritePlan(slots, tokens, places))
 
     def _forward(self, kind: str, index: int, pool: str, read: ReadPlan, write: WritePlan) -> None:
         read, write = self.change_read(kind, index, pool, read), self.change_write(kind, index, pool, write)
