@@ -1,0 +1,133 @@
+"""Random right traffic through the toy engine: everything that may happen to a page happens, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from kvcanary_tools.bench.toy_engine import ToyEngine
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much runs: at most `max_rows` requests of up to `max_len` tokens, prompts of `prompt_lens`, prefilled in
+    chunks of up to `max_chunk` tokens."""
+
+    max_rows: int = 6
+    prompt_lens: tuple[int, int] = (2, 24)
+    max_len: int = 48
+    max_chunk: int = 12
+
+
+#: How often each action is drawn. An action that has nothing to act on falls through to one that has.
+WEIGHTS = {"draft": 10, "decode": 3, "prefill": 6, "admit": 3, "fork": 1, "finish": 1, "cancel": 1, "preempt": 1}
+
+
+class Traffic:
+    """One random engine step after the other; `counts` says how many of each action there were.
+
+    An action is a method `_<name>` that returns whether it could act. `share` and `evict` belong beside `fork`.
+    """
+
+    def __init__(self, engine: ToyEngine, load: Load | None = None, seed: int = 0) -> None:
+        self.engine, self.load = engine, load or Load()
+        self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self._admitted = 0
+
+    def act(self) -> str:
+        """One action; its name."""
+        while True:
+            (action,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            if getattr(self, f"_{action}")():
+                self.counts[action] += 1
+                return action
+
+    def run(self, actions: int) -> None:
+        for _ in range(actions):
+            self.act()
+
+    def end(self) -> None:
+        """Every request ends."""
+        for name in list(self.engine.rows):
+            self.engine.finish(name)
+        self.engine.canary.drain()
+
+    # actions
+
+    def _admit(self) -> bool:
+        length = self.random.randint(*self.load.prompt_lens)
+        if not self._has_room():
+            return False
+        self.engine.admit(self._new_name(), length)
+        return True
+
+    def _prefill(self) -> bool:
+        rows = {name: row for name, row in self.engine.rows.items() if not row.is_ready}
+        if not rows:
+            return False
+        names = self.random.sample(list(rows), self.random.randint(1, len(rows)))
+        self.engine.prefill({name: self._chunk_end(name) for name in names})
+        return True
+
+    def _draft(self) -> bool:
+        return self._step(self.engine.draft)
+
+    def _decode(self) -> bool:
+        return self._step(self.engine.decode)
+
+    def _fork(self) -> bool:
+        """A request that copies the beginning of another's row, and goes its own way."""
+        sources = [name for name, row in self.engine.rows.items() if row.is_ready]
+        if not sources or not self._has_room():
+            return False
+        source = self.random.choice(sources)
+        num_tokens = self.random.randint(2, self.engine.rows[source].committed)
+        self.engine.fork(source, self._new_name(), num_tokens, self.random.randrange(num_tokens))
+        return True
+
+    def _finish(self) -> bool:
+        return self._end_one([name for name, row in self.engine.rows.items() if len(row.tokens) >= self.load.max_len])
+
+    def _cancel(self) -> bool:
+        """Whatever it was doing: waiting, half prefilled, or decoding."""
+        return self._end_one(list(self.engine.rows))
+
+    def _preempt(self) -> bool:
+        names = [name for name, row in self.engine.rows.items() if row.pages]
+        if not names:
+            return False
+        self.engine.preempt(self.random.choice(names))
+        return True
+
+    # helpers
+
+    def _step(self, step) -> bool:
+        """All that are ready, or some; those that are long enough end first."""
+        for name, row in list(self.engine.rows.items()):
+            if row.is_ready and len(row.tokens) >= self.load.max_len:
+                self.engine.finish(name)
+                self.counts["finish"] += 1
+        names = [name for name, row in self.engine.rows.items() if row.is_ready]
+        if not names:
+            return False
+        step(*(names if self.random.random() < 0.8 else self.random.sample(names, self.random.randint(1, len(names)))))
+        return True
+
+    def _end_one(self, names: list[str]) -> bool:
+        if not names:
+            return False
+        self.engine.finish(self.random.choice(names))
+        return True
+
+    def _chunk_end(self, name: str) -> int:
+        row = self.engine.rows[name]
+        return min(row.prefill_len, row.committed + self.random.randint(1, self.load.max_chunk))
+
+    def _has_room(self) -> bool:
+        return len(self.engine.rows) < self.load.max_rows
+
+    def _new_name(self) -> str:
+        self._admitted += 1
+        return f"toy-{self._admitted}"
