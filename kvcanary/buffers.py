@@ -49,6 +49,9 @@ class Batch:
         return self.slots.numel()
 
 
+INPUTS = tuple(field.name for field in fields(Batch))
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StaticBuffers(Batch):
     """A batch of the bucket's size, and how many of its rows are live; the engine's own tensors, or `allocate`d.
@@ -111,22 +114,27 @@ class StaticBuffers(Batch):
 
     def fill(self, batch: Batch) -> None:
         """Copy a batch in and pad it: empty rows, null slots. Nothing is allocated, nothing waits for the device."""
+        self._check(batch)
+        padding = {"indptr": batch.indices.numel(), "bounds": batch.num_entries, "parents": -1, "prefix_lens": UNKNOWN}
+        for name in INPUTS:
+            static, live = getattr(self, name), getattr(batch, name)
+            if live is not None:
+                n = live.numel()
+                static[:n].copy_(live, non_blocking=True)
+                static[n:].fill_(padding.get(name, NULL_SLOT))
+        self.num_live.fill_(batch.num_rows)
+
+    def _check(self, batch: Batch) -> None:
         if not self.fits(batch):
             raise PlanError(
                 f"a batch must fit its bucket of {self.num_rows} rows, {self.num_entries} entries and "
                 f"{self.indices.numel()} indices, got {batch.num_rows}, {batch.num_entries} and {batch.indices.numel()}"
             )
-        padding = {"indptr": batch.indices.numel(), "bounds": batch.num_entries, "parents": -1, "prefix_lens": UNKNOWN}
-        for name in (field.name for field in fields(Batch)):
+        for name in INPUTS:
             static, live = getattr(self, name), getattr(batch, name)
             if (static is None) != (live is None):
                 which = "a batch with" if static is None else "a batch without"
                 raise PlanError(f"{name} must be given in every batch of a bucket or in none, got {which} {name}")
-            if static is not None:
-                n = live.numel()
-                static[:n].copy_(live, non_blocking=True)
-                static[n:].fill_(padding.get(name, NULL_SLOT))
-        self.num_live.fill_(batch.num_rows)
 
 
 def empty_batch(buffers: StaticBuffers) -> Batch:

@@ -59,9 +59,7 @@ class StaticReplay:
                 return substeps, run
         sizes = ", ".join(str(batch.num_rows) for batch in batches)
         buckets = ", ".join(str(substeps[0].forward.num_rows) for substeps, _ in self._buckets) or "none"
-        raise PlanError(
-            f"batches must fit a captured bucket, got rows {sizes} for buckets {buckets}: capture a larger one"
-        )
+        raise PlanError(f"batches must fit a captured bucket, got {sizes} rows for {buckets}: capture a larger one")
 
 
 class CudaGraphReplay(StaticReplay):

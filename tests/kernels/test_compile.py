@@ -29,6 +29,8 @@ def type_of(name):
         return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
+    if name == "root":
+        return "i64"
     return "*i32" if name in ("key_a", "key_b") else "*i64"
 
 compiled = []

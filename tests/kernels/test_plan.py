@@ -97,7 +97,9 @@ def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int
     bounds = [sum(written[:row]) for row in range(6)]
     n = bounds[-1] + draw.randrange(3)
     num_ids = sum(lengths) + 2
-    ids = [draw.choice([draw.randrange(NUM_SLOTS), draw.randrange(NUM_SLOTS), 0, -1, NUM_SLOTS]) for _ in range(num_ids)]
+    ids = [
+        draw.choice([draw.randrange(NUM_SLOTS), draw.randrange(NUM_SLOTS), 0, -1, NUM_SLOTS]) for _ in range(num_ids)
+    ]
     starts = [sum(lengths[:row]) for row in range(5)]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     table = as_table(ints(ids))
