@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
 from kvcanary import launches as launches_module
@@ -320,6 +324,75 @@ def test_a_finding_survives_the_next_forward(rig, decode, rows):
     harvest = rig.bank.harvest()
     assert ("R3", 0, -1, 2, 6) in told(harvest)
     assert harvest.gaps == []
+
+
+# nothing that a CUDA graph could not hold
+
+
+class _Launched:
+    """Stands in for a kernel: takes any launch."""
+
+    def __getitem__(self, grid: object):
+        return lambda *arguments, **options: None
+
+
+class _Watch(TorchDispatchMode):
+    """Every torch operation that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+VIEWS = {"view", "detach", "slice", "select", "unsqueeze", "as_strided", "_reshape_alias", "_unsafe_view", "unbind"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine_stores": True}, {"is_tree": True, "max_depth": 3}])
+def test_hooks_run_no_torch_operation_but_launches(make_static, monkeypatch, settings):
+    """Around the kernels there are views and one zero_: no allocation, and no look at a value."""
+    monkeypatch.setattr(launches_module, "ops_for", lambda device: KERNELS)
+    modules = {inspect.getmodule(getattr(KERNELS, field.name)) for field in dataclasses.fields(KERNELS)}
+    kernels = [(module, name) for module in modules for name in vars(module) if name.endswith("_kernel")]
+    assert len(kernels) >= 12
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, _Launched())
+    rig = make_static()
+    substep = rig.add("verify", has_truths=True, **settings)
+    k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    with _Watch() as watch:
+        substep.open()
+        for layer in range(rig.LAYERS):
+            substep.store(layer, k, v)
+        substep.close()
+    assert watch.names - VIEWS == {"zero_"}
+
+
+@pytest.mark.gpu
+def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
+    """The hooks in eager mode: no synchronisation and not one allocation once they are warm."""
+    rig = make_static("cuda")
+    rig.grant(ANN, 1, 2)
+    substep = rig.add("prefill")
+    batch = rig.batch([static_row(ANN, [4, 5, 6], [50, 51, 52])])
+    rig.run(substep, batch)
+    k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    rig.bank.load(substep, batch)
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        substep.open()
+        for layer in range(rig.LAYERS):
+            substep.store(layer, k, v)
+        substep.close()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+    assert rig.bank.harvest().hits == []
 
 
 # the same records as the eager path
