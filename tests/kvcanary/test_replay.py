@@ -159,6 +159,15 @@ def test_two_forwards_in_one_body(rig, static_row):
     assert [rig.bank._headers[substep.number, -3].item() for substep in (first, second)] == [2, 2]
 
 
+def test_capture_touches_nothing_live(rig, static_row):
+    """Whatever the buffers hold, the body is recorded over padding."""
+    substep = rig.add("prefill", rows=BUCKET, entries=2 * BUCKET)
+    substep.buffers.fill(rig.batch([static_row(uid, slots, [1, 2]) for uid, slots in PROMPTS.items()]))
+    records = rig.pool.records.clone()
+    StaticReplay(rig.bank).capture([substep], lambda: rig.body(substep))
+    assert torch.equal(records, rig.pool.records)
+
+
 def test_capture_needs_buffers_of_ours(rig):
     """A batch can only be copied into StaticBuffers."""
     replay = StaticReplay(rig.bank)

@@ -310,6 +310,8 @@ def test_row_violations_are_those_of_the_last_forward(rig, decode, rows):
     rig.pool.records[12].zero_()
     rig.run(decode, clean(rig, rows), step=2)
     assert decode.work.row_violations.tolist() == [0, 2, 0, 0]  # R5 follows R3
+    rig.run(decode, clean(rig, rows[:1], truths=truths(rig)[:1], prefix_lens=[3]), step=2)
+    assert decode.work.row_violations.tolist() == [2, 0, 0, 0]  # R10 of the row, and R6
     rig.run(decode, clean(rig, rows[:1], truths=truths(rig)[:1]), step=3)
     assert decode.work.row_violations.tolist() == [0] * 4
 
