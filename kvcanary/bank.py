@@ -17,7 +17,8 @@ from kvcanary.sites import site_name
 from kvcanary.state import CanaryState
 from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
-from kvcanary_kernels.plan import NO_CLAIM, ForwardPlan
+from kvcanary_kernels.forward import ForwardPlan
+from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 
 CAPACITY = 256  # substeps: kinds and indices times buckets

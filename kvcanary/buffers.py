@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-from kvcanary_kernels.plan import ForwardPlan
+from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.table import as_table
 
 NULL_SLOT = 0

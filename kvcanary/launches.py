@@ -14,7 +14,7 @@ from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.count import NUM_BITS, unset_first
-from kvcanary_kernels.plan import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
 from kvcanary_kernels.record import signed
 from kvcanary_kernels.settle import NUM_RUNS
 from kvcanary_kernels.table import PageTable

@@ -14,7 +14,7 @@ from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
-from kvcanary_kernels.plan import ForwardPlan
+from kvcanary_kernels.forward import ForwardPlan
 
 
 class StaticSubstep:

@@ -7,8 +7,6 @@ One launch judges the write plan and the lengths of rows, and derives the argume
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -35,150 +33,14 @@ from kvcanary_kernels.device import (
     tl,
     triton,
 )
+from kvcanary_kernels.forward import NO_PARENT, NO_SLOT, ROOT, ForwardPlan, Planned
 from kvcanary_kernels.record import CODE_BITS
-from kvcanary_kernels.table import PageTable, device_slot_at, expect_table, segment_entries, slot_at
+from kvcanary_kernels.table import device_slot_at, segment_entries, slot_at
 
 NO_CLAIM = 2**63 - 1  # of a slot that no entry of a running forward writes
-NO_SLOT = -1
-NO_PARENT = -2  # the parent is no entry of the row: no chain to continue
-ROOT = -1
 NODE_SHIFT = 16  # of a branch or node in the site word
 DEVICE_NO_SLOT = tl.constexpr(NO_SLOT)
 NODE_BITS = tl.constexpr(NODE_SHIFT)
-
-
-@dataclass(frozen=True, eq=False)
-class ForwardPlan:
-    """One forward as the engine and the host describe it, in tensors at fixed addresses; all int64 but the table.
-
-    table:       what attention reads (table.as_table of a flat index array); row r of the forward is row
-                 table.rows[r] of it, or the only one
-    row_starts, row_ends: [rows], half-open: where each row lies in its row of the table, in position order; the last
-                 entries are those that the row writes
-    bounds:      [rows + 1], never falling from 0: entries [bounds[r], bounds[r + 1]) are written by row r
-    slots, tokens, positions: [entries], the write plan
-    parents:     [entries], tree parent as an entry of the forward, ROOT (-1) where an entry continues the row; None:
-                 every row is a chain
-    prefix_lens: [rows], entries of the row that are final; -1: not known, R10 and R6 are not judged
-    truths:      [rows], chain value of the row's own tokens up to its prefix_len; None: R6 is not judged
-    uids:        [rows], request of each row
-    num_live:    [1], rows at and after it are padding
-    ancestors:   entries of a row between its prefix and what it writes
-    """
-
-    table: PageTable
-    row_starts: Tensor
-    row_ends: Tensor
-    bounds: Tensor
-    slots: Tensor
-    tokens: Tensor
-    positions: Tensor
-    parents: Tensor | None
-    prefix_lens: Tensor
-    truths: Tensor | None
-    uids: Tensor
-    num_live: Tensor
-    ancestors: int = 0
-
-    def __post_init__(self) -> None:
-        rows, entries = self.num_rows, self.num_entries
-        expect_table(self.table, rows)
-        expect_int64(rows, row_starts=self.row_starts, row_ends=self.row_ends, prefix_lens=self.prefix_lens)
-        expect_int64(rows, truths=self.truths, uids=self.uids)
-        expect_int64(rows + 1, bounds=self.bounds)
-        expect_int64(entries, slots=self.slots, tokens=self.tokens, positions=self.positions, parents=self.parents)
-        expect_int64(1, num_live=self.num_live)
-        if self.table.rows is not None and self.table.code_starts is None:
-            raise ValueError("a table of several rows needs code_starts, got None: the codes of its rows would overlap")
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_starts.numel()
-
-    @property
-    def num_entries(self) -> int:
-        return self.slots.numel()
-
-    @property
-    def capacity(self) -> int:
-        """Places in a row of the table."""
-        return self.table.pages.shape[1] * self.table.page_size
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """What `plan` derives, int64; by row r and by entry e of the forward. Padding rows have length 0.
-
-    live_entries: [1]
-    starts:       [rows], where the row begins, 0 for rows that are not judged
-    read_lengths: [rows], entries of the row that earlier forwards wrote
-    row_lengths:  [rows], with those that this forward writes
-    seeds:        [rows], chain value that the row's own entries continue
-    entry_seeds:  [entries], the same by entry
-    parents:      [entries], those of the forward, NO_PARENT where one is no earlier entry of the row
-    safe_slots:   [entries], NO_SLOT where the write is refused: everything but W5 refuses
-    places, code_places: [entries], where the row should read what the entry writes, in the table and in the codes
-    table_rows:   [entries], row of the table in which that is
-    own_lengths:  [entries], 1 where there is such a place
-    generations, requests, sites: [entries], for the seal
-    codes:        [entries + rows], write codes of every entry, then row codes. Padding is judged too: W9
-    asked:        [entries + rows], slots as the plan named them, then for each padding row one that is not null
-    counted_starts, counted_lengths, counted_rows: [2 * rows + 1] segments of `codes` for count: each row's entries,
-                  each row, and the padding entries, which are no row's
-    """
-
-    live_entries: Tensor
-    starts: Tensor
-    read_lengths: Tensor
-    row_lengths: Tensor
-    seeds: Tensor
-    entry_seeds: Tensor
-    parents: Tensor
-    safe_slots: Tensor
-    places: Tensor
-    code_places: Tensor
-    table_rows: Tensor
-    own_lengths: Tensor
-    generations: Tensor
-    requests: Tensor
-    sites: Tensor
-    codes: Tensor
-    asked: Tensor
-    counted_starts: Tensor
-    counted_lengths: Tensor
-    counted_rows: Tensor
-
-
-def new_planned(forward: ForwardPlan) -> Planned:
-    """Room for what `plan` derives of this forward."""
-    rows, entries, device = forward.num_rows, forward.num_entries, forward.slots.device
-
-    def room(n: int) -> Tensor:
-        return torch.zeros(n, dtype=torch.int64, device=device)
-
-    row = torch.arange(rows, device=device)
-    return Planned(
-        live_entries=room(1),
-        starts=room(rows),
-        read_lengths=room(rows),
-        row_lengths=room(rows),
-        seeds=room(rows),
-        entry_seeds=room(entries),
-        parents=room(entries),
-        safe_slots=room(entries),
-        places=room(entries),
-        code_places=room(entries),
-        table_rows=room(entries),
-        own_lengths=room(entries),
-        generations=room(entries),
-        requests=room(entries),
-        sites=room(entries),
-        codes=room(entries + rows),
-        asked=room(entries + rows),
-        counted_starts=torch.cat((room(rows), entries + row, room(1))),
-        counted_lengths=torch.cat((room(rows), torch.ones_like(row), room(1))),
-        counted_rows=torch.cat((row, row, room(1) - 1)),
-    )
 
 
 def plan(
@@ -302,82 +164,41 @@ def plan_torch(
     rows, entries, num_slots = forward.num_rows, forward.num_entries, records.shape[0]
     live = min(max(int(forward.num_live), 0), rows)
     live_entries = min(max(int(forward.bounds[live]), 0), entries)
-    slots = forward.slots
-    planned.asked[:entries] = slots
-    _claim(slots[:live_entries], claims, num_slots, null_slots)
-    planned.live_entries.fill_(live_entries)
-    planned.counted_starts[-1:].fill_(live_entries)
-    planned.counted_lengths[-1:].fill_(entries - live_entries)
-    padding = slots[live_entries:]
-    is_null = (padding >= 0) & (padding < null_slots)
-    planned.codes[live_entries:entries] = torch.where(is_null, 0, CODE_BITS["W9"])
-
-    written = forward.bounds.diff().clamp_(min=0)
-    lengths = forward.row_ends - forward.row_starts
-    capacity = torch.full_like(lengths, forward.capacity)
-    if forward.table.rows is not None:
-        capacity[(forward.table.rows < 0) | (forward.table.rows >= forward.table.pages.shape[0])] = 0
-    is_whole = (forward.row_starts >= 0) & (lengths >= written) & (forward.row_ends <= capacity)
-    is_live = torch.arange(rows, device=slots.device) < live
-    judged = is_whole & is_live
-    prefixes = torch.where(judged, lengths - written, 0)
-    planned.starts.copy_(torch.where(judged, forward.row_starts, 0))
-    planned.read_lengths.copy_(prefixes)
-    planned.row_lengths.copy_(torch.where(judged, lengths, 0))
-    planned.counted_starts[:rows] = forward.bounds[:-1]
-    planned.counted_lengths[:rows] = torch.where(is_live, written, 0)
-    is_long = (forward.prefix_lens >= 0) & (prefixes != forward.prefix_lens + forward.ancestors)
-    planned.codes[entries:] = torch.where(is_live & (is_long | ~is_whole), CODE_BITS["R10"], 0)
-    planned.asked[entries:] = NO_SLOT
-    _judge_padding(forward, planned, live, null_slots, capacity)
-    planned.seeds.copy_(_seeds(forward, planned, judged, records, root, null_slots))
+    _claim(forward.slots[:live_entries], claims, num_slots, null_slots)
+    _plan_padding(forward, planned, live, live_entries, null_slots)
+    is_whole = _plan_rows(forward, planned, live)
+    planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, root, null_slots))
     if not live_entries:
         return
-
-    row = torch.repeat_interleave(torch.arange(live, device=slots.device), written[:live], output_size=live_entries)
-    entry = torch.arange(live_entries, device=slots.device)
-    nth = entry - forward.bounds[row]
-    slots, positions = slots[:live_entries], forward.positions[:live_entries]
-    prefix, whole = prefixes[row], is_whole[row]
+    written = forward.bounds.diff()[:live]
+    row = torch.arange(live, device=claims.device).repeat_interleave(written, output_size=live_entries)
+    entry = torch.arange(live_entries, device=claims.device)
+    nth, own = entry - forward.bounds[row], slice(live_entries)
+    slots, whole, prefix = forward.slots[own], is_whole[row], planned.read_lengths[row]
     outside = (slots < 0) | (slots >= num_slots)
     null = ~outside & (slots < null_slots)
     valid = ~outside & ~null
     safe = torch.where(valid, slots, 0)
     page = safe // page_size
-    state, owner = states[page], owners[page]
-    shared = (owner == record.SHARED_OWNER) | (state == record.SHARED)
-    quarantined = state == record.QUARANTINED
-    fired = {
-        "W1": outside,
-        "R2": null,
-        "W3": valid & shared,
-        "W7": valid & ~shared & quarantined,
-        "W2": valid & ~shared & ~quarantined & (owner != forward.uids[row]),
-        "W4": valid & (claims[safe] != entry),
-    }
+    fired = {"W1": outside, "R2": null, "W4": valid & (claims[safe] != entry)}
+    fired |= {code: valid & by for code, by in _page_codes(states[page], owners[page], forward.uids[row]).items()}
     refused = torch.stack(tuple(fired.values())).any(0)
-    wanted = prefix + nth
-    if forward.parents is not None:
-        parents = forward.parents[:live_entries]
-        inside = (parents >= forward.bounds[row]) & (parents < entry)
-        above = forward.positions[parents.clamp(0, entries - 1)] + 1
-        wanted = torch.where(inside, above, torch.where(parents == ROOT, prefix, NO_PARENT))
-        planned.parents[:live_entries] = torch.where(inside | (parents == ROOT), parents, NO_PARENT)
-    fired["W5"] = whole & (positions != wanted)
+    fired["W5"] = whole & (
+        forward.positions[own] != _wanted_positions(forward, planned, row, entry, prefix + nth, prefix)
+    )
     bits = torch.tensor([CODE_BITS[code] for code in fired], device=slots.device)
-    planned.codes[:live_entries] = (torch.stack(tuple(fired.values())) * bits[:, None]).sum(0)
-    planned.safe_slots[:live_entries] = torch.where(refused, NO_SLOT, slots)
-    own = prefix + nth  # from the row's start
+    planned.codes[own] = (torch.stack(tuple(fired.values())) * bits[:, None]).sum(0)
+    planned.safe_slots[own] = torch.where(refused, NO_SLOT, slots)
     code_starts = forward.row_starts if forward.table.code_starts is None else forward.table.code_starts
-    planned.places[:live_entries] = torch.where(whole, forward.row_starts[row] + own, -1)
-    planned.code_places[:live_entries] = torch.where(whole, code_starts[row] + own, -1)
-    planned.table_rows[:live_entries] = 0 if forward.table.rows is None else forward.table.rows[row]
-    planned.own_lengths[:live_entries] = whole.to(torch.int64)
-    planned.entry_seeds[:live_entries] = planned.seeds[row]
-    planned.generations[:live_entries] = generations[page]
-    planned.requests[:live_entries] = forward.uids[row]
+    planned.places[own] = torch.where(whole, forward.row_starts[row] + prefix + nth, -1)
+    planned.code_places[own] = torch.where(whole, code_starts[row] + prefix + nth, -1)
+    planned.table_rows[own] = 0 if forward.table.rows is None else forward.table.rows[row]
+    planned.own_lengths[own] = whole.to(torch.int64)
+    planned.entry_seeds[own] = planned.seeds[row]
+    planned.generations[own] = generations[page]
+    planned.requests[own] = forward.uids[row]
     node = row % width if forward.parents is None else nth
-    planned.sites[:live_entries] = site | (node & 0xFFFF) << NODE_SHIFT
+    planned.sites[own] = site | (node & 0xFFFF) << NODE_SHIFT
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_entries"])
@@ -574,28 +395,91 @@ def _claim(slots: Tensor, claims: Tensor, num_slots: int, null_slots: int) -> No
     claims.scatter_reduce_(0, slots[valid], entries[valid], "amin")
 
 
+def _plan_padding(forward: ForwardPlan, planned: Planned, live: int, live_entries: int, null_slots: int) -> None:
+    """W9 where padding entries, or what padding rows read, lie in no null slot."""
+    entries = forward.num_entries
+    padding = forward.slots[live_entries:]
+    is_null = (padding >= 0) & (padding < null_slots)
+    planned.live_entries.fill_(live_entries)
+    planned.counted_starts[-1:].fill_(live_entries)
+    planned.counted_lengths[-1:].fill_(entries - live_entries)
+    planned.asked[:entries] = forward.slots
+    planned.codes[live_entries:entries] = torch.where(is_null, 0, CODE_BITS["W9"])
+    planned.asked[entries:] = NO_SLOT
+    planned.codes[entries:] = 0
+
+    starts = forward.row_starts[live:].clamp(min=0)
+    lengths = (torch.minimum(forward.row_ends, _capacities(forward))[live:] - starts).clamp_(min=0)
+    rows = torch.arange(live, forward.num_rows, device=starts.device).repeat_interleave(lengths)
+    (places,) = segment_entries(lengths, rows.numel(), starts)
+    slots = slot_at(forward.table, None if forward.table.rows is None else forward.table.rows[rows], places)
+    for nth in ((slots < 0) | (slots >= null_slots)).nonzero().flatten().flip(0).tolist():  # the first one last
+        planned.codes[entries + rows[nth]] = CODE_BITS["W9"]
+        planned.asked[entries + rows[nth]] = slots[nth]
+
+
+def _plan_rows(forward: ForwardPlan, planned: Planned, live: int) -> Tensor:
+    """Lengths of rows and R10; [rows] bool: which lie whole in the table."""
+    rows, entries = forward.num_rows, forward.num_entries
+    written = forward.bounds.diff().clamp_(min=0)
+    lengths = forward.row_ends - forward.row_starts
+    is_whole = (forward.row_starts >= 0) & (lengths >= written) & (forward.row_ends <= _capacities(forward))
+    is_live = torch.arange(rows, device=written.device) < live
+    judged = is_whole & is_live
+    prefixes = torch.where(judged, lengths - written, 0)
+    planned.starts.copy_(torch.where(judged, forward.row_starts, 0))
+    planned.read_lengths.copy_(prefixes)
+    planned.row_lengths.copy_(torch.where(judged, lengths, 0))
+    planned.counted_starts[:rows] = forward.bounds[:-1]
+    planned.counted_lengths[:rows] = torch.where(is_live, written, 0)
+    is_long = (forward.prefix_lens >= 0) & (prefixes != forward.prefix_lens + forward.ancestors)
+    planned.codes[entries:] |= torch.where(is_live & (is_long | ~is_whole), CODE_BITS["R10"], 0)
+    return is_whole
+
+
+def _capacities(forward: ForwardPlan) -> Tensor:
+    """[rows] int64: places in the table's row of each row, none where it has no such row."""
+    capacities = torch.full_like(forward.row_ends, forward.capacity)
+    rows = forward.table.rows
+    return capacities if rows is None else capacities * ((rows >= 0) & (rows < forward.table.pages.shape[0]))
+
+
 def _seeds(
-    forward: ForwardPlan, planned: Planned, judged: Tensor, records: Tensor, root: int, null_slots: int
+    forward: ForwardPlan,
+    planned: Planned,
+    is_whole: Tensor,
+    live: int,
+    records: Tensor,
+    root: int,
+    null_slots: int,
 ) -> Tensor:
     """[rows] int64: the chain of the entry before the first that the row writes, or the root."""
     prefixes, num_slots = planned.read_lengths, records.shape[0]
     slots = slot_at(forward.table, forward.table.rows, torch.where(prefixes > 0, planned.starts + prefixes - 1, -1))
     found = (slots >= null_slots) & (slots < num_slots)
     chains = torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
-    return torch.where(judged & (prefixes == 0), root, chains)
+    is_live = torch.arange(len(slots), device=slots.device) < live
+    return torch.where(is_whole & is_live & (prefixes == 0), root, chains)
 
 
-def _judge_padding(forward: ForwardPlan, planned: Planned, live: int, null_slots: int, capacity: Tensor) -> None:
-    entries = forward.num_entries
-    starts = forward.row_starts[live:].clamp(min=0)
-    lengths = (torch.minimum(forward.row_ends[live:], capacity[live:]) - starts).clamp_(min=0)
-    rows = torch.arange(live, forward.num_rows, device=starts.device).repeat_interleave(lengths)
-    (places,) = segment_entries(lengths, rows.numel(), starts)
-    table_rows = None if forward.table.rows is None else forward.table.rows[rows]
-    slots = slot_at(forward.table, table_rows, places)
-    for nth in ((slots < 0) | (slots >= null_slots)).nonzero().flatten().flip(0).tolist():  # the first one last
-        planned.codes[entries + rows[nth]] = CODE_BITS["W9"]
-        planned.asked[entries + rows[nth]] = slots[nth]
+def _page_codes(states: Tensor, owners: Tensor, uids: Tensor) -> dict[str, Tensor]:
+    """At most one of W3, W7, W2 an entry, by the state and owner of its page."""
+    shared = (owners == record.SHARED_OWNER) | (states == record.SHARED)
+    quarantined = ~shared & (states == record.QUARANTINED)
+    return {"W3": shared, "W7": quarantined, "W2": ~shared & ~quarantined & (owners != uids)}
+
+
+def _wanted_positions(
+    forward: ForwardPlan, planned: Planned, row: Tensor, entry: Tensor, following: Tensor, prefix: Tensor
+) -> Tensor:
+    """[live entries] int64: the position after the parent's; of a tree its parents are taken over, too."""
+    if forward.parents is None:
+        return following
+    parents = forward.parents[: entry.numel()]
+    inside = (parents >= forward.bounds[row]) & (parents < entry)
+    planned.parents[: entry.numel()] = torch.where(inside | (parents == ROOT), parents, NO_PARENT)
+    after = forward.positions[parents.clamp(0, forward.num_entries - 1)] + 1
+    return torch.where(inside, after, torch.where(parents == ROOT, prefix, NO_PARENT))
 
 
 def _check(

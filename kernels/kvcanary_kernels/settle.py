@@ -24,7 +24,8 @@ from kvcanary_kernels.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.plan import NO_CLAIM, ForwardPlan, Planned
+from kvcanary_kernels.forward import ForwardPlan, Planned
+from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.record import CODE_BITS
 from kvcanary_kernels.table import device_slot_at, slot_at
 

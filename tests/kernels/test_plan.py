@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.plan import NO_CLAIM, NO_SLOT, ForwardPlan, Planned, new_planned, plan, plan_torch
+from kvcanary_kernels.forward import NO_SLOT, ForwardPlan, Planned, new_planned
+from kvcanary_kernels.plan import NO_CLAIM, plan, plan_torch
 from kvcanary_kernels.record import CODE_BITS, layers_bitmap
 from kvcanary_kernels.settle import settle, settle_torch
 from kvcanary_kernels.table import PageTable, as_table
