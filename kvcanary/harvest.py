@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from kvcanary.launches import PLANNED, READ
 from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import ENTRY, NUM_BITS, ROW, SLOT, STEP, UNSET
-from kvcanary_kernels.record import CODE_BITS, MASK_32
-from kvcanary_kernels.table import PageTable, segment_entries, slot_at
+from kvcanary_kernels.record import CODE_BITS, MASK_32, signed
+from kvcanary_kernels.table import slot_at
 
 HITS_PER_CHECK = 64  # of each side of a forward; the others are counted
+CHUNK = 1 << 16  # codes looked at together, until every check has its hits
 NOWHERE = -1
 CODES_BY_BIT = {bits.bit_length() - 1: code for code, bits in CODE_BITS.items()}
 
@@ -97,8 +98,8 @@ def _planned_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[Static
     forward, planned, entries = substep.forward, substep.work.planned, substep.forward.num_entries
     codes, asked = planned.codes.cpu(), planned.asked.cpu()
     bounds, live = forward.bounds.cpu(), int(planned.live_entries)
-    for code, where in _fired(codes, new_counts):
-        for entry in where.tolist():
+    for code, where in _first_places(codes, new_counts, torch.ones_like):
+        for entry in where:
             if entry >= entries:
                 yield _hit(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]))
             else:
@@ -110,26 +111,50 @@ def _read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit
     """Read codes of live rows."""
     if not new_counts.any():
         return
-    forward, planned = substep.forward, substep.work.planned
-    live = min(max(int(forward.num_live), 0), forward.num_rows)
-    starts, lengths = planned.starts[:live].cpu(), planned.row_lengths[:live].cpu()
-    table = forward.table
-    code_starts = starts if table.code_starts is None else table.code_starts[:live].cpu()
-    rows = torch.arange(live).repeat_interleave(lengths)
-    code_places, places, nth = segment_entries(lengths, rows.numel(), code_starts, starts, torch.zeros_like(starts))
-    codes, pages = substep.work.codes.cpu()[code_places], PageTable(table.pages.cpu(), table.page_size)
-    for code, where in _fired(codes, new_counts):
-        table_rows = None if table.rows is None else table.rows.cpu()[rows[where]]
-        slots = slot_at(pages, table_rows, places[where])
-        for row, place, slot in zip(rows[where].tolist(), nth[where].tolist(), slots.tolist(), strict=True):
+    planned, table = substep.work.planned, substep.forward.table
+    lengths = planned.row_lengths.cpu()
+    code_starts = (planned.starts if table.code_starts is None else table.code_starts).cpu()
+    order = code_starts.argsort()
+    order = order[lengths[order] > 0]
+    if not len(order):  # the last forward had padding only
+        return
+    begins, ends = code_starts[order], (code_starts + lengths)[order]
+
+    def is_live(where: Tensor) -> Tensor:
+        nth = torch.searchsorted(begins, where, right=True) - 1
+        return (nth >= 0) & (where < ends[nth])
+
+    for code, where in _first_places(substep.work.codes.cpu(), new_counts, is_live):
+        rows = order[torch.searchsorted(begins, torch.tensor(where, dtype=torch.int64), right=True) - 1]
+        places = torch.tensor(where, dtype=torch.int64) - code_starts[rows]
+        slots = _slots(substep, rows, places)
+        for row, place, slot in zip(rows.tolist(), places.tolist(), slots.tolist(), strict=True):
             yield _hit(substep, code, row, NOWHERE, place, slot)
 
 
-def _fired(codes: Tensor, new_counts: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each check that was counted, and the first places in `codes` that have its bit."""
-    hit = codes.nonzero().flatten()
-    for bit in new_counts.nonzero().flatten().tolist():
-        yield CODES_BY_BIT[bit], hit[(codes[hit] >> bit & 1).bool()][:HITS_PER_CHECK]
+def _slots(substep: StaticSubstep, rows: Tensor, places: Tensor) -> Tensor:
+    """[n] int64 on the host: what the table names at these places of these rows, as it lies on the device now."""
+    table, starts = substep.forward.table, substep.work.planned.starts
+    where = rows.to(starts.device)
+    table_rows = None if table.rows is None else table.rows[where]
+    return slot_at(table, table_rows, starts[where] + places.to(starts.device)).cpu()
+
+
+def _first_places(
+    codes: Tensor, new_counts: Tensor, is_live: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, list[int]]]:
+    """Each check that was counted, and the first live places in `codes` that have its bit."""
+    found: dict[int, list[int]] = {bit: [] for bit in new_counts.nonzero().flatten().tolist()}
+    for first in range(0, len(codes), CHUNK):
+        wanted = [bit for bit, places in found.items() if len(places) < HITS_PER_CHECK]
+        part = codes[first : first + CHUNK]
+        hit = (part & signed(sum(1 << bit for bit in wanted))).nonzero().flatten()
+        hit = hit[is_live(hit + first).bool()]
+        for bit in wanted if len(hit) else ():
+            places = hit[(part[hit] >> bit & 1).bool()] + first
+            found[bit] += places[: HITS_PER_CHECK - len(found[bit])].tolist()
+    for bit, where in found.items():
+        yield CODES_BY_BIT[bit], where
 
 
 def _first_hits(substep: StaticSubstep, side: int, codes: set[str]) -> Iterator[StaticHit]:

@@ -316,10 +316,11 @@ def test_row_violations_are_those_of_the_last_forward(rig, decode, rows):
     assert decode.work.row_violations.tolist() == [0] * 4
 
 
-def test_a_finding_survives_the_next_forward(rig, decode, rows):
+@pytest.mark.parametrize("following", [slice(1, None), slice(0)], ids=["another row", "padding only"])
+def test_a_finding_survives_the_next_forward(rig, decode, rows, following):
     """Codes that a later forward overwrote are told by the first finding that the header keeps."""
     rig.pool.records[6].zero_()
-    for batch in (clean(rig, rows), clean(rig, rows[1:], truths=truths(rig)[1:])):
+    for batch in (clean(rig, rows), clean(rig, rows[following], truths=truths(rig)[following])):
         rig.bank.begin_step(2)
         rig.bank.load(decode, batch)
         rig.body(decode)
