@@ -80,6 +80,8 @@ class SubstepBank:
             counter.zero_()
         self._planned[:] = array("q", [0] * len(self._planned))
         self._reads_unknown.clear()
+        for substep in self._in_order:
+            substep.work.forget_firsts()
 
     def get(self, pool: str, kind: str, index: int, bucket: int) -> StaticSubstep:
         """The substep of this bucket."""
@@ -138,7 +140,8 @@ class SubstepBank:
         harvest.hits += read_hits(substep, new_counts)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
-                harvest.totals[CODES_BY_BIT[bit], substep.pool.name, substep.site] = count
+                what = CODES_BY_BIT[bit], substep.pool.name, substep.site
+                harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
 
     def _compare_runs(self, runs: Tensor, before: Tensor, harvest: Harvest) -> None:
         """H1 where a counter is not what was planned; from then on it counts from where it is."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcanary.launches import PLANNED, READ
 from kvcanary.static import StaticSubstep
-from kvcanary_kernels.count import ENTRY, NUM_BITS, ROW, SLOT, STEP, UNSET
+from kvcanary_kernels.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record import CODE_BITS, MASK_32, signed
 from kvcanary_kernels.table import slot_at
 
@@ -88,7 +88,7 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]
         unseen -= {hit.code for hit in found}
         if unseen:
             yield from _first_hits(substep, side, unseen)
-        substep.work.firsts[side].copy_(torch.tensor(UNSET, device=substep.step.device).expand(NUM_BITS, 4))
+    substep.work.forget_firsts()
 
 
 def _planned_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:

@@ -82,6 +82,11 @@ class Workspace:
         self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
         self.lane_a = filled(0, pool.view.num_layers, stored)
 
+    def forget_firsts(self) -> None:
+        """They have been told: the next finding of each check is its first again."""
+        for first in self.firsts:
+            first.copy_(unset_first(first.device))
+
 
 class Launches:
     """The operations of one substep in the order of their run; nothing but `store` takes an argument."""

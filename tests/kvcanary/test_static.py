@@ -495,9 +495,22 @@ def test_arm_forgets_what_warm_up_counted(rig, rows):
     rig.body(substep)
     rig.bank.load(substep, rig.batch(rows))
     rig.body(substep)
+    assert int((substep.work.firsts[1] >= 0).all(1).sum()) > 0
     rig.bank.arm()
     harvest = rig.bank.harvest()
     assert (harvest.hits, harvest.gaps) == ([], [])
+    assert int((substep.work.firsts[1] >= 0).all(1).sum()) == 0
+
+
+def test_totals_add_up_over_buckets(rig, decode, rows):
+    """Two buckets of one forward are one site."""
+    rig.pool.records[13].zero_()
+    larger = rig.add("decode", rows=6, has_truths=True)
+    for substep in (decode, larger):
+        rig.bank.begin_step(2)
+        rig.bank.load(substep, clean(rig, rows))
+        rig.body(substep)
+    assert rig.bank.harvest().totals["R3", "target", ("decode", 0)] == 2
 
 
 def test_many_findings_are_counted_and_the_first_told(make_static, static_row):
