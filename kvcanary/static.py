@@ -15,6 +15,7 @@ from kvcanary.launches import Launches, Settings, Shared, Workspace
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan
+from kvcanary_kernels.plan import NO_CLAIM
 
 
 class StaticSubstep:
@@ -43,6 +44,7 @@ class StaticSubstep:
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
             self.work = Workspace(self.forward, pool, settings)
+        self._claims = shared.claims[pool.name]
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self._is_open = False
@@ -95,3 +97,13 @@ class StaticSubstep:
         launch.settle()
         launch.count_planned()
         launch.count_read()
+
+    def abandon(self) -> None:
+        """The body raised: the forward is not judged, and the next open() starts afresh.
+
+        What it sealed and did not store is R12 to whoever reads it; what was expected of it is H1.
+        """
+        if self._is_open:
+            self._is_open = False
+            self._claims.fill_(NO_CLAIM)
+            self.work.twice.zero_()

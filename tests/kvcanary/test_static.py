@@ -461,6 +461,25 @@ def test_hooks_have_one_order(make_static):
     substep.close()
 
 
+def test_a_body_that_raised_is_abandoned(make_static, static_row):
+    """The forward after it is judged as if nothing had been; what was left out is R12 and H1, never W4."""
+    rig = make_static()
+    rig.grant(ANN, 1)
+    substep = rig.add("prefill")
+    prompt, longer = static_row(ANN, [4, 5], [50, 51]), static_row(ANN, [4, 5, 6], [52])
+    rig.grant(BOB, 3)
+    rig.bank.load(substep, rig.batch([prompt]))
+    substep.open()
+    for _ in range(2):
+        substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
+    substep.abandon()
+    assert len(rig.bank.harvest().gaps) == 1
+    assert {hit[0] for hit in told(rig.run(rig.add("decode"), rig.batch([longer])))} == {"R12"}
+    assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).hits == []
+    substep.abandon()
+    assert not substep.is_open
+
+
 def test_a_bank_is_filled_before_it_is_armed(make_static):
     """Substeps are found by pool, kind, index and bucket; a missing, repeated or late one is refused."""
     rig = make_static()
