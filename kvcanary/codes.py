@@ -24,9 +24,15 @@ _ALL = (
     Code("R12", "unwritten slot", "the slot was not written, or not by every layer, since its page was granted"),
     Code("R7", "stale page", "the row points at a page that was given back, or never granted"),
     Code("R8", "foreign slot", "the row points at a page that was granted to another request"),
+    Code("W6", "wrong input", "a forward was given a token that is not the request's own at that position"),
     Code("R4", "wrong position", "the slot holds a token of another position than the row expects there"),
     Code("R5", "chain break", "the slot holds a token that does not continue the token before it"),
+    Code("R10", "row length", "the row is not as long as what the request has committed and this forward adds"),
+    Code("R11", "future", "the slot was written by a later step than that of its reader"),
     Code("R9", "content changed", "bytes of K or V are not those that were written"),
+    Code("R13", "tree mask", "a tree node sees something else than the prefix and its own ancestors"),
+    Code("P1", "poison damaged", "somebody wrote into a page that belonged to nobody"),
+    Code("H1", "canary not running", "tokens became final that no forward with canary hooks has written"),
     Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
 )
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcanary.codes import CODES
 from kvcanary.errors import CanaryConfigError
 
-MODES = ("off", "log", "raise")
-LATER_MODES = ("abort", "heal")
+MODES = ("off", "log", "raise", "abort")
+LATER_MODES = ("heal",)
 CONTENTS = ("write", "rolling", "full")
+POISONS = ("finite", "nan", "off")
 #: Steps within which the automatic budget re-reads every committed byte of the running rows.
-ROTATION_STEPS = 64
+ROTATION_STEPS = 128
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -23,12 +24,16 @@ _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 2**10,
 class CanaryConfig:
     """Settings of the canary.
 
-    mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops).
+    mode: `off` (nothing installed), `log` (a structlog event a finding), `raise` (the engine stops),
+        `abort` (the requests that a finding touches end with `kv_corruption`, the others go on).
     content: `write` (fingerprints are taken, never compared), `rolling` (a byte budget a step is
         re-read, and all bytes of a request when it ends), `full` (all bytes a forward reads).
-    budget: bytes a step of the rolling check; None re-reads the running rows within 64 steps.
+    budget: bytes a step of the rolling check; None re-reads the running rows within 128 steps.
     seed: of all keys; None draws a secret one. Fix it to compare two runs.
     disable: codes that are neither reported nor counted; the certificate names them.
+    poison: what freed pages are filled with, and looked at for before they are granted again: `finite` (a pattern
+        that attention survives), `nan` (a debug mode: one wrong read ruins the output), `off`.
+    quarantine: steps that a freed page waits before an engine grants it again.
     """
 
     mode: str = "raise"
@@ -36,12 +41,17 @@ class CanaryConfig:
     budget: int | None = None
     seed: int | None = None
     disable: frozenset[str] = field(default_factory=frozenset)
+    poison: str = "finite"
+    quarantine: int = 4
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)
         if self.content not in CONTENTS:
             raise CanaryConfigError(f"content must be one of {', '.join(CONTENTS)}, got {self.content!r}")
         _check_budget(self.budget)
+        if self.poison not in POISONS:
+            raise CanaryConfigError(f"poison must be one of {', '.join(POISONS)}, got {self.poison!r}")
+        _check_quarantine(self.quarantine)
         _check_seed(self.seed)
         object.__setattr__(self, "disable", _checked_codes(self.disable))
 
@@ -52,7 +62,9 @@ class CanaryConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
-        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _DISABLE and KVCANARY_KV_CANARY_SEED; `overrides` win.
+        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _DISABLE and KVCANARY_KV_CANARY_SEED.
+
+        `overrides` win.
 
         KVCANARY_SEED is the sampling seed of the command line, never the canary's.
         """
@@ -78,11 +90,14 @@ def parse_codes(text: str) -> frozenset[str]:
     return frozenset(part.strip().upper() for part in text.split(",") if part.strip())
 
 
-def _parse_seed(text: str) -> int:
-    try:
-        return int(text, 0)
-    except ValueError:
-        raise CanaryConfigError(f"seed must be an integer, got {text!r}") from None
+def _parse_integer(name: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            return int(text, 0)
+        except ValueError:
+            raise CanaryConfigError(f"{name} must be an integer, got {text!r}") from None
+
+    return parse
 
 
 def _parse_budget(text: str) -> int | None:
@@ -94,14 +109,18 @@ _PARSERS = {
     "mode": str.lower,
     "content": str.lower,
     "budget": _parse_budget,
-    "seed": _parse_seed,
+    "seed": _parse_integer("seed"),
+    "poison": str.lower,
+    "quarantine": _parse_integer("quarantine"),
     "disable": parse_codes,
 }
 
 
 def _check_mode(mode: str) -> None:
     if mode in LATER_MODES:
-        raise CanaryConfigError(f"mode {mode!r} does not exist yet: use 'raise' to stop or 'log' to go on")
+        raise CanaryConfigError(
+            f"mode {mode!r} does not exist yet: use 'abort' to end only the requests that are touched"
+        )
     if mode not in MODES:
         raise CanaryConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
 
@@ -111,6 +130,11 @@ def _check_budget(budget: int | None) -> None:
         return
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
         raise CanaryConfigError(f"budget must be a positive number of bytes a step or None, got {budget!r}")
+
+
+def _check_quarantine(steps: int) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise CanaryConfigError(f"quarantine must be a number of steps, 0 or more, got {steps!r}")
 
 
 def _check_seed(seed: int | None) -> None:

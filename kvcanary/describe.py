@@ -14,8 +14,9 @@ from kvcanary.diagnosis import rank_causes
 from kvcanary.findings import Finding
 from kvcanary.hits import Hit
 from kvcanary.lanes import lane_a_of_slots
-from kvcanary.ledger import Ledger, Request
+from kvcanary.ledger import Ledger
 from kvcanary.locate import ChangedWord, locate_word
+from kvcanary.requests import Request
 from kvcanary.sites import site_name, unpack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels import record
@@ -60,7 +61,7 @@ class Describer:
         word, code = facts.word, CODES[hit.code]
         expected, seen = self._expected_and_found(facts)
         writes = hit.code.startswith("W")
-        readers = self._readers(hit, facts.owner)
+        readers = self._readers(hit)
         return Finding(
             code=hit.code,
             name=code.name,
@@ -97,7 +98,7 @@ class Describer:
     def _facts(self, incident: Sequence[Hit]) -> Facts:
         hit = incident[0]
         pool, inside = hit.pool, 0 <= hit.slot < hit.pool.view.num_slots
-        owner = self._ledger.owners[hit.page] if inside else None
+        owner = self._ledger.owner_of(hit.page) if inside else None
         found = record.read_record(pool.records, hit.slot) if inside else None
         word: ChangedWord | None = None
         same_as: tuple[int, ...] = ()
@@ -105,11 +106,13 @@ class Describer:
         if hit.code == "R9" and hit.layers:
             word = locate_word(pool, hit.slot, hit.layers[0]) if len(hit.layers) == 1 else None
             same_as, zeroed = _content_names(pool, hit.slot, hit.layers[0])
-        granted = self._ledger.generations[hit.page] if inside else None
+        granted = int(self._ledger.generations[hit.page]) if inside else None
         return Facts(incident, found, word, same_as, zeroed, owner, granted)
 
     def _expected_and_found(self, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
         hit, found, pool = facts.hit, facts.record, facts.hit.pool
+        if hit.expected is not None:
+            return hit.expected, hit.found or {}
         match hit.code:
             case "R1" | "W1":
                 return {"slot": f"0 to {pool.view.num_slots - 1}"}, {"slot": hit.slot}
@@ -147,7 +150,7 @@ class Describer:
         request, position = self._ledger.requests.get(hit.request_id or ""), hit.position
         if request is None or position is None:
             return None
-        before = hit.pool.root
+        before = request.root(hit.pool.pool_id)
         if position:
             slot = self._ledger.slot(request, position - 1)
             if slot < 0:
@@ -167,15 +170,12 @@ class Describer:
             return None
         return self._ledger.name(found.request)
 
-    def _readers(self, hit: Hit, owner: str | None) -> list[Request]:
-        names = {hit.request_id, owner}
+    def _readers(self, hit: Hit) -> list[Request]:
+        names = {hit.request_id, *self._ledger.holders(hit.page)}
         return [request for name, request in self._ledger.requests.items() if name in names]
 
     def _history(self, page: int) -> tuple[str, ...]:
-        return tuple(
-            f"{event.kind} {'to' if event.kind == 'granted' else 'by'} {event.request_id!r} at step {event.step}"
-            for event in self._ledger.history.get(page, ())
-        )
+        return tuple(str(event) for event in self._ledger.history.of(page))
 
 
 def first_difference(hit: Hit, request: Request) -> int | None:

@@ -39,6 +39,38 @@ class LifetimeError(KVCanaryError, RuntimeError):
     """A request or page event contradicts what the ledger knows: unknown, twice, or someone else's."""
 
 
+class PageStateError(LifetimeError):
+    """An event came to a page in a state that has no such event: a double free, a publication too early."""
+
+    def __init__(self, message: str, *, page: int, state: str, event: str) -> None:
+        super().__init__(message)
+        self.page, self.state, self.event = page, state, event
+
+
+class PageOwnerError(LifetimeError):
+    """A request touches a page that is not in its row, or is in it already."""
+
+    def __init__(self, message: str, *, page: int, request_id: str, owner: str | None) -> None:
+        super().__init__(message)
+        self.page, self.request_id, self.owner = page, request_id, owner
+
+
+class PageReferenceError(LifetimeError):
+    """The reference count of a page forbids the event, or is not the number of rows that name the page."""
+
+    def __init__(self, message: str, *, page: int, refcount: int) -> None:
+        super().__init__(message)
+        self.page, self.refcount = page, refcount
+
+
+class PageGenerationError(LifetimeError):
+    """An event belongs to an earlier grant of the page: a free that came twice, or too late."""
+
+    def __init__(self, message: str, *, page: int, generation: int, current: int) -> None:
+        super().__init__(message)
+        self.page, self.generation, self.current = page, generation, current
+
+
 class RepairRefusedError(KVCanaryError, ValueError):
     """Bytes are patched only where exactly one changed word is certain; `reason` is one word for the sentence."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 from kvcanary.views import ReadPlan, WritePlan
+
+Ints = NDArray[np.int64]
 
 SLOT_BYTES = 8  # of a slot id in an index array
 
@@ -22,10 +25,13 @@ class Forward:
 
     width:          rows a request: 1, or the tree width of a draft substep
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
-    raw, ids:       `indices` as bytes, and as a view of plain integers, from `read_rows` on
+    raw, ids:       `indices` as bytes, and the integers in them, from `read_rows` on
     bounds:         by row and one more, where rows begin in `indices`
-    prefixes:       by request, entries of each of its rows that earlier forwards wrote and acceptance made final
+    tree_mask:      [requests, N, N] bool, or None
+    prefixes:       by request, entries of each of its rows that earlier forwards wrote and acceptance made final, as
+                    the plan has it; `committed` is what acceptance has made final
     written:        by row, entries at its end that this forward writes
+    owns, begins:   by row, where these begin in `indices`, and in the row
     write_slots:    `slots` as plain integers
     parents:        by entry of the write plan, its tree parent in the plan or -1; None: every row is a chain
     refused:        entries of the write plan that were refused (W1), with the slot that was asked for
@@ -46,9 +52,13 @@ class Forward:
     slots: Tensor
     tokens: Tensor
     positions: Tensor
+    tree_mask: Tensor | None
     bounds: list[int]
     prefixes: list[int]
+    committed: list[int]
     written: list[int]
+    owns: list[int]
+    begins: list[int]
     write_slots: list[int]
     parents: list[int] | None
     refused: dict[int, int] = field(default_factory=dict)
@@ -58,7 +68,7 @@ class Forward:
     lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stored: int = 0
     raw: bytes = b""
-    ids: memoryview = field(default_factory=lambda: memoryview(b"").cast("q"))
+    ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def site(self) -> tuple[str, int]:
@@ -66,9 +76,8 @@ class Forward:
 
     def read_rows(self) -> None:
         """Take the slot ids of all rows to the host."""
-        host = self.indices if self.indices.is_cpu and self.indices.is_contiguous() else self.indices.cpu().contiguous()
-        self.raw = ctypes.string_at(host.data_ptr(), host.numel() * SLOT_BYTES)
-        self.ids = memoryview(self.raw).cast("q")
+        self.raw = on_host(self.indices).tobytes()
+        self.ids = np.frombuffer(self.raw, np.int64)
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
@@ -85,9 +94,13 @@ class Forward:
 def plan_forward(
     kind: str, index: int, pool: PoolState, step: int, requests: list[Request], read: ReadPlan, write: WritePlan
 ) -> Forward:
-    """Read both plans into plain integers once; refuse ids outside the pool, and plans that contradict themselves."""
-    rows = len(requests) * read.rows_per_request
-    written = read.num_written.tolist() if isinstance(read.num_written, Tensor) else [read.num_written] * rows
+    """Read both plans to the host once; refuse ids outside the pool, and plans that contradict themselves."""
+    if isinstance(read.num_written, Tensor):
+        written = read.num_written.tolist()
+    else:
+        written = [read.num_written] * (len(requests) * read.rows_per_request)
+    bounds = read.indptr.tolist()
+    owns = [end - count for end, count in zip(bounds[1:], written, strict=True)]
     forward = Forward(
         kind,
         index,
@@ -99,9 +112,13 @@ def plan_forward(
         write.slots,
         write.tokens,
         write.positions,
-        read.indptr.tolist(),
+        read.tree_mask,
+        bounds,
         read.prefix_lens.tolist(),
+        [request.committed_len for request in requests],
         written,
+        owns,
+        [own - start for own, start in zip(owns, bounds, strict=False)],
         write.slots.tolist(),
         None if write.parents is None else write.parents.tolist(),
     )
@@ -111,16 +128,19 @@ def plan_forward(
     return forward
 
 
+def on_host(values: Tensor) -> Ints:
+    """An int64 tensor as an array; of the same memory where that is possible."""
+    return (values if values.is_cpu else values.cpu()).numpy()
+
+
 def _refuse_outsiders(forward: Forward) -> None:
     """Put null slot 0 in the place of every id that the pool does not have."""
     num_slots, slots = forward.pool.view.num_slots, forward.write_slots
     if slots and (min(slots) < 0 or max(slots) >= num_slots):
         forward.slots, forward.refused = _without(forward.slots, num_slots)
         forward.write_slots = forward.slots.tolist()
-    if forward.bounds[-1]:
-        low, high = torch.aminmax(forward.indices)
-        if int(low) < 0 or int(high) >= num_slots:
-            forward.indices, forward.refused_reads = _without(forward.indices, num_slots)
+    if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= num_slots:  # without a sign, -1 is huge
+        forward.indices, forward.refused_reads = _without(forward.indices, num_slots)
 
 
 def _without(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
@@ -137,15 +157,13 @@ def _check_sizes(forward: Forward) -> None:
         raise PlanError(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
     if sum(forward.written) != n:
         raise PlanError(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
-    start = bounds[0]
-    for row, (end, written) in enumerate(zip(bounds[1:], forward.written, strict=True)):
+    for row, begin in enumerate(forward.begins):
         prefix = forward.prefixes[row // forward.width]
-        if prefix < 0 or end - start < prefix + written:
+        if not 0 <= prefix <= begin:
             raise PlanError(
-                f"row {row} of {forward.kind} has {end - start} entries, "
-                f"fewer than its prefix of {prefix} and the {written} it writes"
+                f"row {row} of {forward.kind} has {bounds[row + 1] - bounds[row]} entries, "
+                f"fewer than its prefix of {prefix} and the {forward.written[row]} it writes"
             )
-        start = end
 
 
 def _check_parents(forward: Forward) -> None:

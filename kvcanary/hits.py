@@ -25,6 +25,7 @@ class Hit:
     found_position:  for R4, the position that the record has
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    expected, found: what the report should say, where the code alone does not tell it
     """
 
     code: str
@@ -40,6 +41,8 @@ class Hit:
     found_position: int | None = None
     row_slots: tuple[int, ...] = ()
     fingerprint_hit: bool = False
+    expected: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None
 
     @property
     def page(self) -> int:

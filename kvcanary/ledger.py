@@ -1,266 +1,204 @@
-"""Host truth: requests with their tokens and chains, pages with their grants, all in plain Python."""
+"""Ledger: the events in the life of a page, each checked against host truth and written down."""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from bisect import bisect_right
-from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvcanary.errors import LifetimeError
-from kvcanary_kernels.record import Keys, chain_host
+from kvcanary.errors import LifetimeError, PageReferenceError
+from kvcanary.pages import Array
+from kvcanary.quarantine import Quarantine
+from kvcanary.requests import NO_PAGE, Judged, ReadQueue, Request, TruthChain
+from kvcanary.rows import RowBook
+from kvcanary_kernels.record import SHARED, Keys
 
-HISTORY_EVENTS = 8  # kept a page, newest last
-REMEMBERED_UIDS = 4096  # ended requests whose names reports can still tell
-NO_PAGE = -1
-
-
-@dataclass
-class TruthChain:
-    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned."""
-
-    root: int
-    token_offset: int
-    values: list[int] = field(default_factory=list)
-
-    def up_to(self, length: int, tokens: list[int], keys: Keys) -> list[int] | None:
-        """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
-        offset, values = self.token_offset, self.values
-        if length + offset > len(tokens):
-            return None
-        first = len(values)
-        values += chain_host(tokens[first + offset : length + offset], first, values[-1] if values else self.root, keys)
-        return values
+__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "TruthChain"]
 
 
-class ReadQueue:
-    """Ranges of positions in the order in which their bytes were last looked at, oldest first."""
+class Ledger(RowBook):
+    """Requests by id, pages by number. An event happens to all pages that it names, or is refused for all.
 
-    def __init__(self) -> None:
-        self.length = 0  # positions [0, length) are in the queue
-        self._ranges: deque[tuple[int, int, int]] = deque()  # (start, end, step in which it was known good)
-
-    def extend_to(self, length: int, step: int) -> None:
-        """Positions [self.length, length) are final; their bytes were known good in `step`, when written."""
-        if length > self.length:
-            self._ranges.append((self.length, length, step))
-            self.length = length
-
-    def take(self, count: int, step: int) -> list[tuple[int, int, int]]:
-        """The `count` positions that waited longest and are looked at now: (start, end, step when last known good)."""
-        taken: list[tuple[int, int, int]] = []
-        while count > 0 and self._ranges and self._ranges[0][2] < step:
-            start, end, read = self._ranges.popleft()
-            cut = min(end, start + count)
-            if cut < end:
-                self._ranges.appendleft((cut, end, read))
-            self._ranges.append((start, cut, step))
-            taken.append((start, cut, read))
-            count -= cut - start
-        return taken
-
-    def oldest(self) -> int | None:
-        """The step of the position that waits longest."""
-        return min((step for _, _, step in self._ranges), default=None)
-
-    def clear(self) -> None:
-        self.length = 0
-        self._ranges.clear()
-
-
-class Judged(NamedTuple):
-    """How many entries of a row were judged clean, in which step, and in which epoch of the mirror."""
-
-    length: int = 0
-    step: int = 0
-    epoch: int = 0
-
-
-@dataclass
-class Request:
-    """One request: what it is, what it owns, and how much of it is final.
-
-    pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
-    row:           their slots in row order, as the bytes of an index array
-    committed_len: entries [0, committed_len) are final
-    commit_step:   step of the last commit
-    row_lens:      by pool, entries that a prefill, decode, verify or extend has written
-    reads:         by pool, when the bytes of each committed position were last known good
-    judged:        by pool, how much of the row was judged clean
-    growth:        (step, tokens known after it)
+    Truth changes when the caller says so: `step` is only written down, for histories and for the quarantine.
     """
 
-    request_id: str
-    uid: int
-    tokens: list[int]
-    truths: list[TruthChain]
-    row_lens: list[int]
-    reads: list[ReadQueue]
-    judged: list[Judged]
-    pages: list[int] = field(default_factory=list)
-    row: bytes = b""
-    committed_len: int = 0
-    commit_step: int = 0
-    released: bool = False
-    growth: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(
+        self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[tuple[str, int]]
+    ) -> None:
+        """`roles`: for each pool the role that its chain roots name, and its token offset."""
+        super().__init__(num_pages, page_size, null_pages, keys, roles)
+        self._quarantine = Quarantine()
 
-    def final_len(self, pool_id: int) -> int:
-        """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess."""
-        return min(self.committed_len, self.row_lens[pool_id])
+    # private pages
 
-    def start_anew(self) -> None:
-        """All pages are back: a request that goes on computes its rows again."""
-        self.committed_len = 0
-        self.row_lens = [0] * len(self.row_lens)
-        for queue in self.reads:
-            queue.clear()
-        self.judged = [Judged()] * len(self.judged)
+    def grant(self, request_id: str, pages: Sequence[int], step: int, for_load: bool = False) -> None:
+        """Free pages at the end of the row; `for_load`: not to be written by a forward before a load has failed."""
+        request, where = self.request(request_id), self.pages.numbers(pages)
+        self.pages.grant("set aside" if for_load else "granted", where, request.uid, step, request_id)
+        self._extend(request, where)
 
-    def tokens_since(self, step: int) -> int:
-        """Tokens appended in steps after `step`."""
-        place = bisect_right(self.growth, (step, 1 << 62))
-        return len(self.tokens) - (self.growth[place - 1][1] if place else 0)
+    def free(self, request_id: str, pages: Sequence[int], step: int, generations: Sequence[int] | None = None) -> None:
+        """The pages leave the row: private ones are free, shared ones have one reference fewer.
 
-
-@dataclass(frozen=True)
-class PageEvent:
-    """A grant or a free of a page."""
-
-    kind: str  # "granted" | "freed"
-    step: int
-    request_id: str
-
-
-class Ledger:
-    """Requests by id, pages by number; every contradiction is a `LifetimeError`."""
-
-    def __init__(self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roots: Sequence[tuple[int, int]]):
-        """`roots`: for each pool the chain root and the token offset."""
-        self.page_size, self.null_pages = page_size, null_pages
-        self.requests: dict[str, Request] = {}
-        self.generations = [0] * num_pages
-        self.owners: list[str | None] = [None] * num_pages
-        self.history: dict[int, list[PageEvent]] = {}
-        self.names: OrderedDict[int, str] = OrderedDict()
-        self._keys, self._roots = keys, tuple(roots)
-
-    # requests
-
-    def admit(self, request_id: str, token_ids: Sequence[int], step: int) -> Request:
-        if request_id in self.requests:
-            raise LifetimeError(f"request {request_id!r} is admitted already")
-        tokens = [int(token) for token in token_ids]
-        request = Request(
-            request_id,
-            self._new_uid(request_id),
-            tokens,
-            truths=[TruthChain(root, offset) for root, offset in self._roots],
-            row_lens=[0] * len(self._roots),
-            reads=[ReadQueue() for _ in self._roots],
-            judged=[Judged()] * len(self._roots),
-            growth=[(step, len(tokens))],
-        )
-        self.requests[request_id] = request
-        return request
-
-    def append(self, request_id: str, token_ids: Sequence[int], step: int) -> None:
-        request = self.request(request_id)
-        request.tokens.extend(int(token) for token in token_ids)
-        request.growth.append((step, len(request.tokens)))
-
-    def request(self, request_id: str) -> Request:
-        request = self.requests.get(request_id)
-        if request is None:
-            raise LifetimeError(f"request {request_id!r} is not admitted: call admit() first")
-        return request
-
-    def forget(self, request_id: str) -> None:
-        """The request is over; its name stays known to reports for a while."""
-        request = self.requests.pop(request_id)
-        self.names.move_to_end(request.uid)
-        while len(self.names) > REMEMBERED_UIDS + len(self.requests):
-            self.names.popitem(last=False)
-
-    def truth(self, request: Request, pool_id: int, length: int) -> int | None:
-        """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""
-        chains = self.truths(request, pool_id, length)
-        return None if chains is None else chains[length - 1] if length else request.truths[pool_id].root
-
-    def truths(self, request: Request, pool_id: int, length: int) -> list[int] | None:
-        """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
-        return request.truths[pool_id].up_to(length, request.tokens, self._keys)
-
-    # pages
-
-    def grant(self, request_id: str, pages: Sequence[int], step: int) -> None:
-        request = self.request(request_id)
-        for page in pages:
-            self._expect_page(page)
-            if self.owners[page] is not None:
-                owner = self.owners[page]
-                raise LifetimeError(f"page {page} is granted to {request_id!r} while {owner!r} still owns it")
-            self._bump(page, "granted", step, request_id)
-            self.owners[page] = request_id
-            request.pages.append(page)
-        request.row += self._slots_of(pages)
-
-    def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
-        request = self.request(request_id)
-        for page in pages:
-            self._expect_page(page)
-            if self.owners[page] != request_id:
-                raise LifetimeError(f"page {page} is freed by {request_id!r}, its owner is {self.owners[page]!r}")
-            self._bump(page, "freed", step, request_id)
-            self.owners[page] = None
-            request.pages[request.pages.index(page)] = NO_PAGE
-        while request.pages and request.pages[-1] == NO_PAGE:
-            request.pages.pop()
-        request.row = self._slots_of(request.pages)
+        generations: those of the grants that are meant; a free that arrives twice is refused even where the page was
+                     granted to the same request again
+        """
+        request, where = self.request(request_id), self.pages.numbers(pages)
+        if generations is not None:
+            self._expect_generations(where, generations)
+        self._expect_held("freed", request, where)
+        shared = self.states[where] == SHARED
+        self.pages.free("freed", where[~shared], step, request_id)
+        self._replace(request, where, [NO_PAGE] * len(where))
+        self._release(request, where[shared], step)
         if not request.pages:
             request.start_anew()
 
-    def _slots_of(self, pages: Sequence[int]) -> bytes:
-        size = self.page_size
-        return array("q", (slot for page in pages for slot in range(page * size, (page + 1) * size))).tobytes()
+    def commit(self, request_id: str, length: int, step: int) -> None:
+        """Entries [0, length) are final in every pool: pages that lie wholly in there are written no more."""
+        request, full = self.request(request_id), length // self.page_size
+        if full <= request.final_pages:
+            return
+        if full > len(request.pages):
+            raise LifetimeError(
+                f"request {request_id!r} must hold what it commits, got {length} entries and a row of "
+                f"{len(request.pages)} pages of {self.page_size}: grant first"
+            )
+        fresh = [page for page in request.pages[request.final_pages : full] if page != NO_PAGE]
+        where = self.pages.numbers(fresh)
+        self.pages.advance("committed", where[self.states[where] != SHARED], step, request_id)
+        request.final_pages = full
 
-    def slot(self, request: Request, position: int) -> int:
-        """The slot granted for a position, or -1."""
-        number, offset = divmod(position, self.page_size)
-        if number >= len(request.pages) or request.pages[number] == NO_PAGE:
-            return -1
-        return request.pages[number] * self.page_size + offset
+    # pages of many requests
 
-    def slots(self, request: Request, start: int, end: int) -> list[int]:
-        """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
-        if self.page_size == 1:
-            return [page for page in request.pages[start:end] if page != NO_PAGE]
-        slots = (self.slot(request, position) for position in range(start, end))
-        return [slot for slot in slots if slot >= 0]
+    def share(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """A prefix cache takes these final pages of the row too; from now on nobody may write them."""
+        request, where = self.request(request_id), self.pages.numbers(pages)
+        self.pages.expect("published", where, request_id)
+        self._expect_final(request, where)
+        self.pages.share("published", where, step, request_id)
+        self.pages.published[where] = True
 
-    def name(self, uid: int) -> str | None:
-        """The request that has or had this uid."""
-        return self.names.get(uid)
+    def acquire(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """A cache hit: published pages become the head of the row, under the grant that they have."""
+        request, where = self.request(request_id), self.pages.numbers(pages)
+        self.pages.expect("acquired", where, request_id)
+        self._expect_published(where)
+        if len(request.pages) > request.final_pages:
+            raise LifetimeError(f"pages of a cache must be the head of the row of {request_id!r}: acquire before grant")
+        self._add_to_row(request, where)
+        self.pages.advance("acquired", where, step, request_id)
+        request.final_pages = len(request.pages)
 
-    def _bump(self, page: int, kind: str, step: int, request_id: str) -> None:
-        self.generations[page] = self.generations[page] + 1 & 0xFFFFFFFF or 1  # generation 0 is never granted
-        events = self.history.setdefault(page, [])
-        events.append(PageEvent(kind, step, request_id))
-        del events[:-HISTORY_EVENTS]
+    def fork(self, request_id: str, child_id: str, pages: Sequence[int], step: int) -> None:
+        """The head of a row becomes the head of another, empty row; both may read it and neither may write it."""
+        request, child, where = self.request(request_id), self.request(child_id), self.pages.numbers(pages)
+        if request.pages[: len(where)] != where.tolist() or child.pages:
+            raise LifetimeError(
+                f"a fork must take the head of the row of {request_id!r} to the empty row of {child_id!r}, "
+                f"got {len(where)} pages and {len(child.pages)} in the other row: fork before acquire and grant"
+            )
+        self.pages.share("forked", where, step, child_id)
+        self._add_to_row(child, where)
+        child.final_pages = min(request.final_pages, len(where))
 
-    def _expect_page(self, page: int) -> None:
-        if not self.null_pages <= page < len(self.generations):
-            raise LifetimeError(f"page must be in [{self.null_pages}, {len(self.generations)}), got {page}")
+    def copy_on_write(self, request_id: str, page: int, copy: int, step: int) -> None:
+        """A shared page of the row is replaced by a private copy; the caller moves bytes and records."""
+        request, where, fresh = self.request(request_id), self.pages.numbers([page]), self.pages.numbers([copy])
+        self._expect_held("released", request, where)
+        place = request.pages.index(page)
+        if place < request.final_pages - 1:
+            raise LifetimeError(
+                f"a copied page must be the last final one of its row or behind it, page {page} is number {place} of "
+                f"{request.final_pages} in the row of {request_id!r}: final entries are not written again"
+            )
+        self.pages.grant("copied", fresh, request.uid, step, request_id)
+        self._replace(request, where, [copy])
+        request.final_pages = min(request.final_pages, place)
+        self._release(request, where, step)
 
-    def _new_uid(self, request_id: str) -> int:
-        """32 bits of blake2b, never 0, never the uid of a request whose name is still told."""
-        attempt = 0
-        while True:
-            text = f"{request_id}\0{attempt}".encode() if attempt else request_id.encode()
-            uid = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
-            if uid and (uid not in self.names or self.names[uid] == request_id):
-                self.names[uid] = request_id
-                return uid
-            attempt += 1
+    def deduplicate(self, request_id: str, pages: Sequence[int], shared: Sequence[int], step: int) -> None:
+        """A cache holds these final pages of the row already: the row takes the cache's, its own are free."""
+        request, where, cached = self.request(request_id), self.pages.numbers(pages), self.pages.numbers(shared)
+        if len(where) != len(cached):
+            raise LifetimeError(f"each page must have one that replaces it, got {len(where)} and {len(cached)} pages")
+        self.pages.expect("acquired", cached, request_id)
+        self.pages.expect("freed", where, request_id)
+        self._expect_published(cached)
+        self._expect_final(request, where)
+        self._expect_strange(request, cached)
+        self._replace(request, where, cached.tolist())
+        self.pages.add_reference(cached, request.uid)
+        self.pages.advance("acquired", cached, step, request_id)
+        own = self.states[where] != SHARED
+        self.pages.free("freed", where[own], step, request_id)
+        self._release(request, where[~own], step)
+
+    def evict(self, pages: Sequence[int], step: int) -> None:
+        """A cache gives up published pages that no row names."""
+        where = self.pages.numbers(pages)
+        self.pages.expect("evicted", where)
+        self._expect_published(where)
+        for page in where[self.refcounts[where] > 0].tolist():
+            count = int(self.refcounts[page])
+            raise PageReferenceError(
+                f"page {page} must have no reference to be evicted, it has {count} "
+                f"({', '.join(self.holders(page))}): evict what no row names",
+                page=page,
+                refcount=count,
+            )
+        self.pages.free("evicted", where, step)
+
+    # loads
+
+    def load_begin(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """Bytes from elsewhere are on their way into these pages; until `load_end` they must not be read or written."""
+        self._advance_held("marked loading", request_id, pages, step)
+
+    def load_end(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """All bytes and their records have arrived."""
+        self._advance_held("loaded", request_id, pages, step)
+
+    def load_fail(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """Some bytes did not arrive: the pages must be written, loaded again or freed before anybody reads them."""
+        self._advance_held("marked load-failed", request_id, pages, step)
+
+    def restore(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """Bytes and records that were put away are back, at once."""
+        self._advance_held("restored", request_id, pages, step)
+
+    # quarantine
+
+    def quarantine(self, pages: Sequence[int], step: int) -> None:
+        """Freed pages wait before they are granted again."""
+        where = self.pages.numbers(pages)
+        self.pages.advance("quarantined", where, step)
+        self._quarantine.add(where.tolist(), step)
+
+    def leave_quarantine(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> list[int]:
+        """Pages that may be granted again: after `steps`; while `wanted` pages are needed, after `least` steps."""
+        left = self._quarantine.leave(step, steps, wanted, least)
+        self.pages.advance("left quarantine", self.pages.numbers(left), step)
+        return left
+
+    # helpers
+
+    def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
+        request, where = self.request(request_id), self.pages.numbers(pages)
+        self._expect_held(event, request, where)
+        self.pages.advance(event, where, step, request_id)
+
+    def _release(self, request: Request, pages: Array, step: int) -> None:
+        """One reference fewer: with none left a page that no cache holds is free, with one it is private again."""
+        if not pages.size:
+            return
+        self.pages.drop_reference(pages, request.uid)
+        self.pages.advance("released", pages, step, request.request_id)
+        loose = pages[~self.pages.published[pages]]
+        self.pages.free("freed", loose[self.refcounts[loose] == 0], step, request.request_id)
+        for page in loose[self.refcounts[loose] == 1]:
+            self._take_back(page.reshape(1), step)
+
+    def _take_back(self, page: Array, step: int) -> None:
+        request = self.requests[self._uids.live[self.pages.last_holder(page)]]
+        self.pages.take_back(page, step, request.request_id)
+        if request.pages.index(page.item()) < request.final_pages:
+            self.pages.advance("committed", page, step, request.request_id)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping
-from itertools import chain
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcanary.state import CanaryState
 from kvcanary_kernels.record import COLUMNS, SEAL
 from kvcanary_kernels.seal import identity_words, seal_values
 
-#: The columns of one record as unsigned integers: content_b is 0, since fingerprints come later, and the seal is only
-#: what the pool adds to it.
-Written = tuple[int, int, int, int, int, int, int, int]
-TOKEN_POSITION, CHAIN, OWNER, STEP_SITE = range(4)
-LAYERS_LOW, LAYERS_HIGH = 5, 6
+Words = NDArray[np.uint64]
+Rows = NDArray[np.int64]
 
 
 class Mirror:
@@ -24,38 +19,41 @@ class Mirror:
 
     An engine's stray write can reach `state.records`, which is compared with `state.expected` whenever it is read.
 
-    judged: rows of the entries that were found to be their requests' truth
+    table:  [rows, 8] the records as written; content_b comes later, and a fresh record's seal is only what its pool
+            adds to it. On a CPU this is the memory of `state.expected`
+    judged: [rows] the entries that were found to be their requests' truth
     epoch:  counts up when one of them is written again, so that every row is judged anew
     """
 
     def __init__(self, state: CanaryState) -> None:
         self._state = state
-        self.written: dict[int, Written] = {}
-        self._fresh: dict[int, Written] = {}
-        self.judged: set[int] = set()
+        expected = state.expected
+        self.table: Words = (expected if expected.is_cpu else expected.cpu()).numpy().view(np.uint64)
+        self.judged: NDArray[np.bool_] = np.zeros(len(self.table), np.bool_)
         self.epoch = 0
+        self._fresh: list[Rows] = []
 
-    def chain(self, row: int) -> int:
-        """Chain value of a record; 0 where nobody has written."""
-        found = self.written.get(row)
-        return 0 if found is None else found[CHAIN]
-
-    def write(self, fresh: Mapping[int, Written]) -> None:
-        """These records are new; the device has them from `flush` on."""
-        if not self.judged.isdisjoint(fresh):
+    def write(self, rows: Rows, records: Words) -> None:
+        """These records are new; the device has them from `flush` on. Of equal rows the last counts."""
+        if self.judged[rows].any():
             self.epoch += 1
-            self.judged.clear()
-        self.written.update(fresh)
-        self._fresh.update(fresh)
+            self.judged[:] = False
+        self.table[rows] = records
+        self._fresh.append(rows)
 
     def flush(self) -> None:
         """Write what is new to the device."""
         if not self._fresh:
             return
-        state, words = self._state, array("Q", chain.from_iterable(self._fresh.values()))
-        rows = torch.frombuffer(words, dtype=torch.int64).view(-1, COLUMNS).to(state.records.device)
-        where = state.ints(self._fresh)
-        rows[:, SEAL] += seal_values(identity_words(rows), where, 0, state.keys)
-        state.records.index_copy_(0, where, rows)
-        state.expected.index_copy_(0, where, rows)
+        state, rows = self._state, np.concatenate(self._fresh)
+        records = torch.from_numpy(self.table[rows].view(np.int64)).to(state.records.device)
+        where = torch.from_numpy(rows).to(state.records.device)
+        records[:, SEAL] += seal_values(identity_words(records), where, 0, state.keys)
+        state.records.index_copy_(0, where, records)
+        state.expected.index_copy_(0, where, records)
         self._fresh.clear()
+
+
+def no_records(n: int) -> Words:
+    """[n, 8] records to fill in."""
+    return np.empty((n, COLUMNS), np.uint64)

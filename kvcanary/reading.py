@@ -10,17 +10,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.forward import SLOT_BYTES, Forward
+from kvcanary.forward import SLOT_BYTES, Forward, Ints
 from kvcanary.hits import Hit
 from kvcanary.lanes import joined
 from kvcanary.ledger import Judged, Ledger, Request
-from kvcanary.mirror import CHAIN, LAYERS_HIGH, LAYERS_LOW, OWNER, Mirror
+from kvcanary.mirror import Mirror
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels import record
-from kvcanary_kernels.record import CODE_BITS, R3_RECORD_DAMAGED, bitmap_columns, signed
+from kvcanary_kernels.record import (
+    CHAIN,
+    CODE_BITS,
+    LAYERS_HIGH,
+    LAYERS_LOW,
+    R3_RECORD_DAMAGED,
+    REQUEST_GENERATION,
+    STEP_SITE,
+    bitmap_columns,
+    signed,
+)
 from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify_torch
 
 
@@ -82,10 +94,12 @@ class Reader:
         rows = sort_rows(forwards)
         prefixes = list(rows.longest.values())
         if self._records_are_intact(pool, prefixes):
-            rows.suspects += [segment for segment in prefixes if not self._is_the_truth(pool, segment)]
+            rows.suspects += self._untrue(pool, prefixes)
         else:
             rows.suspects += prefixes
-        hits = self._hits(pool, rows.suspects) if rows.suspects else []
+        hits: list[Hit] = []
+        for step in sorted({segment.forward.step for segment in rows.suspects}):
+            hits += self._hits(pool, step, [segment for segment in rows.suspects if segment.forward.step == step])
         for forward in forwards:
             if forward.write_slots and min(forward.write_slots) < pool.view.null_slots:
                 hits += self._null_writes(forward)
@@ -103,38 +117,56 @@ class Reader:
         slots = self.slots(segments)
         return torch.equal(pool.records.index_select(0, slots), pool.expected.index_select(0, slots))
 
-    def _is_the_truth(self, pool: PoolState, segment: Segment) -> bool:
-        """Whether what was written is the request's own row; what was judged before and not rewritten still is."""
-        request, length, mirror = segment.request, segment.length, self._mirror
-        judged = request.judged[pool.pool_id]
-        known = judged.length if judged.epoch == mirror.epoch else 0
-        if known < length:
-            chains = self._ledger.truths(request, pool.pool_id, length)
-            slots = segment.forward.ids[segment.start + known : segment.start + length].tolist()
-            if chains is None or not self._are_written(pool, slots, chains[known:length]):
-                return False
-            mirror.judged.update([pool.base + slot for slot in slots])
-        request.judged[pool.pool_id] = Judged(max(known, length), segment.forward.step, mirror.epoch)
-        return True
+    def _untrue(self, pool: PoolState, segments: Sequence[Segment]) -> list[Segment]:
+        """Those that are not their request's own row; what was judged before and was not rewritten still is."""
+        right: list[Segment] = []
+        untrue: list[Segment] = []
+        new: list[tuple[Segment, Ints, NDArray[np.uint64]]] = []
+        for segment in segments:
+            known, length = self._known(pool, segment), segment.length
+            chains = self._ledger.truths(segment.request, pool.pool_id, length) if known < length else None
+            if chains is not None:
+                rows = segment.forward.ids[segment.start + known : segment.start + length] + pool.base
+                new.append((segment, rows, chains[known:length]))
+            else:
+                (untrue if known < length else right).append(segment)
+        written = self._are_written(pool, new) if new else []
+        for (segment, rows, _), are_written in zip(new, written, strict=True):
+            self._mirror.judged[rows] |= are_written
+            (right if are_written else untrue).append(segment)
+        for segment in right:
+            judged = Judged(max(self._known(pool, segment), segment.length), segment.forward.step, self._mirror.epoch)
+            segment.request.judged[pool.pool_id] = judged
+        return untrue
 
-    def _are_written(self, pool: PoolState, slots: Sequence[int], chains: Sequence[int]) -> bool:
-        """Whether these slots hold entries with these chains, whole and under the current grants of their pages."""
-        written, grants, size, base = self._mirror.written, self._ledger.generations, self._state.page_size, pool.base
+    def _known(self, pool: PoolState, segment: Segment) -> int:
+        """How many entries of this row were judged and not rewritten since."""
+        judged = segment.request.judged[pool.pool_id]
+        return judged.length if judged.epoch == self._mirror.epoch else 0
+
+    def _are_written(self, pool: PoolState, new: Sequence[tuple[Segment, Ints, NDArray[np.uint64]]]) -> list[bool]:
+        """By segment, whether its rows hold these chains, written by every layer, under the current grants."""
+        rows = np.concatenate([rows for _, rows, _ in new])
+        written = self._mirror.table[rows]
+        grants = self._ledger.generations[(rows - pool.base) // self._state.page_size].view(np.uint64)
         low, high = bitmap_columns(pool.full_layers)
-        for slot, chain in zip(slots, chains, strict=True):
-            found = written.get(base + slot)
-            if found is None or found[CHAIN] != chain:
-                return False
-            if found[OWNER] >> 32 != grants[slot // size] or found[LAYERS_LOW] != low or found[LAYERS_HIGH] != high:
-                return False
-        return True
+        right = written[:, CHAIN] == np.concatenate([chains for *_, chains in new])
+        right &= written[:, REQUEST_GENERATION] >> 32 == grants
+        steps = np.repeat([segment.forward.step for segment, *_ in new], [len(rows) for _, rows, _ in new])
+        right &= (steps - written[:, STEP_SITE].view(np.int64)).astype(np.int32) >= 0  # low words, with a sign
+        right &= written[:, LAYERS_LOW] == low
+        right &= written[:, LAYERS_HIGH] == high
+        if right.all():
+            return [True] * len(new)
+        ends = np.cumsum([len(rows) for _, rows, _ in new])
+        return [bool(part.all()) for part in np.split(right, ends[:-1])]
 
     # suspects
 
-    def _hits(self, pool: PoolState, segments: Sequence[Segment]) -> list[Hit]:
+    def _hits(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Hit]:
         """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
         slots = self.slots(segments)
-        codes = self._codes(pool, segments, slots)
+        codes = self._codes(pool, step, segments, slots)
         overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
         codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
         hits: list[Hit] = []
@@ -147,7 +179,7 @@ class Reader:
             hits += own
         return hits
 
-    def _codes(self, pool: PoolState, segments: Sequence[Segment], slots: Tensor) -> Tensor:
+    def _codes(self, pool: PoolState, step: int, segments: Sequence[Segment], slots: Tensor) -> Tensor:
         """[n] int64: check bits of every entry of these segments."""
         state, codes = self._state, torch.zeros_like(slots)
         lengths = state.ints(segment.length for segment in segments)
@@ -169,6 +201,7 @@ class Reader:
             states=state.page_states[: pool.view.num_pages],
             owners=state.owners[: pool.view.num_pages],
             readers=state.ints(segment.request.uid for segment in segments),
+            step=state.ints([step]),
         )
         return codes
 
@@ -267,7 +300,7 @@ def _own_entry(forward: Forward, row: int, place: int, entry: int) -> Segment:
 def _hit(code: str, segment: Segment, place: int) -> Hit:
     """A hit at one entry of a segment."""
     forward = segment.forward
-    slot = forward.ids[segment.start + place]
+    slot = int(forward.ids[segment.start + place])
     found_position = None
     if code == "R4":
         found_position = int(forward.pool.records[slot, record.TOKEN_POSITION]) >> 32

@@ -3,108 +3,143 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, repeat
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from kvcanary.forward import Forward
+from kvcanary.forward import Forward, on_host
 from kvcanary.hits import Hit, entry_hit
-from kvcanary.mirror import Mirror, Written
+from kvcanary.mirror import Mirror, Rows, Words, no_records
 from kvcanary.sites import pack_site
-from kvcanary_kernels.record import MASK_32, Keys, bitmap_columns, continue_chain, mix, mix_host
-
-FEW = 64  # entries that plain integers mix faster than tensors
+from kvcanary_kernels.record import (
+    CHAIN,
+    CONTENT_B,
+    MASK_32,
+    REQUEST_GENERATION,
+    STEP_SITE,
+    TOKEN_POSITION,
+    bitmap_columns,
+    chain_of,
+    continue_chain,
+    mix_host,
+)
 
 
 class Sealer:
-    """Plain integers where there are dozens: a step of a CPU engine writes fewer entries than tensors pay for."""
+    """All entries of a step in a few numpy operations; only the chain goes forward by forward."""
 
-    def __init__(self, mirror: Mirror, page_size: int, grants: Sequence[int]) -> None:
+    def __init__(self, mirror: Mirror, page_size: int, grants: NDArray[np.int64]) -> None:
         """`grants`: the generation of each page, as it is granted now."""
         self._mirror, self._page_size, self._grants = mirror, page_size, grants
 
     def seal(self, forwards: Sequence[Forward]) -> list[Hit]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
-        hits: list[Hit] = []
-        fresh: dict[int, Written] = {}
-        mixed = _mixed(forwards)
-        first = 0
-        for forward in forwards:
-            end = first + len(forward.write_slots)
-            hits += self._seal(forward, mixed[first:end], fresh)
-            first = end
-        self._mirror.write(fresh)
-        return hits
+        entries = [len(forward.write_slots) for forward in forwards]
+        per_row = np.array([count for forward in forwards for count in forward.written])
+        slots = np.concatenate([on_host(forward.slots) for forward in forwards])
+        rows = slots + np.repeat([forward.pool.base for forward in forwards], entries)
+        tokens = np.concatenate([on_host(forward.tokens) for forward in forwards]).view(np.uint64)
+        positions = np.concatenate([on_host(forward.positions) for forward in forwards])
+        mixed = mix_host(tokens, positions.view(np.uint64), forwards[0].pool.keys)
 
-    def _seal(self, forward: Forward, mixed: Sequence[int], fresh: dict[int, Written]) -> list[Hit]:
-        pool, bounds, width = forward.pool, forward.bounds, forward.width
-        positions, keys = forward.positions.tolist(), pool.keys
-        chains: list[int] = []
-        wanted: list[int] = []
-        owners: list[int] = []
-        sites: list[int] = []
-        written_at = forward.step & MASK_32 | pack_site(forward.kind, forward.index) << 32
-        first = 0
-        for row, count in enumerate(forward.written):
-            own, last = bounds[row + 1] - count, first + count
-            begin = own - bounds[row]  # the position behind what the row read
-            above = self._chain(pool.base + forward.ids[own - 1], fresh) if begin else pool.root
-            owners += [forward.requests[row // width].uid] * count
-            if forward.parents is None:
-                chains += accumulate(
-                    mixed[first:last], lambda value, own: continue_chain(value, own, keys), initial=above
-                )
-                del chains[first]  # what the row continues
-                wanted += range(begin, begin + count)
-                sites += [written_at | row % width << 48] * count
-            else:
-                for entry, parent in enumerate(forward.parents[first:last], first):
-                    before, position = (above, begin) if parent < 0 else (chains[parent], positions[parent] + 1)
-                    chains.append(continue_chain(before, mixed[entry], keys))
-                    wanted.append(position)
-                sites += range(written_at, written_at + (count << 48), 1 << 48)
-            first = last
-        self._note(forward, positions, chains, owners, sites, fresh)
-        if wanted == positions:
-            return []
-        pairs = enumerate(zip(positions, wanted, strict=True))
-        return [entry_hit("W5", forward, entry, parent_position=w - 1) for entry, (p, w) in pairs if p != w]
+        records = no_records(len(slots))
+        records[:, TOKEN_POSITION] = tokens & MASK_32 | positions.view(np.uint64) << 32
+        generations = self._grants[slots // self._page_size].view(np.uint64)
+        records[:, REQUEST_GENERATION] = np.repeat(_uids(forwards), per_row) | generations << 32
+        records[:, STEP_SITE] = np.repeat(_sites(forwards), per_row)
+        records[:, CONTENT_B:] = np.repeat(_tails(forwards), entries, axis=0)
 
-    def _note(
-        self,
-        forward: Forward,
-        positions: Sequence[int],
-        chains: Sequence[int],
-        uids: Sequence[int],
-        sites: Sequence[int],
-        fresh: dict[int, Written],
+        place = np.arange(len(slots)) - np.repeat(per_row.cumsum() - per_row, per_row)  # in the own part of its row
+        wanted = np.repeat([begin for forward in forwards for begin in forward.begins], per_row) + place
+        first = 0
+        for forward, count in zip(forwards, entries, strict=True):
+            part = slice(first, first + count)
+            self._chain(forward, rows[part], mixed[part], records[part], place[part], wanted[part])
+            first += count
+        live = slots >= np.repeat([forward.pool.view.null_slots for forward in forwards], entries)
+        if live.all():
+            self._mirror.write(rows, records)
+        else:  # padding, and refused entries
+            self._mirror.table[rows[~live], CHAIN] = 0  # null slots have no records
+            self._mirror.write(rows[live], records[live])
+        return _misplaced(forwards, positions, wanted) if (positions != wanted).any() else []
+
+    def _chain(
+        self, forward: Forward, rows: Rows, mixed: Words, records: Words, place: NDArray[np.int64], wanted: Rows
     ) -> None:
-        """The columns of these entries' records, by row."""
-        base, slots, size, grants = forward.pool.base, forward.write_slots, self._page_size, self._grants
-        pairs = zip(forward.tokens.tolist(), positions, strict=True)
-        whos = [token & MASK_32 | (position & MASK_32) << 32 for token, position in pairs]
-        owners = [uid | grants[slot // size] << 32 for uid, slot in zip(uids, slots, strict=True)]
-        low, high = bitmap_columns(forward.stored)
-        columns = zip(whos, chains, owners, sites, repeat(0), repeat(low), repeat(high), repeat(forward.pool.seal_term))
-        rows = [base + slot for slot in slots] if base else slots
-        fresh.update(zip(rows, columns, strict=False))
-        if slots and min(slots) < forward.pool.view.null_slots:  # padding, and refused entries
-            for slot in range(forward.pool.view.null_slots):
-                fresh.pop(base + slot, None)
+        """Chains, and what depends on the tree, of one forward's entries; the mirror knows their chains at once."""
+        above = self._above(forward)
+        if forward.parents is None:
+            chains = _row_chains(forward, above, mixed)
+        else:
+            chains = _tree_chains(forward, above, mixed)
+            parents = np.array(forward.parents, np.int64)
+            wanted[:] = np.where(parents < 0, wanted - place, on_host(forward.positions)[parents] + 1)
+            records[:, STEP_SITE] += place.view(np.uint64) << 48
+        records[:, CHAIN] = chains
+        self._mirror.table[rows, CHAIN] = chains
 
-    def _chain(self, row: int, fresh: dict[int, Written]) -> int:
-        found = fresh.get(row)
-        return self._mirror.chain(row) if found is None else found[1]
+    def _above(self, forward: Forward) -> Words:
+        """[rows] chain that each row's first own entry continues: of the last entry that the row reads before it."""
+        if not len(forward.ids):
+            return np.full(len(forward.begins), forward.pool.root, np.uint64)
+        begins, owns = np.array(forward.begins), np.array(forward.owns)
+        chains = self._mirror.table[forward.ids[owns - 1] + forward.pool.base, CHAIN]  # of row 0's none, any
+        return np.where(begins > 0, chains, np.uint64(forward.pool.root))
 
 
-def _mixed(forwards: Sequence[Forward]) -> list[int]:
-    """`mix` of every entry, unsigned or signed: only its low 64 bits count."""
-    keys: Keys = forwards[0].pool.keys
-    if sum(len(forward.write_slots) for forward in forwards) > FEW:
-        tokens = torch.cat([forward.tokens for forward in forwards])
-        return mix(tokens, torch.cat([forward.positions for forward in forwards]), keys).tolist()
-    return [
-        mix_host(token, position, keys)
-        for forward in forwards
-        for token, position in zip(forward.tokens.tolist(), forward.positions.tolist(), strict=True)
-    ]
+def _row_chains(forward: Forward, above: Words, mixed: Words) -> Words | list[int]:
+    keys = forward.pool.keys
+    if len(mixed) == len(above) and max(forward.written) == 1:
+        return continue_chain(above, mixed, keys)
+    chains: list[int] = []
+    first, values = 0, mixed.tolist()
+    for value, count in zip(above.tolist(), forward.written, strict=True):
+        chains += chain_of(values[first : first + count], value, keys)
+        first += count
+    return chains
+
+
+def _tree_chains(forward: Forward, above: Words, mixed: Words) -> list[int]:
+    """Nodes come after their parents."""
+    chains: list[int] = []
+    keys, parents, values, first = forward.pool.keys, forward.parents or (), mixed.tolist(), 0
+    for value, count in zip(above.tolist(), forward.written, strict=True):
+        for entry in range(first, first + count):
+            parent = parents[entry]
+            chains.append(continue_chain(value if parent < 0 else chains[parent], values[entry], keys))
+        first += count
+    return chains
+
+
+def _uids(forwards: Sequence[Forward]) -> Words:
+    """[rows] request of each row."""
+    return np.array([r.uid for forward in forwards for r in forward.requests for _ in range(forward.width)], np.uint64)
+
+
+def _sites(forwards: Sequence[Forward]) -> Words:
+    """[rows] step and site of each row; rows of one request are its branches. Nodes of a tree are numbered later."""
+    return np.array(
+        [
+            forward.step & MASK_32 | pack_site(forward.kind, forward.index) << 32 | branch << 48
+            for forward in forwards
+            for _ in forward.requests
+            for branch in range(forward.width)
+        ],
+        np.uint64,
+    )
+
+
+def _tails(forwards: Sequence[Forward]) -> Words:
+    """[forwards, 4] what follows the identity: no content_b yet, the layers, and the pool's part of the seal."""
+    return np.array([[0, *bitmap_columns(forward.stored), forward.pool.seal_term] for forward in forwards], np.uint64)
+
+
+def _misplaced(forwards: Sequence[Forward], positions: Rows, wanted: Rows) -> list[Hit]:
+    hits, first = [], 0
+    for forward in forwards:
+        part = slice(first, first + len(forward.write_slots))
+        for entry in (positions[part] != wanted[part]).nonzero()[0].tolist():
+            hits.append(entry_hit("W5", forward, entry, parent_position=int(wanted[part][entry]) - 1))
+        first = part.stop
+    return hits

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 SUBSTEP_KINDS = ("prefill", "decode", "draft", "verify", "extend")
 #: Number of each kind in a record; 0 is a slot that nobody has written.
-KIND_NUMBERS = {name: number for number, name in enumerate(("never", *SUBSTEP_KINDS, "move", "sweep", "release"))}
+KIND_NUMBERS = {
+    name: number for number, name in enumerate(("never", *SUBSTEP_KINDS, "move", "sweep", "release", "commit", "grant"))
+}
 _KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
 
 

@@ -73,3 +73,16 @@ class SubstepCanary:
             raise HookOrderError(f"close() follows open(): {self} is {self._phase}")
         self._phase = CLOSED
         self._manager.closed()
+
+
+class WarmupSubstep:
+    """The hooks before `arm()`: they pass everything through and check nothing."""
+
+    def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
+        return read.indices, write.slots
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Warm-up values are not kept."""
+
+    def close(self) -> None:
+        """The body has run."""

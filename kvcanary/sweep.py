@@ -30,12 +30,17 @@ class Sweeper:
     def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None) -> None:
         self._state, self._ledger, self._budget = state, ledger, budget
         self._credit: dict[tuple[int, int], float] = {}
+        self._hurried: set[str] = set()
         self.bytes_read = 0
         self.longest_wait = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether this step has a slice: all have with a budget of the user's."""
-        return self._budget is not None or step % STRIDE == 0
+        """Whether this step has a slice: all have with a budget of the user's, and those after a finding."""
+        return self._budget is not None or step % STRIDE == 0 or bool(self._hurried)
+
+    def look_around(self, request_ids: Iterable[str]) -> None:
+        """Something was found near these requests' bytes: the next slice reads all of them."""
+        self._hurried.update(request_ids)
 
     def slice(self, step: int) -> list[Hit]:
         """This step's share: within the rotation every committed byte of every running request is read again."""
@@ -46,10 +51,12 @@ class Sweeper:
             looks = []
             for request in requests:
                 queue = self.commit(request, pool)
-                count = self._share(request, pool, queue, total)
+                hurried = request.request_id in self._hurried
+                count = queue if hurried else self._share(request, pool, queue, total)
                 if count:
                     looks.append(Look(request, request.reads[pool.pool_id].take(count, step)))
             hits += self._look(pool, looks, ("sweep", 0), step, both_lanes=False)
+        self._hurried.clear()
         return hits
 
     def last_look(self, request: Request, step: int) -> list[Hit]:

@@ -75,6 +75,7 @@ class ReadPlan:
     rows_per_request: 1, or the tree width of a draft substep (rows are request-major)
     prefix_lens:      [requests] int64, committed length that the plan believes
     num_written:      entries at the end of each row that this forward writes, an int or [rows] int64
+    tree_mask:        [requests, N, N] bool, node n of a tree sees node m; None where the rows are no trees
     """
 
     indptr: Tensor
@@ -83,6 +84,7 @@ class ReadPlan:
     rows_per_request: int
     prefix_lens: Tensor
     num_written: int | Tensor
+    tree_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.requests) * self.rows_per_request
@@ -93,6 +95,9 @@ class ReadPlan:
             _expect_int64("num_written", self.num_written, rows)
         elif self.num_written < 0:
             raise PlanError(f"num_written must not be negative, got {self.num_written}")
+        mask = self.tree_mask
+        if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 3 or mask.shape[1] != mask.shape[2]):
+            raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
 
 
 @dataclass(frozen=True, eq=False)

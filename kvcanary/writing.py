@@ -1,4 +1,4 @@
-"""W1, W4 and the write side of R12: what a forward was told to write wrongly, and what it failed to write."""
+"""W1, W4, R1 and the write side of R12: ids that no forward may use, and what a forward failed to write."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from kvcanary.hits import Hit, entry_hit
 
 
 def judge_slots(forward: Forward) -> list[Hit]:
-    """W1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
-    hits = [entry_hit("W1", forward, entry) for entry in forward.refused]
+    """W1 and R1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
+    hits = [entry_hit("W1", forward, entry) for entry in forward.refused] + _refused_reads(forward)
     if len(set(forward.write_slots)) < len(forward.write_slots):
         seen: set[int] = set()
         for entry, slot in enumerate(forward.write_slots):
@@ -36,3 +36,13 @@ def judge_layers(forward: Forward) -> list[Hit]:
         for entry, slot in enumerate(forward.write_slots)
         if slot >= forward.pool.view.null_slots
     ]
+
+
+def _refused_reads(forward: Forward) -> list[Hit]:
+    """R1 for every entry whose id is outside the pool."""
+    hits = []
+    for entry, slot in forward.refused_reads.items():
+        row = next(row for row in range(len(forward.written)) if entry < forward.bounds[row + 1])
+        position, request_id = entry - forward.bounds[row], forward.request_of(row).request_id
+        hits.append(Hit("R1", forward.pool, slot, position, request_id, forward.site, forward.step))
+    return hits

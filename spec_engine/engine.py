@@ -40,6 +40,7 @@ from spec_engine.sampling import SamplingParams, sample
 from spec_engine.scheduler import Chunk, Scheduler
 from spec_engine.verify import Accepted, accept
 
+KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 HOST_LAG = 0  # verifies the host is behind the device: the synchronous schedule waits for each
 
 
@@ -90,7 +91,7 @@ class Engine:
         reserve = reserve_len(alloc_len, max_accept, HOST_LAG)
         context_length = min(config.context_length or model.max_position_embeddings, model.max_position_embeddings)
         num_pages = config.max_total_tokens // config.page_size
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages, 0 if config.canary.mode == "off" else config.canary.quarantine)
         self.scheduler = Scheduler(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -122,6 +123,8 @@ class Engine:
         self._max_accept = max_accept
         check_reserve(self.scheduler.reserve, HOST_LAG, max_accept, alloc_len)
         self._check_sizes()
+        if self.canary is not None:
+            self.canary.arm()
 
     def _check_sizes(self) -> None:
         """Allocator, scheduler, request table and pools count the same pages."""
@@ -194,6 +197,7 @@ class Engine:
         """One prefill forward if prompts wait, else one decode step for everyone; returns the tokens that leave."""
         self._step_number += 1
         self.metrics.num_steps += 1
+        self.allocator.begin_step(self._step_number)
         if self.canary is not None:
             self.canary.begin_step(self._step_number)
         started = time.perf_counter()
@@ -238,11 +242,11 @@ class Engine:
                 check_chunk_feed(chunk.request.request_id, chunk.start, part, chunk.request.prompt_ids)
             fed = torch.tensor([token for part in following for token in part], device=self.device)
             self.drafter.extend("prefill", batch, fed, self.drafter.features(output), lens)
-        self._check()
         self.metrics.prefill_tokens += len(tokens)
-        events = []
+        events = self._end_corrupted()
         for chunk, token in zip(chunks, first_tokens, strict=True):
-            events += self._commit(chunk.request, chunk.end, [token] if chunk.is_last else [])
+            if chunk.request.finish_reason is None:
+                events += self._commit(chunk.request, chunk.end, [token] if chunk.is_last else [])
         return events
 
     def _following(self, chunk: Chunk, sampled: int) -> list[int]:
@@ -261,8 +265,8 @@ class Engine:
         tokens = torch.tensor([request.last_token for request in batch.requests], device=self.device)
         forward = chain_forward("decode", 0, batch, self.request_table, tokens, [1] * len(batch))
         chosen = self._choose(batch, self._forward(forward).hidden, batch.lens_tensor[:, None])
-        self._check()
-        return self._commit_all(batch, [Accepted([0], tokens) for tokens in chosen.tolist()])
+        events = self._end_corrupted()
+        return events + self._commit_all(batch, [Accepted([0], tokens) for tokens in chosen.tolist()])
 
     def _draft_step(self, batch: Batch, drafter: Drafter) -> list[TokenEvent]:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
@@ -270,10 +274,10 @@ class Engine:
         forward = self._verify_forward(batch, tree)
         output = self._forward(forward)
         chosen = self._choose(batch, output.hidden, forward.positions.view(len(batch), -1))
-        self._check()
+        events = self._end_corrupted()
         accepted = accept(tree, chosen, batch.ids)
-        self._compact(forward, accepted)
-        events = self._commit_all(batch, accepted)
+        self._compact(forward, batch, accepted)
+        events += self._commit_all(batch, accepted)
         self._extend(batch, drafter, output, accepted)
         return events
 
@@ -313,12 +317,13 @@ class Engine:
         logits = self.model.logits(hidden).view(len(batch), -1, self.model.config.vocab_size)
         return sample(logits, tuple(request.params for request in batch.requests), positions + 1)
 
-    def _compact(self, forward: ForwardBatch, accepted: Sequence[Accepted]) -> None:
+    def _compact(self, forward: ForwardBatch, batch: Batch, accepted: Sequence[Accepted]) -> None:
         """Bring accepted nodes to the front of their window, K/V and records."""
         windows = forward.slots.view(len(accepted), -1)
         moves = [
             (b, node, place)
             for b, path in enumerate(accepted)
+            if batch.requests[b].finish_reason is None
             for place, node in enumerate(path.nodes)
             if node != place
         ]
@@ -362,13 +367,22 @@ class Engine:
         if self.canary is not None:
             self.canary.on_alloc(request.request_id, pages)
 
-    def _check(self) -> None:
-        if self.canary is not None:
-            self.canary.check()
+    def _end_corrupted(self) -> list[TokenEvent]:
+        """Let the canary judge the step before a token leaves; in mode abort, end the requests that it names."""
+        doomed = frozenset() if self.canary is None else self.canary.check()
+        events = []
+        for request in [request for request in self.running if request.request_id in doomed]:
+            request.finish_reason = KV_CORRUPTION
+            self._finish(request)
+            text = self._texts[request.request_id].push([], final=True)
+            events.append(TokenEvent(request.request_id, (), text, request.finish_reason))
+        return events
 
     def _commit_all(self, batch: Batch, accepted: Sequence[Accepted]) -> list[TokenEvent]:
         events = []
         for request, path in zip(batch.requests, accepted, strict=True):
+            if request.finish_reason is not None:
+                continue
             committed_len = request.committed_len + len(path.nodes)
             check_commit(request.request_id, request.committed_len, committed_len, self._max_accept)
             events += self._commit(request, committed_len, path.tokens)
@@ -386,21 +400,25 @@ class Engine:
         if self.canary is not None:
             self.canary.append(request.request_id, appended)
             self.canary.commit(request.request_id, request.committed_len)
-        if request.finish_reason is not None:
-            self._finish(request)
+        if request.finish_reason is not None and not self._finish(request):
+            del request.output_ids[num_outputs - len(appended) :]
+            appended, request.finish_reason = [], KV_CORRUPTION
         if not appended and request.finish_reason is None:
             return []
         text = self._texts[request.request_id].push(appended, final=request.finish_reason is not None)
         return [TokenEvent(request.request_id, tuple(appended), text, request.finish_reason)]
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request) -> bool:
+        """Give everything back; whether its bytes were to the end what had been written."""
+        is_intact = True
         if self.canary is not None:
-            self.canary.release(request.request_id)
+            is_intact = self.canary.release(request.request_id)
             self.canary.on_free(request.request_id, request.pages)
         self.allocator.free(request.pages)
         self.request_table.release(request.row)
         request.pages = []
         self.scheduler.finish(request)
+        return is_intact
 
     def _idle(self) -> None:
         self.allocator.check_accounting(owned=0)

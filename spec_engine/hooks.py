@@ -54,6 +54,7 @@ def read_plan(batch: ForwardBatch) -> ReadPlan:
         rows_per_request=batch.rows_per_request,
         prefix_lens=batch.prefix_lens,
         num_written=batch.new_lens[0] if uniform else batch.kv_indptr.new_tensor(batch.new_lens),
+        tree_mask=batch.tree_mask,
     )
 
 

@@ -56,7 +56,8 @@ class Request:
 class TokenEvent:
     """Tokens that left the engine in one step for one request.
 
-    text: what they add to the request's text; finish_reason: "stop" or "length" with the last event, else None.
+    text: what they add to the request's text; finish_reason: "stop", "length" or "kv_corruption" with the last event,
+    else None.
     """
 
     request_id: str

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+pytest_plugins = ["kvcanary.pytest_plugin", "pytester"]
+
 HAS_CUDA = torch.cuda.is_available()
 
 # Triton chooses between compiler and interpreter when a kernel is defined: this comes before the first import of one.

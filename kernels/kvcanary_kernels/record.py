@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,28 +164,33 @@ def mix(tokens: Tensor, positions: Tensor, keys: Keys) -> Tensor:
     return z
 
 
-def mix_host(token: int, position: int, keys: Keys) -> int:
-    """`mix` of one pair in plain integers, unsigned."""
+def mix_host(token: Any, position: Any, keys: Keys) -> Any:
+    """`mix` of one pair in plain integers, unsigned; or of numpy arrays of uint64, element by element."""
     return _finalise(((token & MASK_32) << 32 | position & MASK_32) + keys.mix_key)
 
 
-def chain_root(keys: Keys, role: str, salt: str = "") -> int:
+def chain_root(keys: Keys, role: str, salt: str = "", adapter: str = "") -> int:
     """The chain value before the first token, unsigned: a keyed hash of what makes equal tokens mean equal rows."""
-    key = keys.root_key.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(repr((role, salt)).encode(), key=key, digest_size=8).digest(), "little")
+    key, name = keys.root_key.to_bytes(8, "little"), repr((role, salt, adapter)).encode()
+    return int.from_bytes(hashlib.blake2b(name, key=key, digest_size=8).digest(), "little")
 
 
 def chain_host(tokens: list[int], first_position: int, value: int, keys: Keys) -> list[int]:
     """The chain values of consecutive tokens in plain integers, unsigned; `value` is the predecessor's."""
-    values = []
-    for position, token in enumerate(tokens, first_position):
-        value = continue_chain(value, mix_host(token, position, keys), keys)
-        values.append(value)
-    return values
+    pairs = enumerate(tokens, first_position)
+    return chain_of([mix_host(token, position, keys) for position, token in pairs], value, keys)
 
 
-def continue_chain(value: int, mixed: int, keys: Keys) -> int:
-    """The chain value of an entry from its predecessor's and the `mix` of its own token, unsigned."""
+def chain_of(mixed: Iterable[int], value: int, keys: Keys) -> list[int]:
+    """The chain values of consecutive entries from the `mix` of each; `value` is the predecessor's."""
+    return list(accumulate(mixed, lambda chain, own: continue_chain(chain, own, keys), initial=value))[1:]
+
+
+def continue_chain(value: Any, mixed: Any, keys: Keys) -> Any:
+    """The chain value of an entry from its predecessor's and the `mix` of its own token, unsigned.
+
+    Plain integers, or numpy arrays of uint64, element by element.
+    """
     return (keys.multiplier * value + mixed) & MASK_64
 
 
@@ -242,7 +249,7 @@ def bitmap_columns(layers: int) -> tuple[int, int]:
     return layers & MASK_64, layers >> 64
 
 
-def _finalise(z: int) -> int:
+def _finalise(z: Any) -> Any:
     z &= MASK_64
     z = (z ^ z >> 30) * SPLITMIX_FIRST & MASK_64
     z = (z ^ z >> 27) * SPLITMIX_SECOND & MASK_64

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from spec_engine import Engine
+from spec_engine import Engine, SamplingParams
 
 Place = tuple[int | None, int | None]  # slot and position that the finding must name; None: any
 FAULTS: list = []
@@ -88,11 +89,12 @@ def read_a_cousin_for_an_ancestor(engine: Engine) -> Place:
 
 
 @found_by("R6")
-def feed_another_token(engine: Engine) -> Place:
-    """The row is consistent, but one token of it is not the request's."""
-    request = engine.running[0]
-    request.output_ids[-1] ^= 1
-    return None, None
+def feed_another_token_than_leaves(engine: Engine) -> Place:
+    """The draft pool is given another first token than the one that leaves, before anybody can know it."""
+    following = engine._following
+    engine._following = lambda chunk, sampled: following(chunk, sampled ^ 1)
+    engine.submit(list(range(100, 130)), SamplingParams(max_new_tokens=8, ignore_eos=True))
+    return None, 29
 
 
 @found_by("R7")
@@ -181,6 +183,54 @@ def write_at_wrong_positions(engine: Engine) -> Place:
         return replace(forward, positions=forward.positions + (forward.positions > forward.prefix_lens.max()).long())
 
     engine._verify_forward = shifted
+    return None, None
+
+
+@found_by("W6")
+def feed_another_token(engine: Engine) -> Place:
+    """The last token of a request changes between two steps (a relay buffer that was overwritten)."""
+    request = engine.running[0]
+    request.output_ids[-1] ^= 1
+    return None, request.committed_len
+
+
+@found_by("R10")
+def believe_a_shorter_row(engine: Engine) -> Place:
+    """The verify forward believes that one token less is committed."""
+    verify_forward = engine._verify_forward
+
+    def short(batch, tree):
+        forward = verify_forward(batch, tree)
+        return replace(forward, prefix_lens=forward.prefix_lens - 1)
+
+    engine._verify_forward = short
+    return None, min(request.committed_len for request in engine.running) - 2
+
+
+@found_by("R11")
+def read_what_a_later_step_has_written(engine: Engine) -> Place:
+    """A record of a step that has not come yet, whole in every other respect."""
+    mine, _ = rows(engine)
+    slot, mirror = int(mine[9]), engine.canary._checks._mirror
+    record = mirror.table[[slot]]
+    record[0, 3] += 5
+    record[0, 7] = engine.canary._state.by_name["target"].seal_term
+    mirror.write(np.array([slot]), record)
+    return slot, 9
+
+
+@found_by("R13")
+def see_a_node_that_is_no_ancestor(engine: Engine) -> Place:
+    """One bit too many in the tree mask: a node sees its sibling."""
+    verify_forward = engine._verify_forward
+
+    def wider(batch, tree):
+        forward = verify_forward(batch, tree)
+        mask = forward.tree_mask.clone()
+        mask[0, 1, 2] = True
+        return replace(forward, tree_mask=mask)
+
+    engine._verify_forward = wider
     return None, None
 
 

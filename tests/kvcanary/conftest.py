@@ -75,6 +75,7 @@ class FakeEngine:
         }
         settings = {"mode": "raise", "seed": 7, **config}
         self.canary = CanaryManager(CanaryConfig(**settings), [pool.view for pool in self.pools.values()])
+        self.canary.arm()
         self.free_pages = list(range(1, num_pages))
         self.rows: dict[str, Row] = {}
         self.step_number = 0

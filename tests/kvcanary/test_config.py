@@ -26,25 +26,27 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "content": "rolling",
         "budget": None,
         "seed": None,
+        "poison": "finite",
+        "quarantine": 4,
         "disable": frozenset(),
     }
 
 
-@pytest.mark.parametrize(("mode", "enabled"), [("off", False), ("log", True), ("raise", True)])
+@pytest.mark.parametrize(("mode", "enabled"), [("off", False), ("log", True), ("raise", True), ("abort", True)])
 def test_enabled_is_every_mode_but_off(mode, enabled):
     """Only `off` says that no manager should be built."""
     assert CanaryConfig(mode=mode).enabled is enabled
 
 
-@pytest.mark.parametrize("mode", ["abort", "heal"])
-def test_modes_of_later_versions_are_refused_with_a_sentence(mode):
-    """A mode that is planned says that it does not exist yet, and which ones to use."""
-    assert refusal(mode=mode) == f"mode '{mode}' does not exist yet: use 'raise' to stop or 'log' to go on"
+def test_modes_of_later_versions_are_refused_with_a_sentence():
+    """A mode that is planned says that it does not exist yet, and which one to use."""
+    words = "mode 'heal' does not exist yet: use 'abort' to end only the requests that are touched"
+    assert refusal(mode="heal") == words
 
 
 def test_an_unknown_mode_names_the_known_ones():
     """A misspelt mode is answered with the list of modes."""
-    assert refusal(mode="warn") == "mode must be one of off, log, raise, got 'warn'"
+    assert refusal(mode="warn") == "mode must be one of off, log, raise, abort, got 'warn'"
 
 
 def test_an_unknown_content_names_the_known_ones():
@@ -140,15 +142,18 @@ def test_parse_codes_takes_commas_spaces_and_small_letters():
 
 
 def test_from_env_reads_every_setting():
-    """All five variables are read, in any case."""
+    """All seven variables are read, in any case."""
     environ = {
         "KVCANARY_MODE": "LOG",
         "KVCANARY_CONTENT": "Full",
         "KVCANARY_BUDGET": "4MiB",
         "KVCANARY_KV_CANARY_SEED": "0x10",
         "KVCANARY_DISABLE": "r5,w4",
+        "KVCANARY_POISON": "NaN",
+        "KVCANARY_QUARANTINE": "2",
     }
-    assert CanaryConfig.from_env(environ) == CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}))
+    expected = CanaryConfig("log", "full", 4 << 20, 16, frozenset({"R5", "W4"}), poison="nan", quarantine=2)
+    assert CanaryConfig.from_env(environ) == expected
 
 
 def test_from_env_without_variables_is_the_default():
@@ -187,6 +192,9 @@ def test_from_env_knows_the_automatic_budget():
         ("BUDGET", "0", "budget must be a positive number of bytes a step or None, got 0"),
         ("KV_CANARY_SEED", "seven", "seed must be an integer, got 'seven'"),
         ("KV_CANARY_SEED", "-1", "seed must be an integer in [0, 2^64) or None, got -1"),
+        ("POISON", "rat", "poison must be one of finite, nan, off, got 'rat'"),
+        ("QUARANTINE", "-1", "quarantine must be a number of steps, 0 or more, got -1"),
+        ("QUARANTINE", "long", "quarantine must be an integer, got 'long'"),
         ("DISABLE", "R5,R99", "got R99"),
     ],
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 
 import pytest
 
 from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, LifetimeError
-from kvcanary.ledger import HISTORY_EVENTS, NO_PAGE, Ledger, ReadQueue
+from kvcanary.errors import PageGenerationError
+from kvcanary.ledger import NO_PAGE, Ledger, ReadQueue
 from kvcanary_kernels.record import chain_root, make_keys, mix_host
 
 KEYS = make_keys(7, 1, 4)
@@ -18,7 +18,7 @@ MODULUS = 1 << 64
 
 def make_ledger(num_pages: int = 10, page_size: int = 4) -> Ledger:
     """Two pools, the second one token further; page 0 is null."""
-    return Ledger(num_pages, page_size, 1, KEYS, [(ROOTS[0], 0), (ROOTS[1], 1)])
+    return Ledger(num_pages, page_size, 1, KEYS, [("target", 0), ("draft", 1)])
 
 
 def plain_chain(tokens: list[int], root: int) -> int:
@@ -40,50 +40,6 @@ def test_lifetime_errors_are_runtime_errors_of_the_package():
     """Callers may catch RuntimeError or the base of the package."""
     assert issubclass(LifetimeError, RuntimeError)
     assert issubclass(LifetimeError, KVCanaryError)
-
-
-# names
-
-
-def test_a_uid_has_32_bits_and_is_never_zero():
-    """Records have 32 bits for the request, and 0 means nobody."""
-    ledger = make_ledger()
-    uids = [ledger.admit(f"request {number}", [1], 0).uid for number in range(2000)]
-    assert all(0 < uid < 1 << 32 for uid in uids)
-    assert len(set(uids)) == len(uids)
-
-
-def test_a_uid_is_stable():
-    """The same name has the same uid in every ledger and every process."""
-    digest = hashlib.blake2b(b"only", digest_size=4).digest()
-    assert [make_ledger().admit("only", [1], 0).uid for _ in range(2)] == [int.from_bytes(digest, "little")] * 2
-
-
-def test_a_uid_that_is_taken_is_not_given_again():
-    """Where another request has the uid already, the new one gets another."""
-    ledger = make_ledger()
-    taken = make_ledger().admit("second", [1], 0).uid
-    ledger.names[taken] = "first"
-    uid = ledger.admit("second", [1], 0).uid
-    assert uid != taken
-    assert (ledger.name(taken), ledger.name(uid)) == ("first", "second")
-
-
-def test_a_name_is_told_after_the_request_has_ended():
-    """Reports about old writes still name the request."""
-    ledger = make_ledger()
-    uid = ledger.admit("only", [1], 0).uid
-    ledger.forget("only")
-    assert ledger.name(uid) == "only"
-    assert ledger.name(uid ^ 1) is None
-
-
-def test_an_ended_request_may_come_again():
-    """A name that ended is free, and has its uid again."""
-    ledger = make_ledger()
-    uid = ledger.admit("only", [1], 0).uid
-    ledger.forget("only")
-    assert ledger.admit("only", [1], 5).uid == uid
 
 
 # truth
@@ -136,6 +92,25 @@ def test_one_other_token_gives_another_chain(place):
     ledger = make_ledger()
     truths = [ledger.truth(ledger.admit(str(row), row, 0), 0, 6) for row in (tokens, other)]
     assert truths[0] != truths[1]
+
+
+@pytest.mark.parametrize("named", [{"salt": "tenant 1"}, {"adapter": "lora 1"}, {"salt": "lora 1"}])
+def test_salt_and_adapter_change_every_chain(named):
+    """Equal tokens under another salt or another adapter are another row, in every pool."""
+    ledger = make_ledger()
+    plain, other = ledger.admit("plain", [1, 2, 3], 0), ledger.admit("other", [1, 2, 3], 0, **named)
+    again = ledger.admit("again", [1, 2, 3], 0, **named)
+    for pool_id in (0, 1):
+        for length in range(3 - pool_id):
+            assert ledger.truth(plain, pool_id, length) != ledger.truth(other, pool_id, length)
+            assert ledger.truth(again, pool_id, length) == ledger.truth(other, pool_id, length)
+        assert other.root(pool_id) == ledger.truth(other, pool_id, 0)
+
+
+def test_a_salt_is_not_an_adapter():
+    """The same word in the other place names another row."""
+    ledger = make_ledger()
+    assert ledger.admit("a", [1], 0, salt="x").root(0) != ledger.admit("b", [1], 0, adapter="x").root(0)
 
 
 def test_tokens_since_counts_what_was_appended_after_a_step():
@@ -207,17 +182,22 @@ def test_granting_an_owned_page_is_refused():
     ledger.admit("first", [1], 0)
     ledger.admit("second", [1], 0)
     ledger.grant("first", [3], 0)
-    assert refused(ledger.grant, "second", [3], 0) == "page 3 is granted to 'second' while 'first' still owns it"
-    assert refused(ledger.grant, "first", [3], 0) == "page 3 is granted to 'first' while 'first' still owns it"
+    for name in ("second", "first"):
+        words = refused(ledger.grant, name, [4, 3], 1)
+        assert words.startswith(f"page 3 must be FREE to be granted to {name!r}, it is RESERVED (granted to 'first' at")
+        assert words.endswith(": free it first, and let it leave its quarantine")
+        assert ledger.owner_of(4) is None
 
 
 def test_freeing_twice_is_refused():
-    """The second free of a page says that nobody owns it."""
+    """The second free of a page says who freed it first, when and where."""
     ledger = make_ledger()
     ledger.admit("only", [1], 0)
     ledger.grant("only", [3], 0)
     ledger.free("only", [3], 0)
-    assert refused(ledger.free, "only", [3], 0) == "page 3 is freed by 'only', its owner is None"
+    words = refused(ledger.free, "only", [3], 4)
+    assert "to be freed by 'only', it is FREE (freed by 'only' at step 0, test_ledger.py:" in words
+    assert words.endswith(": free a page once, and never while it loads")
 
 
 def test_freeing_someone_elses_page_is_refused():
@@ -226,7 +206,9 @@ def test_freeing_someone_elses_page_is_refused():
     ledger.admit("first", [1], 0)
     ledger.admit("second", [1], 0)
     ledger.grant("first", [3], 0)
-    assert refused(ledger.free, "second", [3], 0) == "page 3 is freed by 'second', its owner is 'first'"
+    words = "page 3, named by 'second', must be in its row to be freed, it is in the row of 'first': "
+    assert refused(ledger.free, "second", [3], 0) == words + "name only pages of the row"
+    assert ledger.owner_of(3) == "first"
 
 
 @pytest.mark.parametrize("page", [-1, 0, 10])
@@ -234,7 +216,9 @@ def test_a_page_outside_the_pool_is_refused(page):
     """The null page and numbers outside the pool are never granted."""
     ledger = make_ledger()
     ledger.admit("only", [1], 0)
-    assert refused(ledger.grant, "only", [page], 0) == f"page must be in [1, 10), got {page}"
+    assert refused(ledger.grant, "only", [page], 0) == (
+        f"page must be in [1, 10), got {page}: null pages are never granted or freed"
+    )
 
 
 def test_a_freed_page_leaves_a_hole_in_its_row():
@@ -260,16 +244,39 @@ def test_a_request_without_pages_starts_anew():
     assert (request.pages, request.committed_len, request.row_lens) == ([], 0, [0, 0])
 
 
-def test_history_keeps_the_newest_events():
-    """Grants and frees of a page are kept up to a bound, newest last."""
+def test_a_free_of_an_earlier_grant_is_refused():
+    """A free that comes twice is refused even where the same request was granted the page again in between."""
     ledger = make_ledger()
     ledger.admit("only", [1], 0)
-    for step in range(10):
-        ledger.grant("only", [3], step)
-        ledger.free("only", [3], step)
-    history = ledger.history[3]
-    assert len(history) == HISTORY_EVENTS
-    assert [(event.kind, event.step) for event in history[-2:]] == [("granted", 9), ("freed", 9)]
+    ledger.grant("only", [3], 0)
+    ticket = [int(ledger.generations[3])]
+    ledger.free("only", [3], 1, ticket)
+    ledger.grant("only", [3], 2)
+    with pytest.raises(PageGenerationError) as caught:
+        ledger.free("only", [3], 3, ticket)
+    assert (caught.value.page, caught.value.generation, caught.value.current) == (3, 1, 3)
+    assert str(caught.value).startswith("page 3 must be freed in the generation in which it was granted, 1, it is in 3")
+    assert "got 1 and 2" in refused(ledger.free, "only", [3], 3, [3, 3])
+    ledger.free("only", [3], 3, [3])
+
+
+def test_an_event_names_a_page_once():
+    """A page twice in one call is a mistake of the caller, and nothing happens."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    assert (
+        refused(ledger.grant, "only", [3, 4, 3], 0) == "an event must name a page once, got page 3 twice: name it once"
+    )
+    assert (ledger.owner_of(3), ledger.owner_of(4)) == (None, None)
+
+
+def test_forgetting_a_request_that_holds_pages_is_refused():
+    """Nobody would free its pages."""
+    ledger = make_ledger()
+    ledger.admit("only", [1], 0)
+    ledger.grant("only", [3, 4, 5], 0)
+    ledger.free("only", [3], 0)
+    assert refused(ledger.forget, "only") == "request 'only' still holds 2 pages: free them first"
 
 
 # the order of re-reading
@@ -303,6 +310,7 @@ def canary(make_engine) -> CanaryManager:
     """A manager with one admitted request that owns pages 1 and 2."""
     views = [pool.view for pool in make_engine().pools.values()]
     manager = CanaryManager(CanaryConfig(seed=7), views)
+    manager.arm()
     manager.admit("only", [1, 2, 3])
     manager.on_alloc("only", [1, 2])
     return manager
@@ -326,13 +334,15 @@ def test_the_manager_refuses_an_unknown_request(canary, hook, arguments):
 def test_the_manager_refuses_a_double_free(canary):
     """A page that went back is not given back again."""
     canary.on_free("only", [2])
-    assert refused(canary.on_free, "only", [2]) == "page 2 is freed by 'only', its owner is None"
+    assert "to be freed by 'only', it is FREE (freed by 'only' at step 0, " in refused(canary.on_free, "only", [2])
 
 
 def test_the_manager_refuses_a_second_owner(canary):
     """A page that is owned is not granted."""
     canary.admit("other", [1])
-    assert refused(canary.on_alloc, "other", [1]) == "page 1 is granted to 'other' while 'only' still owns it"
+    assert refused(canary.on_alloc, "other", [1]).startswith(
+        "page 1 must be FREE to be granted to 'other', it is RESERVED"
+    )
 
 
 def test_a_committed_length_does_not_shrink(canary):

@@ -54,7 +54,7 @@ def test_a_right_engine_has_no_finding(make_engine, content, dtype, page_size, t
     assert engine.canary.findings == []
     certificate = engine.canary.certificate()
     assert certificate["findings"] == []
-    assert certificate["unchecked"] == {}
+    assert certificate["unchecked"].keys() <= {"freed pages reused before they were poisoned"}
     assert certificate["forwards"] > 40
     assert engine.tokens_emitted > 20
 
@@ -242,3 +242,28 @@ def test_a_moved_stale_record_stays_stale(make_engine):
     canary.drain()
     generation = int(canary._state.by_name["target"].records[60, 2]) >> 32
     assert generation != canary._ledger.generations[60]
+
+
+def test_after_a_finding_the_neighbours_are_read_at_once(make_engine):
+    """Damage has neighbours: a second one in the same request is found in the next step, not a rotation later."""
+    engine = make_engine(mode="log", content="rolling", budget=1)
+    engine.start("one", 40)
+    engine.start("two", 40)
+    for position in (12, 30):
+        engine.pools["target"].bits(1, engine.slot("one", position), "K")[2] ^= 1 << 3
+    engine.canary._checks.sweeper.look_around(["one"])
+    engine.step()
+    assert {finding.position for finding in engine.canary.findings} == {12, 30}
+
+
+def test_a_finding_makes_the_canary_look_around(make_engine):
+    """Whoever holds the page of a finding, or the page beside it, is read whole in the next step."""
+    engine = make_engine(mode="log", content="rolling", budget=1)
+    engine.start("one", 40)
+    slot = engine.slot("one", 12)
+    engine.canary._state.by_name["target"].records[slot, 1] ^= 1
+    engine.pools["target"].bits(1, engine.slot("one", 30), "K")[2] ^= 1 << 3
+    engine.step()
+    assert [finding.code for finding in engine.canary.findings] == ["R3"]
+    engine.step()
+    assert [finding.code for finding in engine.canary.findings] == ["R3", "R9"]

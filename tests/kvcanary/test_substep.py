@@ -57,6 +57,7 @@ def values(n: int = 3) -> torch.Tensor:
 def canary() -> CanaryManager:
     """A manager of one pool with one request that owns page 1, in step 1."""
     manager = CanaryManager(CanaryConfig(seed=7), [pool_view()])
+    manager.arm()
     manager.begin_step(1)
     manager.admit("only", PROMPT)
     manager.on_alloc("only", [1])

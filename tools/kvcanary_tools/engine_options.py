@@ -184,7 +184,7 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             "--kv-canary-budget",
             type=Bytes(),
             metavar="BYTES",
-            help="What rolling reads again a step, such as 64KiB; by default enough to come round in 64 steps.",
+            help="What rolling reads again a step, such as 64KiB; by default enough to come round in 128 steps.",
         ),
         _canary_option(
             "--kv-canary-seed",

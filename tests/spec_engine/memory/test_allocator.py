@@ -64,3 +64,31 @@ def test_allocate_refuses_a_page_that_is_not_its_own_to_give(free, error, words)
     allocator._free = free
     with pytest.raises(error, match=words):
         allocator.allocate(1)
+
+
+def test_freed_pages_wait_in_quarantine_and_count_as_free():
+    """A page is handed out again only after the quarantine, while the accounting goes on closing."""
+    allocator = PageAllocator(4, quarantine=3)
+    allocator.begin_step(1)
+    assert allocator.allocate(2) == [1, 2]
+    allocator.free([1])
+    assert (allocator.num_free, allocator.num_quarantined) == (3, 1)
+    allocator.check_accounting(owned=1)
+    allocator.begin_step(3)
+    assert allocator.allocate(1) == [3]
+    allocator.begin_step(4)
+    assert allocator.num_quarantined == 0
+    assert allocator.allocate(1) == [1]
+
+
+def test_under_pressure_the_quarantine_gives_its_oldest_pages():
+    """Nobody waits for memory because of the quarantine."""
+    allocator = PageAllocator(3, quarantine=100)
+    allocator.allocate(3)
+    allocator.free([2])
+    allocator.begin_step(1)
+    allocator.free([1])
+    allocator.begin_step(2)
+    assert allocator.allocate(1) == [2]
+    with pytest.raises(PoolExhaustedError, match="2 pages needed, 1 of 3 free"):
+        allocator.allocate(2)

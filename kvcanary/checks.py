@@ -1,0 +1,190 @@
+"""StepChecks: everything that is judged between two looks of the engine, at once and in the order of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcanary.certificate import Coverage
+from kvcanary.config import CanaryConfig
+from kvcanary.content import Looked, find_changed, slots_are_right
+from kvcanary.forward import Forward
+from kvcanary.hits import Hit
+from kvcanary.lanes import joined
+from kvcanary.ledger import Ledger, Request
+from kvcanary.mirror import Mirror
+from kvcanary.moving import Mover
+from kvcanary.reading import Reader, Verdict
+from kvcanary.sealing import Sealer
+from kvcanary.staging import Stage
+from kvcanary.state import CanaryState, PoolState
+from kvcanary.sweep import Sweeper
+from kvcanary.truths import judge_lengths, judge_mask, judge_tokens
+from kvcanary.writing import judge_layers
+
+
+class StepChecks:
+    """What waits to be judged, and what fired.
+
+    hits: checks that fired since somebody took them
+    """
+
+    def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
+        self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
+        self._mirror = Mirror(state)
+        self._sealer = Sealer(self._mirror, state.page_size, ledger.generations)
+        self._stages = {pool: Stage(state, pool) for pool in state.pools}
+        self._mover = Mover(state, self._mirror, ledger.generations)
+        self._reader = Reader(state, ledger, self._mirror, config.disable)
+        self._compares_content = "R9" not in config.disable
+        self._pending: list[Forward] = []
+        self.sweeper = Sweeper(state, ledger, config.budget)
+        self.hits: list[Hit] = []
+
+    def open(self, forward: Forward) -> Stage | None:
+        """The stage of this forward's values; None where nobody compares a draft's bytes."""
+        self._pending.append(forward)
+        if forward.kind == "draft" and self._config.content != "full":
+            return None
+        stage = self._stages[forward.pool]
+        if not stage.fits(len(forward.write_slots)):
+            self._pending.pop()
+            self.settle()
+            self._pending.append(forward)
+            stage.fingerprint()
+        stage.open(forward)
+        return stage
+
+    def settle(self) -> None:
+        """Seal and judge all pending forwards."""
+        if not self._pending:
+            self._mirror.flush()
+            return
+        forwards, self._pending = self._pending, []
+        with torch.inference_mode():
+            for forward in forwards:
+                forward.read_rows()
+                self.hits += judge_layers(forward) + judge_tokens(forward) + judge_mask(forward)
+            self.hits += self._sealer.seal(forwards)
+            self._mirror.flush()
+            for forward in forwards:
+                if forward.room or forward.lanes:
+                    self._stages[forward.pool].keep(forward)
+            for forward in forwards:
+                self.hits += judge_lengths(forward)
+                _note_rows(forward)
+            for pool in self._state.pools:
+                own = [forward for forward in forwards if forward.pool is pool]
+                if own:
+                    self._judge(pool, own)
+
+    def settle_writes_into(self, pages: Sequence[int]) -> None:
+        """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
+        granted, size = set(pages), self._state.page_size
+        if any(slot // size in granted for forward in self._pending for slot in forward.write_slots):
+            self.settle()
+
+    def roll(self, step: int) -> None:
+        """One slice of the rolling check, where one is due."""
+        if self._config.content == "rolling" and self._compares_content and self.sweeper.is_due(step):
+            with torch.inference_mode():
+                self._fingerprint()
+                self.hits += self.sweeper.slice(step)
+
+    def look_around(self, hits: Sequence[Hit]) -> None:
+        """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
+        pages = {hit.page + step for hit in hits for step in (-1, 0, 1)}
+        requests = self._ledger.requests.items()
+        self.sweeper.look_around(name for name, request in requests if not pages.isdisjoint(request.pages))
+
+    def look_again(self, request: Request, step: int) -> None:
+        """All committed bytes of a request that ends."""
+        self.settle()
+        if self._config.content != "write" and self._compares_content:
+            with torch.inference_mode():
+                self._fingerprint()
+                self.hits += self.sweeper.last_look(request, step)
+
+    def move(self, pool: PoolState, src: NDArray[np.int64], dst: NDArray[np.int64], step: int) -> None:
+        """Records follow bytes."""
+        with torch.inference_mode():
+            self.settle()
+            self._mover.apply(pool, self._stages[pool], src, dst, step)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """What was judged on these pages is judged anew, should the row go on."""
+        size = self._state.page_size
+        for pool in self._state.pools:
+            for page in pages:
+                first = pool.base + page * size
+                self._mirror.judged[first : first + size] = False
+
+    def _judge(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
+        verdict = self._reader.judge(pool, forwards)
+        if self._config.content == "full" and self._compares_content:
+            verdict.hits += self._check_all_bytes(pool, forwards, verdict)
+        self._note_last_good(verdict.hits)
+        self.hits += verdict.hits
+        coverage = self._coverage
+        coverage.forwards += len(forwards)
+        coverage.slots_checked += sum(forward.bounds[-1] for forward in forwards)
+        coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
+        coverage.skip("truth not known to the host", verdict.unknown_truths)
+
+    def _fingerprint(self) -> None:
+        for stage in self._stages.values():
+            stage.fingerprint()
+
+    def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[Hit]:
+        """content=full: every byte that these forwards have read or written."""
+        self._stages[pool].fingerprint()
+        slots = joined([self._reader.slots(verdict.segments), *(forward.slots for forward in forwards)])
+        self._coverage.bytes_checked += len(slots) * pool.view.slot_bytes
+        hits: list[Hit] = []
+        if not slots_are_right(pool, slots):
+            last = forwards[-1]
+            hits = find_changed(
+                pool, slots, lambda: _places_of(forwards, verdict), last.site, last.step, both_lanes=False
+            )
+        step = forwards[-1].step
+        for request in {request.uid: request for forward in forwards for request in forward.requests}.values():
+            self.sweeper.mark_read(pool, request, step)
+        return hits
+
+    def _note_last_good(self, hits: Sequence[Hit]) -> None:
+        """Identity is judged in every forward: an entry that was judged before was good at that time."""
+        for hit in hits:
+            request = self._ledger.requests.get(hit.request_id or "")
+            if request is not None and hit.last_good is None and hit.position is not None:
+                judged = request.judged[hit.pool.pool_id]
+                if hit.position < judged.length:
+                    hit.last_good = judged.step
+
+
+def _note_rows(forward: Forward) -> None:
+    """How far each row of the pool has been written by a forward that is no guess."""
+    if forward.kind == "draft":
+        return
+    pool_id, width = forward.pool.pool_id, forward.width
+    for number, request in enumerate(forward.requests):
+        length = forward.prefixes[number] + forward.written[number * width]
+        if forward.kind == "extend":
+            length = min(length, request.committed_len)  # what lies beyond is junk
+        request.row_lens[pool_id] = length
+
+
+def _places_of(forwards: Sequence[Forward], verdict: Verdict) -> list[Looked]:
+    """What is known of every slot that was read, then of every slot that was written."""
+    places = [
+        Looked(slot, position, segment.request.request_id, None)
+        for segment in verdict.segments
+        for position, slot in enumerate(segment.slots, segment.first_position)
+    ]
+    for forward in forwards:
+        for entry, (slot, position) in enumerate(zip(forward.write_slots, forward.positions.tolist(), strict=True)):
+            name = forward.request_of(forward.row_of_entry(entry)).request_id
+            places.append(Looked(slot, position, name, None))
+    return places

@@ -1,0 +1,243 @@
+"""Pages: what may happen to a page in which state, in one table, and what is true of every page, in arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.errors import LifetimeError, PageStateError
+from kvcanary.history import History, phrase
+from kvcanary_kernels.record import (
+    COMMITTED,
+    FREE,
+    LOAD_FAILED,
+    LOADING,
+    MASK_32,
+    NEVER_WRITTEN,
+    NO_OWNER,
+    QUARANTINED,
+    RESERVED,
+    SHARED,
+    SHARED_OWNER,
+    WRITTEN,
+)
+
+Array = NDArray[Any]
+
+
+class Event(NamedTuple):
+    """What may happen to a page: the states in which it may, each with the state that follows, and what to do else."""
+
+    after: dict[int, int]
+    remedy: str
+
+
+_FREE_IT = "free it first, and let it leave its quarantine"
+EVENTS: dict[str, Event] = {
+    "granted": Event({FREE: RESERVED}, _FREE_IT),
+    "set aside": Event({FREE: NEVER_WRITTEN}, _FREE_IT),  # granted as the destination of a load
+    "copied": Event({FREE: WRITTEN}, _FREE_IT),  # granted as the private copy of a shared page
+    "written": Event({RESERVED: WRITTEN, WRITTEN: WRITTEN, LOAD_FAILED: WRITTEN}, "grant it for writing first"),
+    "committed": Event({WRITTEN: COMMITTED, COMMITTED: COMMITTED}, "commit only what was written or loaded"),
+    "marked loading": Event(
+        {NEVER_WRITTEN: LOADING, RESERVED: LOADING, LOAD_FAILED: LOADING}, "load only into pages that hold nothing yet"
+    ),
+    "loaded": Event({LOADING: WRITTEN}, "begin its load first, and end it once"),
+    "marked load-failed": Event({LOADING: LOAD_FAILED, NEVER_WRITTEN: LOAD_FAILED}, "begin its load first"),
+    "restored": Event({NEVER_WRITTEN: WRITTEN, RESERVED: WRITTEN}, "restore only into pages that hold nothing yet"),
+    "published": Event(
+        {COMMITTED: SHARED, SHARED: SHARED},
+        "commit it first, a cache must not hold what may still be written",
+    ),
+    "forked": Event({WRITTEN: SHARED, COMMITTED: SHARED, SHARED: SHARED}, "fork only what was written"),
+    "acquired": Event({SHARED: SHARED}, "drop it from the prefix cache, which must name only pages that it holds"),
+    "released": Event({SHARED: SHARED}, "release or copy only what is shared"),  # one reference fewer
+    "taken back": Event({SHARED: WRITTEN}, "take back only what is shared"),  # by the last request of a fork
+    "freed": Event(
+        {NEVER_WRITTEN: FREE, LOAD_FAILED: FREE, RESERVED: FREE, WRITTEN: FREE, COMMITTED: FREE, SHARED: FREE},
+        "free a page once, and never while it loads",
+    ),
+    "evicted": Event({SHARED: FREE}, "evict only what was published"),
+    "quarantined": Event({FREE: QUARANTINED}, "free it first"),
+    "left quarantine": Event({QUARANTINED: FREE}, "quarantine it first"),
+}
+STATE_NAMES = {
+    FREE: "FREE",
+    QUARANTINED: "QUARANTINED",
+    NEVER_WRITTEN: "NEVER_WRITTEN",
+    LOADING: "LOADING",
+    LOAD_FAILED: "LOAD_FAILED",
+    RESERVED: "RESERVED",
+    WRITTEN: "WRITTEN",
+    COMMITTED: "COMMITTED",
+    SHARED: "SHARED",
+}
+
+_ILLEGAL = 255
+_NEXT = {
+    name: np.array([event.after.get(state, _ILLEGAL) for state in STATE_NAMES], dtype=np.uint8)
+    for name, event in EVENTS.items()
+}
+_IS_WRITABLE = _NEXT["written"] != _ILLEGAL
+_NOBODY = -3  # in `writers`: equal to no uid and to no kind of owner
+
+
+class Pages:
+    """What is true of every page; arrays are changed in place, never replaced. All are [num_pages].
+
+    generations: int64, counts up at every grant and at every free; 0 is never granted
+    states:      uint8, record.FREE to record.SHARED
+    owners:      int64, the uid whose private page it is, NO_OWNER or SHARED_OWNER
+    refcounts:   int64, rows that name the page; a cache's own hold on a published page does not count
+    published:   bool, a prefix cache holds the page
+    writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
+    """
+
+    def __init__(self, num_pages: int, null_pages: int) -> None:
+        self.null_pages = null_pages
+        self.generations = np.zeros(num_pages, dtype=np.int64)
+        self.states = np.full(num_pages, FREE, dtype=np.uint8)
+        self.owners = np.full(num_pages, NO_OWNER, dtype=np.int64)
+        self.refcounts = np.zeros(num_pages, dtype=np.int64)
+        self.published = np.zeros(num_pages, dtype=np.bool_)
+        self.writers = np.full(num_pages, _NOBODY, dtype=np.int64)
+        self.writers[:null_pages] = NO_OWNER  # padding may write here
+        self.history = History()
+        self._changed = np.zeros(num_pages, dtype=np.bool_)
+        self._holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def numbers(self, pages: Sequence[int]) -> Array:
+        """[n] int64; pages that one event names are inside the pool, not null, and distinct."""
+        where = np.array(pages, dtype=np.int64)
+        listed = where.tolist()
+        if listed and not self.null_pages <= min(listed) <= max(listed) < len(self):
+            wrong = next(page for page in listed if not self.null_pages <= page < len(self))
+            raise LifetimeError(
+                f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or freed"
+            )
+        if len(set(listed)) < len(listed):
+            twice = next(page for page in listed if listed.count(page) > 1)
+            raise LifetimeError(f"an event must name a page once, got page {twice} twice: name it once")
+        return where
+
+    def expect(self, event: str, pages: Array, request_id: str | None = None) -> Array:
+        """All of these pages are in a state in which the event is legal; the states that would follow."""
+        after = _NEXT[event].take(self.states.take(pages))
+        illegal = after == _ILLEGAL
+        if illegal.any():
+            raise self._refused(event, int(pages[illegal.argmax()]), request_id)
+        return after
+
+    def advance(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
+        """The event happens to all of these pages, or is refused for all; owners and references stay."""
+        after = self.expect(event, pages, request_id)
+        self._follow(event, pages, after, self.owners.take(pages), step, request_id)
+
+    def grant(self, event: str, pages: Array, uid: int, step: int, request_id: str) -> None:
+        """Free pages become the private pages of one request: a new generation."""
+        after = self.expect(event, pages, request_id)
+        self.owners[pages] = uid
+        self._begin_generation(pages, references=1, holders=uid)
+        self._follow(event, pages, after, uid, step, request_id)
+
+    def free(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
+        """Nobody's any more: a new generation, so that no record of the last one fits."""
+        if not pages.size:
+            return
+        after = self.expect(event, pages, request_id)
+        self.owners[pages] = NO_OWNER
+        self.published[pages] = False
+        self._begin_generation(pages, references=0, holders=0)
+        self._follow(event, pages, after, NO_OWNER, step, request_id)
+
+    def share(self, event: str, pages: Array, step: int, request_id: str) -> None:
+        """Private pages may be read by many from now on, and written by nobody."""
+        after = self.expect(event, pages, request_id)
+        self.owners[pages] = SHARED_OWNER
+        self._follow(event, pages, after, SHARED_OWNER, step, request_id)
+
+    def add_reference(self, pages: Array, uid: int) -> None:
+        self.refcounts[pages] += 1
+        self._holder_sums[pages] += uid
+
+    def drop_reference(self, pages: Array, uid: int) -> None:
+        self.refcounts[pages] -= 1
+        self._holder_sums[pages] -= uid
+
+    def take_back(self, page: Array, step: int, request_id: str) -> None:
+        """The one request that still holds an unpublished page owns it again, bytes and generation as they are."""
+        self.owners[page] = self.last_holder(page)
+        self.advance("taken back", page, step, request_id)
+
+    def last_holder(self, page: Array) -> int:
+        """The uid of the only row that names a page."""
+        return int(self._holder_sums[page].item())
+
+    def wrote(self, pages: Array) -> None:
+        """A forward has written slots of these pages; pages that it must not write stay as they are."""
+        states = self.states.take(pages)
+        if (states != WRITTEN).any():
+            fresh = pages[_IS_WRITABLE.take(states)]
+            self.states[fresh] = WRITTEN
+            self._changed[fresh] = True
+
+    def write_codes(self, pages: Array, uids: Array) -> dict[int, str]:
+        """By entry the code of a write that is not its row's to make; empty when all is well.
+
+        pages: [entries] int64, page of the slot that the entry writes, inside the pool
+        uids:  [entries] int64, uid of the entry's row; NO_OWNER for padding, which may write null pages only
+        """
+        wrong = self.writers.take(pages) != uids
+        if not wrong.any():
+            return {}
+        return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
+
+    def changes(self) -> Array:
+        """[n] int64, ascending: pages to which something has happened since the last call, for a copy of the arrays."""
+        changed = self._changed.nonzero()[0]
+        self._changed[changed] = False
+        return changed
+
+    def _write_code(self, page: int, uid: int) -> str:
+        if self.states[page] == QUARANTINED:
+            return "W7"
+        if self.owners[page] == SHARED_OWNER:
+            return "W3"
+        return "W8" if self.owners[page] == uid >= 0 else "W2"
+
+    def _follow(
+        self, event: str, pages: Array, after: Array, owners: Array | int, step: int, request_id: str | None
+    ) -> None:
+        self.states[pages] = after
+        self._changed[pages] = True
+        self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
+        self.history.add(event, pages.tolist(), step, request_id)
+
+    def _begin_generation(self, pages: Array, references: int, holders: int) -> None:
+        self.generations[pages] = np.maximum(self.generations.take(pages) + 1 & MASK_32, 1)
+        self.refcounts[pages] = references
+        self._holder_sums[pages] = holders
+
+    def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
+        state = int(self.states[page])
+        legal = [STATE_NAMES[state] for state in EVENTS[event].after]
+        since = "".join(f" ({last}, {last.place})" for last in self.history.of(page)[-1:])
+        return PageStateError(
+            f"page {page} must be {_either(legal)} to be {phrase(event, request_id)}, "
+            f"it is {STATE_NAMES[state]}{since}: {EVENTS[event].remedy}",
+            page=page,
+            state=STATE_NAMES[state],
+            event=event,
+        )
+
+
+def _either(names: Sequence[str]) -> str:
+    """`A`, or `A or B`, or `A, B or C`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

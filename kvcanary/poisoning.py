@@ -1,0 +1,100 @@
+"""Poisoning: freed pages are filled with a pattern of their own, under a byte budget, and looked at before reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kvcanary.certificate import Coverage
+from kvcanary.hits import Hit
+from kvcanary.state import CanaryState, PoolState
+from kvcanary_kernels.content import mismatched_layers
+from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
+
+#: Bytes a step that are poisoned, by the kind of device: a CPU pays for the pattern, a GPU for the bandwidth alone.
+BUDGETS = {"cpu": 16 << 10, "cuda": 4 << 20}
+BATCH_SLOTS = 64  # that are worth a launch
+
+
+class Poisoner:
+    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode."""
+
+    def __init__(self, state: CanaryState, pattern: str, coverage: Coverage) -> None:
+        """`pattern`: finite, nan or off."""
+        self._state, self._coverage = state, coverage
+        self._is_off, self._nan = pattern == "off", pattern == "nan"
+        self._slot_bytes = sum(pool.view.slot_bytes for pool in state.pools)
+        self._budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
+        self._credit = 0
+        self._waiting: dict[int, None] = {}  # freed pages, oldest first
+        self._poisoned: set[int] = set()
+
+    def freed(self, pages: Iterable[int]) -> None:
+        """These pages belong to nobody; `tick` will fill them."""
+        if not self._is_off:
+            self._waiting.update(dict.fromkeys(pages))
+
+    def tick(self) -> None:
+        """A step has passed: fill what its budget, and what was saved of it, allow."""
+        if not self._waiting:
+            self._credit = 0
+            return
+        self._credit += self._budget
+        page_bytes = self._state.page_size * self._slot_bytes
+        count = min(self._credit // page_bytes, len(self._waiting))
+        if count * self._state.page_size >= BATCH_SLOTS or count == len(self._waiting):
+            self._credit -= count * page_bytes
+            self._fill([page for page, _ in zip(list(self._waiting), range(count), strict=False)])
+
+    def granted(self, pages: Sequence[int], step: int) -> list[Hit]:
+        """P1 for every slot of these pages whose poison is damaged; they have an owner from now on."""
+        if self._is_off or not (self._waiting or self._poisoned):
+            return []
+        waiting = [page for page in pages if page in self._waiting]
+        poisoned = [page for page in pages if page in self._poisoned]
+        for page in waiting:
+            del self._waiting[page]
+        self._coverage.skip("freed pages reused before they were poisoned", len(waiting))
+        if not poisoned:
+            return []
+        self._poisoned.difference_update(poisoned)
+        hits = [hit for pool in self._state.pools for hit in self._check(pool, poisoned, step)]
+        if self._nan:
+            self._zero(poisoned)
+        return hits
+
+    def _fill(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            del self._waiting[page]
+        self._poisoned.update(pages)
+        slots = self._slots(pages)
+        for pool in self._state.pools:
+            fill = poison_fill if slots.is_cuda else poison_fill_torch
+            fill(pool.rows, slots, nan=self._nan)
+
+    def _check(self, pool: PoolState, pages: Sequence[int], step: int) -> list[Hit]:
+        slots = self._slots(pages)
+        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
+        check = poison_check if slots.is_cuda else poison_check_torch
+        check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
+        damaged = mismatch.any(1).nonzero().flatten()
+        if not len(damaged):
+            return []
+        layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T
+        return [
+            Hit("P1", pool, slot, None, None, ("grant", 0), step, layers=tuple(own.nonzero().flatten().tolist()))
+            for slot, own in zip(slots[damaged].tolist(), layers, strict=True)
+        ]
+
+    def _zero(self, pages: Sequence[int]) -> None:
+        """NaN must not be read from the part of a page that is not written yet."""
+        slots = self._slots(pages)
+        for pool in self._state.pools:
+            words = torch.zeros(len(slots), pool.rows.words_per_row, dtype=torch.int32, device=slots.device)
+            for layer in range(pool.view.num_layers):
+                pool.rows.scatter_layer(layer, slots, words)
+
+    def _slots(self, pages: Sequence[int]) -> torch.Tensor:
+        size = self._state.page_size
+        return self._state.ints(slot for page in pages for slot in range(page * size, (page + 1) * size))

@@ -1,0 +1,195 @@
+"""Requests: tokens and their truth chains, the row of pages, and how much of it is final, read and judged."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.errors import LifetimeError
+from kvcanary.uids import Uids
+from kvcanary_kernels.record import Keys, chain_host, chain_root
+
+NO_PAGE = -1
+
+
+@dataclass
+class TruthChain:
+    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned."""
+
+    root: int
+    token_offset: int
+    values: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
+        """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
+        first, offset = len(self.values), self.token_offset
+        if length + offset > len(tokens):
+            return None
+        if first < length:
+            new = tokens[first + offset : length + offset]
+            last = int(self.values[-1]) if first else self.root
+            self.values = np.append(self.values, np.array(chain_host(new, first, last, keys), np.uint64))
+        return self.values
+
+
+class ReadQueue:
+    """Ranges of positions in the order in which their bytes were last looked at, oldest first."""
+
+    def __init__(self) -> None:
+        self.length = 0  # positions [0, length) are in the queue
+        self._ranges: deque[tuple[int, int, int]] = deque()  # (start, end, step in which it was known good)
+
+    def extend_to(self, length: int, step: int) -> None:
+        """Positions [self.length, length) are final; their bytes were known good in `step`, when written."""
+        if length > self.length:
+            self._ranges.append((self.length, length, step))
+            self.length = length
+
+    def take(self, count: int, step: int) -> list[tuple[int, int, int]]:
+        """The `count` positions that waited longest and are looked at now: (start, end, step when last known good)."""
+        taken: list[tuple[int, int, int]] = []
+        while count > 0 and self._ranges and self._ranges[0][2] < step:
+            start, end, read = self._ranges.popleft()
+            cut = min(end, start + count)
+            if cut < end:
+                self._ranges.appendleft((cut, end, read))
+            self._ranges.append((start, cut, step))
+            taken.append((start, cut, read))
+            count -= cut - start
+        return taken
+
+    def oldest(self) -> int | None:
+        """The step of the position that waits longest."""
+        return min((step for _, _, step in self._ranges), default=None)
+
+    def clear(self) -> None:
+        self.length = 0
+        self._ranges.clear()
+
+
+class Judged(NamedTuple):
+    """How many entries of a row were judged clean, in which step, and in which epoch of the mirror."""
+
+    length: int = 0
+    step: int = 0
+    epoch: int = 0
+
+
+@dataclass
+class Request:
+    """One request: what it is, what it owns, and how much of it is final.
+
+    pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
+    row:           their slots in row order, as the bytes of an index array
+    committed_len: entries [0, committed_len) are final
+    final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
+    commit_step:   step of the last commit
+    row_lens:      by pool, entries that a prefill, decode, verify or extend has written
+    reads:         by pool, when the bytes of each committed position were last known good
+    judged:        by pool, how much of the row was judged clean
+    growth:        (step, tokens known after it)
+    """
+
+    request_id: str
+    uid: int
+    tokens: list[int]
+    truths: list[TruthChain]
+    row_lens: list[int]
+    reads: list[ReadQueue]
+    judged: list[Judged]
+    pages: list[int] = field(default_factory=list)
+    row: bytes = b""
+    committed_len: int = 0
+    final_pages: int = 0
+    commit_step: int = 0
+    released: bool = False
+    growth: list[tuple[int, int]] = field(default_factory=list)
+
+    def final_len(self, pool_id: int) -> int:
+        """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess."""
+        return min(self.committed_len, self.row_lens[pool_id])
+
+    def root(self, pool_id: int) -> int:
+        """The chain value that position 0 of this request continues in a pool, unsigned: role, salt and adapter."""
+        return self.truths[pool_id].root
+
+    def start_anew(self) -> None:
+        """All pages are back: a request that goes on computes its rows again."""
+        self.committed_len = 0
+        self.row_lens = [0] * len(self.row_lens)
+        for queue in self.reads:
+            queue.clear()
+        self.judged = [Judged()] * len(self.judged)
+
+    def tokens_since(self, step: int) -> int:
+        """Tokens appended in steps after `step`."""
+        place = bisect_right(self.growth, (step, 1 << 62))
+        return len(self.tokens) - (self.growth[place - 1][1] if place else 0)
+
+
+class RequestBook:
+    """The live requests, by id."""
+
+    def __init__(self, keys: Keys, roles: Sequence[tuple[str, int]]) -> None:
+        """`roles`: for each pool the role that its chain roots name, and its token offset."""
+        self.requests: dict[str, Request] = {}
+        self._uids, self._keys, self._roles = Uids(), keys, tuple(roles)
+
+    def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
+        """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
+        if request_id in self.requests:
+            raise LifetimeError(f"request {request_id!r} is admitted already")
+        tokens = [int(token) for token in token_ids]
+        roots = [(chain_root(self._keys, role, salt, adapter), offset) for role, offset in self._roles]
+        request = Request(
+            request_id,
+            self._uids.new(request_id),
+            tokens,
+            truths=[TruthChain(root, offset) for root, offset in roots],
+            row_lens=[0] * len(roots),
+            reads=[ReadQueue() for _ in roots],
+            judged=[Judged()] * len(roots),
+            growth=[(step, len(tokens))],
+        )
+        self.requests[request_id] = request
+        return request
+
+    def append(self, request_id: str, token_ids: Sequence[int], step: int) -> None:
+        request = self.request(request_id)
+        request.tokens.extend(int(token) for token in token_ids)
+        request.growth.append((step, len(request.tokens)))
+
+    def request(self, request_id: str) -> Request:
+        request = self.requests.get(request_id)
+        if request is None:
+            raise LifetimeError(f"request {request_id!r} is not admitted: call admit() first")
+        return request
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; its name stays known to reports for a while."""
+        request = self.request(request_id)
+        if held := sum(page != NO_PAGE for page in request.pages):
+            raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
+        self._uids.retire(request.uid)
+        del self.requests[request_id]
+
+    def name(self, uid: int) -> str | None:
+        """The request that has this uid, or had it last."""
+        return self._uids.name(uid)
+
+    def truth(self, request: Request, pool_id: int, length: int) -> int | None:
+        """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""
+        chains = self.truths(request, pool_id, length)
+        if chains is None:
+            return None
+        return int(chains[length - 1]) if length else request.root(pool_id)
+
+    def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
+        """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
+        return request.truths[pool_id].up_to(length, request.tokens, self._keys)

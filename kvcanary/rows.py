@@ -1,0 +1,142 @@
+"""Rows: which pages each request's row names, in order; the arrays of all pages; and what a row must not name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcanary.errors import LifetimeError, PageGenerationError, PageOwnerError, PageReferenceError
+from kvcanary.pages import Array, Pages
+from kvcanary.requests import NO_PAGE, Request, RequestBook
+from kvcanary_kernels.record import Keys
+
+SLOT_BYTES = 8  # of a slot number in `Request.row`
+
+
+class RowBook(RequestBook):
+    """The rows of the live requests over one set of pages, which all pools share.
+
+    generations, owners, states, refcounts: the arrays of `Pages`, by page
+    history:                                 the newest events of each page
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[tuple[str, int]]
+    ) -> None:
+        super().__init__(keys, roles)
+        self.page_size, self.null_pages = page_size, null_pages
+        self.pages = Pages(num_pages, null_pages)
+        self.generations, self.owners, self.states = self.pages.generations, self.pages.owners, self.pages.states
+        self.refcounts, self.history = self.pages.refcounts, self.pages.history
+
+    def slot(self, request: Request, position: int) -> int:
+        """The slot granted for a position, or -1."""
+        number, offset = divmod(position, self.page_size)
+        if number >= len(request.pages) or request.pages[number] == NO_PAGE:
+            return -1
+        return request.pages[number] * self.page_size + offset
+
+    def slots(self, request: Request, start: int, end: int) -> list[int]:
+        """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
+        if self.page_size == 1:
+            return [page for page in request.pages[start:end] if page != NO_PAGE]
+        slots = (self.slot(request, position) for position in range(start, end))
+        return [slot for slot in slots if slot >= 0]
+
+    def owner_of(self, page: int) -> str | None:
+        """The request whose private page it is."""
+        owner = int(self.owners[page])
+        return self._uids.name(owner) if owner >= 0 else None
+
+    def holders(self, page: int) -> tuple[str, ...]:
+        """The requests whose rows name the page; looks through all rows, so for reports only."""
+        return tuple(name for name, request in self.requests.items() if page in request.pages)
+
+    def _add_to_row(self, request: Request, pages: Array) -> None:
+        """Shared pages at the end of the row, with a reference each."""
+        self._expect_strange(request, pages)
+        self.pages.add_reference(pages, request.uid)
+        self._extend(request, pages)
+
+    def _extend(self, request: Request, pages: Array) -> None:
+        request.pages += pages.tolist()
+        request.row += self._slots_of(pages)
+
+    def _replace(self, request: Request, pages: Array, others: Sequence[int]) -> list[int]:
+        """Put `others` where `pages` are in the row; their places."""
+        places = self._places(request, pages.tolist())
+        for place, page in zip(places, others, strict=True):
+            request.pages[place] = page
+        while request.pages and request.pages[-1] == NO_PAGE:
+            request.pages.pop()
+        length = len(request.pages)
+        request.final_pages = min(request.final_pages, length)
+        if length <= min(places, default=length):
+            request.row = request.row[: length * self.page_size * SLOT_BYTES]
+        else:
+            request.row = self._slots_of(np.array(request.pages, dtype=np.int64))
+        return places
+
+    def _places(self, request: Request, pages: list[int]) -> list[int]:
+        """Where the row names these pages; at once when they are its tail."""
+        first = len(request.pages) - len(pages)
+        if request.pages[first:] == pages:
+            return list(range(first, len(request.pages)))
+        numbers = {page: place for place, page in enumerate(request.pages)}
+        return [numbers[page] for page in pages]
+
+    def _slots_of(self, pages: Array) -> bytes:
+        return (pages[:, None] * self.page_size + np.arange(self.page_size)).tobytes()
+
+    def _expect_held(self, event: str, request: Request, pages: Array) -> None:
+        """The event is legal for these pages, and they are in the row."""
+        self.pages.expect(event, pages, request.request_id)
+        shared = pages[self.owners[pages] != request.uid]
+        row = set(request.pages) if shared.size else set()
+        for page in shared.tolist():
+            if page not in row:
+                raise self._strange(page, request, f"in its row to be {event}", "name only pages of the row")
+
+    def _expect_final(self, request: Request, pages: Array) -> None:
+        head = set(request.pages[: request.final_pages])
+        for page in pages.tolist():
+            if page not in head:
+                rule = f"one of the {request.final_pages} final pages of its row"
+                raise self._strange(page, request, rule, "commit it first")
+
+    def _expect_strange(self, request: Request, pages: Array) -> None:
+        for page in set(request.pages).intersection(pages.tolist()):
+            raise self._strange(page, request, "new to its row", "a row names a page once")
+
+    def _strange(self, page: int, request: Request, rule: str, remedy: str) -> PageOwnerError:
+        name, owner = request.request_id, self.owner_of(page)
+        rows = ", ".join(repr(holder) for holder in self.holders(page)) or "nobody"
+        return PageOwnerError(
+            f"page {page}, named by {name!r}, must be {rule}, it is in the row of {rows}: {remedy}",
+            page=page,
+            request_id=name,
+            owner=owner,
+        )
+
+    def _expect_published(self, pages: Array) -> None:
+        for page in pages[~self.pages.published[pages]].tolist():
+            raise PageReferenceError(
+                f"page {page} must be held by a prefix cache, only rows hold it: share it first",
+                page=page,
+                refcount=int(self.refcounts[page]),
+            )
+
+    def _expect_generations(self, pages: Array, generations: Sequence[int]) -> None:
+        if len(generations) != len(pages):
+            raise LifetimeError(f"each freed page must have its generation, got {len(pages)} and {len(generations)}")
+        for page, generation in zip(pages.tolist(), generations, strict=True):
+            current = int(self.generations[page])
+            if generation != current:
+                raise PageGenerationError(
+                    f"page {page} must be freed in the generation in which it was granted, {generation}, it is in "
+                    f"{current}: this free came twice, or too late",
+                    page=page,
+                    generation=generation,
+                    current=current,
+                )

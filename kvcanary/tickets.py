@@ -1,0 +1,162 @@
+"""Tickets: every copy, zeroing, offload and host buffer in flight, and who has waited for it.
+
+Streams are opaque; the host is one of them. Each stream has a clock: how far it has seen every other stream. An access
+is ordered after a ticket if its stream has run the ticket's work itself, or has waited for its event, or for another
+event behind it. Two accesses that both read need no order. O1 is an access that is not ordered, or that belongs to an
+earlier grant of its page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvcanary.pages import Array
+
+Stream = Hashable
+#: A page by its number, or a host staging buffer by its name.
+Resource = int | str
+#: What an access touches, each with the generation that it was planned for; None where there is none (buffers).
+Touched = Mapping[Resource, int | None]
+
+HOST: Stream = "host"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One access that came too early, or to a page that is granted anew.
+
+    resource:  the page or the buffer
+    stream:    on which the access runs
+    ticket:    the work in flight that it did not wait for, or None
+    sentence:  what happened, in plain words with all numbers
+    """
+
+    resource: Resource
+    stream: Stream
+    ticket: Ticket | None
+    sentence: str
+    code: str = "O1"
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """One piece of asynchronous work.
+
+    sequence:   its number on its stream, from 1
+    clock:      what its stream had seen when it was issued, itself included
+    violations: what was wrong with it from the start
+    """
+
+    what: str
+    stream: Stream
+    sequence: int
+    reads: Touched
+    writes: Touched
+    clock: Mapping[Stream, int]
+    violations: tuple[Violation, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what!r} (stream {self.stream}, sequence {self.sequence})"
+
+
+@dataclass
+class _Accesses:
+    """Work in flight on one resource: the last write, and by stream the last read since."""
+
+    write: Ticket | None = None
+    reads: dict[Stream, Ticket] = field(default_factory=dict)
+
+    def conflicts(self, writes: bool) -> list[Ticket]:
+        found = [] if self.write is None else [self.write]
+        return found + list(self.reads.values()) if writes else found
+
+
+class Tickets:
+    """All work in flight. Memory is bounded: a resource keeps its last write, and one read a stream since."""
+
+    def __init__(self, generations: Sequence[int] | Array) -> None:
+        """`generations`: of every page, as the ledger keeps them current."""
+        self._generations = generations
+        self._clocks: dict[Stream, dict[Stream, int]] = {HOST: {}}
+        self._in_flight: dict[Resource, _Accesses] = {}
+
+    def issue(self, what: str, stream: Stream, reads: Touched | None = None, writes: Touched | None = None) -> Ticket:
+        """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for."""
+        reads, writes = dict(reads or {}), dict(writes or {})
+        found = self.use(what, stream, reads) + self.use(what, stream, writes, writes=True)
+        clock = self._clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        ticket = Ticket(what, stream, clock[stream], reads, writes, dict(clock), tuple(found))
+        for resource in reads:
+            self._in_flight.setdefault(resource, _Accesses()).reads[stream] = ticket
+        for resource in writes:
+            self._in_flight[resource] = _Accesses(write=ticket)
+        return ticket
+
+    def waits(self, stream: Stream, ticket: Ticket) -> None:
+        """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
+        _advance(self._clock(stream), ticket.clock)
+
+    def complete(self, ticket: Ticket) -> list[Violation]:
+        """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
+        self.waits(HOST, ticket)
+        touched = {**ticket.reads, **ticket.writes}
+        landed = {resource: touched[resource] for resource in touched if self._leaves(resource, ticket)}
+        return self._outdated(f"the end of {ticket}", ticket.stream, landed, ticket)
+
+    def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
+        """An access that leaves nothing in flight, such as the host's own."""
+        found, clock = self._outdated(f"{what!r} on stream {stream}", stream, touched), self._clock(stream)
+        for resource in touched:
+            for ticket in self._in_flight.get(resource, _NONE).conflicts(writes):
+                if clock.get(ticket.stream, 0) < ticket.sequence:
+                    sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
+                    found.append(Violation(resource, stream, ticket, sentence))
+        return found
+
+    def free(self, pages: Touched, stream: Stream = HOST) -> list[Violation]:
+        """Pages are given back in the generation in which they were granted; `stream`: who may write them next."""
+        found = self.use("free", stream, pages, writes=True)
+        for page in pages:
+            self._in_flight.pop(page, None)
+        return found
+
+    def _clock(self, stream: Stream) -> dict[Stream, int]:
+        """How far the stream has seen each stream; what is enqueued now comes behind all that the host has seen."""
+        clock = self._clocks.setdefault(stream, {})
+        _advance(clock, self._clocks[HOST])
+        return clock
+
+    def _outdated(self, access: str, stream: Stream, touched: Touched, ticket: Ticket | None = None) -> list[Violation]:
+        found = []
+        for resource, planned in touched.items():
+            if planned is not None and not isinstance(resource, str) and planned != self._generations[resource]:
+                now = int(self._generations[resource])
+                sentence = f"{access} is meant for generation {planned} of page {resource}, which is in {now} now"
+                found.append(Violation(resource, stream, ticket, sentence))
+        return found
+
+    def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
+        """The ticket is no longer in flight there; False where a later access or a free has taken its place."""
+        accesses = self._in_flight.get(resource, _NONE)
+        was_read, was_write = accesses.reads.get(ticket.stream) is ticket, accesses.write is ticket
+        if was_read:
+            del accesses.reads[ticket.stream]
+        if was_write:
+            accesses.write = None
+        if not accesses.write and not accesses.reads:
+            self._in_flight.pop(resource, None)
+        return was_read or was_write
+
+
+_NONE = _Accesses()
+
+
+def _advance(clock: dict[Stream, int], seen: Mapping[Stream, int]) -> None:
+    for stream, sequence in seen.items():
+        clock[stream] = max(clock.get(stream, 0), sequence)
+
+
+def _name(resource: Resource) -> str:
+    return f"host buffer {resource!r}" if isinstance(resource, str) else f"page {resource}"

@@ -1,0 +1,117 @@
+"""W6, R10, R13 and H1: what forwards and commits say, against what the host knows of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcanary.forward import Forward, on_host
+from kvcanary.hits import Hit, entry_hit
+from kvcanary.ledger import Request
+from kvcanary.state import PoolState
+
+
+def judge_tokens(forward: Forward) -> list[Hit]:
+    """W6 for every entry whose input the host knows and that is another token. Draft guesses have no truth."""
+    if forward.kind == "draft":
+        return []
+    hits: list[Hit] = []
+    tokens, offset, first = on_host(forward.tokens).tolist(), forward.pool.view.token_offset, 0
+    for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
+        known = forward.request_of(row).tokens[begin + offset : begin + offset + count]
+        if forward.parents is None:
+            if tokens[first : first + len(known)] != known:
+                pairs = enumerate(zip(tokens[first:], known, strict=False), first)
+                hits += [_wrong_token(forward, entry) for entry, (token, real) in pairs if token != real]
+        elif known and count:  # of a tree the root alone is no guess
+            roots = [entry for entry in range(first, first + count) if forward.parents[entry] < 0]
+            hits += [_wrong_token(forward, entry) for entry in roots if tokens[entry] != known[0]]
+        first += count
+    return hits
+
+
+def judge_lengths(forward: Forward) -> list[Hit]:
+    """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written."""
+    hits = []
+    pool_id = forward.pool.pool_id
+    for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
+        truth = min(forward.committed[number], request.row_lens[pool_id])
+        if prefix != truth:
+            row = number * forward.width
+            place = forward.bounds[row] + max(prefix - 1, 0)
+            slot = int(forward.ids[place]) if place < len(forward.ids) else 0
+            hits.append(
+                Hit(
+                    "R10",
+                    forward.pool,
+                    slot,
+                    max(prefix - 1, 0),
+                    request.request_id,
+                    forward.site,
+                    forward.step,
+                    expected={"length": truth},
+                    found={"length": prefix},
+                )
+            )
+    return hits
+
+
+def judge_mask(forward: Forward) -> list[Hit]:
+    """R13 for every tree node that sees anything but itself and its ancestors."""
+    if forward.tree_mask is None or forward.parents is None:
+        return []
+    num_nodes = forward.tree_mask.shape[-1]
+    seen = np.packbits(on_host(forward.tree_mask).reshape(-1, num_nodes), axis=1, bitorder="little")
+    expected = _lineages(forward.parents, forward.written)
+    width = seen.shape[1]
+    if b"".join(lineage.to_bytes(width, "little") for lineage in expected) == seen.tobytes():
+        return []
+    found = [int.from_bytes(row.tobytes(), "little") for row in seen]
+    return [
+        entry_hit("R13", forward, entry, expected={"sees": _bits(own)}, found={"sees": _bits(wrong)})
+        for entry, (own, wrong) in enumerate(zip(expected, found, strict=True))
+        if own != wrong
+    ]
+
+
+def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: int, step: int) -> list[Hit]:
+    """H1 where entries become final that no forward with hooks has written. Draft pools catch up one step later."""
+    hits = []
+    for pool in pools:
+        expected, seen = committed_len, request.row_lens[pool.pool_id]
+        if pool.view.token_offset == 0 and seen < expected:
+            hits.append(
+                Hit(
+                    "H1",
+                    pool,
+                    0,
+                    seen,
+                    request.request_id,
+                    ("commit", 0),
+                    step,
+                    expected={"entries": expected},
+                    found={"entries": seen},
+                )
+            )
+    return hits
+
+
+def _wrong_token(forward: Forward, entry: int) -> Hit:
+    return entry_hit("W6", forward, entry)
+
+
+def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:
+    """By node the bits of itself and its ancestors, counted within its tree."""
+    lineages: list[int] = []
+    first = 0
+    for count in written:
+        for entry in range(first, first + count):
+            parent = parents[entry]
+            lineages.append((lineages[parent] if parent >= 0 else 0) | 1 << entry - first)
+        first += count
+    return lineages
+
+
+def _bits(lineage: int) -> list[int]:
+    return [node for node in range(lineage.bit_length()) if lineage >> node & 1]

@@ -1,0 +1,97 @@
+"""Mode abort: the request that a finding touches ends as corrupted, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig
+from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.models.embedded import load_excerpts
+
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+Fault = Callable[[Engine], None]
+
+
+def flip_a_bit(engine: Engine) -> None:
+    """One bit of a committed V element of the second request."""
+    engine.pools["target"].kv.view(torch.int32)[11, slot_of(engine, 20), 1, 0, 5] ^= 1 << 9
+
+
+def exchange_two_entries(engine: Engine) -> None:
+    """Two entries of the second request's page table."""
+    row = engine.request_table.table[engine.running[1].row]
+    row[8:12], row[40:44] = row[40:44].clone(), row[8:12].clone()
+
+
+def damage_a_record(engine: Engine) -> None:
+    """A record of the second request in the draft pool."""
+    engine.canary._state.by_name["draft"].records[slot_of(engine, 9), 1] ^= 1 << 40
+
+
+def slot_of(engine: Engine, position: int) -> int:
+    return int(engine.request_table.table[engine.running[1].row, position])
+
+
+def run(canary: CanaryConfig, fault: Fault | None = None) -> tuple[Engine, dict[str, list]]:
+    """Three requests to their end, a fault after four steps; by request the events that left."""
+    engine = Engine(EngineConfig(page_size=4, topk=2, num_draft_tokens=6, max_total_tokens=2048, canary=canary))
+    names = [engine.submit(excerpt.prompt, PARAMS) for excerpt in load_excerpts()[:3]]
+    events: dict[str, list] = {name: [] for name in names}
+    for number in range(200):
+        if number == 4 and fault is not None:
+            fault(engine)
+        for event in engine.step():
+            events[event.request_id].append(event)
+        if not engine.has_work:
+            return engine, events
+    raise RuntimeError("the requests did not end")
+
+
+def tokens(events: list) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[str, list]:
+    """What a run without a canary gives."""
+    return run(CanaryConfig(mode="off"))[1]
+
+
+@pytest.mark.parametrize("content", ["full", "rolling"])
+@pytest.mark.parametrize("fault", [flip_a_bit, exchange_two_entries, damage_a_record])
+def test_only_the_touched_request_ends(fault: Fault, content: str, clean: dict[str, list]) -> None:
+    """It ends with `kv_corruption`; the outputs of the others are those of a run without a fault."""
+    engine, events = run(CanaryConfig(mode="abort", content=content), fault)
+    first, second, third = events
+    assert events[second][-1].finish_reason == "kv_corruption"
+    assert [events[name][-1].finish_reason for name in (first, third)] == ["length", "length"]
+    assert [tokens(events[name]) for name in (first, third)] == [tokens(clean[name]) for name in (first, third)]
+    assert tokens(events[second]) == tokens(clean[second])[: len(tokens(events[second]))]
+    engine.allocator.check_accounting(owned=0)
+    assert {finding.code for finding in engine.canary.findings} & {"R9", "R4", "R3"}
+
+
+@pytest.mark.parametrize("fault", [exchange_two_entries, damage_a_record])
+def test_no_token_leaves_in_the_step_of_the_finding(fault: Fault) -> None:
+    """What identity checks find is found before a token of that step leaves: the last event has none."""
+    engine, events = run(CanaryConfig(mode="abort"), fault)
+    corrupted = next(own for own in events.values() if own[-1].finish_reason == "kv_corruption")
+    assert corrupted[-1].token_ids == ()
+    assert engine.canary.findings[0].step == 5
+
+
+def test_a_finding_of_the_last_look_replaces_the_finish_reason() -> None:
+    """Damage that the rotation has not come to is found when the request ends, and its last tokens stay."""
+    engine, events = run(CanaryConfig(mode="abort", budget=1), flip_a_bit)
+    corrupted = next(own for own in events.values() if own[-1].finish_reason == "kv_corruption")
+    assert corrupted[-1].token_ids == ()
+    assert [finding.site[0] for finding in engine.canary.findings] == ["release"]
+
+
+def test_clean_requests_never_end_as_corrupted(clean: dict[str, list]) -> None:
+    """Mode abort without a fault gives the tokens of a run without a canary."""
+    _, events = run(CanaryConfig(mode="abort", content="full"))
+    assert {name: tokens(own) for name, own in events.items()} == {name: tokens(own) for name, own in clean.items()}

@@ -1,0 +1,98 @@
+"""Poison: a page that belongs to nobody is filled with a pattern, and a write into it is found when it is granted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary.poisoning import BATCH_SLOTS
+
+
+def engine_with_poison(make_engine, **settings):
+    """A request has ended, its pages were poisoned; another one runs."""
+    engine = make_engine(page_size=1, num_pages=128, **settings)
+    engine.start("old", BATCH_SLOTS)
+    engine.start("other", 4)
+    pages = list(engine.rows["old"].pages)
+    engine.finish("old")
+    while engine.canary._poisoner._waiting:
+        engine._begin()
+        engine.canary.check()
+    assert engine.canary._poisoner._poisoned.issuperset(pages)
+    return engine, pages
+
+
+def grant(engine, pages: list[int]) -> None:
+    """The next request is granted exactly these pages."""
+    engine.canary.admit("new", [1, 2, 3])
+    engine.canary.on_alloc("new", pages)
+    engine.canary.check()
+
+
+@pytest.mark.parametrize("pattern", ["finite", "nan"])
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_a_write_into_a_free_page_is_found_when_it_is_granted(make_engine, kv_fault, pool, pattern):
+    """P1 names pool, slot and layer."""
+    engine, pages = engine_with_poison(make_engine, poison=pattern)
+
+    def write() -> None:
+        engine.pools[pool].bits(0, pages[5], "V")[3] ^= 1 << 7
+
+    kv_fault(write, lambda: grant(engine, pages), "P1", pool=pool, slot=pages[5], layer=0, reader=None)
+
+
+@pytest.mark.parametrize("pattern", ["finite", "nan", "off"])
+def test_untouched_pages_are_granted_without_a_word(make_engine, pattern):
+    """The clean twin."""
+    engine = engine_with_poison(make_engine, poison="finite")[0] if pattern == "finite" else make_engine(poison=pattern)
+    grant(engine, engine.free_pages[:20])
+    assert engine.canary.findings == []
+
+
+def test_without_poison_such_a_write_is_not_seen(make_engine):
+    """Switched off, P1 is not judged."""
+    engine, pages = engine_with_poison(make_engine, disable=frozenset({"P1"}))
+    engine.pools["target"].bits(0, pages[5], "V")[3] ^= 1 << 7
+    grant(engine, pages)
+    assert engine.canary.findings == []
+
+
+def test_poison_is_finite_and_fills_every_byte(make_engine):
+    """A late read of a freed page gives small numbers."""
+    engine, pages = engine_with_poison(make_engine)
+    rows = engine.pools["target"].kv[:, pages]
+    assert torch.isfinite(rows).all()
+    assert rows.abs().max() < 2
+    assert (rows.view(torch.int32) != 0).all()
+
+
+def test_nan_poison_is_zeroed_before_somebody_reads_it(make_engine):
+    """A granted page has no NaN left in the part that is not written yet."""
+    engine, pages = engine_with_poison(make_engine, poison="nan")
+    assert engine.pools["target"].kv[:, pages].isnan().all()
+    grant(engine, pages[:7])
+    assert (engine.pools["target"].kv[:, pages[:7]] == 0).all()
+
+
+def test_pages_reused_before_they_were_poisoned_are_counted(make_engine):
+    """The budget was too small for them, and the certificate says so."""
+    engine = make_engine(page_size=1, num_pages=128)
+    engine.start("old", BATCH_SLOTS)
+    pages = list(engine.rows["old"].pages)
+    engine.finish("old")
+    grant(engine, pages[:9])
+    assert engine.canary.certificate()["unchecked"] == {"freed pages reused before they were poisoned": 9}
+
+
+def test_the_budget_is_kept(make_engine, monkeypatch):
+    """No more bytes are filled than the steps so far allow."""
+    engine = make_engine(page_size=1, num_pages=512)
+    engine.start("old", 4 * BATCH_SLOTS)
+    poisoner = engine.canary._poisoner
+    monkeypatch.setattr(poisoner, "_budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
+    engine.finish("old")
+    filled = []
+    for _ in range(8):
+        poisoner.tick()
+        filled.append(len(poisoner._poisoned))
+    assert filled == [0, 64, 64, 128, 128, 192, 192, 256]

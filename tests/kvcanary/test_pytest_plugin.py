@@ -1,0 +1,96 @@
+"""The fixtures that other projects' tests use: a clean run passes, a fault that nobody expects fails with its name."""
+
+from __future__ import annotations
+
+import pytest
+
+SUITE = '''
+import pytest, torch
+from kvcanary import PoolView, ReadPlan, WritePlan
+
+pytest_plugins = ["kvcanary.pytest_plugin"]
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+class Engine:
+    """One request, one layer, one token a step."""
+
+    def __init__(self, kv_canary, **settings):
+        self.k, self.v = torch.zeros(64, 1, 4), torch.zeros(64, 1, 4)
+        self.canary = kv_canary([PoolView("target", [self.k], [self.v], page_size=4)], seed=1, **settings)
+        self.canary.admit("only", list(range(100, 140)))
+        self.canary.on_alloc("only", list(range(1, 11)))
+        self.length = 0
+
+    def step(self):
+        row = ints(*range(4, 4 + self.length + 1))
+        self.canary.begin_step(self.length + 1)
+        substep = self.canary.substep("decode", 0, "target")
+        read = ReadPlan(ints(0, len(row)), row, ("only",), 1, ints(self.length), 1)
+        substep.open(read, WritePlan(row[-1:], ints(100 + self.length), ints(self.length)))
+        self.k[row[-1:]], self.v[row[-1:]] = torch.ones(1, 1, 4), torch.ones(1, 1, 4)
+        substep.store(0, torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+        substep.close()
+        self.canary.check()
+        self.length += 1
+        self.canary.commit("only", self.length)
+
+    def damage(self):
+        self.k[5, 0, 2] = 7.0
+
+
+def run(engine, steps=6):
+    for _ in range(steps):
+        engine.step()
+'''
+
+CASES = {
+    "a clean run passes": ("run(Engine(kv_canary, content='full'))", 1, ""),
+    "a fault that is raised is an error": (
+        "engine = Engine(kv_canary, content='full'); run(engine); engine.damage(); engine.step()",
+        0,
+        "*KVCorruptionError*content changed (R9)*",
+    ),
+    "a fault that is only logged fails at the end": (
+        "engine = Engine(kv_canary, content='full', mode='log'); run(engine); engine.damage(); engine.step()",
+        1,
+        "kvcanary found 1: content changed (R9) at slot 5",
+    ),
+    "the expected fault passes": (
+        "engine = Engine(kv_canary, content='full'); run(engine); "
+        "assert kv_fault(engine.damage, engine.step, 'R9', slot=5, layer=0).part == 'K'",
+        1,
+        "",
+    ),
+    "another code than expected fails": (
+        "engine = Engine(kv_canary, content='full'); run(engine); kv_fault(engine.damage, engine.step, 'R3')",
+        0,
+        "expected {'code': 'R3'}, found {'code': 'R9'}:",
+    ),
+    "another place than expected fails": (
+        "engine = Engine(kv_canary, content='full'); run(engine); kv_fault(engine.damage, engine.step, 'R9', slot=6)",
+        0,
+        "expected {'code': 'R9', 'slot': 6}, found {'code': 'R9', 'slot': 5}:",
+    ),
+    "no finding where one is expected fails": (
+        "engine = Engine(kv_canary); run(engine); kv_fault(lambda: None, engine.step, 'R9')",
+        0,
+        "no check fired, R9 was expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_suite_sees(pytester: pytest.Pytester, case: str) -> None:
+    """Each outcome, in a suite of its own."""
+    body, passed, told = CASES[case]
+    pytester.makepyfile(SUITE + f"\n\ndef test_it(kv_canary, kv_fault):\n    {body}\n")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    outcomes = result.parseoutcomes()
+    assert outcomes.get("passed", 0) == passed, result.stdout.str()
+    assert bool(outcomes.get("failed", 0) + outcomes.get("errors", 0)) == bool(told)
+    if told:
+        result.stdout.fnmatch_lines([f"*{told}*".replace("[", "[[]")])
