@@ -405,6 +405,7 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
     """A prefill and a decode leave the records and fingerprints that CanaryManager leaves."""
     eager, rig = make_static(), make_static()
     manager = CanaryManager(CanaryConfig(seed=7, content="full"), [eager.pool.view])
+    manager.arm()
     ints = torch.tensor
     manager.begin_step(1)
     manager.admit("ann", [50, 51, 52])
@@ -426,6 +427,7 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
             eager.kv[layer, slots, 0], eager.kv[layer, slots, 1] = k, v
         substep.close()
         manager.check()
+        manager.commit("ann", len(ids))
         batch = rig.batch([static_row(uid, ids, tokens)])
         assert rig.run(rig.add(kind), batch, step).hits == []
     theirs = manager._state.pools[0]
