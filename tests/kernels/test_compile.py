@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"layers_per_program", "width", "page_size", "null_slots", "pool_id"}
+NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site"}
 FLAGS = sys.argv[1] == "with"
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
@@ -28,6 +29,8 @@ def type_of(name):
         return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
+    if name == "root":
+        return "i64"
     return "*i32" if name in ("key_a", "key_b") else "*i64"
 
 compiled = []
@@ -60,13 +63,16 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_chain_scan_kernel",
         "_chain_tree_kernel",
         "_check_content_kernel",
+        "_claim_kernel",
         "_count_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
+        "_plan_kernel",
         "_poison_check_kernel",
         "_poison_fill_kernel",
         "_put_kernel",
         "_seal_kernel",
+        "_settle_kernel",
         "_store_kernel",
         "_take_kernel",
         "_verify_kernel",

@@ -16,8 +16,8 @@ from kvcanary.describe import Describer
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
 from kvcanary.facts import Facts
 from kvcanary.findings import FAMILIES, Cause, Finding
+from kvcanary.history import PageEvent
 from kvcanary.hits import Hit
-from kvcanary.ledger import PageEvent
 from kvcanary.whose import Whose
 from kvcanary_kernels.record import Record
 
@@ -258,11 +258,11 @@ def test_history_has_the_caller_where_the_ledger_noted_it(engine):
     """Grants and frees name the call site if the event has one."""
     state, ledger = engine.canary._state, engine.canary._ledger
 
-    class Noted(PageEvent):
-        where = "allocator.py:42"
-
     slot = engine.slot("first", 5)
-    ledger.history[slot // 4] = [PageEvent("granted", 1, "old"), Noted("freed", 3, "old")]
+    ledger.history._events[slot // 4] = [
+        PageEvent("granted", 1, "old"),
+        PageEvent("freed", 3, "old", ("/engine/allocator.py", 42)),
+    ]
     finding = Describer(state, ledger).finding([Hit("R3", state.pools[0], slot, 5, "first", ("verify", 0), 9)], 1)
     assert finding.history == ("granted to 'old' at step 1", "freed by 'old' at step 3 (allocator.py:42)")
 

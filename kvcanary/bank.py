@@ -1,0 +1,162 @@
+"""SubstepBank: every static substep, made before the canary is armed, found without allocation, harvested together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcanary.buffers import Batch, StaticBuffers
+from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, read_hits
+from kvcanary.launches import HEADER, Settings, Shared
+from kvcanary.sites import site_name
+from kvcanary.state import CanaryState
+from kvcanary.static import StaticSubstep
+from kvcanary_kernels.count import NUM_BITS
+from kvcanary_kernels.forward import ForwardPlan
+from kvcanary_kernels.plan import NO_CLAIM
+from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
+
+CAPACITY = 256  # substeps: kinds and indices times buckets
+
+
+class SubstepBank:
+    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows."""
+
+    def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
+        if capacity < 1:
+            raise PlanError(f"capacity must be at least 1, got {capacity}: a bank holds every bucket's substeps")
+        device = state.records.device
+        self._state, self._capacity = state, capacity
+        self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
+        self._in_order: list[StaticSubstep] = []
+        self._is_armed = False
+        with torch.inference_mode(False):
+            self.step = torch.zeros(1, dtype=torch.int64, device=device)
+            self._headers = torch.zeros(capacity, HEADER, dtype=torch.int64, device=device)
+            self._host = torch.zeros(capacity, HEADER, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._seen = torch.zeros(capacity, HEADER, dtype=torch.int64)
+            claims = {
+                pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
+                for pool in state.pools
+            }
+        self._shared = Shared(state, self.step, claims)
+        self._planned = array("q", [0] * (capacity * NUM_RUNS))
+        self._reads_unknown: set[int] = set()
+
+    def __iter__(self) -> Iterator[StaticSubstep]:
+        return iter(self._in_order)
+
+    def add(
+        self, pool: str, kind: str, index: int, inputs: StaticBuffers | ForwardPlan, **settings: Any
+    ) -> StaticSubstep:
+        """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`."""
+        if self._is_armed:
+            raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
+        if pool not in self._state.by_name:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
+        if len(self._in_order) == self._capacity:
+            raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
+        number = len(self._in_order)
+        header, made = self._headers[number], Settings(**settings)
+        substep = StaticSubstep(self._shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
+        key = pool, kind, index, substep.forward.num_rows
+        if key in self._substeps:
+            raise PlanError(f"a bank holds each substep once, got {substep} twice")
+        self._substeps[key] = substep
+        self._in_order.append(substep)
+        return substep
+
+    def arm(self) -> None:
+        """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""
+        self._expect_closed("arm()")
+        self._is_armed = True
+        self._headers.zero_()
+        for counter in (self._seen, self._host):
+            counter.zero_()
+        self._planned[:] = array("q", [0] * len(self._planned))
+        self._reads_unknown.clear()
+        for substep in self._in_order:
+            substep.work.forget_firsts()
+
+    def get(self, pool: str, kind: str, index: int, bucket: int) -> StaticSubstep:
+        """The substep of this bucket."""
+        found = self._substeps.get((pool, kind, index, bucket))
+        if found is None:
+            raise PlanError(
+                f"no substep was made for {site_name(kind, index)} of the {pool} pool with {bucket} rows: "
+                "add() it before arm()"
+            )
+        return found
+
+    def begin_step(self, step: int) -> None:
+        """The number that records and findings carry from here on, on the stream of the forwards."""
+        self.step.fill_(step)
+
+    def expect(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None = None) -> None:
+        """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
+
+        `reads` None: lengths are known to the device alone, and are not compared.
+        """
+        first = substep.number * NUM_RUNS
+        self._planned[first + RUN_ROWS] += rows
+        self._planned[first + RUN_WRITTEN] += entries
+        if reads is None:
+            self._reads_unknown.add(substep.number)
+        else:
+            self._planned[first + RUN_READ] += reads
+
+    def load(self, substep: StaticSubstep, batch: Batch) -> None:
+        """Fill the buffers of a forward that runs next, and expect it to run."""
+        if substep.buffers is None:
+            raise PlanError(f"load() needs StaticBuffers: {substep} reads the engine's own tensors, expect() it")
+        substep.buffers.fill(batch)
+        self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
+
+    def harvest(self) -> Harvest:
+        """What fired and what did not run since the last harvest; after the step has been synchronised.
+
+        One copy where all is well. Details are read only where something fired.
+        """
+        self._expect_closed("harvest()")
+        used = len(self._in_order)
+        host, seen = self._host[:used], self._seen[:used]
+        host.copy_(self._headers[:used])
+        harvest = Harvest()
+        counts = (host - seen)[:, : 2 * NUM_BITS]
+        for number in counts.any(1).nonzero().flatten().tolist():
+            self._collect(self._in_order[number], counts[number].view(2, NUM_BITS), harvest)
+        self._compare_runs(host[:, 2 * NUM_BITS :], seen[:, 2 * NUM_BITS :], harvest)
+        seen.copy_(host)
+        return harvest
+
+    # helpers
+
+    def _collect(self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest) -> None:
+        harvest.hits += read_hits(substep, new_counts)
+        for bit, count in enumerate(new_counts.sum(0).tolist()):
+            if count:
+                what = CODES_BY_BIT[bit], substep.pool.name, substep.site
+                harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
+
+    def _compare_runs(self, runs: Tensor, before: Tensor, harvest: Harvest) -> None:
+        """H1 where a counter is not what was planned; from then on it counts from where it is."""
+        planned = torch.frombuffer(self._planned, dtype=torch.int64).view(-1, NUM_RUNS)[: len(runs)]
+        unknown = sorted(self._reads_unknown)
+        planned[unknown, RUN_READ] = runs[unknown, RUN_READ]
+        self._reads_unknown.clear()
+        for number in (planned != runs).any(1).nonzero().flatten().tolist():
+            substep = self._in_order[number]
+            gap = torch.stack((planned[number], runs[number])) - before[number]
+            bucket = substep.forward.num_rows
+            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, bucket, *gap.T.flatten().tolist()))
+        planned.copy_(runs)
+
+    def _expect_closed(self, what: str) -> None:
+        for substep in self._in_order:
+            if substep.is_open:
+                raise HookOrderError(f"{what} must wait for close() of {substep}")

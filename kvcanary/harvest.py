@@ -1,0 +1,183 @@
+"""Harvest: what static substeps found and how much of them ran, read on the host after a step's synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvcanary.launches import PLANNED, READ
+from kvcanary.static import StaticSubstep
+from kvcanary_kernels.count import ENTRY, ROW, SLOT, STEP
+from kvcanary_kernels.record import CODE_BITS, MASK_32, signed
+from kvcanary_kernels.table import slot_at
+
+HITS_PER_CHECK = 64  # of each side of a forward; the others are counted
+CHUNK = 1 << 16  # codes looked at together, until every check has its hits
+NOWHERE = -1
+CODES_BY_BIT = {bits.bit_length() - 1: code for code, bits in CODE_BITS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticHit:
+    """One check that fired at one place of a forward.
+
+    row:      of the forward; NOWHERE (-1) for padding entries of the write plan
+    entry:    of the write plan; NOWHERE for what was only read, and for whole rows
+    place:    in the row, which is the position that the row gives the entry; NOWHERE for entries and whole rows
+    slot:     as the plan or the index array named it, in the pool or not
+    step:     low 32 bits of the engine step
+    """
+
+    code: str
+    pool: str
+    site: tuple[str, int]
+    step: int
+    row: int
+    entry: int
+    place: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageGap:
+    """H1: since the last harvest a forward covered other numbers than the host planned; none of them is a launch.
+
+    Entries are those written, reads those that rows read (as planned where the host left it to the device).
+    """
+
+    pool: str
+    site: tuple[str, int]
+    bucket: int
+    planned_rows: int
+    run_rows: int
+    planned_entries: int
+    run_entries: int
+    planned_reads: int
+    run_reads: int
+
+    @property
+    def code(self) -> str:
+        return "H1"
+
+
+@dataclass
+class Harvest:
+    """What fired and what did not run since the last harvest.
+
+    totals: entries by (code, pool, site), exact, also where `hits` holds only the first of them
+    """
+
+    hits: list[StaticHit] = field(default_factory=list)
+    gaps: list[CoverageGap] = field(default_factory=list)
+    totals: dict[tuple[str, str, tuple[str, int]], int] = field(default_factory=dict)
+
+
+def read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
+    """The hits behind `new_counts` [2, 64]: from the codes of the last forward, else from the first finding kept.
+
+    A later forward of the same substep overwrites codes; the first finding of each check outlives it.
+    """
+    planned, read = _planned_hits(substep, new_counts[PLANNED]), _read_hits(substep, new_counts[READ])
+    for side, hits in ((PLANNED, planned), (READ, read)):
+        found = list(hits)
+        yield from found
+        unseen = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
+        unseen -= {hit.code for hit in found}
+        if unseen:
+            yield from _first_hits(substep, side, unseen)
+    substep.work.forget_firsts()
+
+
+def _planned_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
+    """Write codes of entries, then row codes."""
+    if not new_counts.any():
+        return
+    forward, planned, entries = substep.forward, substep.work.planned, substep.forward.num_entries
+    codes, asked = planned.codes.cpu(), planned.asked.cpu()
+    bounds, live = forward.bounds.cpu(), int(planned.live_entries)
+    for code, where in _first_places(codes, new_counts, torch.ones_like):
+        for entry in where:
+            if entry >= entries:
+                yield _hit(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]))
+            else:
+                row = int(torch.searchsorted(bounds, entry, right=True)) - 1 if entry < live else NOWHERE
+                yield _hit(substep, code, row, entry, NOWHERE, int(asked[entry]))
+
+
+def _read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
+    """Read codes of live rows."""
+    if not new_counts.any():
+        return
+    planned, table = substep.work.planned, substep.forward.table
+    lengths = planned.row_lengths.cpu()
+    code_starts = (planned.starts if table.code_starts is None else table.code_starts).cpu()
+    order = code_starts.argsort()
+    order = order[lengths[order] > 0]
+    if not len(order):  # the last forward had padding only
+        return
+    begins, ends = code_starts[order], (code_starts + lengths)[order]
+
+    def is_live(where: Tensor) -> Tensor:
+        nth = torch.searchsorted(begins, where, right=True) - 1
+        return (nth >= 0) & (where < ends[nth])
+
+    for code, where in _first_places(substep.work.codes.cpu(), new_counts, is_live):
+        rows = order[torch.searchsorted(begins, torch.tensor(where, dtype=torch.int64), right=True) - 1]
+        places = torch.tensor(where, dtype=torch.int64) - code_starts[rows]
+        slots = _slots(substep, rows, places)
+        for row, place, slot in zip(rows.tolist(), places.tolist(), slots.tolist(), strict=True):
+            yield _hit(substep, code, row, NOWHERE, place, slot)
+
+
+def _slots(substep: StaticSubstep, rows: Tensor, places: Tensor) -> Tensor:
+    """[n] int64 on the host: what the table names at these places of these rows, as it lies on the device now."""
+    table, starts = substep.forward.table, substep.work.planned.starts
+    where = rows.to(starts.device)
+    table_rows = None if table.rows is None else table.rows[where]
+    return slot_at(table, table_rows, starts[where] + places.to(starts.device)).cpu()
+
+
+def _first_places(
+    codes: Tensor, new_counts: Tensor, is_live: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, list[int]]]:
+    """Each check that was counted, and the first live places in `codes` that have its bit."""
+    found: dict[int, list[int]] = {bit: [] for bit in new_counts.nonzero().flatten().tolist()}
+    for first in range(0, len(codes), CHUNK):
+        wanted = [bit for bit, places in found.items() if len(places) < HITS_PER_CHECK]
+        part = codes[first : first + CHUNK]
+        hit = (part & signed(sum(1 << bit for bit in wanted))).nonzero().flatten()
+        hit = hit[is_live(hit + first).bool()]
+        for bit in wanted if len(hit) else ():
+            places = hit[(part[hit] >> bit & 1).bool()] + first
+            found[bit] += places[: HITS_PER_CHECK - len(found[bit])].tolist()
+    for bit, where in found.items():
+        yield CODES_BY_BIT[bit], where
+
+
+def _first_hits(substep: StaticSubstep, side: int, codes: set[str]) -> Iterator[StaticHit]:
+    forward = substep.forward
+    for bit, first in enumerate(substep.work.firsts[side].tolist()):
+        if CODES_BY_BIT.get(bit) in codes and first[STEP] >= 0:
+            entry, row = first[ENTRY], first[ROW]
+            place = NOWHERE
+            if side == READ:
+                place, entry = entry - int(_code_start(substep, row)), NOWHERE
+            elif entry >= forward.num_entries:
+                entry = NOWHERE
+            yield _hit(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP])
+
+
+def _code_start(substep: StaticSubstep, row: int) -> Tensor:
+    """Where the codes of a row begin, as the last forward had it."""
+    table = substep.forward.table
+    return (substep.work.planned.starts if table.code_starts is None else table.code_starts)[row]
+
+
+def _hit(
+    substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int | None = None
+) -> StaticHit:
+    when = int(substep.step) & MASK_32 if step is None else step
+    return StaticHit(code, substep.pool.name, substep.site, when, row, entry, place, slot)

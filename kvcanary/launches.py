@@ -1,0 +1,287 @@
+"""Launches: every operation of a static substep with its arguments bound once, over buffers that never move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcanary.ops import ops_for
+from kvcanary.sites import pack_site
+from kvcanary.state import CanaryState, PoolState
+from kvcanary_kernels.count import NUM_BITS, unset_first
+from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.record import signed
+from kvcanary_kernels.settle import NUM_RUNS
+from kvcanary_kernels.table import PageTable
+from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT
+
+PLANNED, READ = range(2)  # sides of a header: codes of the plan, codes of what was read
+HEADER = 2 * NUM_BITS + NUM_RUNS
+
+Launch = Callable[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What all substeps of a bank use.
+
+    step:   [1] int64, the running engine step
+    claims: by pool, [num_slots] int64 (plan)
+    """
+
+    state: CanaryState
+    step: Tensor
+    claims: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Settings:
+    """What makes one forward unlike another.
+
+    width:         rows a request: 1, or the tree width of a draft forward
+    max_depth:     of the trees that are written, in steps from a node to its row
+    grants:        of the shape of the index array or table, int64, generation granted of each page read there;
+                   None: R7 is judged by the states of pages alone
+    engine_stores: the engine writes K and V by itself: slots are poisoned at open and read at close
+    """
+
+    width: int = 1
+    max_depth: int = 0
+    grants: Tensor | None = None
+    engine_stores: bool = False
+
+
+class Workspace:
+    """What a substep writes besides records: all of it is allocated here.
+
+    codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
+    firsts:         first findings of both sides, [64, 4] int64 each (count)
+    row_violations: [rows] int64, entries of each row with a finding in the last forward
+    """
+
+    def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings) -> None:
+        rows, entries, device = forward.num_rows, forward.num_entries, pool.records.device
+
+        def filled(value: int, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        self.planned: Planned = new_planned(forward)
+        self.codes = filled(0, forward.capacity * (1 if forward.table.rows is None else rows))
+        self.firsts = unset_first(device), unset_first(device)
+        self.row_violations = filled(0, rows)
+        self.chains, self.twice = filled(0, entries), filled(0, entries)
+        self.no_predecessors, self.no_seeds = filled(NO_PREDECESSOR, entries), filled(0, entries)
+        self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
+        self.root_seeds = filled(signed(pool.root), rows)
+        stored = entries if settings.engine_stores else 0
+        self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
+        self.lane_a = filled(0, pool.view.num_layers, stored)
+
+    def forget_firsts(self) -> None:
+        """They have been told: the next finding of each check is its first again."""
+        for first in self.firsts:
+            first.copy_(unset_first(first.device))
+
+
+class Launches:
+    """The operations of one substep in the order of their run; nothing but `store` takes an argument."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        pool: PoolState,
+        site: tuple[str, int],
+        forward: ForwardPlan,
+        work: Workspace,
+        header: Tensor,
+        settings: Settings,
+    ) -> None:
+        self._ops, self._shared, self._pool = ops_for(pool.records.device), shared, pool
+        self._forward, self._work, self._settings = forward, work, settings
+        state, pages = shared.state, pool.view.num_pages
+        self._claims = shared.claims[pool.name]
+        self._rows: dict[str, Any] = {"num_live": forward.num_live}
+        self._entries: dict[str, Any] = {"num_live": work.planned.live_entries}
+        self._seal_of: dict[str, Any] = {"pool_id": pool.pool_id, "keys": pool.keys}
+        self._truth: dict[str, Any] = {
+            "generations": state.generations[:pages],
+            "states": state.page_states[:pages],
+            "owners": state.owners[:pages],
+            "page_size": state.page_size,
+            "null_slots": pool.view.null_slots,
+        }
+        self._judged: dict[str, Any] = {
+            "layers": pool.layers,
+            "codes": work.codes,
+            "grants": None if settings.grants is None else settings.grants.view(forward.table.pages.shape),
+            "step": shared.step,
+            **self._seal_of,
+            **self._truth,
+        }
+        counts = header[: 2 * NUM_BITS].view(2, NUM_BITS)
+        self.plan = self._plan(site)
+        self.chain = self._chain()
+        self.seal = self._seal()
+        self.poison = partial(self._ops.poison_fill, pool.rows, work.planned.safe_slots, **self._entries)
+        self.verify_prefixes = self._verify_prefixes()
+        self.store = self._store()
+        self.fingerprint = self._fingerprint()
+        self.verify_own = self._verify_own()
+        self.settle = self._settle(header[2 * NUM_BITS :])
+        self.count_planned = self._count_planned(counts[PLANNED])
+        self.count_read = self._count_read(counts[READ])
+
+    def _plan(self, site: tuple[str, int]) -> Launch:
+        return partial(
+            self._ops.plan,
+            self._forward,
+            self._work.planned,
+            records=self._pool.records,
+            claims=self._claims,
+            root=signed(self._pool.root),
+            site=pack_site(*site),
+            width=self._settings.width,
+            **self._truth,
+        )
+
+    def _chain(self) -> Launch:
+        forward, planned, out = self._forward, self._work.planned, {"keys": self._pool.keys, "out": self._work.chains}
+        operands = forward.tokens, forward.positions
+        if forward.parents is None:
+            return partial(self._ops.chain_scan, *operands, forward.bounds, planned.seeds, **out, **self._rows)
+        depth = self._settings.max_depth
+        tree = planned.parents, planned.entry_seeds
+        return partial(self._ops.chain_tree, *operands, *tree, max_depth=depth, **out, **self._entries)
+
+    def _seal(self) -> Launch:
+        planned = self._work.planned
+        return partial(
+            self._ops.seal,
+            self._pool.records,
+            planned.safe_slots,
+            tokens=self._forward.tokens,
+            positions=self._forward.positions,
+            chains=self._work.chains,
+            requests=planned.requests,
+            generations=planned.generations,
+            step=self._shared.step,
+            sites=planned.sites,
+            **self._seal_of,
+            **self._entries,
+        )
+
+    def _verify_prefixes(self) -> Launch:
+        """What earlier forwards wrote: one segment a row, from its root."""
+        work = self._work
+        return partial(
+            self._ops.verify,
+            self._pool.records,
+            self._forward.table,
+            starts=work.planned.starts,
+            lengths=work.planned.read_lengths,
+            first_positions=work.no_positions,
+            predecessors=work.roots,
+            seeds=work.root_seeds,
+            readers=self._forward.uids,
+            **self._judged,
+            **self._rows,
+        )
+
+    def _verify_own(self) -> Launch:
+        """What this forward wrote, where its rows read it: one segment an entry, since parents give its place."""
+        work, table = self._work, self._forward.table
+        planned = work.planned
+        if table.rows is not None:
+            table = PageTable(table.pages, table.page_size, planned.table_rows, planned.code_places)
+        return partial(
+            self._ops.verify,
+            self._pool.records,
+            table,
+            starts=planned.places,
+            lengths=planned.own_lengths,
+            first_positions=self._forward.positions,
+            predecessors=work.no_predecessors,
+            seeds=work.no_seeds,
+            readers=planned.requests,
+            **self._judged,
+            **self._entries,
+        )
+
+    def _store(self) -> Launch:
+        return partial(
+            self._ops.store,
+            self._pool.rows,
+            keys=self._pool.keys,
+            records=self._pool.records,
+            content_a=self._pool.content_a,
+            twice=self._work.twice,
+            **self._entries,
+        )
+
+    def _fingerprint(self) -> Launch:
+        """Lanes of the bytes that lie in the pool now; a layer that still holds poison stored nothing."""
+        pool, work = self._pool, self._work
+        slots, lanes = work.planned.safe_slots, {"lane_a": work.lane_a, "lane_b": work.lane_b}
+        check = partial(self._ops.poison_check, pool.rows, slots, mismatch=work.stored, **self._entries)
+        read = partial(self._ops.fingerprint, pool.rows, slots, pool.keys, **lanes, **self._entries)
+        finish = partial(
+            self._ops.finish, pool.records, pool.content_a, slots, **lanes, layers=pool.layers, **self._entries
+        )
+
+        def launch() -> None:
+            check()
+            read()
+            finish()
+
+        return launch
+
+    def _settle(self, runs: Tensor) -> Launch:
+        return partial(
+            self._ops.settle,
+            self._forward,
+            self._work.planned,
+            records=self._pool.records,
+            expected=self._pool.expected,
+            layers=self._pool.layers,
+            claims=self._claims,
+            twice=self._work.twice,
+            codes=self._work.codes,
+            runs=runs,
+            null_slots=self._pool.view.null_slots,
+            stored=self._work.stored if self._settings.engine_stores else None,
+        )
+
+    def _count_planned(self, counts: Tensor) -> Launch:
+        planned = self._work.planned
+        return partial(
+            self._ops.count,
+            planned.codes,
+            planned.asked,
+            starts=planned.counted_starts,
+            lengths=planned.counted_lengths,
+            row_ids=planned.counted_rows,
+            counts=counts,
+            first=self._work.firsts[PLANNED],
+            step=self._shared.step,
+            row_violations=self._work.row_violations,
+        )
+
+    def _count_read(self, counts: Tensor) -> Launch:
+        work = self._work
+        return partial(
+            self._ops.count,
+            work.codes,
+            self._forward.table,
+            starts=work.planned.starts,
+            lengths=work.planned.row_lengths,
+            counts=counts,
+            first=work.firsts[READ],
+            step=self._shared.step,
+            row_violations=work.row_violations,
+            **self._rows,
+        )

@@ -1,0 +1,78 @@
+"""The operations of the device path: Triton kernels for tensors on a GPU, their torch twins for those on a CPU.
+
+The only place where the canary chooses. Both take equal arguments and give equal bits. The twins may allocate and read
+tensors; the kernels do neither, so that a CUDA graph can hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
+from kvcanary_kernels.count import count, count_torch
+from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
+from kvcanary_kernels.finish import finish, finish_torch
+from kvcanary_kernels.plan import plan, plan_torch
+from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
+from kvcanary_kernels.seal import seal, seal_torch
+from kvcanary_kernels.settle import settle, settle_torch
+from kvcanary_kernels.store import store, store_torch
+from kvcanary_kernels.verify import verify, verify_torch
+
+Operation = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One implementation of every operation that a substep needs."""
+
+    plan: Operation
+    chain_scan: Operation
+    chain_tree: Operation
+    seal: Operation
+    verify: Operation
+    store: Operation
+    fingerprint: Operation
+    finish: Operation
+    poison_fill: Operation
+    poison_check: Operation
+    settle: Operation
+    count: Operation
+
+
+KERNELS = Ops(
+    plan=plan,
+    chain_scan=chain_scan,
+    chain_tree=chain_tree,
+    seal=seal,
+    verify=verify,
+    store=store,
+    fingerprint=fingerprint,
+    finish=finish,
+    poison_fill=poison_fill,
+    poison_check=poison_check,
+    settle=settle,
+    count=count,
+)
+REFERENCES = Ops(
+    plan=plan_torch,
+    chain_scan=chain_scan_torch,
+    chain_tree=chain_tree_torch,
+    seal=seal_torch,
+    verify=verify_torch,
+    store=store_torch,
+    fingerprint=fingerprint_torch,
+    finish=finish_torch,
+    poison_fill=poison_fill_torch,
+    poison_check=poison_check_torch,
+    settle=settle_torch,
+    count=count_torch,
+)
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Kernels where they run, else references."""
+    return KERNELS if device.type == "cuda" else REFERENCES

@@ -1,0 +1,109 @@
+"""StaticSubstep: the hooks of one forward that a CUDA graph can hold: fixed addresses, counts read on the device.
+
+No hook allocates, waits for the device or looks at a device value. What fires is counted on the device and read by
+`SubstepBank.harvest` after the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary.buffers import StaticBuffers
+from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.launches import Launches, Settings, Shared, Workspace
+from kvcanary.sites import SUBSTEP_KINDS, site_name
+from kvcanary.state import PoolState
+from kvcanary_kernels.forward import ForwardPlan
+from kvcanary_kernels.plan import NO_CLAIM
+
+
+class StaticSubstep:
+    """One forward of one pool in one bucket, made by `SubstepBank`: open(), store() of each layer, close(), and again.
+
+    forward: its inputs; buffers: the same, where they are ours to fill, else None
+    work:    its outputs. `work.row_violations` may ride with the tokens of the step
+    number:  of the substep in its bank
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        pool: PoolState,
+        site: tuple[str, int],
+        inputs: StaticBuffers | ForwardPlan,
+        header: Tensor,
+        number: int,
+        settings: Settings,
+    ) -> None:
+        """`header`: [HEADER] int64 zeros: counts by bit of both sides, then what has run."""
+        if site[0] not in SUBSTEP_KINDS:
+            raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {site[0]!r}")
+        self.pool, self.site, self.number, self.step = pool, site, number, shared.step
+        self.buffers = inputs if isinstance(inputs, StaticBuffers) else None
+        self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
+        with torch.inference_mode(False):
+            self.work = Workspace(self.forward, pool, settings)
+        self._claims = shared.claims[pool.name]
+        self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
+        self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
+        self._is_open = False
+
+    def __str__(self) -> str:
+        return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def open(self) -> None:
+        """Before the body: judge and seal what the forward writes, judge what its rows read of earlier forwards."""
+        if self._is_open:
+            raise HookOrderError(f"open() must follow close(): {self} is open")
+        self._is_open = True
+        launch = self._launch
+        self.work.row_violations.zero_()
+        launch.plan()
+        launch.chain()
+        launch.seal()
+        if self._engine_stores:
+            launch.poison()
+        launch.verify_prefixes()
+
+    def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
+        """Write one layer's K and V [entries, ...] into the pool and fingerprint them; v None for latent rows.
+
+        Where the engine stores by itself only the order of hooks is looked at, and k and v are not needed.
+        """
+        if not self._is_open:
+            raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
+        if not 0 <= layer < self._num_layers:
+            raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
+        if self._engine_stores:
+            return
+        if k is None:
+            raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
+        self._launch.store(layer, self.work.planned.safe_slots, k, v)
+
+    def close(self) -> None:
+        """After the body: judge layers and own entries, count what fired and what has run."""
+        if not self._is_open:
+            raise HookOrderError(f"close() must follow open(): {self} is closed")
+        self._is_open = False
+        launch = self._launch
+        if self._engine_stores:
+            launch.fingerprint()
+        launch.verify_own()
+        launch.settle()
+        launch.count_planned()
+        launch.count_read()
+
+    def abandon(self) -> None:
+        """The body raised: the forward is not judged, and the next open() starts afresh.
+
+        What it sealed and did not store is R12 to whoever reads it; what was expected of it is H1.
+        """
+        if self._is_open:
+            self._is_open = False
+            self._claims.fill_(NO_CLAIM)
+            self.work.twice.zero_()

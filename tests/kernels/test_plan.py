@@ -1,0 +1,239 @@
+"""Plan and settle: the kernels give the bits of their references, whatever a forward's arrays hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.forward import NO_SLOT, ForwardPlan, Planned, new_planned
+from kvcanary_kernels.plan import NO_CLAIM, plan, plan_torch
+from kvcanary_kernels.record import CODE_BITS, layers_bitmap
+from kvcanary_kernels.settle import settle, settle_torch
+from kvcanary_kernels.table import PageTable, as_table
+
+NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, LAYERS, POISON = 64, 4, 4, 3, -77
+NUM_PAGES = NUM_SLOTS // PAGE_SIZE
+both = pytest.mark.parametrize("operation", [plan, plan_torch], ids=["triton", "torch"])
+
+
+@dataclass
+class World:
+    """A pool's truth, and everything that both operations write."""
+
+    records: Tensor
+    expected: Tensor
+    truth: dict[str, Tensor]
+    claims: Tensor
+    twice: Tensor
+    codes: Tensor
+    runs: Tensor
+    planned: Planned
+
+    def outputs(self) -> list[Tensor]:
+        derived = [getattr(self.planned, field.name) for field in fields(Planned)]
+        return [self.records, self.expected, self.claims, self.twice, self.codes, self.runs, *derived]
+
+
+def make_world(forward: ForwardPlan, device: str, seed: int = 0) -> World:
+    """Random records and pages of every state and owner; outputs hold poison."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(device)
+
+    planned = new_planned(forward)
+    for field in fields(Planned):
+        if not field.name.startswith("counted"):
+            getattr(planned, field.name).fill_(POISON)
+    return World(
+        records=draw(0, 8, NUM_SLOTS, 8),
+        expected=draw(0, 8, NUM_SLOTS, 8),
+        truth={"generations": draw(1, 9, NUM_PAGES), "states": draw(0, 9, NUM_PAGES), "owners": draw(-2, 3, NUM_PAGES)},
+        claims=torch.full((NUM_SLOTS,), NO_CLAIM, device=device),
+        twice=draw(0, 2, forward.num_entries),
+        codes=torch.full((as_codes(forward),), POISON, device=device),
+        runs=torch.zeros(3, dtype=torch.int64, device=device),
+        planned=planned,
+    )
+
+
+def as_codes(forward: ForwardPlan) -> int:
+    return forward.capacity * (1 if forward.table.rows is None else forward.num_rows)
+
+
+def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> None:
+    options = {"root": 99, "site": 3, "width": 2, "page_size": PAGE_SIZE, "null_slots": NULL_SLOTS} | changes
+    operation(forward, world.planned, records=world.records, claims=world.claims, **world.truth, **options)
+
+
+def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | None = None) -> None:
+    operation(
+        forward,
+        world.planned,
+        records=world.records,
+        expected=world.expected,
+        layers=layers_bitmap(LAYERS, world.records.device),
+        claims=world.claims,
+        twice=world.twice,
+        codes=world.codes,
+        runs=world.runs,
+        null_slots=NULL_SLOTS,
+        stored=stored,
+    )
+
+
+def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int | None = None) -> ForwardPlan:
+    """A random forward of five rows, with ids, bounds of rows, parents and positions right and wrong."""
+    draw = random.Random(seed)
+
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    written = [draw.choice([0, 1, 3]) for _ in range(5)]
+    lengths = [count + draw.randrange(6) for count in written]
+    bounds = [sum(written[:row]) for row in range(6)]
+    n = bounds[-1] + draw.randrange(3)
+    num_ids = sum(lengths) + 2
+    ids = [
+        draw.choice([draw.randrange(NUM_SLOTS), draw.randrange(NUM_SLOTS), 0, -1, NUM_SLOTS]) for _ in range(num_ids)
+    ]
+    starts = [sum(lengths[:row]) for row in range(5)]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    table = as_table(ints(ids))
+    if page:
+        width = 4
+        pages = ints([draw.randrange(-1, NUM_SLOTS // page + 1) for _ in range(7 * width)]).view(7, width)
+        rows = ints([draw.randrange(7) for _ in range(5)])
+        table = PageTable(pages, page, rows, ints([row * width * page for row in range(5)]))
+        starts, ends = [0] * 5, lengths
+    if draw.random() < 0.5:
+        broken = draw.randrange(5)
+        ends[broken] = draw.choice([-3, starts[broken] - 1, 10**12, ends[broken]])
+    return ForwardPlan(
+        table=table,
+        row_starts=ints(starts),
+        row_ends=ints(ends),
+        bounds=ints(bounds),
+        slots=ints([draw.choice([draw.randrange(4, NUM_SLOTS), 1, -5, NUM_SLOTS, 2**40, 7]) for _ in range(n)]),
+        tokens=ints([draw.randrange(99) for _ in range(n)]),
+        positions=ints([draw.randrange(6) for _ in range(n)]),
+        parents=ints([draw.choice([-1, -1, 0, entry - 1, n + 5, -9]) for entry in range(n)]) if is_tree else None,
+        prefix_lens=ints([draw.randrange(-1, 5) for _ in range(5)]),
+        truths=ints([draw.randrange(8) for _ in range(5)]),
+        uids=ints([draw.randrange(3) for _ in range(5)]),
+        num_live=ints([draw.randrange(6) if live is None else live]),
+        ancestors=draw.randrange(2),
+    )
+
+
+@pytest.mark.parametrize("page", [0, 1, 4])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_equal_their_references(device, seed, is_tree, page):
+    """Every output of both, poison where nothing is written included, over forwards full of wrong numbers."""
+    forward = make_forward(device, seed + 10 * is_tree + 100 * page, is_tree, page)
+    ours, twin = (make_world(forward, device, seed) for _ in range(2))
+    run_plan(plan, forward, ours)
+    run_plan(plan_torch, forward, twin)
+    assert all(torch.equal(a, b) for a, b in zip(ours.outputs(), twin.outputs(), strict=True))
+    stored = torch.arange(2 * forward.num_entries, device=device).view(-1, 2) if seed % 2 else None
+    run_settle(settle, forward, ours, stored)
+    run_settle(settle_torch, forward, twin, stored)
+    assert all(torch.equal(a, b) for a, b in zip(ours.outputs(), twin.outputs(), strict=True))
+
+
+def one_row(device: str, **changes: list[int] | None) -> tuple[ForwardPlan, World]:
+    """One row of request 7: entries 8 and 9 written before, 10 and 11 written now, on pages that are its own."""
+    arrays = {
+        "row_starts": [0],
+        "row_ends": [4],
+        "bounds": [0, 2],
+        "slots": [10, 11],
+        "tokens": [50, 51],
+        "positions": [2, 3],
+        "parents": None,
+        "prefix_lens": [2],
+        "truths": None,
+        "uids": [7],
+        "num_live": [1],
+    } | {name: values for name, values in changes.items() if name != "ids"}
+    tensors = {name: None if v is None else torch.tensor(v, device=device) for name, v in arrays.items()}
+    forward = ForwardPlan(as_table(torch.tensor(changes.get("ids", [8, 9, 10, 11]), device=device)), **tensors)
+    world = make_world(forward, device)
+    world.truth["states"].fill_(5)
+    world.truth["owners"].fill_(7)
+    return forward, world
+
+
+CASES = {
+    "clean": ({}, [0, 0], 0),
+    "W1": ({"slots": [10, NUM_SLOTS]}, [0, CODE_BITS["W1"]], 0),
+    "R2": ({"slots": [3, 11]}, [CODE_BITS["R2"], 0], 0),
+    "W2": ({"uids": [6]}, [CODE_BITS["W2"]] * 2, 0),
+    "W4": ({"slots": [10, 10]}, [0, CODE_BITS["W4"]], 0),
+    "W5 in a chain": ({"positions": [2, 4]}, [0, CODE_BITS["W5"]], 0),
+    "W5 in a tree": ({"parents": [-1, -1]}, [0, CODE_BITS["W5"]], 0),
+    "W5 of a later parent": ({"parents": [1, -1], "positions": [2, 2]}, [CODE_BITS["W5"], 0], 0),
+    "R10": ({"prefix_lens": [1]}, [0, 0], CODE_BITS["R10"]),
+    "R10 of a row outside": ({"row_ends": [5]}, [0, 0], CODE_BITS["R10"]),
+    "unknown prefix": ({"prefix_lens": [-1]}, [0, 0], 0),
+    "W9 of a padding row": ({"num_live": [0], "slots": [0, 3]}, [0, 0], CODE_BITS["W9"]),
+    "W9 of padding entries": ({"num_live": [0], "ids": [0, 1, 2, 3]}, [CODE_BITS["W9"]] * 2, 0),
+}
+
+
+@both
+@pytest.mark.parametrize("case", CASES)
+def test_each_code_of_the_plan(operation, device, case):
+    """One thing wrong gives its code, at the entry or the row that has it, and refuses the write unless it is W5."""
+    changes, entry_codes, row_code = CASES[case]
+    forward, world = one_row(device, **changes)
+    run_plan(operation, forward, world)
+    assert world.planned.codes.tolist() == [*entry_codes, row_code]
+    if int(forward.num_live):
+        refused = [code not in (0, CODE_BITS["W5"]) for code in entry_codes]
+        wanted = [NO_SLOT if no else slot for no, slot in zip(refused, forward.slots.tolist(), strict=True)]
+        assert world.planned.safe_slots.tolist() == wanted
+
+
+@both
+@pytest.mark.parametrize(("what", "value", "code"), [("states", 8, "W3"), ("owners", -2, "W3"), ("states", 1, "W7")])
+def test_pages_that_nobody_may_write(operation, device, what, value, code):
+    """A shared page is W3, a quarantined one W7, whoever owns it."""
+    forward, world = one_row(device)
+    world.truth[what].fill_(value)
+    run_plan(operation, forward, world)
+    assert world.planned.codes.tolist() == [CODE_BITS[code]] * 2 + [0]
+
+
+@both
+def test_a_stray_padding_row_names_its_first_slot(operation, device):
+    """The row code of a padding row comes with the first slot outside the null slots, in the pool or not."""
+    forward, world = one_row(device, num_live=[0], slots=[0, 0], ids=[0, 1, -6, 9])
+    run_plan(operation, forward, world)
+    assert world.planned.asked.tolist() == [0, 0, -6]
+
+
+def test_settle_withdraws_every_claim(device):
+    """After a forward no slot is claimed, so that the next one may write it."""
+    forward, world = one_row(device, slots=[10, 10])
+    run_plan(plan_torch, forward, world)
+    assert int((world.claims != NO_CLAIM).sum()) == 1
+    run_settle(settle_torch, forward, world)
+    assert bool((world.claims == NO_CLAIM).all())
+
+
+def test_a_table_of_rows_needs_code_starts(device):
+    """Without them the codes of two rows would lie on each other."""
+    forward = make_forward(device, 0, False, 4)
+    with pytest.raises(ValueError) as caught:
+        ForwardPlan(
+            PageTable(forward.table.pages, 4, forward.table.rows),
+            **{field.name: getattr(forward, field.name) for field in fields(ForwardPlan) if field.name != "table"},
+        )
+    words = "a table of several rows needs code_starts, got None: the codes of its rows would overlap"
+    assert str(caught.value) == words

@@ -1,0 +1,544 @@
+"""Static substeps: every check on the device path, without a look at a device value between open and close."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
+from kvcanary import launches as launches_module
+from kvcanary.bank import SubstepBank
+from kvcanary.buffers import Batch, StaticBuffers
+from kvcanary.harvest import HITS_PER_CHECK
+from kvcanary.ops import KERNELS
+from kvcanary.sites import pack_site
+from kvcanary_kernels import record
+from kvcanary_kernels.plan import NO_CLAIM
+from kvcanary_kernels.record import chain_host, signed
+from kvcanary_kernels.table import PageTable
+from kvcanary_kernels.verify import ROOT, verify_torch
+
+ANN, BOB = 11, 22
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")
+INTERPRETED = pytest.param("interpreted", marks=[ON_CPU, pytest.mark.slow])
+
+
+def make_rig(make_static, monkeypatch, how: str):
+    """Torch twins, the kernels themselves in Triton's interpreter, or the kernels on a GPU."""
+    if how == "interpreted":
+        monkeypatch.setattr(launches_module, "ops_for", lambda device: KERNELS)
+    rig = make_static("cuda" if how == "cuda" else "cpu")
+    rig.grant(ANN, 1, 2)
+    rig.grant(BOB, 3, 4)
+    return rig
+
+
+@pytest.fixture(params=["cpu", INTERPRETED, pytest.param("cuda", marks=pytest.mark.gpu)])
+def rig(request, make_static, monkeypatch):
+    return make_rig(make_static, monkeypatch, request.param)
+
+
+@pytest.fixture
+def rows(static_row):
+    """Ann's and Bob's rows of a decode: Ann has written positions 0 to 4, Bob 0 to 2."""
+    return [static_row(ANN, [4, 5, 6, 7, 8, 9], [55]), static_row(BOB, [12, 13, 14, 15], [33])]
+
+
+@pytest.fixture
+def decode(rig, static_row):
+    return prefilled(rig, static_row)
+
+
+def prefilled(rig, static_row):
+    """A decode substep after a clean prefill of both rows."""
+    substep = rig.add("decode", has_truths=True)
+    prompts = [static_row(ANN, [4, 5, 6, 7, 8], [50, 51, 52, 53, 54]), static_row(BOB, [12, 13, 14], [30, 31, 32])]
+    harvest = rig.run(rig.add("prefill"), rig.batch(prompts))
+    assert (harvest.hits, harvest.gaps) == ([], [])
+    return substep
+
+
+def truths(rig) -> list[int]:
+    chains = (chain_host(tokens, 0, rig.pool.root, rig.pool.keys) for tokens in ([50, 51, 52, 53, 54], [30, 31, 32]))
+    return [signed(chain[-1]) for chain in chains]
+
+
+def clean(rig, rows, **changes: object) -> Batch:
+    return rig.batch(rows, **{"truths": truths(rig)} | changes)
+
+
+def told(harvest) -> list[tuple]:
+    return [(hit.code, hit.row, hit.entry, hit.place, hit.slot) for hit in harvest.hits]
+
+
+def test_clean_forwards_find_nothing(rig, decode, rows):
+    """Prefill, then decode: no hit, no gap, every record judged right by the verify reference."""
+    harvest = rig.run(decode, clean(rig, rows), step=2)
+    assert (harvest.hits, harvest.gaps, harvest.totals) == ([], [], {})
+    pool, state = rig.pool, rig.state
+    codes, ids = torch.full((10,), -77), [4, 5, 6, 7, 8, 9, 12, 13, 14, 15]
+    verify_torch(
+        pool.records.cpu(),
+        torch.tensor(ids),
+        starts=torch.tensor([0, 6]),
+        lengths=torch.tensor([6, 4]),
+        first_positions=torch.tensor([0, 0]),
+        predecessors=torch.tensor([ROOT, ROOT]),
+        seeds=torch.tensor([signed(pool.root)] * 2),
+        generations=state.generations.cpu(),
+        layers=pool.layers.cpu(),
+        page_size=state.page_size,
+        null_slots=pool.view.null_slots,
+        pool_id=0,
+        keys=record.make_keys(7, rig.LAYERS, pool.rows.words_per_row),
+        codes=codes,
+    )
+    assert codes.tolist() == [0] * 10
+    assert torch.equal(pool.records, pool.expected)
+
+
+def damage(rig, slot: int, column: int, value: int) -> None:
+    rig.pool.records[slot, column] ^= value
+
+
+def as_if_written(rig, slot: int, source: int) -> None:
+    """The record of `source`, sealed anew in `slot`, as a copy of a record under the right seal would be."""
+    rig.pool.records[slot] = rig.pool.records[source]
+    key = signed(rig.pool.keys.seal_keys[-2] * (slot - source))
+    rig.pool.records[slot, record.SEAL] += key
+
+
+OTHER_OWN = [4, 5, 6, 7, 8, 10, 12, 13, 14, 15]
+FAULTS = {
+    "R1 read": (lambda rig: None, {"indices": [4, 5, 2**40, 7, 8, 9, 12, 13, 14, 15]}, ("R1", 0, -1, 2, 2**40)),
+    "R1 negative": (lambda rig: None, {"indices": [4, 5, 6, 7, 8, 9, 12, -9, 14, 15]}, ("R1", 1, -1, 1, -9)),
+    "R1 own": (lambda rig: None, {"indices": [4, 5, 6, 7, 8, 96, 12, 13, 14, 15]}, ("R1", 0, -1, 5, 96)),
+    "R2 read": (lambda rig: None, {"indices": [4, 1, 6, 7, 8, 9, 12, 13, 14, 15]}, ("R2", 0, -1, 1, 1)),
+    "R2 write": (lambda rig: None, {"slots": [9, 3]}, ("R2", 1, 1, -1, 3)),
+    "R3": (lambda rig: damage(rig, 6, record.TOKEN_POSITION, 1), {}, ("R3", 0, -1, 2, 6)),
+    "R3 zeroed": (lambda rig: rig.pool.records[13].zero_(), {}, ("R3", 1, -1, 1, 13)),
+    "R4": (lambda rig: as_if_written(rig, 6, 7), {}, ("R4", 0, -1, 2, 6)),
+    "R5": (lambda rig: as_if_written(rig, 6, 14), {}, ("R5", 0, -1, 2, 6)),
+    "R5 own": (
+        lambda rig: as_if_written(rig, 10, 4),
+        {"indices": [4, 5, 6, 7, 8, 10, 12, 13, 14, 15]},
+        ("R5", 0, -1, 5, 10),
+    ),
+    "R6": (lambda rig: None, {"truths": [1, 2]}, ("R6", 0, -1, 4, 8)),
+    "R7 freed": (lambda rig: rig.state.page_states[2].fill_(record.FREE), {}, ("R7", 0, -1, 4, 8)),
+    "R8": (lambda rig: rig.state.owners[1].fill_(BOB), {}, ("R8", 0, -1, 0, 4)),
+    "R10": (lambda rig: None, {"prefix_lens": [4, 3]}, ("R10", 0, -1, -1, -1)),
+    "R10 past the array": (lambda rig: None, {"indptr": [0, 6, 2**40]}, ("R10", 1, -1, -1, -1)),
+    "R12 old grant": (lambda rig: rig.state.generations[1].fill_(2), {}, ("R12", 0, -1, 0, 4)),
+    "R12 loading": (lambda rig: rig.state.page_states[1].fill_(record.LOADING), {}, ("R12", 0, -1, 0, 4)),
+    "R12 layer": (lambda rig: rig.skipped_layers.add(1), {}, ("R12", 0, 0, -1, 9)),
+    "W1": (lambda rig: None, {"slots": [9, 96]}, ("W1", 1, 1, -1, 96)),
+    "W1 negative": (lambda rig: None, {"slots": [-(2**50), 15]}, ("W1", 0, 0, -1, -(2**50))),
+    "W2": (lambda rig: None, {"slots": [9, 10]}, ("W2", 1, 1, -1, 10)),
+    "W3": (lambda rig: rig.state.owners[2].fill_(record.SHARED_OWNER), {}, ("W3", 0, 0, -1, 9)),
+    "W4 slot": (lambda rig: None, {"slots": [9, 9], "uids": [ANN, ANN]}, ("W4", 1, 1, -1, 9)),
+    "W5": (lambda rig: None, {"positions": [5, 4]}, ("W5", 1, 1, -1, 15)),
+    "W7": (lambda rig: rig.state.page_states[2].fill_(record.QUARANTINED), {}, ("W7", 0, 0, -1, 9)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_check_fires_where_the_fault_is(rig, decode, rows, fault):
+    """One thing wrong is among the hits with its code, row, entry or place, and slot; nothing is read outside."""
+    prepare, changes, expected = FAULTS[fault]
+    prepare(rig)
+    harvest = rig.run(decode, clean(rig, rows, **changes), step=2)
+    assert expected in told(harvest)
+    assert harvest.gaps == [] or fault == "R10 past the array"
+    assert {(hit.pool, hit.site, hit.step) for hit in harvest.hits} == {("target", ("decode", 0), 2)}
+    assert harvest.totals[expected[0], "target", ("decode", 0)] >= 1
+    assert bool((rig.bank._shared.claims["target"] == NO_CLAIM).all())
+    assert rig.bank.harvest().hits == []
+
+
+@ON_CPU
+def test_interpreted_kernels_tell_the_same(make_static, monkeypatch, static_row, rows):
+    """The path of a GPU, kernel by kernel: clean forwards are clean, and a damaged record is named."""
+    rig = make_rig(make_static, monkeypatch, "interpreted")
+    decode = prefilled(rig, static_row)
+    assert told(rig.run(decode, clean(rig, rows), step=2)) == []
+    rig.pool.records[13].zero_()
+    assert ("R3", 1, -1, 1, 13) in told(rig.run(decode, clean(rig, rows, slots=[9, 96]), step=3))
+
+
+def test_a_record_of_a_later_step_is_future(rig, decode, rows):
+    """R11: the reader is in an earlier step than the record's writer."""
+    harvest = rig.run(decode, clean(rig, rows), step=0)
+    assert {hit.code for hit in harvest.hits} == {"R11"}
+    assert len(harvest.hits) == harvest.totals["R11", "target", ("decode", 0)] == 8
+
+
+def test_a_grant_that_is_not_current_is_stale(rig, decode, rows):
+    """R7 by the generations that the rows were granted, entry by entry."""
+    grants = torch.ones(64, dtype=torch.int64, device=rig.device)
+    grants[1] = 5
+    substep = rig.add("extend", has_truths=True, grants=grants)
+    assert told(rig.run(substep, clean(rig, rows), step=2)) == [("R7", 0, -1, 1, 5)]
+
+
+def test_a_layer_that_stores_twice_is_a_duplicate(rig, decode, rows):
+    """W4 by layer, once an entry; the values of the second store count."""
+    substep = decode
+    rig.before_close = lambda: substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
+    harvest = rig.run(substep, clean(rig, rows), step=2)
+    assert told(harvest) == [("W4", 0, 0, -1, 9), ("W4", 1, 1, -1, 15)]
+    rig.before_close = lambda: None
+    assert rig.run(substep, clean(rig, rows), step=3).hits == []
+
+
+def test_padding_outside_null_slots(rig, decode, rows):
+    """W9: a padding row that reads, and a padding entry that would write, what is no null slot."""
+    batch = clean(rig, rows)
+    rig.bank.begin_step(2)
+    rig.bank.load(decode, batch)
+    buffers = decode.buffers
+    buffers.indptr[3:] = torch.tensor([11, 12], device=rig.device)
+    buffers.indices[10:12] = torch.tensor([2, 20], device=rig.device)
+    buffers.slots[5] = 21
+    rig.body(decode)
+    assert told(rig.bank.harvest()) == [("W9", -1, 5, -1, 21), ("W9", 3, -1, -1, 20)]
+
+
+def test_a_refused_write_changes_nothing(rig, decode, rows):
+    """The record, the bytes and the fingerprint of a slot that may not be written stay as they are."""
+    parts = rig.pool.records[8], rig.kv[:, 8], rig.pool.content_a[:, 8]
+    before = [part.clone() for part in parts]
+    harvest = rig.run(decode, clean(rig, rows, slots=[9, 8]), step=2)
+    assert ("W2", 1, 1, -1, 8) in told(harvest)
+    assert all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
+
+
+def test_tree_nodes_continue_their_parents(rig, decode, static_row):
+    """A tree's chains, positions and sites are those that the host computes node by node."""
+    parents = [-1, 0, 0, 2]
+    row = static_row(ANN, [4, 5, 6, 7, 8, 9, 10, 11, 16], [70, 71, 72, 73], parents)
+    rig.grant(ANN, 4)
+    rig.grant(BOB, 3)
+    substep = rig.add("verify", is_tree=True, max_depth=3)
+    assert rig.run(substep, rig.batch([row]), step=2).hits == []
+    keys, records = rig.pool.keys, rig.pool.records.cpu()
+    above = chain_host([50, 51, 52, 53, 54], 0, rig.pool.root, keys)[-1]
+    paths = {9: [70], 10: [70, 71], 11: [70, 72], 16: [70, 72, 73]}
+    for node, (slot, tokens) in enumerate(paths.items()):
+        found = record.read_record(records, slot)
+        assert found.chain == chain_host(tokens, 5, above, keys)[-1]
+        assert (found.token, found.position, found.request) == (tokens[-1], 4 + len(tokens), ANN)
+        assert (found.step, found.site) == (2, pack_site("verify", 0, node))
+
+
+def test_draft_rows_read_their_ancestors(rig, decode, static_row):
+    """draft[1] reads a branch of draft[0]; branches are numbered in sites, and a row without its ancestor is R10."""
+    first, second = rig.add("draft", 0, width=2), rig.add("draft", 1, width=2, ancestors=1)
+    prefix = [4, 5, 6, 7, 8]
+    branches = [static_row(ANN, [*prefix, slot], [80 + slot]) for slot in (9, 10)]
+    assert rig.run(first, rig.batch(branches), step=2).hits == []
+    grown = [static_row(ANN, [*prefix, 10, 11], [90], prefix_len=5), static_row(ANN, [*prefix, 9], [91], prefix_len=5)]
+    assert told(rig.run(second, rig.batch(grown[:1]), step=2)) == []
+    assert record.read_record(rig.pool.records.cpu(), 10).site == pack_site("draft", 0, 1)
+    assert ("R10", 0, -1, -1, -1) in told(rig.run(second, rig.batch(grown[1:]), step=2))
+
+
+def test_the_engines_own_store(rig, decode, rows):
+    """Slots are poisoned at open and read at close: right bytes get right lanes, a layer left out is R12."""
+    substep = rig.add("extend", has_truths=True, engine_stores=True)
+
+    def engine_stores(layers: list[int]):
+        slots = substep.forward.slots[:2]
+        for layer in layers:
+            rig.kv[layer, slots, 0], rig.kv[layer, slots, 1] = rig.values(
+                layer, substep.forward.tokens[:2], substep.forward.positions[:2]
+            )
+
+    rig.before_close = lambda: engine_stores([0, 1])
+    assert told(rig.run(substep, clean(rig, rows), step=2)) == []
+    assert torch.equal(rig.pool.records, rig.pool.expected)
+    lanes = rig.pool.content_a[:, 9].clone(), rig.pool.records[9, record.CONTENT_B].clone()
+    rig.before_close = lambda: None
+    rig.run(decode, clean(rig, rows), step=3)
+    assert torch.equal(lanes[0], rig.pool.content_a[:, 9])
+    assert torch.equal(lanes[1], rig.pool.records[9, record.CONTENT_B])
+    rig.before_close = lambda: engine_stores([1])
+    assert told(rig.run(substep, clean(rig, rows), step=4)) == [("R12", 0, 0, -1, 9), ("R12", 1, 1, -1, 15)]
+    assert record.read_record(rig.pool.records.cpu(), 9).layers == 0b10
+
+
+def test_rows_along_a_page_table(rig, decode, rows):
+    """The table that attention reads is judged in place, with the places of its rows."""
+    table = torch.zeros(4, 3, dtype=torch.int32, device=rig.device)
+    table[0, :2], table[1, :1] = torch.tensor([1, 2]), torch.tensor([3])
+    lengths, row = torch.zeros(4, dtype=torch.int64, device=rig.device), torch.arange(4, device=rig.device)
+    buffers = StaticBuffers.allocate(4, 8, 64, device=rig.device)
+    flat = buffers.plan()
+    pages = PageTable(table, 4, row, row * 12)
+    fields = {name: getattr(flat, name) for name in ("bounds", "slots", "tokens", "positions", "parents")}
+    fields |= {name: getattr(flat, name) for name in ("prefix_lens", "truths", "uids", "num_live")}
+    forward = type(flat)(pages, torch.zeros_like(lengths), lengths, **fields)
+    substep = rig.bank.add("target", "verify", 0, forward)
+
+    def run(step: int) -> list[tuple]:
+        rig.bank.begin_step(step)
+        buffers.fill(rig.batch(rows))
+        lengths[:2] = torch.tensor([6, 4])
+        rig.bank.expect(substep, 2, 2, 10)
+        rig.body(substep)
+        harvest = rig.bank.harvest()
+        assert harvest.gaps == []
+        return told(harvest)
+
+    assert run(2) == []
+    table[1, 0] = 24
+    found = run(3)
+    assert ("R1", 1, -1, 2, 98) in found
+    assert {hit[1] for hit in found} == {1}
+    with pytest.raises(PlanError) as caught:
+        rig.bank.load(substep, rig.batch(rows))
+    words = "load() needs StaticBuffers: verify of the target pool, bucket of 4 rows reads the engine's own tensors"
+    assert str(caught.value) == f"{words}, expect() it"
+
+
+def test_row_violations_are_those_of_the_last_forward(rig, decode, rows):
+    """Entries of each row with a finding, from zero in every forward."""
+    rig.pool.records[12].zero_()
+    rig.run(decode, clean(rig, rows), step=2)
+    assert decode.work.row_violations.tolist() == [0, 2, 0, 0]  # R5 follows R3
+    rig.run(decode, clean(rig, rows[:1], truths=truths(rig)[:1], prefix_lens=[3]), step=2)
+    assert decode.work.row_violations.tolist() == [2, 0, 0, 0]  # R10 of the row, and R6
+    rig.run(decode, clean(rig, rows[:1], truths=truths(rig)[:1]), step=3)
+    assert decode.work.row_violations.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("following", [slice(1, None), slice(0)], ids=["another row", "padding only"])
+def test_a_finding_survives_the_next_forward(rig, decode, rows, following):
+    """Codes that a later forward overwrote are told by the first finding that the header keeps."""
+    rig.pool.records[6].zero_()
+    for batch in (clean(rig, rows), clean(rig, rows[following], truths=truths(rig)[following])):
+        rig.bank.begin_step(2)
+        rig.bank.load(decode, batch)
+        rig.body(decode)
+    harvest = rig.bank.harvest()
+    assert ("R3", 0, -1, 2, 6) in told(harvest)
+    assert harvest.gaps == []
+
+
+# nothing that a CUDA graph could not hold
+
+
+class _Launched:
+    """Stands in for a kernel: takes any launch."""
+
+    def __getitem__(self, grid: object):
+        return lambda *arguments, **options: None
+
+
+class _Watch(TorchDispatchMode):
+    """Every torch operation that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+VIEWS = {"view", "detach", "slice", "select", "unsqueeze", "as_strided", "_reshape_alias", "_unsafe_view", "unbind"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine_stores": True}, {"is_tree": True, "max_depth": 3}])
+def test_hooks_run_no_torch_operation_but_launches(make_static, monkeypatch, settings):
+    """Around the kernels there are views and one zero_: no allocation, and no look at a value."""
+    monkeypatch.setattr(launches_module, "ops_for", lambda device: KERNELS)
+    modules = {inspect.getmodule(getattr(KERNELS, field.name)) for field in dataclasses.fields(KERNELS)}
+    kernels = [(module, name) for module in modules for name in vars(module) if name.endswith("_kernel")]
+    assert len(kernels) >= 12
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, _Launched())
+    rig = make_static()
+    substep = rig.add("verify", has_truths=True, **settings)
+    k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    with _Watch() as watch:
+        substep.open()
+        for layer in range(rig.LAYERS):
+            substep.store(layer, k, v)
+        substep.close()
+    assert watch.names - VIEWS == {"zero_"}
+
+
+@pytest.mark.gpu
+def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
+    """The hooks in eager mode: no synchronisation and not one allocation once they are warm."""
+    rig = make_static("cuda")
+    rig.grant(ANN, 1, 2)
+    substep = rig.add("prefill")
+    batch = rig.batch([static_row(ANN, [4, 5, 6], [50, 51, 52])])
+    rig.run(substep, batch)
+    k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    rig.bank.load(substep, batch)
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        substep.open()
+        for layer in range(rig.LAYERS):
+            substep.store(layer, k, v)
+        substep.close()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+    assert rig.bank.harvest().hits == []
+
+
+# the same records as the eager path
+
+
+def test_records_are_those_of_the_eager_path(make_static, static_row):
+    """A prefill and a decode leave the records and fingerprints that CanaryManager leaves."""
+    eager, rig = make_static(), make_static()
+    manager = CanaryManager(CanaryConfig(seed=7, content="full"), [eager.pool.view])
+    manager.arm()
+    ints = torch.tensor
+    manager.begin_step(1)
+    manager.admit("ann", [50, 51, 52])
+    manager.on_alloc("ann", [1])
+    uid = manager.requests_of(["ann"])[0].uid
+    rig.grant(uid, 1, generation=int(manager._state.generations[1]))
+    steps = [("prefill", [4, 5, 6], [50, 51, 52], 0), ("decode", [4, 5, 6, 7], [53], 3)]
+    for step, (kind, ids, tokens, prefix) in enumerate(steps, 1):
+        if step > 1:
+            manager.begin_step(step)
+            manager.append("ann", tokens)
+        positions = ints(list(range(prefix, len(ids))))
+        read = ReadPlan(ints([0, len(ids)]), ints(ids), ("ann",), 1, ints([prefix]), len(tokens))
+        substep = manager.substep(kind, 0, "target")
+        _, slots = substep.open(read, WritePlan(ints(ids[prefix:]), ints(tokens), positions))
+        for layer in range(rig.LAYERS):
+            k, v = eager.values(layer, ints(tokens), positions)
+            substep.store(layer, k, v)
+            eager.kv[layer, slots, 0], eager.kv[layer, slots, 1] = k, v
+        substep.close()
+        manager.check()
+        manager.commit("ann", len(ids))
+        batch = rig.batch([static_row(uid, ids, tokens)])
+        assert rig.run(rig.add(kind), batch, step).hits == []
+    theirs = manager._state.pools[0]
+    assert torch.equal(rig.kv, eager.kv)
+    assert torch.equal(rig.pool.records[4:8], theirs.records[4:8])
+    assert torch.equal(rig.pool.content_a[:, 4:8], theirs.content_a[:, 4:8])
+
+
+# order of hooks, and the bank
+
+
+def refused(error, call, *arguments: object, **settings: object) -> str:
+    with pytest.raises(error) as caught:
+        call(*arguments, **settings)
+    return str(caught.value)
+
+
+def test_hooks_have_one_order(make_static):
+    """open, store, close; anything else is refused, and so is a harvest between them."""
+    rig = make_static()
+    substep = rig.add("draft", 2)
+    name = "draft[2] of the target pool, bucket of 4 rows"
+    assert refused(HookOrderError, substep.close) == f"close() must follow open(): {name} is closed"
+    words = refused(HookOrderError, substep.store, 0)
+    assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
+    substep.open()
+    assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
+    assert refused(HookOrderError, rig.bank.harvest) == f"harvest() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.bank.arm) == f"arm() must wait for close() of {name}"
+    assert refused(PlanError, substep.store, 2) == f"layer must be in [0, 2) for {name}, got 2"
+    words = refused(PlanError, substep.store, 1)
+    assert words == f"k must be given, for {name} stores it, got None: or add() it with engine_stores=True"
+    substep.close()
+
+
+def test_a_body_that_raised_is_abandoned(make_static, static_row):
+    """The forward after it is judged as if nothing had been; what was left out is R12 and H1, never W4."""
+    rig = make_static()
+    rig.grant(ANN, 1)
+    substep = rig.add("prefill")
+    prompt, longer = static_row(ANN, [4, 5], [50, 51]), static_row(ANN, [4, 5, 6], [52])
+    rig.grant(BOB, 3)
+    rig.bank.load(substep, rig.batch([prompt]))
+    substep.open()
+    for _ in range(2):
+        substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
+    substep.abandon()
+    assert len(rig.bank.harvest().gaps) == 1
+    assert {hit[0] for hit in told(rig.run(rig.add("decode"), rig.batch([longer])))} == {"R12"}
+    assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).hits == []
+    substep.abandon()
+    assert not substep.is_open
+
+
+def test_a_bank_is_filled_before_it_is_armed(make_static):
+    """Substeps are found by pool, kind, index and bucket; a missing, repeated or late one is refused."""
+    rig = make_static()
+    substep = rig.add("decode", rows=2)
+    assert rig.bank.get("target", "decode", 0, 2) is substep
+    assert list(rig.bank) == [substep]
+    words = refused(PlanError, rig.bank.get, "target", "draft", 1, 8)
+    assert words == "no substep was made for draft[1] of the target pool with 8 rows: add() it before arm()"
+    words = refused(PlanError, rig.add, "decode", rows=2)
+    assert words == "a bank holds each substep once, got decode of the target pool, bucket of 2 rows twice"
+    assert refused(PlanError, rig.add, "dance").startswith("kind must be one of prefill, decode, draft")
+    rig.bank.arm()
+    words = refused(HookOrderError, rig.add, "decode", rows=4)
+    assert words == "add() must come before arm(): decode of the target pool is late"
+
+
+def test_a_bank_has_a_capacity(make_static):
+    """Headers lie in one tensor that never grows."""
+    rig = make_static()
+    assert refused(PlanError, SubstepBank, rig.state, 0).startswith("capacity must be at least 1, got 0")
+    bank = SubstepBank(rig.state, 1)
+    buffers = StaticBuffers.allocate(1, 1, 1)
+    assert refused(PlanError, bank.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
+    bank.add("target", "decode", 0, buffers)
+    words = refused(PlanError, bank.add, "target", "verify", 0, buffers)
+    assert words == "a bank of 1 substeps is full: give SubstepBank a larger capacity"
+
+
+def test_arm_forgets_what_warm_up_counted(rig, rows):
+    """Findings and runs of the time before arm() are not told."""
+    substep = rig.add("decode")
+    rig.body(substep)
+    rig.bank.load(substep, rig.batch(rows))
+    rig.body(substep)
+    assert int((substep.work.firsts[1] >= 0).all(1).sum()) > 0
+    rig.bank.arm()
+    harvest = rig.bank.harvest()
+    assert (harvest.hits, harvest.gaps) == ([], [])
+    assert int((substep.work.firsts[1] >= 0).all(1).sum()) == 0
+
+
+def test_totals_add_up_over_buckets(rig, decode, rows):
+    """Two buckets of one forward are one site."""
+    rig.pool.records[13].zero_()
+    larger = rig.add("decode", rows=6, has_truths=True)
+    for substep in (decode, larger):
+        rig.bank.begin_step(2)
+        rig.bank.load(substep, clean(rig, rows))
+        rig.body(substep)
+    assert rig.bank.harvest().totals["R3", "target", ("decode", 0)] == 2
+
+
+def test_many_findings_are_counted_and_the_first_told(make_static, static_row):
+    """Hits are bounded for each check, totals are exact."""
+    rig = make_static()
+    rig.grant(ANN, *range(1, 24))
+    substep = rig.add("decode", indices=96)
+    harvest = rig.run(substep, rig.batch([static_row(ANN, list(range(4, 92)), [1])]))
+    assert harvest.totals["R12", "target", ("decode", 0)] == 87
+    assert sum(hit.code == "R12" for hit in harvest.hits) == HITS_PER_CHECK
