@@ -185,7 +185,9 @@ def _places_of(forwards: Sequence[Forward], verdict: Verdict) -> list[Looked]:
         for position, slot in enumerate(segment.slots, segment.first_position)
     ]
     for forward in forwards:
-        for entry, (slot, position) in enumerate(zip(forward.write_slots, forward.positions.tolist(), strict=True)):
+        for entry, (slot, position) in enumerate(
+            zip(forward.write_slots, forward.planned.positions.tolist(), strict=True)
+        ):
             name = forward.request_of(forward.row_of_entry(entry)).request_id
             places.append(Looked(slot, position, name, None))
     return places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,18 @@ from kvcanary.views import ReadPlan, WritePlan
 
 Ints = NDArray[np.int64]
 
+
+class Planned(NamedTuple):
+    """The entries of a write plan as they were when the forward was opened; an engine may reuse its tensors.
+
+    slots, tokens, positions: [n] int64; slots that are safe to write
+    """
+
+    slots: Ints
+    tokens: Ints
+    positions: Ints
+
+
 SLOT_BYTES = 8  # of a slot id in an index array
 
 
@@ -24,6 +37,7 @@ class Forward:
     """What a forward was told to read and write, and what it stored.
 
     width:          rows a request: 1, or the tree width of a draft substep
+    planned:        the entries that it writes
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     raw, ids:       `indices` as bytes, and the integers in them, from `read_rows` on
     bounds:         by row and one more, where rows begin in `indices`
@@ -50,8 +64,7 @@ class Forward:
     width: int
     indices: Tensor
     slots: Tensor
-    tokens: Tensor
-    positions: Tensor
+    planned: Planned
     tree_mask: Tensor | None
     bounds: list[int]
     prefixes: list[int]
@@ -110,8 +123,7 @@ def plan_forward(
         read.rows_per_request,
         read.indices,
         write.slots,
-        write.tokens,
-        write.positions,
+        Planned(*(on_host(values).copy() for values in (write.slots, write.tokens, write.positions))),
         read.tree_mask,
         bounds,
         read.prefix_lens.tolist(),
@@ -139,6 +151,7 @@ def _refuse_outsiders(forward: Forward) -> None:
     if slots and (min(slots) < 0 or max(slots) >= num_slots):
         forward.slots, forward.refused = _without(forward.slots, num_slots)
         forward.write_slots = forward.slots.tolist()
+        forward.planned = forward.planned._replace(slots=on_host(forward.slots))
     if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= num_slots:  # without a sign, -1 is huge
         forward.indices, forward.refused_reads = _without(forward.indices, num_slots)
 

@@ -294,7 +294,7 @@ def _astray(forward: Forward, row: int, own: int, first: int, written: int) -> l
 
 def _own_entry(forward: Forward, row: int, place: int, entry: int) -> Segment:
     """What a row reads at `place`, where it should read what the forward writes as `entry`."""
-    return Segment(forward, row, place, 1, int(forward.positions[entry]), NO_PREDECESSOR, entry)
+    return Segment(forward, row, place, 1, int(forward.planned.positions[entry]), NO_PREDECESSOR, entry)
 
 
 def _hit(code: str, segment: Segment, place: int) -> Hit:

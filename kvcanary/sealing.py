@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.forward import Forward, on_host
+from kvcanary.forward import Forward
 from kvcanary.hits import Hit, entry_hit
 from kvcanary.mirror import Mirror, Rows, Words, no_records
 from kvcanary.sites import pack_site
@@ -35,11 +35,11 @@ class Sealer:
     def seal(self, forwards: Sequence[Forward]) -> list[Hit]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
         entries = [len(forward.write_slots) for forward in forwards]
-        per_row = np.array([count for forward in forwards for count in forward.written])
-        slots = np.concatenate([on_host(forward.slots) for forward in forwards])
+        per_row = np.array([count for forward in forwards for count in forward.written], np.int64)
+        slots = np.concatenate([forward.planned.slots for forward in forwards])
         rows = slots + np.repeat([forward.pool.base for forward in forwards], entries)
-        tokens = np.concatenate([on_host(forward.tokens) for forward in forwards]).view(np.uint64)
-        positions = np.concatenate([on_host(forward.positions) for forward in forwards])
+        tokens = np.concatenate([forward.planned.tokens for forward in forwards]).view(np.uint64)
+        positions = np.concatenate([forward.planned.positions for forward in forwards])
         mixed = mix_host(tokens, positions.view(np.uint64), forwards[0].pool.keys)
 
         records = no_records(len(slots))
@@ -50,7 +50,8 @@ class Sealer:
         records[:, CONTENT_B:] = np.repeat(_tails(forwards), entries, axis=0)
 
         place = np.arange(len(slots)) - np.repeat(per_row.cumsum() - per_row, per_row)  # in the own part of its row
-        wanted = np.repeat([begin for forward in forwards for begin in forward.begins], per_row) + place
+        begins = np.array([begin for forward in forwards for begin in forward.begins], np.int64)
+        wanted = np.repeat(begins, per_row) + place
         first = 0
         for forward, count in zip(forwards, entries, strict=True):
             part = slice(first, first + count)
@@ -74,7 +75,7 @@ class Sealer:
         else:
             chains = _tree_chains(forward, above, mixed)
             parents = np.array(forward.parents, np.int64)
-            wanted[:] = np.where(parents < 0, wanted - place, on_host(forward.positions)[parents] + 1)
+            wanted[:] = np.where(parents < 0, wanted - place, forward.planned.positions[parents] + 1)
             records[:, STEP_SITE] += place.view(np.uint64) << 48
         records[:, CHAIN] = chains
         self._mirror.table[rows, CHAIN] = chains
@@ -92,7 +93,7 @@ class Sealer:
 
 def _row_chains(forward: Forward, above: Words, mixed: Words) -> Words | list[int]:
     keys = forward.pool.keys
-    if len(mixed) == len(above) and max(forward.written) == 1:
+    if len(mixed) == len(above) and max(forward.written, default=1) == 1:
         return continue_chain(above, mixed, keys)
     chains: list[int] = []
     first, values = 0, mixed.tolist()

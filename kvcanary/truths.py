@@ -17,7 +17,7 @@ def judge_tokens(forward: Forward) -> list[Hit]:
     if forward.kind == "draft":
         return []
     hits: list[Hit] = []
-    tokens, offset, first = on_host(forward.tokens).tolist(), forward.pool.view.token_offset, 0
+    tokens, offset, first = forward.planned.tokens.tolist(), forward.pool.view.token_offset, 0
     for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
         known = forward.request_of(row).tokens[begin + offset : begin + offset + count]
         if forward.parents is None:
