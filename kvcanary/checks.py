@@ -114,6 +114,7 @@ class StepChecks:
         with torch.inference_mode():
             self.settle()
             self._mover.apply(pool, self._stages[pool], src, dst, step)
+        self._ledger.note_moved(pool.pool_id, dst)
 
     def forget(self, pages: Sequence[int]) -> None:
         """What was judged on these pages is judged anew, should the row go on."""

@@ -35,6 +35,8 @@ class Mirror:
 
     def write(self, rows: Rows, records: Words) -> None:
         """These records are new; the device has them from `flush` on. Of equal rows the last counts."""
+        if not len(rows):
+            return
         if self.judged[rows].any():
             self.epoch += 1
             self.judged[:] = False
