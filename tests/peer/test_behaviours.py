@@ -271,6 +271,20 @@ def test_bytes_that_move_without_a_word_are_found(engine):
     assert places(found(engine.decode, "first")) == [("R9", slot_of(engine, "first", 4), 4)]
 
 
+def test_copied_entries_are_written_and_no_others(engine):
+    """A declared copy into a row counts as its writing, as far as it reaches: one entry more is a missing hook."""
+    engine.fork("first", "copy", 8, 5)
+    engine.canary.drain()
+    engine.canary.commit("copy", 6)
+    (finding,) = found(engine.canary.drain)
+    assert (finding.code, finding.reader, finding.expected, finding.found) == (
+        "H1",
+        "copy",
+        {"entries": 6},
+        {"entries": 5},
+    )
+
+
 def test_a_plan_may_change_after_the_body_ran(engine):
     """Models that count positions up in place cause no false alarm: what was planned is what was opened."""
     positions = []
