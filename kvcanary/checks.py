@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kvcanary.cached import CachedSweep
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import Looked, find_changed, slots_are_right
@@ -17,7 +17,7 @@ from kvcanary.intake import HitGroup, HitLog
 from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
-from kvcanary.moving import Mover
+from kvcanary.moving import Mover, Slots
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
 from kvcanary.staging import Stage
@@ -35,14 +35,16 @@ class StepChecks:
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
-        self._mirror = Mirror(state)
-        self._sealer = Sealer(self._mirror, state.page_size, ledger.generations)
+        self.mirror = Mirror(state)
+        self._sealer = Sealer(self.mirror, state.page_size, ledger.generations)
         self._stages = {pool: Stage(state, pool) for pool in state.pools}
-        self._mover = Mover(state, self._mirror, ledger.generations)
-        self._reader = Reader(state, ledger, self._mirror, config.disable)
+        self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
+        moves = config.content != "write" and "T1" not in config.disable
+        self._mover = Mover(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self.sweeper = Sweeper(state, ledger, config.budget)
+        self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
 
     def open(self, forward: Forward) -> Stage | None:
@@ -62,15 +64,17 @@ class StepChecks:
     def settle(self) -> None:
         """Seal and judge all pending forwards."""
         if not self._pending:
-            self._mirror.flush()
+            self.mirror.flush()
             return
         forwards, self._pending = self._pending, []
         with torch.inference_mode():
+            self._publish_pages()
             for forward in forwards:
                 forward.read_rows()
                 self.hits += judge_layers(forward) + judge_tokens(forward) + judge_mask(forward)
             self.hits += self._sealer.seal(forwards)
-            self._mirror.flush()
+            self._ledger.pages.wrote(np.unique(self._sealer.pages))
+            self.mirror.flush()
             for forward in forwards:
                 if forward.room or forward.lanes:
                     self._stages[forward.pool].keep(forward)
@@ -81,6 +85,13 @@ class StepChecks:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:
                     self._judge(pool, own)
+
+    def _publish_pages(self) -> None:
+        """What has happened to pages since the last time is true on the device before anything is judged."""
+        pages = self._ledger.pages.changes()
+        if len(pages):
+            ledger = self._ledger
+            self._state.set_pages(pages, ledger.generations[pages], ledger.owners[pages], ledger.states[pages])
 
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
@@ -94,6 +105,7 @@ class StepChecks:
             with torch.inference_mode():
                 self._fingerprint()
                 self.hits += self.sweeper.slice(step)
+                self.hits += self.cached.slice(step, self.sweeper.stride)
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
@@ -109,12 +121,22 @@ class StepChecks:
                 self._fingerprint()
                 self.hits += self.sweeper.last_look(request, step)
 
-    def move(self, pool: PoolState, src: NDArray[np.int64], dst: NDArray[np.int64], step: int) -> None:
+    def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int) -> None:
         """Records follow bytes."""
         with torch.inference_mode():
             self.settle()
-            self._mover.apply(pool, self._stages[pool], src, dst, step)
+            self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step)
         self._ledger.note_moved(pool.pool_id, dst)
+
+    def look_at_pages(self, pages: Sequence[int], step: int) -> None:
+        """All bytes of these pages, which no row names."""
+        if self._config.content != "write" and self._compares_content:
+            with torch.inference_mode():
+                self._fingerprint()
+                self.hits += self.cached.look(pages, step)
+
+    def report(self, hits: Sequence[Hit]) -> None:
+        self.hits += hits
 
     def forget(self, pages: Sequence[int]) -> None:
         """What was judged on these pages is judged anew, should the row go on."""
@@ -122,7 +144,7 @@ class StepChecks:
         for pool in self._state.pools:
             for page in pages:
                 first = pool.base + page * size
-                self._mirror.judged[first : first + size] = False
+                self.mirror.judged[first : first + size] = False
 
     def _judge(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
         verdict = self._reader.judge(pool, forwards)

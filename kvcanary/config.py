@@ -30,6 +30,7 @@ class CanaryConfig:
         re-read, and all bytes of a request when it ends), `full` (all bytes a forward reads).
     budget: bytes a step of the rolling check; None re-reads the running rows within 128 steps.
     seed: of all keys; None draws a secret one. Fix it to compare two runs.
+    show_tokens: whether token ids may appear in findings and reports.
     disable: codes that are neither reported nor counted; the certificate names them.
     poison: what freed pages are filled with, and looked at for before they are granted again: `finite` (a pattern
         that attention survives), `nan` (a debug mode: one wrong read ruins the output), `off`.
@@ -43,6 +44,7 @@ class CanaryConfig:
     disable: frozenset[str] = field(default_factory=frozenset)
     poison: str = "finite"
     quarantine: int = 4
+    show_tokens: bool = False
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)

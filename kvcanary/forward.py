@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +15,13 @@ from kvcanary.state import PoolState
 from kvcanary.views import ReadPlan, WritePlan
 
 Ints = NDArray[np.int64]
+
+
+class Refusal(NamedTuple):
+    """A write that is not made: the code of its finding, and the slot that was asked for."""
+
+    code: str
+    slot: int
 
 
 class Planned(NamedTuple):
@@ -48,7 +54,7 @@ class Forward:
     owns, begins:   by row, where these begin in `indices`, and in the row
     write_slots:    `slots` as plain integers
     parents:        by entry of the write plan, its tree parent in the plan or -1; None: every row is a chain
-    refused:        entries of the write plan that were refused (W1), with the slot that was asked for
+    refused:        entries of the write plan that were refused, with the reason and the slot that was asked for
     refused_reads:  entries of `indices` that were refused (R1), with the slot that was asked for
     stored:         bitmap of the layers that have stored
     room, lanes:    by layer, where K, V and extras are copied to, or their lanes where these are taken at once; neither
@@ -74,7 +80,7 @@ class Forward:
     begins: list[int]
     write_slots: list[int]
     parents: list[int] | None
-    refused: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, Refusal] = field(default_factory=dict)
     refused_reads: dict[int, int] = field(default_factory=dict)
     room: list[tuple[Tensor, ...]] = field(default_factory=list)
     stage_row: int = 0
@@ -107,7 +113,7 @@ class Forward:
 def plan_forward(
     kind: str, index: int, pool: PoolState, step: int, requests: list[Request], read: ReadPlan, write: WritePlan
 ) -> Forward:
-    """Read both plans to the host once; refuse ids outside the pool, and plans that contradict themselves."""
+    """Read both plans to the host once; refuse plans that contradict themselves."""
     if isinstance(read.num_written, Tensor):
         written = read.num_written.tolist()
     else:
@@ -136,32 +142,12 @@ def plan_forward(
     )
     _check_sizes(forward)
     _check_parents(forward)
-    _refuse_outsiders(forward)
     return forward
 
 
 def on_host(values: Tensor) -> Ints:
     """An int64 tensor as an array; of the same memory where that is possible."""
     return (values if values.is_cpu else values.cpu()).numpy()
-
-
-def _refuse_outsiders(forward: Forward) -> None:
-    """Put null slot 0 in the place of every id that the pool does not have."""
-    num_slots, slots = forward.pool.view.num_slots, forward.write_slots
-    if slots and (min(slots) < 0 or max(slots) >= num_slots):
-        forward.slots, forward.refused = _without(forward.slots, num_slots)
-        forward.write_slots = forward.slots.tolist()
-        forward.planned = forward.planned._replace(slots=on_host(forward.slots))
-    if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= num_slots:  # without a sign, -1 is huge
-        forward.indices, forward.refused_reads = _without(forward.indices, num_slots)
-
-
-def _without(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
-    """`ids` with null slot 0 in the place of those outside the pool, and these by entry."""
-    outside = (ids < 0) | (ids >= num_slots)
-    entries = outside.nonzero().flatten()
-    refused = dict(zip(entries.tolist(), ids[entries].tolist(), strict=True))
-    return torch.where(outside, 0, ids), refused
 
 
 def _check_sizes(forward: Forward) -> None:

@@ -71,7 +71,7 @@ class Hit:
 
 def entry_hit(code: str, forward: Forward, entry: int, **evidence: Any) -> Hit:
     """A hit at one entry of a forward's write plan, at the slot that the plan named."""
-    slot = forward.refused.get(entry, forward.write_slots[entry])
+    slot = forward.refused[entry].slot if entry in forward.refused else forward.write_slots[entry]
     request_id = forward.request_of(forward.row_of_entry(entry)).request_id
     position = int(forward.planned.positions[entry])
     return Hit(code, forward.pool, slot, position, request_id, forward.site, forward.step, **evidence)

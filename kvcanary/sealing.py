@@ -31,6 +31,7 @@ class Sealer:
     def __init__(self, mirror: Mirror, page_size: int, grants: NDArray[np.int64]) -> None:
         """`grants`: the generation of each page, as it is granted now."""
         self._mirror, self._page_size, self._grants = mirror, page_size, grants
+        self.pages: NDArray[np.int64] = np.empty(0, np.int64)  # that the last `seal` wrote to
 
     def seal(self, forwards: Sequence[Forward]) -> list[Hit]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
@@ -44,7 +45,8 @@ class Sealer:
 
         records = no_records(len(slots))
         records[:, TOKEN_POSITION] = tokens & MASK_32 | positions.view(np.uint64) << 32
-        generations = self._grants[slots // self._page_size].view(np.uint64)
+        self.pages = slots // self._page_size
+        generations = self._grants[self.pages].view(np.uint64)
         records[:, REQUEST_GENERATION] = np.repeat(_uids(forwards), per_row) | generations << 32
         records[:, STEP_SITE] = np.repeat(_sites(forwards), per_row)
         records[:, CONTENT_B:] = np.repeat(_tails(forwards), entries, axis=0)

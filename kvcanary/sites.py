@@ -7,7 +7,10 @@ SUBSTEP_KINDS = ("prefill", "decode", "draft", "verify", "extend")
 TREE_KINDS = ("draft", "verify", "extend")
 #: Number of each kind in a record; 0 is a slot that nobody has written.
 KIND_NUMBERS = {
-    name: number for number, name in enumerate(("never", *SUBSTEP_KINDS, "move", "sweep", "release", "commit", "grant"))
+    name: number
+    for number, name in enumerate(
+        ("never", *SUBSTEP_KINDS, "move", "sweep", "release", "commit", "grant", "load", "stream")
+    )
 }
 _KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
 

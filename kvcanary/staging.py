@@ -31,7 +31,7 @@ class Stage:
     """
 
     def __init__(self, state: CanaryState, pool: PoolState) -> None:
-        self._state, self._pool = state, pool
+        self._state, self.pool = state, pool
         with torch.inference_mode(False):
             shapes = [(pool.view.num_layers, CAPACITY, piece.words) for piece in pool.rows.pieces]
             self._parts = [torch.zeros(shape, dtype=torch.int32, device=pool.records.device) for shape in shapes]
@@ -53,7 +53,7 @@ class Stage:
     def _room(self, first: int, n: int) -> list[tuple[Tensor, ...]]:
         room = self._rooms.get((first, n))
         if room is None:
-            pairs = zip(self._pool.view.parts, self._parts, strict=True)
+            pairs = zip(self.pool.view.parts, self._parts, strict=True)
             views = [
                 words[:, first : first + n].view(part.dtype).view(len(words), n, *part.shape) for part, words in pairs
             ]
@@ -73,15 +73,15 @@ class Stage:
                 for part, value in zip(room, values, strict=True):
                     part.copy_(value)
         else:
-            forward.lanes[layer] = lanes_of_layer(self._pool, layer, _words(self._pool, values))
+            forward.lanes[layer] = lanes_of_layer(self.pool, layer, _words(self.pool, values))
 
     def keep(self, forward: Forward) -> None:
         """The records of this forward are sealed: its values wait, or the lanes taken at the stores are written.
 
         What a layer did not store is taken as it lies in the pool: R12 names it, R9 need not.
         """
-        if forward.stored != self._pool.full_layers:
-            for layer in range(self._pool.view.num_layers):
+        if forward.stored != self.pool.full_layers:
+            for layer in range(self.pool.view.num_layers):
                 if not forward.stored >> layer & 1:
                     self._take_from_pool(forward, layer)
         if forward.room:
@@ -100,28 +100,37 @@ class Stage:
                 self._places[slot] = row
         return None not in moved
 
+    def forget(self, slots: Sequence[int]) -> None:
+        """What these slots hold now did not pass through here."""
+        for slot in slots:
+            self._places.pop(slot, None)
+
+    def values(self, slots: Sequence[int]) -> Tensor:
+        """[layers, n, words_per_row] int32: the values of slots that wait, as they must lie in the pool."""
+        places = self._state.ints(self._places[slot] for slot in slots)
+        return joined([part.index_select(1, places) for part in self._parts], 2)
+
     def fingerprint(self) -> None:
         """Write the lanes of everything that waits; its records must be sealed."""
         if self._places:
-            rows = self._state.ints(self._places.values())
-            values = joined([part.index_select(1, rows) for part in self._parts], 2)
-            self._write(self._state.ints(self._places), *lanes_of_rows(self._pool, values))
+            slots = list(self._places)
+            self._write(self._state.ints(slots), *lanes_of_rows(self.pool, self.values(slots)))
         self._places.clear()
         self._used = 0
 
     def _take_from_pool(self, forward: Forward, layer: int) -> None:
-        rows = self._pool.rows.gather_layer(layer, forward.slots)
+        rows = self.pool.rows.gather_layer(layer, forward.slots)
         if not forward.room:
-            forward.lanes[layer] = lanes_of_layer(self._pool, layer, rows)
+            forward.lanes[layer] = lanes_of_layer(self.pool, layer, rows)
             return
         places = slice(forward.stage_row, forward.stage_row + len(rows))
         for part, words in zip(self._parts, rows.split([part.shape[2] for part in self._parts], 1), strict=True):
             part[layer, places] = words
 
     def _write_lanes(self, forward: Forward) -> None:
-        lanes = [forward.lanes[layer] for layer in range(self._pool.view.num_layers)]
+        lanes = [forward.lanes[layer] for layer in range(self.pool.view.num_layers)]
         lane_a = torch.stack([a for a, _ in lanes])
-        lane_b = torch.stack([b for _, b in lanes]).sum(0).add_(signed(self._pool.keys.start_b))
+        lane_b = torch.stack([b for _, b in lanes]).sum(0).add_(signed(self.pool.keys.start_b))
         last = dict(zip(forward.write_slots, range(len(forward.write_slots)), strict=True))  # W4 may repeat a slot
         for slot in last:
             self._places.pop(slot, None)
@@ -129,7 +138,7 @@ class Stage:
         self._write(self._state.ints(last), lane_a.index_select(1, entries), lane_b.index_select(0, entries))
 
     def _write(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
-        pool = self._pool
+        pool = self.pool
         pool.content_a.index_copy_(1, slots, lane_a)
         pool.records.select(1, CONTENT_B).index_copy_(0, slots, lane_b)
         pool.expected.select(1, CONTENT_B).index_copy_(0, slots, lane_b)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.aliasing import first_overlap
@@ -17,6 +20,8 @@ from kvcanary_kernels import record
 from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
 from kvcanary_kernels.rows import PoolRows
 from kvcanary_kernels.seal import seal_offset, seal_torch
+
+Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +84,11 @@ class CanaryState:
         host = torch.frombuffer(buffer, dtype=torch.int64)
         return host if self.arange.is_cpu else host.to(self.arange.device)
 
-    def set_pages(self, pages: Sequence[int], generations: Sequence[int], owner: int) -> None:
-        """One delta list: these pages have these generations and this owner (a uid or NO_OWNER) from now on."""
-        where = self.ints(pages)
-        self.generations.index_copy_(0, where, self.ints(generations))
-        self.owners.index_fill_(0, where, owner)
-        self.page_states.index_fill_(0, where, record.FREE if owner == record.NO_OWNER else record.RESERVED)
+    def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
+        """One delta list, [n] each: what is true of these pages from now on."""
+        where = torch.from_numpy(pages).to(self.records.device)
+        for column, values in ((self.generations, generations), (self.owners, owners), (self.page_states, states)):
+            column.index_copy_(0, where, torch.from_numpy(values).to(column))
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         view = views[number]

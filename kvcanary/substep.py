@@ -46,6 +46,7 @@ class SubstepCanary:
         manager, pool = self._manager, self._pool
         requests = manager.requests_of(read.requests)
         forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write)
+        manager.refuse(forward)
         self._stage = manager.opened(self, forward, judge_slots(forward))
         self._forward, self._phase = forward, OPEN
         self._shapes = pool.view.value_shapes(len(forward.write_slots))

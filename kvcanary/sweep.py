@@ -34,9 +34,14 @@ class Sweeper:
         self.bytes_read = 0
         self.longest_wait = 0
 
+    @property
+    def stride(self) -> int:
+        """Steps from slice to slice."""
+        return 1 if self._budget is not None else STRIDE
+
     def is_due(self, step: int) -> bool:
         """Whether this step has a slice: all have with a budget of the user's, and those after a finding."""
-        return self._budget is not None or step % STRIDE == 0 or bool(self._hurried)
+        return step % self.stride == 0 or bool(self._hurried)
 
     def look_around(self, request_ids: Iterable[str]) -> None:
         """Something was found near these requests' bytes: the next slice reads all of them."""

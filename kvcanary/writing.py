@@ -8,7 +8,7 @@ from kvcanary.hits import Hit, entry_hit
 
 def judge_slots(forward: Forward) -> list[Hit]:
     """W1 and R1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
-    hits = [entry_hit("W1", forward, entry) for entry in forward.refused] + _refused_reads(forward)
+    hits = [entry_hit(code, forward, entry) for entry, (code, _) in forward.refused.items()] + _refused_reads(forward)
     if len(set(forward.write_slots)) < len(forward.write_slots):
         seen: set[int] = set()
         for entry, slot in enumerate(forward.write_slots):

@@ -108,7 +108,7 @@ class Engine:
             head = load_draft(draft_folder, self.model, dtype, self.device)
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
         views = [pool.view() for pool in self.pools.values()]
-        self.canary = None if config.canary.mode == "off" else CanaryManager(config.canary, views)
+        self.canary = None if config.canary.mode == "off" else CanaryManager(config.canary, views, holds_back=True)
         self._target = Forwards(self.pools["target"], model.num_heads, self.canary)
         self.drafter = None
         if head is not None:

@@ -28,6 +28,7 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "seed": None,
         "poison": "finite",
         "quarantine": 4,
+        "show_tokens": False,
         "disable": frozenset(),
     }
 

@@ -1,0 +1,62 @@
+"""Adopting: records for bytes that came from elsewhere, from the request's own tokens and the bytes as they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcanary.lanes import lanes_of_slots
+from kvcanary.ledger import Ledger, Request
+from kvcanary.mirror import Mirror, no_records
+from kvcanary.sites import pack_site
+from kvcanary.state import CanaryState, PoolState
+from kvcanary_kernels.record import (
+    CHAIN,
+    CONTENT_B,
+    LAYERS_HIGH,
+    LAYERS_LOW,
+    MASK_32,
+    REQUEST_GENERATION,
+    SEAL,
+    STEP_SITE,
+    TOKEN_POSITION,
+    bitmap_columns,
+)
+
+
+def adopt(
+    ledger: Ledger,
+    mirror: Mirror,
+    state: CanaryState,
+    pool: PoolState,
+    request: Request,
+    positions: NDArray[np.int64],
+    step: int,
+) -> None:
+    """Seal and fingerprint the entries at these positions of the row; those whose token is not known stay unwritten."""
+    offset = pool.view.token_offset
+    positions = positions[positions + offset < len(request.tokens)]
+    if not len(positions):
+        return
+    chains = ledger.truths(request, pool.pool_id, int(positions.max()) + 1)
+    if chains is None:
+        return
+    slots = np.array([ledger.slot(request, int(position)) for position in positions])
+    tokens = np.array(request.tokens, np.int64)[positions + offset].view(np.uint64)
+    generations = ledger.generations[slots // state.page_size].view(np.uint64)
+    records = no_records(len(slots))
+    records[:, TOKEN_POSITION] = tokens & MASK_32 | positions.view(np.uint64) << 32
+    records[:, CHAIN] = chains[positions]
+    records[:, REQUEST_GENERATION] = np.uint64(request.uid) | generations << 32
+    records[:, STEP_SITE] = step & MASK_32 | pack_site("load", 0) << 32
+    records[:, CONTENT_B] = 0
+    records[:, [LAYERS_LOW, LAYERS_HIGH]] = np.array(bitmap_columns(pool.full_layers), np.uint64)
+    records[:, SEAL] = pool.seal_term
+    mirror.write(pool.base + slots, records)
+    mirror.flush()
+    where = torch.from_numpy(slots).to(pool.records.device)
+    lane_a, lane_b = lanes_of_slots(pool, where)
+    pool.content_a.index_copy_(1, where, lane_a)
+    pool.records.select(1, CONTENT_B).index_copy_(0, where, lane_b)
+    pool.expected.select(1, CONTENT_B).index_copy_(0, where, lane_b)

@@ -1,0 +1,227 @@
+"""Lifecycle: what an engine tells of requests and pages, from admission to eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from kvcanary.adopting import adopt
+from kvcanary.certificate import Coverage
+from kvcanary.checks import StepChecks
+from kvcanary.config import CanaryConfig
+from kvcanary.desk import TicketDesk
+from kvcanary.errors import HookOrderError, LifetimeError, PlanError
+from kvcanary.forward import on_host
+from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.poisoning import Poisoner
+from kvcanary.state import CanaryState, PoolState
+from kvcanary.truths import judge_commit
+from kvcanary_kernels.record import FREE
+
+HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: the host is not behind the device
+
+
+class Lifecycle:
+    """The half of CanaryManager that speaks of lifetimes. An event happens to all its pages or is refused for all."""
+
+    def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
+        """`holds_back`: the engine grants a freed page again after `config.quarantine` steps, sooner when it must."""
+        self.config = config
+        self.step = 0
+        self.is_armed = False
+        self._state = state
+        self._ledger = Ledger(
+            num_pages=state.generations.shape[0],
+            page_size=state.page_size,
+            null_pages=-(-max(pool.view.null_slots for pool in state.pools) // state.page_size),
+            keys=state.keys,
+            roles=[(pool.name, pool.view.token_offset) for pool in state.pools],
+        )
+        self._coverage = Coverage()
+        self._checks = StepChecks(state, self._ledger, config, self._coverage)
+        self._poisoner = Poisoner(state, config.poison, self._coverage)
+        self._quarantine = config.quarantine if holds_back else 0
+        self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
+
+    # requests
+
+    def admit(self, request_id: str, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
+        """A request with its prompt: the host truth of its rows starts.
+
+        `salt` and `adapter` name what makes equal tokens mean other K and V: rows of one are never right for another.
+        """
+        if not self.is_armed:
+            raise HookOrderError(
+                f"request {request_id!r} is admitted by a canary that was never armed: "
+                "call arm() after warm-up and capture, before the first request"
+            )
+        self._ledger.admit(request_id, token_ids, self.step, salt, adapter)
+
+    def append(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Tokens that were accepted for this request."""
+        self._ledger.append(request_id, token_ids, self.step)
+
+    def commit(self, request_id: str, committed_len: int) -> None:
+        """Entries [0, committed_len) of the row are final."""
+        request = self._ledger.request(request_id)
+        if committed_len < request.committed_len:
+            raise LifetimeError(
+                f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
+            )
+        self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
+        for pool in self._state.pools:
+            self._checks.sweeper.commit(request, pool)
+        request.committed_len, request.commit_step = committed_len, self.step
+        self._ledger.commit(request_id, min(request.final_len(pool.pool_id) for pool in self._state.pools), self.step)
+
+    # pages of one request
+
+    def on_alloc(self, request_id: str, pages: Sequence[int], for_load: bool = False) -> None:
+        """Pages granted, in row order: the row's page i holds positions [i * page_size, (i + 1) * page_size).
+
+        `for_load`: their bytes come from elsewhere (`on_load_begin`), no forward may write them.
+        """
+        self._checks.settle_writes_into(pages)
+        if self._quarantine:
+            self._ledger.leave_quarantine(self.step, self._quarantine, len(pages), HELD_BACK_STEPS)
+        self._ledger.grant(request_id, pages, self.step, for_load)
+        self._checks.report(self._poisoner.granted(pages, self.step))
+
+    def on_free(self, request_id: str, pages: Sequence[int]) -> None:
+        """Pages given back; from now on nobody may read them. What a cache or another row holds stays."""
+        self._checks.settle()
+        request = self._ledger.request(request_id)
+        if not request.released or self.config.content == "write":
+            self._count_unread(request, pages)
+        self.tickets.freed(pages)
+        self._ledger.free(request_id, pages, self.step)
+        self._leave(pages)
+        request.judged = [Judged()] * len(request.judged)
+        if request.released and not request.pages:
+            self._ledger.forget(request_id)
+
+    # pages of many
+
+    def on_share(self, request_id: str, pages: Sequence[int]) -> None:
+        """A prefix cache takes these final pages too: the row's bytes are read again, then nobody may write them."""
+        request = self._ledger.request(request_id)
+        self._checks.look_again(request, self.step)
+        self._ledger.share(request_id, pages, self.step)
+
+    def on_acquire(self, request_id: str, pages: Sequence[int]) -> None:
+        """A cache hit: published pages become the head of the row, and their bytes are read again."""
+        self._checks.settle()
+        request = self._ledger.request(request_id)
+        self._ledger.acquire(request_id, pages, self.step)
+        self._inherit(request, len(request.pages) * self._state.page_size)
+        self._checks.look_again(request, self.step)
+
+    def on_fork(self, request_id: str, child_id: str, pages: Sequence[int]) -> None:
+        """The head of one row becomes the head of another, empty one; neither may write it before `on_copy`."""
+        self._checks.settle()
+        parent, child = self._ledger.request(request_id), self._ledger.request(child_id)
+        self._ledger.fork(request_id, child_id, pages, self.step)
+        length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
+        self._inherit(child, length)
+
+    def on_copy(self, request_id: str, page: int, copy: int) -> None:
+        """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
+        self._checks.settle()
+        if self._quarantine:
+            self._ledger.leave_quarantine(self.step, self._quarantine, 1, HELD_BACK_STEPS)
+        self._ledger.copy_on_write(request_id, page, copy, self.step)
+        self._checks.report(self._poisoner.granted([copy], self.step))
+        request = self._ledger.request(request_id)
+        request.judged = [Judged()] * len(request.judged)
+
+    def on_evict(self, pages: Sequence[int]) -> None:
+        """A prefix cache gives up pages that no row names."""
+        self._checks.settle()
+        self._checks.look_at_pages(pages, self.step)
+        self.tickets.freed(pages)
+        self._ledger.evict(pages, self.step)
+        self._leave(pages)
+
+    # bytes from elsewhere
+
+    def on_load_begin(self, request_id: str, pages: Sequence[int]) -> None:
+        """Bytes are on their way into these pages of the row; reading one of them is R12 until `on_load_end`."""
+        self._checks.settle()
+        self._ledger.load_begin(request_id, pages, self.step)
+
+    def on_load_end(self, request_id: str, pages: Sequence[int], length: int) -> None:
+        """They have arrived: positions below `length` hold the request's own tokens, and are fingerprinted as they lie.
+
+        Nothing can tell whether they were damaged on their way: use `on_move` where source and destination are known.
+        """
+        self._checks.settle()
+        self._ledger.load_end(request_id, pages, self.step)
+        self._adopt(request_id, pages, length)
+
+    def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
+        """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
+        self._checks.settle()
+        self._ledger.load_fail(request_id, pages, self.step)
+
+    def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None) -> None:
+        """Bytes were moved, every source read before any destination was written: the records follow.
+
+        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
+        """
+        source, target = self._pool(pool), self._pool(pool if to is None else to)
+        _expect_equal_rows(source, target)
+        self._checks.move(source, target, on_host(src), on_host(dst), self.step)
+
+    # helpers
+
+    def _pool(self, name: str) -> PoolState:
+        pool = self._state.by_name.get(name)
+        if pool is None:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {name!r}")
+        return pool
+
+    def _inherit(self, request: Request, length: int) -> None:
+        """The row begins with `length` entries that others wrote."""
+        request.row_lens = [length] * len(request.row_lens)
+        request.committed_len, request.commit_step = length, self.step
+
+    def _adopt(self, request_id: str, pages: Sequence[int], length: int) -> None:
+        request = self._ledger.request(request_id)
+        size = self._state.page_size
+        places = sorted(request.pages.index(page) for page in pages)
+        positions = np.array([p for place in places for p in range(place * size, (place + 1) * size) if p < length])
+        for pool in self._state.pools:
+            adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self.step)
+            request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], length)
+
+    def _leave(self, pages: Sequence[int]) -> None:
+        """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten."""
+        freed = [page for page in pages if page != NO_PAGE and self._ledger.states[page] == FREE]
+        self._checks.forget(freed)
+        self._poisoner.freed(freed)
+        self._checks.cached.left(pages, self.step)
+        if self._quarantine:
+            self._ledger.quarantine(freed, self.step)
+
+    def _count_unread(self, request: Request, pages: Sequence[int]) -> None:
+        """Committed bytes on these pages go without a last look."""
+        size = self._state.page_size
+        for pool in self._state.pools:
+            length = request.final_len(pool.pool_id)
+            for page in pages:
+                if page != NO_PAGE and page in request.pages and self._ledger.owners[page] == request.uid:
+                    first = request.pages.index(page) * size
+                    unread = max(0, min(length - first, size))
+                    self._coverage.freed_unread_bytes += unread * pool.view.slot_bytes
+
+
+def _expect_equal_rows(source: PoolState, target: PoolState) -> None:
+    """Fingerprints name content wherever it lies, but only among pools whose rows have the same shape."""
+    shapes = [(pool.view.num_layers, pool.rows.words_per_row) for pool in (source, target)]
+    if shapes[0] != shapes[1]:
+        raise PlanError(
+            f"a move must be between pools of equal rows: {source.name!r} has {shapes[0][0]} layers of {shapes[0][1]} "
+            f"words, {target.name!r} {shapes[1][0]} of {shapes[1][1]}"
+        )

@@ -1,0 +1,53 @@
+"""Refusing: ids that a forward may not use are replaced by null slot 0 before its body runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcanary.forward import Forward, Refusal, on_host
+from kvcanary.pages import Pages
+from kvcanary_kernels.record import NO_OWNER
+
+
+def refuse(forward: Forward, pages: Pages) -> None:
+    """R1 and W1 for ids outside the pool; W2, W3, W7 and W8 for pages that the entry's request may not write.
+
+    A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`
+    gives back.
+    """
+    num_slots, slots = forward.pool.view.num_slots, forward.planned.slots
+    if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= num_slots:  # without a sign, -1 is huge
+        forward.indices, forward.refused_reads = _without_outsiders(forward.indices, num_slots)
+    if not len(slots):
+        return
+    refused: dict[int, str] = {}
+    if min(forward.write_slots) < 0 or max(forward.write_slots) >= num_slots:
+        outside = (slots < 0) | (slots >= num_slots)
+        refused = dict.fromkeys(outside.nonzero()[0].tolist(), "W1")
+        slots = np.where(outside, 0, slots)
+    uids = np.array([request.uid for request in forward.requests for _ in range(forward.width)], np.int64)
+    writers = uids if len(uids) == len(slots) else uids.repeat(forward.written)
+    if min(forward.write_slots) < forward.pool.view.null_slots:
+        writers = np.where(slots < forward.pool.view.null_slots, NO_OWNER, writers)  # R2 and W9 speak of these
+    refused |= pages.write_codes(slots // forward.pool.view.page_size, writers)
+    if refused:
+        _replace(forward, refused)
+
+
+def _replace(forward: Forward, refused: dict[int, str]) -> None:
+    forward.refused = {entry: Refusal(code, forward.write_slots[entry]) for entry, code in sorted(refused.items())}
+    slots = forward.planned.slots.copy()
+    slots[list(refused)] = 0
+    forward.planned = forward.planned._replace(slots=slots)
+    forward.slots = torch.from_numpy(slots).to(forward.slots.device)
+    forward.write_slots = slots.tolist()
+
+
+def _without_outsiders(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
+    """`ids` with null slot 0 in the place of those outside the pool, and these by entry."""
+    outside = (ids < 0) | (ids >= num_slots)
+    entries = outside.nonzero().flatten()
+    refused = dict(zip(entries.tolist(), ids[entries].tolist(), strict=True))
+    return torch.where(outside, 0, ids), refused
