@@ -47,6 +47,7 @@ class RowBook(RequestBook):
     def note_moved(self, pool_id: int, slots: Array) -> None:
         """Entries that a declared move has put at the end of a row are written, as if by a forward."""
         pages = slots // self.page_size
+        self.pages.wrote(pages)
         owners = self.owners[pages]
         for uid in set(owners.tolist()) & self._uids.live.keys():
             request, own = self.requests[self._uids.live[uid]], owners == uid

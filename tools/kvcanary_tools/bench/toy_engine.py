@@ -87,7 +87,7 @@ class ToyEngine:
         self.random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self.pools = {"target": self._pool("target", self.shape.layers, 0), "draft": self._pool("draft", 1, 1)}
-        self.canary = CanaryManager(config, [pool.view for pool in self.pools.values()])
+        self.canary = CanaryManager(config, [pool.view for pool in self.pools.values()], holds_back=True)
         self.canary.arm()
         self.free_pages = list(range(1, self.shape.num_pages))
         self._quarantine, self._waiting = config.quarantine, deque[tuple[int, int]]()
