@@ -126,6 +126,7 @@ class StepChecks:
         with torch.inference_mode():
             self.settle()
             self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step)
+        self._ledger.note_moved(pool.pool_id, dst)
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""

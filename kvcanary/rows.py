@@ -44,6 +44,18 @@ class RowBook(RequestBook):
         slots = (self.slot(request, position) for position in range(start, end))
         return [slot for slot in slots if slot >= 0]
 
+    def note_moved(self, pool_id: int, slots: Array) -> None:
+        """Entries that a declared move has put at the end of a row are written, as if by a forward."""
+        pages = slots // self.page_size
+        self.pages.wrote(pages)
+        owners = self.owners[pages]
+        for uid in set(owners.tolist()) & self._uids.live.keys():
+            request, own = self.requests[self._uids.live[uid]], owners == uid
+            places = np.array(self._places(request, pages[own].tolist()), dtype=np.int64)
+            positions = places * self.page_size + slots[own] % self.page_size
+            new = np.unique(positions[positions >= request.row_lens[pool_id]])
+            request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
+
     def owner_of(self, page: int) -> str | None:
         """The request whose private page it is."""
         owner = int(self.owners[page])

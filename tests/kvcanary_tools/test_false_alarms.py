@@ -13,6 +13,7 @@ from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
 from kvcanary_tools.bench.toy_traffic import WEIGHTS, Load, Traffic
 
 CHECKS, DISTINCT = 400_000, 8_000
+NOT_POISONED = {"freed pages reused before they were poisoned"}  # under pressure, and counted
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_right_traffic_has_no_finding(small_run):
     assert small_run["slots_checked"] >= CHECKS
     assert small_run["distinct"] >= DISTINCT
     assert small_run["findings"] == 0
-    assert all(not phase["unchecked"] for phase in small_run["phases"])
+    assert {reason for phase in small_run["phases"] for reason in phase["unchecked"]} <= NOT_POISONED
 
 
 def test_the_split_adds_up(small_run):
@@ -64,8 +65,9 @@ def test_the_toy_engine_does_everything_without_a_finding(page_size, topk):
     traffic.end()
     assert set(traffic.counts) == set(WEIGHTS)
     certificate = traffic.engine.canary.certificate()
-    assert (certificate["findings"], certificate["unchecked"]) == ([], {})
-    assert sorted(traffic.engine.free_pages) == list(range(1, shape.num_pages))
+    assert certificate["findings"] == []
+    assert certificate["unchecked"].keys() <= NOT_POISONED
+    assert sorted(traffic.engine.all_free_pages()) == list(range(1, shape.num_pages))
 
 
 @torch.inference_mode()

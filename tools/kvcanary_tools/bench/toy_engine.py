@@ -6,8 +6,9 @@ It talks to the canary through public calls alone, and is fast enough to have 10
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -77,6 +78,7 @@ class ToyEngine:
 
     `change_read`, `change_write` and `change_store` see every plan and every store on its way and may return another
     one: this is where a test puts a fault. `change_store` gives (slots, k, v), or None for a store that is lost.
+    `free_pages` may be granted; freed ones come back to them after the canary's quarantine.
     `grants` counts the grants of each page, `distinct` the different (slot, grant) that target forwards have read.
     """
 
@@ -85,9 +87,10 @@ class ToyEngine:
         self.random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self.pools = {"target": self._pool("target", self.shape.layers, 0), "draft": self._pool("draft", 1, 1)}
-        self.canary = CanaryManager(config, [pool.view for pool in self.pools.values()])
+        self.canary = CanaryManager(config, [pool.view for pool in self.pools.values()], holds_back=True)
         self.canary.arm()
         self.free_pages = list(range(1, self.shape.num_pages))
+        self._quarantine, self._waiting = config.quarantine, deque[tuple[int, int]]()
         self.rows: dict[str, ToyRow] = {}
         self.num_steps = 0
         self.grants = np.zeros(self.shape.num_pages, dtype=np.int64)
@@ -131,15 +134,19 @@ class ToyEngine:
         row = self.rows.pop(name)
         self.canary.release(name)
         self.canary.on_free(name, row.pages)
-        self.free_pages += row.pages
+        self._give_back(row.pages)
 
     def preempt(self, name: str) -> None:
         """All pages go back; the request will compute its rows again."""
         row = self.rows[name]
         self.canary.on_free(name, row.pages)
-        self.free_pages += row.pages
+        self._give_back(row.pages)
         known = row.prefill_len if row.committed < row.prefill_len else len(row.tokens) - 1
         self.rows[name] = ToyRow(row.tokens, known)
+
+    def all_free_pages(self) -> list[int]:
+        """Those that may be granted, and those that wait."""
+        return [*self.free_pages, *(page for _, page in self._waiting)]
 
     # steps
 
@@ -217,9 +224,10 @@ class ToyEngine:
 
     def _verify(self, rows: Mapping[str, ToyRow]) -> dict[str, list[tuple[int, int]]]:
         """One tree a request; gives for each the path accepted, as (slot, token that follows) pairs."""
-        reads, slots, tokens, positions, parents, paths = [], [], [], [], [], {}
+        reads, slots, tokens, positions, parents, masks, paths = [], [], [], [], [], [], {}
         for name, row in rows.items():
             own, depths = self._tree()
+            masks.append(_tree_mask(own))
             window = row.slots[row.committed : row.committed + len(own)]
             fed = [row.tokens[row.committed], *self._tokens(len(own) - 1)]
             first = len(parents)
@@ -236,6 +244,7 @@ class ToyEngine:
             paths[name] = [(int(window[node]), token) for node, token in zip(path, following, strict=True)]
         starts = {name: row.committed for name, row in rows.items()}
         read = self._read_plan(reads, [len(part) for part in reads], starts, self.shape.num_nodes)
+        read = replace(read, tree_mask=torch.from_numpy(np.stack(masks)))
         write = WritePlan(torch.from_numpy(np.concatenate(slots)), _ints(tokens), _ints(positions), _ints(parents))
         self._forward("verify", 0, "target", read, write)
         return paths
@@ -309,11 +318,24 @@ class ToyEngine:
         count = -(-length // size) - len(row.pages)
         if count <= 0:
             return
-        pages = [self.free_pages.pop(self.random.randrange(len(self.free_pages))) for _ in range(count)]
+        pages = self._take(count)
         row.pages += pages
-        self.grants[pages] += 1
         row.slots = np.concatenate([row.slots, (np.array(pages)[:, None] * size + np.arange(size)).ravel()])
         self.canary.on_alloc(name, pages)
+
+    def _take(self, count: int) -> list[int]:
+        """Free pages, drawn; under pressure also those of the quarantine, the longest waiting first."""
+        while self._waiting and (
+            self.num_steps - self._waiting[0][0] >= self._quarantine or len(self.free_pages) < count
+        ):
+            self.free_pages.append(self._waiting.popleft()[1])
+        pages = [self.free_pages.pop(self.random.randrange(len(self.free_pages))) for _ in range(count)]
+        self.grants[pages] += 1
+        return pages
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        """Freed pages wait some steps before they are granted again."""
+        self._waiting.extend((self.num_steps, page) for page in pages)
 
     def _move(self, pool: str, src: Slots, dst: Slots) -> None:
         source, destination = torch.from_numpy(src), torch.from_numpy(dst)
@@ -344,3 +366,12 @@ class ToyEngine:
 
 def _ints(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def _tree_mask(parents: Sequence[int]) -> np.ndarray:
+    """[N, N] bool: each node sees itself and its ancestors."""
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
