@@ -18,6 +18,13 @@ from kvcanary.views import ReadPlan, WritePlan
 Ints = NDArray[np.int64]
 
 
+class Refused(NamedTuple):
+    """Entries of a plan whose ids are outside the pool, and these ids, both [n] int64."""
+
+    entries: Ints
+    ids: Ints
+
+
 class Planned(NamedTuple):
     """The entries of a write plan as they were when the forward was opened; an engine may reuse its tensors.
 
@@ -48,8 +55,8 @@ class Forward:
     owns, begins:   by row, where these begin in `indices`, and in the row
     write_slots:    `slots` as plain integers
     parents:        by entry of the write plan, its tree parent in the plan or -1; None: every row is a chain
-    refused:        entries of the write plan that were refused (W1), with the slot that was asked for
-    refused_reads:  entries of `indices` that were refused (R1), with the slot that was asked for
+    refused:        entries of the write plan that were refused (W1); None: none were
+    refused_reads:  entries of `indices` that were refused (R1)
     stored:         bitmap of the layers that have stored
     room, lanes:    by layer, where K, V and extras are copied to, or their lanes where these are taken at once; neither
                     where nobody will compare the bytes
@@ -74,8 +81,8 @@ class Forward:
     begins: list[int]
     write_slots: list[int]
     parents: list[int] | None
-    refused: dict[int, int] = field(default_factory=dict)
-    refused_reads: dict[int, int] = field(default_factory=dict)
+    refused: Refused | None = None
+    refused_reads: Refused | None = None
     room: list[tuple[Tensor, ...]] = field(default_factory=list)
     stage_row: int = 0
     lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -94,14 +101,6 @@ class Forward:
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
-
-    def row_of_entry(self, entry: int) -> int:
-        """The row that writes this entry of the write plan."""
-        for row, written in enumerate(self.written):
-            if entry < written:
-                return row
-            entry -= written
-        raise IndexError(entry)
 
 
 def plan_forward(
@@ -156,12 +155,11 @@ def _refuse_outsiders(forward: Forward) -> None:
         forward.indices, forward.refused_reads = _without(forward.indices, num_slots)
 
 
-def _without(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
-    """`ids` with null slot 0 in the place of those outside the pool, and these by entry."""
+def _without(ids: Tensor, num_slots: int) -> tuple[Tensor, Refused]:
+    """`ids` with null slot 0 in the place of those outside the pool, and these."""
     outside = (ids < 0) | (ids >= num_slots)
     entries = outside.nonzero().flatten()
-    refused = dict(zip(entries.tolist(), ids[entries].tolist(), strict=True))
-    return torch.where(outside, 0, ids), refused
+    return torch.where(outside, 0, ids), Refused(on_host(entries), on_host(ids[entries]))
 
 
 def _check_sizes(forward: Forward) -> None:

@@ -16,7 +16,7 @@ from kvcanary.describe import Describer
 from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.forward import Forward, on_host
-from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
 from kvcanary.poisoning import Poisoner
 from kvcanary.response import Response
@@ -187,14 +187,14 @@ class CanaryManager:
         except KeyError:
             return [self._ledger.request(request_id) for request_id in request_ids]
 
-    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[Hit]) -> Stage | None:
+    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> Stage | None:
         """The stage of this forward's values; None where nobody compares them."""
         stage = self._checks.open(forward)
         self._open = substep
         self.report_hits(hits)
         return stage
 
-    def report_hits(self, hits: Sequence[Hit]) -> None:
+    def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.hits += hits
 
     def closed(self) -> None:
