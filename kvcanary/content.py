@@ -29,18 +29,16 @@ def find_changed(
     `entries_of` describes the slots in order, and is asked only when one fired. Null slots hold padding and are never
     compared.
     """
-    lane_a, lane_b = lanes_of_slots(pool, slots)
-    differs_a = (lane_a != pool.content_a.index_select(1, slots)).T  # [n, layers]
-    differs_b = lane_b != pool.records[:, CONTENT_B].index_select(0, slots)
+    differs_a, differs_b = _differences(pool, slots)
     fired = differs_a.any(1) | differs_b if both_lanes else differs_a.any(1)
     fired &= slots >= pool.view.null_slots
     if not fired.any():
         return []
-    changed = on_host(fired & differs_a.any(1) & differs_b)
-    entries, layers = entries_of(), on_host(differs_a)
-    hits = []
-    for code, own in (("R9", changed), ("R3", on_host(fired) & ~changed)):
-        which = np.flatnonzero(own)
+    layers = on_host(differs_a)
+    changed = layers.any(1) & on_host(differs_b)
+    entries, hits = entries_of(), []
+    for code, own in (("R9", changed), ("R3", ~changed)):
+        which = np.flatnonzero(on_host(fired) & own)
         is_record = np.full(len(which), code == "R3")
         hits.append(entries.fired(code, pool, site, step, which, layers=layers[which], fingerprint_hits=is_record))
     return hits
@@ -49,3 +47,10 @@ def find_changed(
 def slots_are_right(pool: PoolState, slots: Tensor) -> bool:
     """Lane a of all layers of these slots, at once."""
     return slots.numel() == 0 or torch.equal(lane_a_of_slots(pool, slots), pool.content_a.index_select(1, slots))
+
+
+def _differences(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Which slots differ from their records: in lane a by layer [n, layers], in lane b [n]; bool."""
+    lane_a, lane_b = lanes_of_slots(pool, slots)
+    differs_a = lane_a != pool.content_a.index_select(1, slots)
+    return differs_a.T.contiguous(), lane_b != pool.records[:, CONTENT_B].index_select(0, slots)

@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcanary.forward import Forward, Ints
 from kvcanary.intake import HitBatch
@@ -43,14 +42,22 @@ class Entries:
         pool: PoolState,
         site: tuple[str, int],
         step: int,
-        which: NDArray[np.int64] | NDArray[np.bool_],
+        which: Ints,
         **evidence: Any,
     ) -> HitBatch:
-        """One check at those of them that `which` selects; `evidence`: arrays with a row for each of these."""
-        slots, positions, rows = self.slots[which], self.positions[which], self.rows[which]
-        last_good = None if self.last_good is None else self.last_good[which]
+        """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each of these."""
+        own = slice(None) if len(which) == len(self.slots) else which
         return HitBatch(
-            code, pool, site, step, slots, positions, rows, self.request_ids, last_good=last_good, **evidence
+            code,
+            pool,
+            site,
+            step,
+            self.slots[own],
+            self.positions[own],
+            self.rows[own],
+            self.request_ids,
+            last_good=None if self.last_good is None else self.last_good[own],
+            **evidence,
         )
 
 
@@ -76,15 +83,13 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
     )
 
 
-def fired_writes(
-    code: str, forward: Forward, which: NDArray[np.int64] | NDArray[np.bool_], **evidence: Any
-) -> HitBatch:
+def fired_writes(code: str, forward: Forward, which: Ints, **evidence: Any) -> HitBatch:
     """One check at some entries of a forward's write plan."""
     return written_entries(forward).fired(code, forward.pool, forward.site, forward.step, which, **evidence)
 
 
 def last_judged(requests: Sequence[Request], pool_id: int, rows: Ints, positions: Ints) -> Ints:
     """[n] int64: identity is judged in every forward, so an entry that was judged before was good at that time."""
-    judged = np.array([request.judged[pool_id][:2] for request in requests], np.int64).reshape(-1, 2)
-    lengths, steps = judged[rows].T
-    return np.where(positions < lengths, steps, -1)
+    lengths = np.array([request.judged[pool_id].length for request in requests])
+    steps = np.array([request.judged[pool_id].step for request in requests])
+    return np.where(positions < lengths.take(rows), steps.take(rows), -1)

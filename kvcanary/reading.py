@@ -8,8 +8,9 @@ that fails one is a suspect: its records are judged entry by entry, and every ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -185,11 +186,8 @@ class Reader:
     def _hits(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Hit | HitBatch]:
         """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
         slots = self.slots(segments)
-        codes = self._codes(pool, step, segments, slots)
-        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
-        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
+        bits, first = on_host(self._codes(pool, step, segments, slots)) & self._active_bits, 0
         hits: list[Hit | HitBatch] = []
-        bits, first = on_host(codes) & self._active_bits, 0
         for forward, group in groupby(segments, lambda segment: segment.forward):
             own = list(group)
             end = first + sum(segment.length for segment in own)
@@ -227,6 +225,8 @@ class Reader:
             readers=spread(segment.request.uid for segment in segments),
             step=state.ints([step]),
         )
+        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
+        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
         return codes
 
     def _hits_of(self, forward: Forward, segments: Sequence[Segment], bits: Ints) -> list[Hit | HitBatch]:
@@ -249,9 +249,8 @@ class Reader:
 
     def _judge_truth(self, segment: Segment) -> list[Hit]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""
-        forward, request, length = segment.forward, segment.request, segment.length
-        pool = forward.pool
-        truth = self._ledger.truth(request, pool.pool_id, length)
+        pool, length = segment.forward.pool, segment.length
+        truth = self._ledger.truth(segment.request, pool.pool_id, length)
         if truth is None:
             self._unknown_truths += 1
         if truth is None or not self._judges_truth:
@@ -259,7 +258,8 @@ class Reader:
         slots = segment.slots
         if int(pool.records[slots[-1], record.CHAIN]) == signed(truth):
             return []
-        hit = read_entries(pool, [segment]).fired("R6", pool, forward.site, forward.step, np.array([length - 1])).hit(0)
+        end = replace(segment, start=segment.start + length - 1, length=1, first_position=length - 1)
+        hit = _batch("R6", segment.forward, read_entries(pool, [end]), np.ones(1)).hit(0)
         hit.row_slots = slots
         return [hit]
 
@@ -331,7 +331,7 @@ def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
     )
 
 
-def _batch(code: str, forward: Forward, entries: Entries, fired: Ints | NDArray[np.bool_]) -> HitBatch:
+def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> HitBatch:
     """One check at the entries where `fired` is not zero, with the positions that R4 has found."""
     which, evidence = np.flatnonzero(fired), {}
     if code == "R4":
@@ -353,7 +353,7 @@ def _null_writes(forward: Forward) -> HitBatch:
     is_null = forward.planned.slots < forward.pool.view.null_slots
     if forward.refused is not None:
         is_null[forward.refused.entries] = False  # W1 was reported at open
-    return fired_writes("R2", forward, is_null)
+    return fired_writes("R2", forward, np.flatnonzero(is_null))
 
 
 def _refused_reads(forward: Forward) -> NDArray[np.bool_] | None:

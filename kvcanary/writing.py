@@ -51,4 +51,4 @@ def _refused_reads(forward: Forward, entries: Ints, ids: Ints) -> HitBatch:
     rows = np.searchsorted(bounds[1:], entries, side="right")
     names = [request.request_id for request in forward.requests]
     read = Entries(ids, entries - bounds[rows], rows // forward.width, names)
-    return read.fired("R1", forward.pool, forward.site, forward.step, np.ones(len(ids), np.bool_))
+    return read.fired("R1", forward.pool, forward.site, forward.step, np.arange(len(ids)))
