@@ -30,17 +30,17 @@ def find_changed(
     compared.
     """
     differs_a, differs_b = _differences(pool, slots)
-    fired = differs_a.any(1) | differs_b if both_lanes else differs_a.any(1)
-    fired &= slots >= pool.view.null_slots
+    some_layer = differs_a.any(0)
+    fired = some_layer | differs_b if both_lanes else some_layer
+    fired = fired & (slots >= pool.view.null_slots)
     if not fired.any():
         return []
-    layers = on_host(differs_a)
-    changed = layers.any(1) & on_host(differs_b)
-    entries, hits = entries_of(), []
-    for code, own in (("R9", changed), ("R3", ~changed)):
-        which = np.flatnonzero(on_host(fired) & own)
-        is_record = np.full(len(which), code == "R3")
-        hits.append(entries.fired(code, pool, site, step, which, layers=layers[which], fingerprint_hits=is_record))
+    entries, layers = entries_of(), on_host(differs_a).T
+    hits = []
+    for code, own in (("R9", some_layer & differs_b), ("R3", ~(some_layer & differs_b))):
+        which = np.flatnonzero(on_host(fired & own))
+        is_record = np.broadcast_to(code == "R3", len(layers))
+        hits.append(entries.fired(code, pool, site, step, which, layers=layers, fingerprint_hits=is_record))
     return hits
 
 
@@ -50,7 +50,7 @@ def slots_are_right(pool: PoolState, slots: Tensor) -> bool:
 
 
 def _differences(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Which slots differ from their records: in lane a by layer [n, layers], in lane b [n]; bool."""
+    """Which slots differ from their records: in lane a by layer [layers, n], in lane b [n]; bool."""
     lane_a, lane_b = lanes_of_slots(pool, slots)
     differs_a = lane_a != pool.content_a.index_select(1, slots)
-    return differs_a.T.contiguous(), lane_b != pool.records[:, CONTENT_B].index_select(0, slots)
+    return differs_a, lane_b != pool.records[:, CONTENT_B].index_select(0, slots)

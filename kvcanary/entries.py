@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcanary.forward import Forward, Ints
 from kvcanary.intake import HitBatch
@@ -43,9 +44,9 @@ class Entries:
         site: tuple[str, int],
         step: int,
         which: Ints,
-        **evidence: Any,
+        **evidence: NDArray[Any],
     ) -> HitBatch:
-        """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each of these."""
+        """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each entry."""
         own = slice(None) if len(which) == len(self.slots) else which
         return HitBatch(
             code,
@@ -57,7 +58,7 @@ class Entries:
             self.rows[own],
             self.request_ids,
             last_good=None if self.last_good is None else self.last_good[own],
-            **evidence,
+            **{name: values[own] for name, values in evidence.items()},
         )
 
 
@@ -83,8 +84,8 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
     )
 
 
-def fired_writes(code: str, forward: Forward, which: Ints, **evidence: Any) -> HitBatch:
-    """One check at some entries of a forward's write plan."""
+def fired_writes(code: str, forward: Forward, which: Ints, **evidence: NDArray[Any]) -> HitBatch:
+    """One check at some entries of a forward's write plan; `which` and `evidence` as in `Entries.fired`."""
     return written_entries(forward).fired(code, forward.pool, forward.site, forward.step, which, **evidence)
 
 

@@ -333,10 +333,10 @@ def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
 
 def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> HitBatch:
     """One check at the entries where `fired` is not zero, with the positions that R4 has found."""
-    which, evidence = np.flatnonzero(fired), {}
+    evidence = {}
     if code == "R4":
-        evidence["found_positions"] = _held(forward.pool, entries.slots[which], record.TOKEN_POSITION) >> 32
-    return entries.fired(code, forward.pool, forward.site, forward.step, which, **evidence)
+        evidence["found_positions"] = _held(forward.pool, entries.slots, record.TOKEN_POSITION) >> 32
+    return entries.fired(code, forward.pool, forward.site, forward.step, np.flatnonzero(fired), **evidence)
 
 
 def _held(pool: PoolState, slots: Ints, column: int) -> Ints:

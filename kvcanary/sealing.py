@@ -144,6 +144,6 @@ def _misplaced(forwards: Sequence[Forward], positions: Rows, wanted: Rows) -> li
     for forward in forwards:
         part = slice(first, first + len(forward.write_slots))
         which = np.flatnonzero(positions[part] != wanted[part])
-        hits.append(fired_writes("W5", forward, which, parent_positions=wanted[part][which] - 1))
+        hits.append(fired_writes("W5", forward, which, parent_positions=wanted[part] - 1))
         first = part.stop
     return hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcanary.entries import Entries, fired_writes
 from kvcanary.forward import Forward, Ints
@@ -25,7 +26,7 @@ def judge_layer(forward: Forward, layer: int) -> list[HitBatch]:
     """W4 at the first slot of the forward for a layer whose bit in the bitmap is set already."""
     if not forward.write_slots or not forward.stored >> layer & 1:
         return []
-    return [fired_writes("W4", forward, np.array([0]), layers=np.arange(forward.pool.view.num_layers)[None] == layer)]
+    return [fired_writes("W4", forward, np.array([0]), layers=_layers(forward, 1 << layer))]
 
 
 def judge_layers(forward: Forward) -> list[HitBatch]:
@@ -33,8 +34,13 @@ def judge_layers(forward: Forward) -> list[HitBatch]:
     if forward.stored == forward.pool.full_layers:
         return []
     which = np.flatnonzero(forward.planned.slots >= forward.pool.view.null_slots)
-    missing = [not forward.stored >> layer & 1 for layer in range(forward.pool.view.num_layers)]
-    return [fired_writes("R12", forward, which, layers=np.broadcast_to(missing, (len(which), len(missing))))]
+    return [fired_writes("R12", forward, which, layers=_layers(forward, ~forward.stored))]
+
+
+def _layers(forward: Forward, bitmap: int) -> NDArray[np.bool_]:
+    """[n, layers] bool: the same layers for every entry."""
+    layers = [bool(bitmap >> layer & 1) for layer in range(forward.pool.view.num_layers)]
+    return np.broadcast_to(layers, (len(forward.write_slots), len(layers)))
 
 
 def _repeated(forward: Forward) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -180,6 +181,7 @@ def test_a_flood_leaves_nothing_behind(damage, code, content):
     flooded.read(slots)
     tracemalloc.start()
     flooded.canary.check()
+    gc.collect()
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     print(f"{code}: {held} bytes held, {peak / flooded.n:.0f} bytes an entry at the peak")
