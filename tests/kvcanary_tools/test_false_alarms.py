@@ -67,7 +67,7 @@ def test_the_toy_engine_does_everything_without_a_finding(page_size, topk):
     certificate = traffic.engine.canary.certificate()
     assert certificate["findings"] == []
     assert certificate["unchecked"].keys() <= NOT_POISONED
-    assert sorted(traffic.engine.all_free_pages()) == list(range(1, shape.num_pages))
+    assert sorted(traffic.engine.pages.all_free()) == list(range(1, shape.num_pages))
 
 
 @torch.inference_mode()

@@ -260,7 +260,7 @@ def test_two_requests_that_write_one_slot_are_found(engine):
     shared = int(engine.rows["first"].slots[engine.rows["first"].committed])
     engine.change_write = on("decode", lambda plan: replace(plan, slots=with_entry(plan.slots, 1, shared)))
     (finding,) = found(engine.decode)
-    assert (finding.code, finding.slot, finding.reader) == ("W2", shared, "second")
+    assert (finding.code, finding.slot, finding.writer, finding.owner) == ("W2", shared, "second", "first")
 
 
 def test_bytes_that_move_without_a_word_are_found(engine):
@@ -343,7 +343,7 @@ def test_the_borders_of_a_page_are_covered(make_engine, position):
 def test_the_last_slot_of_the_pool_is_covered(make_engine):
     """Records and fingerprints reach as far as the pool does."""
     engine = make_engine(num_pages=4)
-    engine.free_pages = [3]
+    engine.pages.free = [3]
     engine.start("only", 3)
     engine.decode()
     last = engine.shape.num_slots - 1
