@@ -68,7 +68,7 @@ class StepChecks:
             return
         forwards, self._pending = self._pending, []
         with torch.inference_mode():
-            self._publish_pages()
+            self.publish_pages()
             for forward in forwards:
                 forward.read_rows()
                 self.hits += judge_layers(forward) + judge_tokens(forward) + judge_mask(forward)
@@ -86,7 +86,7 @@ class StepChecks:
                 if own:
                     self._judge(pool, own)
 
-    def _publish_pages(self) -> None:
+    def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
         pages = self._ledger.pages.changes()
         if len(pages):

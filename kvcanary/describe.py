@@ -94,7 +94,7 @@ class Describer:
             bytes_of=facts.whose,
             last_good_step=hit.last_good,
             first_bad_step=hit.step,
-            history=tuple(_told(event) for event in facts.events),
+            history=tuple(_told(event) for event in facts.events if event.kind != "committed"),
             readers=tuple(request.request_id for request in readers),
             exposed_tokens=sum(r.tokens_since(hit.last_good) for r in readers if hit.last_good is not None),
             causes=rank_causes(facts),

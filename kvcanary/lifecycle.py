@@ -17,8 +17,9 @@ from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
 from kvcanary.poisoning import Poisoner
 from kvcanary.state import CanaryState, PoolState
+from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_commit
-from kvcanary_kernels.record import FREE
+from kvcanary_kernels.record import FREE, QUARANTINED
 
 HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: the host is not behind the device
 
@@ -43,6 +44,7 @@ class Lifecycle:
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
         self._poisoner = Poisoner(state, config.poison, self._coverage)
         self._quarantine = config.quarantine if holds_back else 0
+        self._open: SubstepCanary | None = None
         self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
 
     # requests
@@ -84,8 +86,7 @@ class Lifecycle:
         `for_load`: their bytes come from elsewhere (`on_load_begin`), no forward may write them.
         """
         self._checks.settle_writes_into(pages)
-        if self._quarantine:
-            self._ledger.leave_quarantine(self.step, self._quarantine, len(pages), HELD_BACK_STEPS)
+        self._release_early(pages)
         self._ledger.grant(request_id, pages, self.step, for_load)
         self._checks.report(self._poisoner.granted(pages, self.step))
 
@@ -130,8 +131,7 @@ class Lifecycle:
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
         self._checks.settle()
-        if self._quarantine:
-            self._ledger.leave_quarantine(self.step, self._quarantine, 1, HELD_BACK_STEPS)
+        self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self.step)
         self._checks.report(self._poisoner.granted([copy], self.step))
         request = self._ledger.request(request_id)
@@ -171,11 +171,16 @@ class Lifecycle:
 
         `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
         """
+        self._expect_closed("on_move()")
         source, target = self._pool(pool), self._pool(pool if to is None else to)
         _expect_equal_rows(source, target)
         self._checks.move(source, target, on_host(src), on_host(dst), self.step)
 
     # helpers
+
+    def _expect_closed(self, what: str) -> None:
+        if self._open is not None:
+            raise HookOrderError(f"{what} must wait for close() of {self._open}")
 
     def _pool(self, name: str) -> PoolState:
         pool = self._state.by_name.get(name)
@@ -201,6 +206,12 @@ class Lifecycle:
         for pool in self._state.pools:
             adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self.step)
             request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], length)
+
+    def _release_early(self, pages: Sequence[int]) -> None:
+        """Under pressure an engine grants pages that wait, the longest waiting first."""
+        waiting = int((self._ledger.states[list(pages)] == QUARANTINED).sum()) if self._quarantine else 0
+        if waiting:
+            self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 
     def _leave(self, pages: Sequence[int]) -> None:
         """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten."""

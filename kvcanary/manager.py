@@ -40,7 +40,6 @@ class CanaryManager(Lifecycle):
         super().__init__(config, CanaryState(pools, seed), holds_back)
         self._response = Response(config, self._ledger, Describer(self._state, self._ledger, config.show_tokens))
         self._stats = Stats()
-        self._open: SubstepCanary | None = None
         self._doomed: frozenset[str] = frozenset()
         self._attachment = Attachment(pools)
 
@@ -62,6 +61,7 @@ class CanaryManager(Lifecycle):
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.step = self.tickets.step = step
+        self._checks.publish_pages()
         if self._quarantine:
             self._ledger.leave_quarantine(step, self._quarantine)
 
@@ -132,7 +132,7 @@ class CanaryManager(Lifecycle):
             return [self._ledger.request(request_id) for request_id in request_ids]
 
     def refuse(self, forward: Forward) -> None:
-        refuse(forward, self._ledger.pages)
+        refuse(forward, self._ledger.pages, self.config.disable)
 
     def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[Hit]) -> Stage | None:
         """The stage of this forward's values; None where nobody compares them."""
@@ -160,10 +160,6 @@ class CanaryManager(Lifecycle):
             requests = self._ledger.requests
             self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)
         return self._doomed
-
-    def _expect_closed(self, what: str) -> None:
-        if self._open is not None:
-            raise HookOrderError(f"{what} must wait for close() of {self._open}")
 
     def _count_reads(self) -> None:
         for sweep in (self._checks.sweeper, self._checks.cached):

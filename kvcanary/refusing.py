@@ -11,11 +11,11 @@ from kvcanary.pages import Pages
 from kvcanary_kernels.record import NO_OWNER
 
 
-def refuse(forward: Forward, pages: Pages) -> None:
+def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> None:
     """R1 and W1 for ids outside the pool; W2, W3, W7 and W8 for pages that the entry's request may not write.
 
     A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`
-    gives back.
+    gives back. Switched off, W2, W3, W7 and W8 refuse nothing; W1 always does.
     """
     num_slots, slots = forward.pool.view.num_slots, forward.planned.slots
     if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= num_slots:  # without a sign, -1 is huge
@@ -29,9 +29,11 @@ def refuse(forward: Forward, pages: Pages) -> None:
         slots = np.where(outside, 0, slots)
     uids = np.array([request.uid for request in forward.requests for _ in range(forward.width)], np.int64)
     writers = uids if len(uids) == len(slots) else uids.repeat(forward.written)
-    if min(forward.write_slots) < forward.pool.view.null_slots:
-        writers = np.where(slots < forward.pool.view.null_slots, NO_OWNER, writers)  # R2 and W9 speak of these
-    refused |= pages.write_codes(slots // forward.pool.view.page_size, writers)
+    null = slots < forward.pool.view.null_slots
+    if null.any():
+        writers = np.where(null, NO_OWNER, writers)  # R2 speaks of these
+    foreign = pages.write_codes(slots // forward.pool.view.page_size, writers)
+    refused |= {entry: code for entry, code in foreign.items() if code not in disabled}
     if refused:
         _replace(forward, refused)
 

@@ -32,6 +32,16 @@ def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
     return engine.request_table.table[first.row], engine.request_table.table[second.row]
 
 
+def freed_page(engine: Engine) -> int:
+    """A page that a short request had and gave back; the lowest free one, so that the next request gets it."""
+    [page] = engine.allocator.allocate(1)
+    engine.canary.admit("short", [1, 2, 3])
+    engine.canary.on_alloc("short", [page])
+    engine.canary.on_free("short", [page])
+    engine.allocator.free([page])
+    return page
+
+
 @found_by("R1")
 def read_slot_out_of_range(engine: Engine) -> Place:
     """An index past the pool (sglang#27338: draft indices without the topk factor ran out of their buffer)."""
@@ -164,6 +174,78 @@ def write_out_of_range(engine: Engine) -> Place:
     return int(mine[place]), None
 
 
+@found_by("W2")
+def write_into_the_neighbours_page(engine: Engine) -> Place:
+    """One slot of the verify window lies in the other request's page."""
+    mine, theirs = rows(engine)
+    place, neighbour = engine.running[0].committed_len + 4, engine.running[1].committed_len + 9
+    mine[place] = theirs[neighbour]
+    return int(mine[place]), None
+
+
+@found_by("W3")
+def write_into_a_shared_page(engine: Engine) -> Place:
+    """One slot of the verify window lies in a page that a prefix cache holds."""
+    mine, _ = rows(engine)
+    shared = engine.running[1].pages[2]
+    engine.canary.on_share(engine.running[1].request_id, engine.running[1].pages[:3])
+    mine[engine.running[0].committed_len + 4] = shared * 4 + 2
+    return shared * 4 + 2, None
+
+
+@found_by("W7")
+def write_into_a_page_that_waits(engine: Engine) -> Place:
+    """A page that went back some steps ago is written before its quarantine is over."""
+    mine, _ = rows(engine)
+    page = freed_page(engine)
+    mine[engine.running[0].committed_len + 4] = page * 4 + 1
+    return page * 4 + 1, None
+
+
+@found_by("W8")
+def write_over_final_entries(engine: Engine) -> Place:
+    """The verify window reaches back into a page of the request's own prefix."""
+    mine, _ = rows(engine)
+    mine[engine.running[0].committed_len + 4] = mine[9]
+    return int(mine[9]), None
+
+
+@found_by("T1")
+def lose_a_moved_row(engine: Engine) -> Place:
+    """Compaction copies one accepted node short in one layer."""
+    pool = engine.pools["target"]
+    places: list[int] = []
+
+    def move(src: torch.Tensor, dst: torch.Tensor) -> None:
+        kept = pool.kv[7, dst[-1:]].clone()
+        pool.kv[:, dst] = pool.kv[:, src]
+        pool.kv[7, dst[-1:]] = kept
+        places.append(int(dst[-1]))
+
+    pool.move = move
+    return None, None
+
+
+@found_by("P1")
+def write_into_a_free_page(engine: Engine) -> Place:
+    """A page that belongs to nobody is written before it is granted again."""
+    page = freed_page(engine)
+    for _ in range(64):
+        engine.canary._poisoner.tick()
+    engine.pools["target"].kv[3, page * 4 + 2, 0, 0, 1] = 7.0
+    engine.submit(list(range(100, 130)), SamplingParams(max_new_tokens=8, ignore_eos=True))
+    return page * 4 + 2, None
+
+
+@found_by("O1")
+def read_before_the_copy_has_landed(engine: Engine) -> Place:
+    """A copy into a page is in flight on another stream when the forward's stream uses the page."""
+    page = engine.running[0].pages[2]
+    engine.canary.tickets.issue("upload", "copies", writes=[page])
+    engine.canary.tickets.use("verify", "forward", [page])
+    return page * 4, None
+
+
 @found_by("W4")
 def write_a_slot_twice(engine: Engine) -> Place:
     """Two nodes of one verify window share a slot."""
@@ -211,7 +293,7 @@ def believe_a_shorter_row(engine: Engine) -> Place:
 def read_what_a_later_step_has_written(engine: Engine) -> Place:
     """A record of a step that has not come yet, whole in every other respect."""
     mine, _ = rows(engine)
-    slot, mirror = int(mine[9]), engine.canary._checks._mirror
+    slot, mirror = int(mine[9]), engine.canary._checks.mirror
     record = mirror.table[[slot]]
     record[0, 3] += 5
     record[0, 7] = engine.canary._state.by_name["target"].seal_term

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from kvcanary.lanes import lanes_of_slots
 from kvcanary.parts import Part
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
-from kvcanary_kernels.record import CONTENT_B, LAYERS_LOW
+from kvcanary_kernels.record import CONTENT_B, FREE, LAYERS_LOW, NO_OWNER, RESERVED
 from kvcanary_kernels.seal import seal_torch
 
 VOCABULARY = 1000
@@ -491,7 +492,8 @@ class StaticRig:
         return self.bank.add("target", kind, index, buffers, **settings)
 
     def grant(self, uid: int, *pages: int, generation: int = 1) -> None:
-        self.state.set_pages(pages, [generation] * len(pages), uid)
+        values = ([generation] * len(pages), [uid] * len(pages), [FREE if uid == NO_OWNER else RESERVED] * len(pages))
+        self.state.set_pages(np.array(pages), *(np.array(own) for own in values))
 
     def batch(self, rows: list[StaticRow], **changes: object) -> Batch:
         """The batch of these rows; `changes` replace whole tensors, given as lists."""

@@ -238,6 +238,7 @@ def test_a_moved_stale_record_stays_stale(make_engine):
     canary = engine.canary
     canary.admit("new", [1, 2, 3])
     canary.on_alloc("new", [old, 60])
+    engine.pools["target"].kv[:, 60] = engine.pools["target"].kv[:, old]
     canary.on_move("target", torch.tensor([old]), torch.tensor([60]))
     canary.drain()
     generation = int(canary._state.by_name["target"].records[60, 2]) >> 32
@@ -267,3 +268,17 @@ def test_a_finding_makes_the_canary_look_around(make_engine):
     assert [finding.code for finding in engine.canary.findings] == ["R3"]
     engine.step()
     assert [finding.code for finding in engine.canary.findings] == ["R3", "R9"]
+
+
+@pytest.mark.parametrize("disable", [frozenset(), frozenset({"H1"})])
+def test_tokens_that_no_forward_has_written_are_no_commit(make_engine, disable):
+    """H1: entries become final, and no forward with hooks has written them; switched off, nothing is said."""
+    engine = make_engine(mode="log", disable=disable)
+    engine.start("one", 9)
+    engine._begin()
+    engine._reserve("one", 12)
+    engine.canary.append("one", [1, 2, 3])
+    engine.canary.commit("one", 12)
+    engine.canary.check()
+    found = [(finding.code, finding.expected, finding.found) for finding in engine.canary.findings]
+    assert found == ([] if disable else [("H1", {"entries": 12}, {"entries": 9})])

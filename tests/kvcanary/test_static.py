@@ -411,7 +411,7 @@ def test_records_are_those_of_the_eager_path(make_static, static_row):
     manager.admit("ann", [50, 51, 52])
     manager.on_alloc("ann", [1])
     uid = manager.requests_of(["ann"])[0].uid
-    rig.grant(uid, 1, generation=int(manager._state.generations[1]))
+    rig.grant(uid, 1, generation=int(manager._ledger.generations[1]))
     steps = [("prefill", [4, 5, 6], [50, 51, 52], 0), ("decode", [4, 5, 6, 7], [53], 3)]
     for step, (kind, ids, tokens, prefix) in enumerate(steps, 1):
         if step > 1:
