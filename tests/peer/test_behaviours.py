@@ -285,6 +285,33 @@ def test_copied_entries_are_written_and_no_others(engine):
     )
 
 
+def test_what_was_written_long_ago_and_just_now_moves_together(make_engine):
+    """Fingerprints that are taken already and values that wait for theirs may be sources of one move."""
+    engine = make_engine(content="rolling", num_pages=200)
+    engine.start("only", 300)
+    engine.decode()
+    engine.fork("only", "copy", 302, 301)
+    for name in ("copy", "only"):
+        engine.finish(name)
+    assert engine.canary.findings == []
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_full_page_can_be_published_as_soon_as_its_tokens_are_known(make_engine, size):
+    """The draft pool's last entry comes behind the commit; what is full in both pools is final, and may be shared."""
+    engine = make_engine(page_size=size, num_pages=200)
+    engine.start("first", 7)
+    engine.decode()
+    assert engine.share("first") == 8 // size
+    engine.admit("second", engine.rows["first"].tokens)
+    assert engine.acquire("second") == 8 // size
+    engine.prefill({"second": 9})
+    engine.draft()
+    for name in ("first", "second"):
+        engine.finish(name)
+    assert engine.canary.findings == []
+
+
 def test_a_plan_may_change_after_the_body_ran(engine):
     """Models that count positions up in place cause no false alarm: what was planned is what was opened."""
     positions = []

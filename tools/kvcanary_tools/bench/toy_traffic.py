@@ -88,7 +88,8 @@ class Traffic:
         if not self._seen or not self._has_room():
             return False
         tokens = self.random.choice(self._seen)
-        known = tokens[: self.random.randint(1, min(len(tokens), self.load.prompt_lens[1]))]
+        most = min(len(tokens), self.load.max_len * 3 // 4)
+        known = tokens[: most - self.random.choice((0, 1, self.random.randrange(most)))]
         self.engine.admit(self._new_name(), known + self.random.choices(range(1, 100), k=self.random.randint(0, 2)))
         return True
 
@@ -138,7 +139,7 @@ class Traffic:
         unused = self.engine.pages.unused()
         if not unused:
             return False
-        self.engine.evict(self.random.sample(unused, self.random.randint(1, len(unused))))
+        self.engine.evict(self.random.sample(unused, self.random.randint(1, -(-len(unused) // 2))))
         return True
 
     def _finish(self) -> bool:
