@@ -84,13 +84,16 @@ class Traffic:
         return True
 
     def _admit_again(self) -> bool:
-        """A prompt that begins with tokens of an earlier request, or has the same."""
+        """A prompt that begins with tokens of an earlier request, or has the same; the cache is asked at once or later."""
         if not self._seen or not self._has_room():
             return False
         tokens = self.random.choice(self._seen)
         most = min(len(tokens), self.load.max_len * 3 // 4)
         known = tokens[: most - self.random.choice((0, 1, self.random.randrange(most)))]
-        self.engine.admit(self._new_name(), known + self.random.choices(range(1, 100), k=self.random.randint(0, 2)))
+        name = self._new_name()
+        self.engine.admit(name, known + self.random.choices(range(1, 100), k=self.random.randint(0, 2)))
+        if self.random.random() < 0.5 and self.engine.acquire(name):
+            self.counts["acquire"] += 1
         return True
 
     def _prefill(self) -> bool:
