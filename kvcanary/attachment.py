@@ -20,7 +20,8 @@ class Attachment:
         """HookOrderError where a canary is attached to one of these pools already, or a graph is being captured."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise HookOrderError("a canary allocates when it is attached: attach it before a CUDA graph is captured")
-        self._storages = {tensor.untyped_storage().data_ptr(): view.name for view in pools for tensor in view.k}
+        tensors = [(view.name, tensor) for view in pools for part in view.parts for tensor in part.tensors]
+        self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors}
         for other in _attached:
             for storage in self._storages.keys() & other._storages.keys():
                 raise HookOrderError(

@@ -36,12 +36,12 @@ class CanaryManager(Lifecycle):
         """`holds_back`: the engine grants a freed page again after `config.quarantine` steps, sooner when it must."""
         if not config.enabled:
             raise CanaryConfigError("mode 'off' installs nothing: build no manager and pass canary=None")
+        self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         super().__init__(config, CanaryState(pools, seed), holds_back)
         self._response = Response(config, self._ledger, Describer(self._state, self._ledger, config.show_tokens))
         self._stats = Stats()
         self._doomed: frozenset[str] = frozenset()
-        self._attachment = Attachment(pools)
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""

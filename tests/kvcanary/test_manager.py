@@ -7,7 +7,16 @@ import json
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError
+from kvcanary import (
+    CanaryConfig,
+    CanaryManager,
+    HookOrderError,
+    KVCorruptionError,
+    PlanError,
+    PoolView,
+    ReadPlan,
+    WritePlan,
+)
 from kvcanary.config import ROTATION_STEPS
 
 KEYS = {
@@ -282,3 +291,52 @@ def test_tokens_that_no_forward_has_written_are_no_commit(make_engine, disable):
     engine.canary.check()
     found = [(finding.code, finding.expected, finding.found) for finding in engine.canary.findings]
     assert found == ([] if disable else [("H1", {"entries": 12}, {"entries": 9})])
+
+
+def test_a_pool_has_one_canary(make_engine):
+    """H2: a second manager on the same memory is refused and leaves the first as it is; detached, there may be one."""
+    engine = make_engine()
+    views = [pool.view for pool in engine.pools.values()]
+    with pytest.raises(HookOrderError, match="pool 'target' has a canary already, attached as 'target': detach"):
+        CanaryManager(CanaryConfig(), views)
+    engine.start("one", 9)
+    engine.step()
+    engine.canary.detach()
+    CanaryManager(CanaryConfig(), views).arm()
+
+
+def test_extras_of_a_pool_have_one_canary_too(make_engine):
+    """Memory is claimed whole: a side buffer of another pool counts."""
+    scales = torch.zeros(64, 2)
+    k, v, other_k, other_v = (torch.zeros(64, 2, 4) for _ in range(4))
+    first = CanaryManager(CanaryConfig(), [PoolView("a", [k], [v], 4, extras={"scales": [scales]})])
+    with pytest.raises(HookOrderError, match="pool 'b' has a canary already, attached as 'a'"):
+        CanaryManager(CanaryConfig(), [PoolView("b", [other_k], [other_v], 4, extras={"scales": [scales]})])
+    first.detach()
+
+
+def test_a_canary_is_armed_once_and_before_the_first_request(make_engine):
+    """H2: a request of a canary that was never armed, and a second arm(), are refused."""
+    view = PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)
+    canary = CanaryManager(CanaryConfig(), [view])
+    with pytest.raises(
+        HookOrderError, match="request 'r' is admitted by a canary that was never armed: call arm\\(\\)"
+    ):
+        canary.admit("r", [1, 2])
+    canary.arm()
+    with pytest.raises(HookOrderError, match="arm\\(\\) comes once"):
+        canary.arm()
+
+
+def test_nothing_is_checked_before_arm(make_engine):
+    """Warm-up forwards pass through: whatever they name is given back as it is, and nothing is counted."""
+    view = PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)
+    canary = CanaryManager(CanaryConfig(), [view])
+    substep = canary.substep("decode", 0, "only")
+    row, slots = torch.tensor([10**6]), torch.tensor([-5])
+    read = ReadPlan(torch.tensor([0, 1]), row, ("nobody",), 1, torch.tensor([0]), 1)
+    assert substep.open(read, WritePlan(slots, torch.tensor([1]), torch.tensor([0]))) == (row, slots)
+    substep.store(0, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    substep.close()
+    canary.check()
+    assert canary.certificate()["forwards"] == 0
