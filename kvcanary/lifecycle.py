@@ -73,6 +73,7 @@ class Lifecycle:
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
+        request.row_lens = [min(length, committed_len) for length in request.row_lens]  # rejected nodes lie beyond
         for pool in self._state.pools:
             self._checks.sweeper.commit(request, pool)
         request.committed_len, request.commit_step = committed_len, self.step

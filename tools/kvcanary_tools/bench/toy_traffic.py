@@ -84,7 +84,7 @@ class Traffic:
         return True
 
     def _admit_again(self) -> bool:
-        """A prompt that begins with tokens of an earlier request, or has the same; the cache is asked at once or later."""
+        """A prompt that begins with tokens of an earlier request, or the same; the cache is asked at once or later."""
         if not self._seen or not self._has_room():
             return False
         tokens = self.random.choice(self._seen)
