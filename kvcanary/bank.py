@@ -130,6 +130,8 @@ class SubstepBank:
         counts = (host - seen)[:, : 2 * NUM_BITS]
         for number in counts.any(1).nonzero().flatten().tolist():
             self._collect(self._in_order[number], counts[number].view(2, NUM_BITS), harvest)
+        runs = (host - seen)[:, 2 * NUM_BITS :].sum(0)
+        harvest.runs = int(runs[RUN_ROWS]), int(runs[RUN_WRITTEN]), int(runs[RUN_READ])
         self._compare_runs(host[:, 2 * NUM_BITS :], seen[:, 2 * NUM_BITS :], harvest)
         seen.copy_(host)
         return harvest

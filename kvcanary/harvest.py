@@ -28,6 +28,7 @@ class StaticHit:
     entry:    of the write plan; NOWHERE for what was only read, and for whole rows
     place:    in the row, which is the position that the row gives the entry; NOWHERE for entries and whole rows
     slot:     as the plan or the index array named it, in the pool or not
+    uid:      of the row's request; NOWHERE for padding
     step:     low 32 bits of the engine step
     """
 
@@ -39,6 +40,7 @@ class StaticHit:
     entry: int
     place: int
     slot: int
+    uid: int = NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,13 @@ class Harvest:
     """What fired and what did not run since the last harvest.
 
     totals: entries by (code, pool, site), exact, also where `hits` holds only the first of them
+    runs:   rows, entries written and entries read that have run
     """
 
     hits: list[StaticHit] = field(default_factory=list)
     gaps: list[CoverageGap] = field(default_factory=list)
     totals: dict[tuple[str, str, tuple[str, int]], int] = field(default_factory=dict)
+    runs: tuple[int, int, int] = (0, 0, 0)
 
 
 def read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
@@ -180,4 +184,5 @@ def _hit(
     substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int | None = None
 ) -> StaticHit:
     when = int(substep.step) & MASK_32 if step is None else step
-    return StaticHit(code, substep.pool.name, substep.site, when, row, entry, place, slot)
+    uid = NOWHERE if row == NOWHERE else int(substep.forward.uids[row])
+    return StaticHit(code, substep.pool.name, substep.site, when, row, entry, place, slot, uid)

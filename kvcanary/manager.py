@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcanary.attachment import Attachment
+from kvcanary.bank import SubstepBank
 from kvcanary.certificate import certificate
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.errors import CanaryConfigError, HookOrderError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.forward import Forward
+from kvcanary.graphs import StaticChecks
 from kvcanary.hits import Hit
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
@@ -42,12 +44,15 @@ class CanaryManager(Lifecycle):
         self._response = Response(config, self._ledger, Describer(self._state, self._ledger, config.show_tokens))
         self._stats = Stats()
         self._doomed: frozenset[str] = frozenset()
+        self._static: StaticChecks | None = None
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""
         if self.is_armed:
             raise HookOrderError("arm() comes once: this canary is armed already")
         self.is_armed = True
+        if self._static is not None:
+            self._static.bank.arm()
 
     def detach(self) -> None:
         """The engine is gone: its pools may have another canary."""
@@ -62,8 +67,17 @@ class CanaryManager(Lifecycle):
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.step = self.tickets.step = step
         self._checks.publish_pages()
+        if self._static is not None:
+            self._static.bank.begin_step(step)
         if self._quarantine:
             self._ledger.leave_quarantine(step, self._quarantine)
+
+    @property
+    def bank(self) -> SubstepBank:
+        """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
+        if self._static is None:
+            self._static = StaticChecks(self._state, self._ledger, self._coverage)
+        return self._static.bank
 
     def substep(self, kind: str, index: int, pool: str) -> SubstepCanary | WarmupSubstep:
         """The hooks of the next forward."""
@@ -81,6 +95,8 @@ class CanaryManager(Lifecycle):
         """
         self._expect_closed("check()")
         self._checks.settle()
+        if self._static is not None:
+            self._checks.report(self._static.harvest())
         self._checks.roll(self.step)
         self._poisoner.tick()
         self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._live_bytes())

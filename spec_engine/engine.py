@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcanary import CanaryManager
+from kvcanary import CanaryConfig, PoolView
 from kvcanary.invariants import (
     check_chunk,
     check_chunk_feed,
@@ -39,6 +40,9 @@ from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.sampling import SamplingParams, sample
 from spec_engine.scheduler import Chunk, Scheduler
 from spec_engine.verify import Accepted, accept
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
 
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 HOST_LAG = 0  # verifies the host is behind the device: the synchronous schedule waits for each
@@ -91,7 +95,7 @@ class Engine:
         reserve = reserve_len(alloc_len, max_accept, HOST_LAG)
         context_length = min(config.context_length or model.max_position_embeddings, model.max_position_embeddings)
         num_pages = config.max_total_tokens // config.page_size
-        self.allocator = PageAllocator(num_pages, 0 if config.canary.mode == "off" else config.canary.quarantine)
+        self.allocator = PageAllocator(num_pages, config.canary.quarantine if config.canary.enabled else 0)
         self.scheduler = Scheduler(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -108,7 +112,7 @@ class Engine:
             head = load_draft(draft_folder, self.model, dtype, self.device)
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
         views = [pool.view() for pool in self.pools.values()]
-        self.canary = None if config.canary.mode == "off" else CanaryManager(config.canary, views, holds_back=True)
+        self.canary = _attach(config.canary, views) if config.canary.enabled else None
         self._target = Forwards(self.pools["target"], model.num_heads, self.canary)
         self.drafter = None
         if head is not None:
@@ -424,6 +428,13 @@ class Engine:
         self.allocator.check_accounting(owned=0)
         if self.canary is not None:
             self.canary.drain()
+
+
+def _attach(config: CanaryConfig, views: Sequence[PoolView]) -> CanaryManager:
+    """A canary over these pools; an engine without one never loads what it is made of."""
+    from kvcanary import CanaryManager
+
+    return CanaryManager(config, views, holds_back=True)
 
 
 def _device(name: str) -> torch.device:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from kvcanary import CanaryManager, ReadPlan, WritePlan
+from kvcanary import ReadPlan, WritePlan
 from kvcanary.invariants import check_index_lengths
 from spec_engine.attention.torch_backend import TorchAttention
 from spec_engine.core import ForwardBatch
 from spec_engine.memory.pool import KVPool
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
 
 
 class Forwards:

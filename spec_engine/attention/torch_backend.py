@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcanary import SubstepCanary
 from spec_engine.core import ForwardBatch
 from spec_engine.memory.pool import KVPool
+
+if TYPE_CHECKING:
+    from kvcanary import SubstepCanary
 
 
 @dataclass(frozen=True, eq=False)

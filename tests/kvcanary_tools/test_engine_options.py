@@ -26,7 +26,8 @@ FLAGS = {
     *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
     *("--attention-backend", "--schedule", "--max-total-tokens", "--max-running-requests", "--context-length"),
-    *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed", "--json"),
+    *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
+    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--json"),
 }
 
 
@@ -120,6 +121,8 @@ def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch
         (["--temperature", "-1"], r"temperature must be finite and not negative, got -1.0"),
         (["--sample-top-p", "2"], r"top_p must lie in \(0, 1\], got 2.0"),
         (["--kv-canary-budget", "3 apples"], r"budget must be a size such as 65536, 64KiB or 4MiB, got '3 apples'"),
+        (["--kv-canary-poison", "rat"], r"poison must be one of finite, nan, off, got 'rat'"),
+        (["--kv-canary-quarantine", "-1"], r"quarantine must be a number of steps, 0 or more, got -1"),
         (["--kv-canary-seed", "-1"], r"seed must be an integer in \[0, 2\^64\) or None, got -1"),
     ],
 )

@@ -93,6 +93,9 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             content=options["kv_canary_content"],
             budget=options["kv_canary_budget"],
             seed=options["kv_canary_seed"],
+            poison=options["kv_canary_poison"],
+            quarantine=options["kv_canary_quarantine"],
+            show_tokens=options["kv_canary_show_tokens"],
         )
         return EngineConfig(**settings, canary=canary)
 
@@ -191,6 +194,22 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             type=int,
             metavar="S",
             help="Seed of the fingerprints' keys; by default a secret one.",
+        ),
+        _canary_option(
+            "--kv-canary-poison",
+            metavar="finite|nan|off",
+            help="What freed pages are filled with, and looked at for before they are used again.",
+        ),
+        _canary_option(
+            "--kv-canary-quarantine",
+            type=int,
+            metavar="STEPS",
+            help="Steps that a freed page waits before it is used again.",
+        ),
+        _canary_option(
+            "--kv-canary-show-tokens",
+            is_flag=True,
+            help="Token ids may appear in findings and reports.",
         ),
     ]
 
