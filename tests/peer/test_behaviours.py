@@ -444,6 +444,23 @@ def test_a_flip_in_a_cached_page_is_found_by_its_hit(make_engine, pool):
     assert (finding.code, finding.pool, finding.slot, finding.reader) == ("R9", pool, slot, "hit")
 
 
+@pytest.mark.parametrize("event", ["share", "acquire"])
+def test_a_look_between_two_steps_does_not_count_as_the_next_one(make_engine, event):
+    """With a budget for all bytes the step after a publication, or after a hit, reads them again."""
+    engine = make_engine(content="rolling", budget=1 << 30)
+    engine.start("only", 9)
+    engine.share("only")
+    if event == "acquire":
+        engine.admit("hit", engine.rows["only"].tokens[:9])
+        engine.acquire("hit")
+        engine.finish("only")
+    slot = slot_of(engine, "only" if event == "share" else "hit", 5)
+    bits(engine, 0, slot)[0] ^= 1
+    engine.begin()
+    (finding,) = found(engine.canary.check)
+    assert (finding.code, finding.slot, finding.last_good_step) == ("R9", slot, 1)
+
+
 @pytest.mark.parametrize("named", [{"salt": "weights 2"}, {"adapter": "lora"}], ids=str)
 def test_equal_tokens_of_another_namespace_are_another_row(make_engine, named):
     """A cache that forgets what else K and V depend on is found where the row begins; its clean twin is not."""
