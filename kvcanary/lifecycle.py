@@ -73,10 +73,11 @@ class Lifecycle:
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
+        request.row_lens = [min(length, committed_len) for length in request.row_lens]  # rejected nodes lie beyond
         for pool in self._state.pools:
             self._checks.sweeper.commit(request, pool)
         request.committed_len, request.commit_step = committed_len, self.step
-        self._ledger.commit(request_id, min(request.final_len(pool.pool_id) for pool in self._state.pools), self.step)
+        self._finalise(request)
 
     # pages of one request
 
@@ -109,6 +110,7 @@ class Lifecycle:
         """A prefix cache takes these final pages too: the row's bytes are read again, then nobody may write them."""
         request = self._ledger.request(request_id)
         self._checks.look_again(request, self.step)
+        self._finalise(request)  # a draft pool catches up after the commit
         self._ledger.share(request_id, pages, self.step)
 
     def on_acquire(self, request_id: str, pages: Sequence[int]) -> None:
@@ -186,6 +188,11 @@ class Lifecycle:
         if pool is None:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {name!r}")
         return pool
+
+    def _finalise(self, request: Request) -> None:
+        """Pages that lie wholly in what is final in every pool are not written again."""
+        length = min(request.final_len(pool.pool_id) for pool in self._state.pools)
+        self._ledger.commit(request.request_id, length, self.step)
 
     def _inherit(self, request: Request, length: int) -> None:
         """The row begins with `length` entries that others wrote."""

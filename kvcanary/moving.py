@@ -37,10 +37,10 @@ class Mover:
             return []
         origin, pool, device = source.pool, stage.pool, stage.pool.records.device
         from_rows, to_rows = torch.from_numpy(src).to(device), torch.from_numpy(dst).to(device)
-        if source is not stage:
+        waits = source is stage and stage.move(src.tolist(), dst.tolist())
+        if not waits:
             source.fingerprint()
         found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
-        waits = source is stage and stage.move(src.tolist(), dst.tolist())
         content_a = None if waits else origin.content_a.index_select(1, from_rows)
         self._mirror.write(pool.base + dst, self._moved(origin, pool, src, dst, step))
         if content_a is not None:

@@ -51,10 +51,13 @@ class ReadQueue:
             self._ranges.append((self.length, length, step))
             self.length = length
 
-    def take(self, count: int, step: int) -> list[tuple[int, int, int]]:
-        """The `count` positions that waited longest and are looked at now: (start, end, step when last known good)."""
+    def take(self, count: int, step: int, again: bool = False) -> list[tuple[int, int, int]]:
+        """The `count` positions that waited longest and are looked at now: (start, end, step when last known good).
+
+        again: also those that were looked at in this very step
+        """
         taken: list[tuple[int, int, int]] = []
-        while count > 0 and self._ranges and self._ranges[0][2] < step:
+        while count > 0 and self._ranges and self._ranges[0][2] < step + again:
             start, end, read = self._ranges.popleft()
             cut = min(end, start + count)
             if cut < end:

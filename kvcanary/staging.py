@@ -91,14 +91,11 @@ class Stage:
             self._write_lanes(forward)
 
     def move(self, src: Sequence[int], dst: Sequence[int]) -> bool:
-        """Bytes were moved, sources read first; whether all of them were waiting here."""
-        moved = [self._places.get(slot) for slot in src]
-        for slot, row in zip(dst, moved, strict=True):
-            if row is None:
-                self._places.pop(slot, None)
-            else:
-                self._places[slot] = row
-        return None not in moved
+        """Bytes were moved, sources read first; whether all of them were waiting here. Else nothing changes."""
+        if not all(slot in self._places for slot in src):
+            return False
+        self._places.update(zip(dst, [self._places[slot] for slot in src], strict=True))
+        return True
 
     def forget(self, slots: Sequence[int]) -> None:
         """What these slots hold now did not pass through here."""

@@ -73,7 +73,7 @@ class Sweeper:
         for pool in self._state.pools:
             length = self.commit(request, pool)
             queue = request.reads[pool.pool_id]
-            look = Look(request, queue.take(length, step + 1))  # also those that this step has read
+            look = Look(request, queue.take(length, step, again=True))
             hits += self._look(pool, [look], ("release", 0), step, both_lanes=True)
         return hits
 

@@ -58,16 +58,17 @@ def test_a_result_is_written_and_printed(monkeypatch, tmp_path, capsys, small_ru
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("topk", [1, 2, 4])
 def test_the_toy_engine_does_everything_without_a_finding(page_size, topk):
-    """Chunks, trees, chains, plain decode, forks, cancellation and preemption, on pages of every size."""
-    shape = ToyShape(page_size=page_size, topk=topk, num_pages=640 // page_size)
+    """Chunks, trees, chains, decode, sharing, copies, eviction, cancellation and preemption, on pages of every size."""
+    shape = ToyShape(page_size=page_size, topk=topk, num_pages=800 // page_size)
     traffic = make_traffic(page_size + topk, shape)
-    traffic.run(250)
+    traffic.run(400)
     traffic.end()
     assert set(traffic.counts) == set(WEIGHTS)
+    assert page_size == 1 or traffic.engine.num_copies
     certificate = traffic.engine.canary.certificate()
     assert certificate["findings"] == []
     assert certificate["unchecked"].keys() <= NOT_POISONED
-    assert sorted(traffic.engine.all_free_pages()) == list(range(1, shape.num_pages))
+    assert sorted(traffic.engine.pages.all_free()) == list(range(1, shape.num_pages))
 
 
 @torch.inference_mode()

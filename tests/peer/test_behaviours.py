@@ -15,9 +15,10 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, PlanError, PoolView, ReadPlan, WritePlan
+from kvcanary.config import ROTATION_STEPS
 from kvcanary.sweep import STRIDE
 from kvcanary_kernels.count import count_torch, unset_first
-from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
+from kvcanary_tools.bench.toy_engine import ToyEngine, ToyRow, ToyShape
 
 EXTREMES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1]
 
@@ -260,7 +261,7 @@ def test_two_requests_that_write_one_slot_are_found(engine):
     shared = int(engine.rows["first"].slots[engine.rows["first"].committed])
     engine.change_write = on("decode", lambda plan: replace(plan, slots=with_entry(plan.slots, 1, shared)))
     (finding,) = found(engine.decode)
-    assert (finding.code, finding.slot, finding.reader) == ("W2", shared, "second")
+    assert (finding.code, finding.slot, finding.writer, finding.owner) == ("W2", shared, "second", "first")
 
 
 def test_bytes_that_move_without_a_word_are_found(engine):
@@ -283,6 +284,33 @@ def test_copied_entries_are_written_and_no_others(engine):
         {"entries": 6},
         {"entries": 5},
     )
+
+
+def test_what_was_written_long_ago_and_just_now_moves_together(make_engine):
+    """Fingerprints that are taken already and values that wait for theirs may be sources of one move."""
+    engine = make_engine(content="rolling", num_pages=200)
+    engine.start("only", 300)
+    engine.decode()
+    engine.fork("only", "copy", 302, 301)
+    for name in ("copy", "only"):
+        engine.finish(name)
+    assert engine.canary.findings == []
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_full_page_can_be_published_as_soon_as_its_tokens_are_known(make_engine, size):
+    """The draft pool's last entry comes behind the commit; what is full in both pools is final, and may be shared."""
+    engine = make_engine(page_size=size, num_pages=200)
+    engine.start("first", 7)
+    engine.decode()
+    assert engine.share("first") == 8 // size
+    engine.admit("second", engine.rows["first"].tokens)
+    assert engine.acquire("second") == 8 // size
+    engine.prefill({"second": 9})
+    engine.draft()
+    for name in ("first", "second"):
+        engine.finish(name)
+    assert engine.canary.findings == []
 
 
 def test_a_plan_may_change_after_the_body_ran(engine):
@@ -343,7 +371,7 @@ def test_the_borders_of_a_page_are_covered(make_engine, position):
 def test_the_last_slot_of_the_pool_is_covered(make_engine):
     """Records and fingerprints reach as far as the pool does."""
     engine = make_engine(num_pages=4)
-    engine.free_pages = [3]
+    engine.pages.free = [3]
     engine.start("only", 3)
     engine.decode()
     last = engine.shape.num_slots - 1
@@ -380,6 +408,127 @@ def test_a_pool_without_layers_is_refused(make_engine):
     """A model none of whose layers uses this pool is a sentence at attach time, not an error of an index."""
     with pytest.raises(PlanError, match="pool 'full': k and v must have one tensor a layer, got 0 and 0"):
         PoolView("full", (), (), 4)
+
+
+# pages of many, and bytes from elsewhere
+
+
+def cached(engine: ToyEngine, pool: str = "target") -> tuple[list[int], int]:
+    """Tokens of a request that has ended, and the slot of one of its entries that the prefix cache keeps."""
+    engine.start("ended", 9)
+    tokens, slot = engine.rows["ended"].tokens, slot_of(engine, "ended", 5)
+    engine.share("ended")
+    engine.finish("ended")
+    return tokens, slot
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_a_flip_in_an_idle_cached_page_is_found_in_turn(make_engine, pool):
+    """What no request holds is read again within a rotation, in its own pool."""
+    engine = make_engine(content="rolling")
+    _, slot = cached(engine)
+    bits(engine, 0, slot, pool=pool)[0] ^= 1
+    (finding,) = found(lambda: [(engine.begin(), engine.canary.check()) for _ in range(ROTATION_STEPS)])
+    assert (finding.code, finding.pool, finding.slot, finding.site[0]) == ("R9", pool, slot, "sweep")
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_a_flip_in_a_cached_page_is_found_by_its_hit(make_engine, pool):
+    """A hit reads its pages whole, before the forward that computes behind them gives a token."""
+    engine = make_engine(content="rolling")
+    tokens, slot = cached(engine)
+    bits(engine, 0, slot, pool=pool)[0] ^= 1
+    engine.admit("hit", tokens[:9])
+    assert engine.acquire("hit") == 2
+    (finding,) = found(engine.prefill, {"hit": 9})
+    assert (finding.code, finding.pool, finding.slot, finding.reader) == ("R9", pool, slot, "hit")
+
+
+@pytest.mark.parametrize("event", ["share", "acquire"])
+def test_a_look_between_two_steps_does_not_count_as_the_next_one(make_engine, event):
+    """With a budget for all bytes the step after a publication, or after a hit, reads them again."""
+    engine = make_engine(content="rolling", budget=1 << 30)
+    engine.start("only", 9)
+    engine.share("only")
+    if event == "acquire":
+        engine.admit("hit", engine.rows["only"].tokens[:9])
+        engine.acquire("hit")
+        engine.finish("only")
+    slot = slot_of(engine, "only" if event == "share" else "hit", 5)
+    bits(engine, 0, slot)[0] ^= 1
+    engine.begin()
+    (finding,) = found(engine.canary.check)
+    assert (finding.code, finding.slot, finding.last_good_step) == ("R9", slot, 1)
+
+
+@pytest.mark.parametrize("named", [{"salt": "weights 2"}, {"adapter": "lora"}], ids=str)
+def test_equal_tokens_of_another_namespace_are_another_row(make_engine, named):
+    """A cache that forgets what else K and V depend on is found where the row begins; its clean twin is not."""
+    engine = make_engine()
+    tokens, _ = cached(engine)
+    engine.admit("same", tokens[:9])
+    engine.acquire("same")
+    engine.prefill({"same": 9})
+    engine.rows["other"] = ToyRow(tokens[:9], 9)
+    engine.canary.admit("other", tokens[:9], **named)
+    engine.acquire("other")
+    assert ("R5", slot_of(engine, "other", 0), 0) in places(found(engine.prefill, {"other": 9}))
+
+
+def test_drafting_over_a_shared_prefix_is_watched(make_engine):
+    """Two requests draft over the pages of one; what is damaged there is one finding that names both."""
+    engine = make_engine()
+    engine.start("first", 10)
+    engine.fork_by_reference("first", "second")
+    for _ in range(3):
+        engine.draft()
+    assert engine.canary.findings == []
+    slot = slot_of(engine, "second", 5)
+    assert slot == slot_of(engine, "first", 5)
+    bits(engine, 1, slot)[0] ^= 1
+    (finding,) = found(engine.draft)
+    assert (finding.code, finding.slot, set(finding.readers)) == ("R9", slot, {"first", "second"})
+
+
+def load(engine: ToyEngine, ends: str) -> list[int]:
+    """A prefix of 8 entries comes from elsewhere, to a request of 9 tokens; how its load has ended so far."""
+    engine.start("away", 9)
+    old = engine.rows["away"]
+    kept = {name: pool.kv[:, old.slots[:8]].clone() for name, pool in engine.pools.items()}
+    engine.finish("away")
+    engine.begin()
+    engine.admit("back", old.tokens[:9])
+    row, row.pages = engine.rows["back"], engine.pages.take(2, engine.num_steps)
+    row.slots, row.committed = engine._slots_of(row.pages), 8
+    engine.canary.on_alloc("back", row.pages, for_load=True)
+    engine.canary.on_load_begin("back", row.pages)
+    for name, pool in engine.pools.items():
+        pool.kv[:, row.slots] = kept[name]
+    if ends == "end":
+        engine.canary.on_load_end("back", row.pages, 8)
+        engine.canary.commit("back", 8)
+    elif ends == "fail":
+        engine.canary.on_load_fail("back", row.pages)
+    return row.pages
+
+
+def test_a_loaded_prefix_is_right(make_engine):
+    """Bytes that were away are the request's row again, and are watched from then on."""
+    engine = make_engine()
+    load(engine, "end")
+    engine.prefill({"back": 9})
+    engine.draft()
+    assert engine.canary.findings == []
+    bits(engine, 1, slot_of(engine, "back", 3))[0] ^= 1
+    assert places(found(engine.decode)) == [("R9", slot_of(engine, "back", 3), 3)]
+
+
+@pytest.mark.parametrize("ends", ["not yet", "fail"])
+def test_a_prefix_that_is_not_loaded_is_not_read(make_engine, ends):
+    """Before its load has ended, and when it has failed, a page holds nothing for a forward, whatever lies there."""
+    engine = make_engine()
+    pages = load(engine, ends)
+    assert {(finding.code, finding.page) for finding in found(engine.prefill, {"back": 9})} == {("R12", pages[0])}
 
 
 # who looks, and when
@@ -429,6 +578,41 @@ def test_drain_judges_what_no_check_has_seen(engine):
     engine.decode()
     assert engine.canary.findings == []
     assert {finding.code for finding in found(engine.canary.drain)} == {"W5"}
+
+
+def test_a_forward_without_hooks_is_told_in_its_step(engine):
+    """What is counted are entries: tokens that became final and that no hook has seen are missing at once."""
+    forward = engine._forward
+    engine._forward = lambda kind, *plans: None if kind == "decode" else forward(kind, *plans)
+    committed = engine.rows["first"].committed
+    engine.decode("first")
+    (finding,) = found(engine.canary.drain)
+    assert (finding.code, finding.reader, finding.step) == ("H1", "first", engine.num_steps)
+    assert finding.expected == {"entries": committed + 1}
+
+
+def test_what_is_switched_off_does_not_count_as_standing_still(make_engine):
+    """Without content checks and poison, and with idle steps, 120 steps pass; the certificate says what was off."""
+    engine = make_engine(content="write", poison="off", num_pages=64)
+    engine.start("only", 5)
+    for _ in range(60):
+        engine.decode()
+        engine.begin()
+        engine.canary.check()
+    assert engine.canary.findings == []
+    assert engine.canary.certificate()["inactive_classes"]["R9"] == "content is not compared"
+
+
+def test_counters_are_told_every_hundred_steps(make_engine):
+    """Metrics without a finding: one event with totals and with what was added."""
+    engine = make_engine()
+    engine.start("only", 5)
+    with capture_logs() as logs:
+        for _ in range(99):
+            engine.begin()
+            engine.canary.check()
+    (event,) = (log for log in logs if log["event"] == "kvcanary.stats")
+    assert event["totals"]["slots_checked"] == engine.canary.certificate()["slots_checked"] > 0
 
 
 # what a finding does

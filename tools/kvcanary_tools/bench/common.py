@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+import structlog
 import torch
 
 from spec_engine import Engine, SamplingParams
@@ -84,6 +85,11 @@ def save(name: str, result: dict) -> None:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)
+
+
+def events_to_stderr() -> None:
+    """A command's data alone goes to stdout. For the process of a command: settings of structlog are global."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def progress(words: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
 from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
 from kvcanary_tools.bench.toy_traffic import Load, Traffic
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -168,4 +168,5 @@ class _Progress:
 
 
 if __name__ == "__main__":
+    events_to_stderr()
     main()

@@ -24,7 +24,7 @@ from kvcanary_kernels.content import check_content_torch, mismatched_layers
 from kvcanary_kernels.fingerprint import fingerprint_torch
 from kvcanary_kernels.record import make_keys
 from kvcanary_kernels.rows import PoolRows, pool_rows
-from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
 from kvcanary_tools.bench.corruptions import FROM_OTHER_ROWS, KINDS, as_elements
 from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
 from kvcanary_tools.bench.toy_traffic import Load, Traffic
@@ -33,6 +33,7 @@ CORRUPTIONS, POOL_CORRUPTIONS, DELTAS = 10**6, 10**4, 64
 LAYERS = 2
 BATCH_BYTES = 1 << 20  # of one layer's rows
 STRIKES_AN_ACTION = 10  # of a live pool, between two engine steps
+FIRST_ACTIONS = 40  # before the first strike, for rows that are long enough
 EVERYTHING = 1 << 40  # budget that has all live bytes read in every step
 LIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -201,6 +202,7 @@ def corrupt_pool(dtype: torch.dtype, count: int, seed: int) -> Counter[tuple[str
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     counts: Counter[tuple[str, str]] = Counter()
     kinds, tried = cycle(KINDS), 0
+    traffic.run(FIRST_ACTIONS)
     while tried < count:
         traffic.act()
         for kind in islice(kinds, STRIKES_AN_ACTION):
@@ -264,4 +266,5 @@ def _table(counts: Counter[tuple[str, str]]) -> dict:
 
 
 if __name__ == "__main__":
+    events_to_stderr()
     main()

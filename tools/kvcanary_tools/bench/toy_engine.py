@@ -6,7 +6,6 @@ It talks to the canary through public calls alone, and is fast enough to have 10
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
+from kvcanary_tools.bench.toy_pages import ToyPages
 
 VOCABULARY = 1000
 SMALL = 0.05
@@ -49,7 +49,7 @@ class ToyShape:
 class ToyRow:
     """One request.
 
-    slots:       by position the slot, of all granted pages
+    slots:       by position the slot, of all pages of the row
     prefill_len: positions that prefill computes; one token is sampled behind them unless it is known
     """
 
@@ -78,8 +78,8 @@ class ToyEngine:
 
     `change_read`, `change_write` and `change_store` see every plan and every store on its way and may return another
     one: this is where a test puts a fault. `change_store` gives (slots, k, v), or None for a store that is lost.
-    `free_pages` may be granted; freed ones come back to them after the canary's quarantine.
-    `grants` counts the grants of each page, `distinct` the different (slot, grant) that target forwards have read.
+    `distinct` counts the different (slot, grant) that target forwards have read,
+    `num_copies` the shared pages that were copied before a write.
     """
 
     def __init__(self, config: CanaryConfig, shape: ToyShape | None = None, seed: int = 0) -> None:
@@ -89,12 +89,10 @@ class ToyEngine:
         self.pools = {"target": self._pool("target", self.shape.layers, 0), "draft": self._pool("draft", 1, 1)}
         self.canary = CanaryManager(config, [pool.view for pool in self.pools.values()], holds_back=True)
         self.canary.arm()
-        self.free_pages = list(range(1, self.shape.num_pages))
-        self._quarantine, self._waiting = config.quarantine, deque[tuple[int, int]]()
+        self.pages = ToyPages(self.shape.num_pages, self.shape.page_size, config.quarantine, self.random)
         self.rows: dict[str, ToyRow] = {}
         self.num_steps = 0
-        self.grants = np.zeros(self.shape.num_pages, dtype=np.int64)
-        self.distinct = 0
+        self.distinct = self.num_copies = 0
         self._read_under = np.zeros(self.shape.num_slots, dtype=np.int64)
         self.change_read: Callable[[str, int, str, ReadPlan], ReadPlan] = lambda kind, index, pool, plan: plan
         self.change_write: Callable[[str, int, str, WritePlan], WritePlan] = lambda kind, index, pool, plan: plan
@@ -129,24 +127,53 @@ class ToyEngine:
             self._move(pool, parent.slots[:copied], row.slots[:copied])
         self._commit(name, copied)
 
+    def fork_by_reference(self, source: str, name: str) -> None:
+        """A request that goes on where another is: both name its pages, and who writes the last one copies it."""
+        parent = self.rows[source]
+        row = self.rows[name] = ToyRow(list(parent.tokens), parent.prefill_len)
+        self.canary.admit(name, row.tokens)
+        pages = parent.pages[: -(-parent.committed // self.shape.page_size)]
+        self.canary.on_fork(source, name, pages)
+        self._begin_with(row, pages)
+        row.committed = parent.committed
+
+    def share(self, name: str) -> int:
+        """A prefix cache keeps the full pages of a row; how many it did not have."""
+        row = self.rows[name]
+        fresh = self.pages.publish(row.tokens, row.pages[: row.committed // self.shape.page_size])
+        if fresh:
+            self.canary.on_share(name, fresh)
+        return len(fresh)
+
+    def acquire(self, name: str) -> int:
+        """A row that is still empty begins with what the cache has of it; how many pages these are."""
+        row = self.rows[name]
+        pages = [] if row.pages else self.pages.match(row.tokens)
+        if pages:
+            self.canary.on_acquire(name, pages)
+            self._begin_with(row, pages)
+            row.committed = len(row.slots)
+        return len(pages)
+
+    def evict(self, pages: Sequence[int]) -> None:
+        """The cache gives up pages that no row names."""
+        self.canary.on_evict(pages)
+        self.pages.evict(pages, self.num_steps)
+
     def finish(self, name: str) -> None:
         """The request ends, or is cancelled."""
         row = self.rows.pop(name)
         self.canary.release(name)
         self.canary.on_free(name, row.pages)
-        self._give_back(row.pages)
+        self.pages.drop(row.pages, self.num_steps)
 
     def preempt(self, name: str) -> None:
         """All pages go back; the request will compute its rows again."""
         row = self.rows[name]
         self.canary.on_free(name, row.pages)
-        self._give_back(row.pages)
+        self.pages.drop(row.pages, self.num_steps)
         known = row.prefill_len if row.committed < row.prefill_len else len(row.tokens) - 1
         self.rows[name] = ToyRow(row.tokens, known)
-
-    def all_free_pages(self) -> list[int]:
-        """Those that may be granted, and those that wait."""
-        return [*self.free_pages, *(page for _, page in self._waiting)]
 
     # steps
 
@@ -309,33 +336,43 @@ class ToyEngine:
     def _count_distinct(self, indices: Tensor) -> None:
         slots = indices.numpy()
         slots = slots[(slots >= 0) & (slots < self.shape.num_slots)]
-        fresh = np.unique(slots[self._read_under[slots] != self.grants[slots // self.shape.page_size]])
-        self._read_under[fresh] = self.grants[fresh // self.shape.page_size]
+        fresh = np.unique(slots[self._read_under[slots] != self.pages.grants[slots // self.shape.page_size]])
+        self._read_under[fresh] = self.pages.grants[fresh // self.shape.page_size]
         self.distinct += len(fresh)
 
     def _reserve(self, name: str, length: int) -> None:
+        row = self.rows[name]
+        self._own_last_page(name)
+        count = -(-length // self.shape.page_size) - len(row.pages)
+        if count > 0:
+            pages = self.pages.take(count, self.num_steps)
+            row.pages += pages
+            row.slots = np.concatenate([row.slots, self._slots_of(pages)])
+            self.canary.on_alloc(name, pages)
+
+    def _own_last_page(self, name: str) -> None:
+        """Copy on write: the page into which the next entry goes may be another row's too."""
         row, size = self.rows[name], self.shape.page_size
-        count = -(-length // size) - len(row.pages)
-        if count <= 0:
+        place = row.committed // size
+        if place >= len(row.pages) or self.pages.holders[row.pages[place]] == 1:
             return
-        pages = self._take(count)
-        row.pages += pages
-        row.slots = np.concatenate([row.slots, (np.array(pages)[:, None] * size + np.arange(size)).ravel()])
-        self.canary.on_alloc(name, pages)
+        shared, (copy,) = row.pages[place], self.pages.take(1, self.num_steps)
+        entries = slice(place * size, row.committed)
+        source = row.slots[entries].copy()
+        row.pages[place], row.slots[place * size : (place + 1) * size] = copy, self._slots_of([copy])
+        self.canary.on_copy(name, shared, copy)
+        for pool in self.pools:
+            self._move(pool, source, row.slots[entries])
+        self.pages.drop([shared], self.num_steps)
+        self.num_copies += 1
 
-    def _take(self, count: int) -> list[int]:
-        """Free pages, drawn; under pressure also those of the quarantine, the longest waiting first."""
-        while self._waiting and (
-            self.num_steps - self._waiting[0][0] >= self._quarantine or len(self.free_pages) < count
-        ):
-            self.free_pages.append(self._waiting.popleft()[1])
-        pages = [self.free_pages.pop(self.random.randrange(len(self.free_pages))) for _ in range(count)]
-        self.grants[pages] += 1
-        return pages
+    def _begin_with(self, row: ToyRow, pages: Sequence[int]) -> None:
+        row.pages, row.slots = list(pages), self._slots_of(pages)
+        self.pages.hold(pages)
 
-    def _give_back(self, pages: Sequence[int]) -> None:
-        """Freed pages wait some steps before they are granted again."""
-        self._waiting.extend((self.num_steps, page) for page in pages)
+    def _slots_of(self, pages: Sequence[int]) -> Slots:
+        size = self.shape.page_size
+        return (np.array(pages)[:, None] * size + np.arange(size)).ravel()
 
     def _move(self, pool: str, src: Slots, dst: Slots) -> None:
         source, destination = torch.from_numpy(src), torch.from_numpy(dst)
