@@ -267,7 +267,6 @@ class Reader:
         """R5 where attention reads another chain than the one that this forward wrote for the same entry."""
         forward, slots = segment.forward, segment.slots
         own = forward.planned.slots[segment.written]
-        bits[slots == own] = 0
         if "R5" not in self._active:
             return []
         differs = (bits == 0) & (slots >= forward.pool.view.null_slots)
