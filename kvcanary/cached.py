@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvcanary.config import ROTATION_STEPS
-from kvcanary.content import Looked, find_changed
-from kvcanary.hits import Hit
+from kvcanary.content import find_changed
+from kvcanary.entries import Entries
+from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
 from kvcanary.state import CanaryState
 
@@ -26,7 +28,7 @@ class CachedSweep:
         self.bytes_read = 0
         self.longest_wait = 0
 
-    def slice(self, step: int, stride: int) -> list[Hit]:
+    def slice(self, step: int, stride: int) -> list[HitBatch]:
         """So many pages that with a slice every `stride` steps each is read once in a rotation."""
         pages = self._pages()
         if not len(pages):
@@ -35,19 +37,19 @@ class CachedSweep:
         oldest = pages[np.argsort(self.read_at[pages], kind="stable")[:count]]
         return self.look(oldest.tolist(), step)
 
-    def look(self, pages: Sequence[int], step: int) -> list[Hit]:
+    def look(self, pages: Sequence[int], step: int) -> list[HitBatch]:
         """R9 and R3 for the slots of these pages, whose entries are all final."""
-        size = self._state.page_size
-        slots = [slot for page in pages for slot in range(page * size, (page + 1) * size)]
-        if not slots:
+        if not len(pages):
             return []
-        last_good = [int(self.read_at[slot // size]) for slot in slots]
-        self.longest_wait = max(self.longest_wait, step - min(last_good))
-        places = [Looked(slot, None, None, good) for slot, good in zip(slots, last_good, strict=True)]
-        hits: list[Hit] = []
+        size = self._state.page_size
+        slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
+        nobody = np.full(len(slots), -1)
+        entries = Entries(slots, nobody, nobody, (), self.read_at[slots // size])
+        self.longest_wait = max(self.longest_wait, step - int(self.read_at[list(pages)].min()))
+        where = torch.from_numpy(slots).to(self._state.records.device)
+        hits: list[HitBatch] = []
         for pool in self._state.pools:
-            where = self._state.ints(slots)
-            hits += find_changed(pool, where, lambda: places, ("sweep", 1), step, both_lanes=False)
+            hits += find_changed(pool, where, lambda: entries, ("sweep", 1), step, both_lanes=False)
             self.bytes_read += len(slots) * pool.view.slot_bytes
         self.read_at[list(pages)] = step
         return hits

@@ -10,15 +10,16 @@ import torch
 from kvcanary.cached import CachedSweep
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
-from kvcanary.content import Looked, find_changed, slots_are_right
+from kvcanary.content import find_changed, slots_are_right
+from kvcanary.entries import Entries, join_entries, written_entries
 from kvcanary.forward import Forward
 from kvcanary.hits import Hit
-from kvcanary.intake import HitGroup, HitLog
+from kvcanary.intake import HitBatch, HitGroup, HitLog
 from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.moving import Mover, Slots
-from kvcanary.reading import Reader, Verdict
+from kvcanary.reading import Reader, Verdict, read_entries
 from kvcanary.sealing import Sealer
 from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
@@ -71,7 +72,7 @@ class StepChecks:
             self.publish_pages()
             for forward in forwards:
                 forward.read_rows()
-                self.hits += judge_layers(forward) + judge_tokens(forward) + judge_mask(forward)
+                self.hits += [*judge_layers(forward), *judge_tokens(forward), *judge_mask(forward)]
             self.hits += self._sealer.seal(forwards)
             self._ledger.pages.wrote(np.unique(self._sealer.pages))
             self.mirror.flush()
@@ -135,7 +136,7 @@ class StepChecks:
                 self._fingerprint()
                 self.hits += self.cached.look(pages, step)
 
-    def report(self, hits: Sequence[Hit]) -> None:
+    def report(self, hits: Sequence[Hit | HitBatch]) -> None:
         self.hits += hits
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -150,7 +151,6 @@ class StepChecks:
         verdict = self._reader.judge(pool, forwards)
         if self._config.content == "full" and self._compares_content:
             verdict.hits += self._check_all_bytes(pool, forwards, verdict)
-        self._note_last_good(verdict.hits)
         self.hits += verdict.hits
         coverage = self._coverage
         coverage.forwards += len(forwards)
@@ -162,30 +162,33 @@ class StepChecks:
         for stage in self._stages.values():
             stage.fingerprint()
 
-    def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[Hit]:
+    def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[HitBatch]:
         """content=full: every byte that these forwards have read or written."""
         self._stages[pool].fingerprint()
         slots = joined([self._reader.slots(verdict.segments), *(forward.slots for forward in forwards)])
         self._coverage.bytes_checked += len(slots) * pool.view.slot_bytes
-        hits: list[Hit] = []
+        hits: list[HitBatch] = []
         if not slots_are_right(pool, slots):
             last = forwards[-1]
             hits = find_changed(
-                pool, slots, lambda: _places_of(forwards, verdict), last.site, last.step, both_lanes=False
+                pool, slots, lambda: self._entries_of(forwards, verdict), last.site, last.step, both_lanes=False
             )
         step = forwards[-1].step
         for request in {request.uid: request for forward in forwards for request in forward.requests}.values():
             self.sweeper.mark_read(pool, request, step)
         return hits
 
-    def _note_last_good(self, hits: Sequence[Hit]) -> None:
-        """Identity is judged in every forward: an entry that was judged before was good at that time."""
-        for hit in hits:
-            request = self._ledger.requests.get(hit.request_id or "")
-            if request is not None and hit.last_good is None and hit.position is not None:
-                judged = request.judged[hit.pool.pool_id]
-                if hit.position < judged.length:
-                    hit.last_good = judged.step
+    def _entries_of(self, forwards: Sequence[Forward], verdict: Verdict) -> Entries:
+        """What is known of every slot that was read, then of every slot that was written."""
+        written = [written_entries(forward) for forward in forwards]
+        if not verdict.segments:
+            return join_entries(written)
+        pool = forwards[0].pool
+        read = read_entries(pool, verdict.segments)
+        queues = [self._ledger.request(name).reads[pool.pool_id] for name in read.request_ids]
+        last_looks = [-1 if (step := queue.oldest()) is None else step for queue in queues]
+        read.last_good = np.array(last_looks)[read.rows]  # of the bytes: identity is good to this very step
+        return join_entries([read, *written])
 
 
 def _note_rows(forward: Forward) -> None:
@@ -198,19 +201,3 @@ def _note_rows(forward: Forward) -> None:
         if forward.kind == "extend":
             length = min(length, request.committed_len)  # what lies beyond is junk
         request.row_lens[pool_id] = length
-
-
-def _places_of(forwards: Sequence[Forward], verdict: Verdict) -> list[Looked]:
-    """What is known of every slot that was read, then of every slot that was written."""
-    places = [
-        Looked(slot, position, segment.request.request_id, None)
-        for segment in verdict.segments
-        for position, slot in enumerate(segment.slots, segment.first_position)
-    ]
-    for forward in forwards:
-        for entry, (slot, position) in enumerate(
-            zip(forward.write_slots, forward.planned.positions.tolist(), strict=True)
-        ):
-            name = forward.request_of(forward.row_of_entry(entry)).request_id
-            places.append(Looked(slot, position, name, None))
-    return places

@@ -70,7 +70,7 @@ class Facts:
     @cached_property
     def first_difference(self) -> int | None:
         """First position at which the row that was read (R6) holds another token than the request has."""
-        if self.reader is None or not self.hit.row_slots:
+        if self.reader is None or not len(self.hit.row_slots):
             return None
         pool, offset = self.hit.pool, self.hit.pool.view.token_offset
         slots = torch.tensor(self.hit.row_slots, device=pool.records.device)

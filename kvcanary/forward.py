@@ -17,11 +17,16 @@ from kvcanary.views import ReadPlan, WritePlan
 Ints = NDArray[np.int64]
 
 
-class Refusal(NamedTuple):
-    """A write that is not made: the code of its finding, and the slot that was asked for."""
+class Refused(NamedTuple):
+    """Entries of a plan that were refused, the ids that were asked for, and why; all [n].
 
-    code: str
-    slot: int
+    entries, ids: int64
+    codes:        of their findings
+    """
+
+    entries: Ints
+    ids: Ints
+    codes: NDArray[np.str_]
 
 
 class Planned(NamedTuple):
@@ -54,8 +59,8 @@ class Forward:
     owns, begins:   by row, where these begin in `indices`, and in the row
     write_slots:    `slots` as plain integers
     parents:        by entry of the write plan, its tree parent in the plan or -1; None: every row is a chain
-    refused:        entries of the write plan that were refused, with the reason and the slot that was asked for
-    refused_reads:  entries of `indices` that were refused (R1), with the slot that was asked for
+    refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
+    refused_reads:  entries of `indices` that were refused (R1)
     stored:         bitmap of the layers that have stored
     room, lanes:    by layer, where K, V and extras are copied to, or their lanes where these are taken at once; neither
                     where nobody will compare the bytes
@@ -80,8 +85,8 @@ class Forward:
     begins: list[int]
     write_slots: list[int]
     parents: list[int] | None
-    refused: dict[int, Refusal] = field(default_factory=dict)
-    refused_reads: dict[int, int] = field(default_factory=dict)
+    refused: Refused | None = None
+    refused_reads: Refused | None = None
     room: list[tuple[Tensor, ...]] = field(default_factory=list)
     stage_row: int = 0
     lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -100,14 +105,6 @@ class Forward:
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
-
-    def row_of_entry(self, entry: int) -> int:
-        """The row that writes this entry of the write plan."""
-        for row, written in enumerate(self.written):
-            if entry < written:
-                return row
-            entry -= written
-        raise IndexError(entry)
 
 
 def plan_forward(

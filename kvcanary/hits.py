@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvcanary.codes import RANK, SPEAK_FIRST
-from kvcanary.forward import Forward
+from kvcanary.forward import Ints
 from kvcanary.state import PoolState
 
 
@@ -45,7 +45,7 @@ class Hit:
     until: int | None = None
     parent_position: int | None = None
     found_position: int | None = None
-    row_slots: tuple[int, ...] = ()
+    row_slots: Sequence[int] | Ints = ()
     fingerprint_hit: bool = False
     others: tuple[str, ...] = ()
     expected: dict[str, Any] | None = None
@@ -67,14 +67,6 @@ class Hit:
     @property
     def row(self) -> tuple[int, str | None]:
         return self.pool.pool_id, self.request_id
-
-
-def entry_hit(code: str, forward: Forward, entry: int, **evidence: Any) -> Hit:
-    """A hit at one entry of a forward's write plan, at the slot that the plan named."""
-    slot = forward.refused[entry].slot if entry in forward.refused else forward.write_slots[entry]
-    request_id = forward.request_of(forward.row_of_entry(entry)).request_id
-    position = int(forward.planned.positions[entry])
-    return Hit(code, forward.pool, slot, position, request_id, forward.site, forward.step, **evidence)
 
 
 def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:

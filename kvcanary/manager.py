@@ -15,7 +15,7 @@ from kvcanary.errors import CanaryConfigError, HookOrderError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.forward import Forward
 from kvcanary.graphs import StaticChecks
-from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
 from kvcanary.refusing import refuse
@@ -150,14 +150,14 @@ class CanaryManager(Lifecycle):
     def refuse(self, forward: Forward) -> None:
         refuse(forward, self._ledger.pages, self.config.disable)
 
-    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[Hit]) -> Stage | None:
+    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> Stage | None:
         """The stage of this forward's values; None where nobody compares them."""
         stage = self._checks.open(forward)
         self._open = substep
         self.report_hits(hits)
         return stage
 
-    def report_hits(self, hits: Sequence[Hit]) -> None:
+    def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)
 
     def closed(self) -> None:

@@ -41,7 +41,8 @@ class Mirror:
             self.epoch += 1
             self.judged[:] = False
         self.table[rows] = records
-        self._fresh.append(rows)
+        if len(rows):
+            self._fresh.append(rows)
 
     def flush(self) -> None:
         """Write what is new to the device."""

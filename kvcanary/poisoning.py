@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from kvcanary.certificate import Coverage
-from kvcanary.hits import Hit
+from kvcanary.forward import on_host
+from kvcanary.intake import HitBatch
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
@@ -47,7 +49,7 @@ class Poisoner:
             self._credit -= count * page_bytes
             self._fill([page for page, _ in zip(list(self._waiting), range(count), strict=False)])
 
-    def granted(self, pages: Sequence[int], step: int) -> list[Hit]:
+    def granted(self, pages: Sequence[int], step: int) -> list[HitBatch]:
         """P1 for every slot of these pages whose poison is damaged; they have an owner from now on."""
         if self._is_off or not (self._waiting or self._poisoned):
             return []
@@ -73,7 +75,7 @@ class Poisoner:
             fill = poison_fill if slots.is_cuda else poison_fill_torch
             fill(pool.rows, slots, nan=self._nan)
 
-    def _check(self, pool: PoolState, pages: Sequence[int], step: int) -> list[Hit]:
+    def _check(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
         slots = self._slots(pages)
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
         check = poison_check if slots.is_cuda else poison_check_torch
@@ -81,11 +83,10 @@ class Poisoner:
         damaged = mismatch.any(1).nonzero().flatten()
         if not len(damaged):
             return []
-        layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T
-        return [
-            Hit("P1", pool, slot, None, None, ("grant", 0), step, layers=tuple(own.nonzero().flatten().tolist()))
-            for slot, own in zip(slots[damaged].tolist(), layers, strict=True)
-        ]
+        layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.cpu().numpy()
+        nobody = np.full(len(damaged), -1)
+        where = on_host(slots[damaged])
+        return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers)]
 
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""

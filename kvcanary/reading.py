@@ -7,16 +7,20 @@ that fails one is a suspect: its records are judged entry by entry, and every ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.forward import SLOT_BYTES, Forward, Ints
+from kvcanary.entries import Entries, fired_writes, last_judged
+from kvcanary.forward import SLOT_BYTES, Forward, Ints, on_host
 from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
 from kvcanary.lanes import joined
 from kvcanary.ledger import Judged, Ledger, Request
 from kvcanary.mirror import Mirror
@@ -43,7 +47,8 @@ class Segment:
     start, length:  where in the indices of the forward
     first_position: of its first entry
     predecessor:    slot that its first entry continues, ROOT, or NO_PREDECESSOR: not judged
-    entry:          of the write plan, where the row should read what the forward itself writes; else -1
+    first_written:  of the write plan, the entry that the first one should be, where the row should read what the
+                    forward itself writes; else -1
     """
 
     forward: Forward
@@ -52,15 +57,31 @@ class Segment:
     length: int
     first_position: int = 0
     predecessor: int = ROOT
-    entry: int = -1
+    first_written: int = -1
 
     @property
     def request(self) -> Request:
         return self.forward.request_of(self.row)
 
     @property
-    def slots(self) -> list[int]:
-        return self.forward.ids[self.start : self.start + self.length].tolist()
+    def slots(self) -> Ints:
+        return self.forward.ids[self.start : self.start + self.length]
+
+    @property
+    def written(self) -> slice:
+        """Of the write plan, the entries that these should be."""
+        return slice(self.first_written, self.first_written + self.length)
+
+    @property
+    def judged_positions(self) -> Ints:
+        """Where to begin to judge: at the first entry, or at each that the forward writes."""
+        return self.positions if self.first_written >= 0 else np.array([self.first_position])
+
+    @property
+    def positions(self) -> Ints:
+        if self.first_written >= 0:
+            return self.forward.planned.positions[self.written]
+        return np.arange(self.first_position, self.first_position + self.length)
 
 
 @dataclass(slots=True)
@@ -75,7 +96,7 @@ class Sorted:
 class Verdict:
     """What judging gave; `segments` hold every entry that was read and that these forwards did not write."""
 
-    hits: list[Hit]
+    hits: list[Hit | HitBatch]
     segments: list[Segment]
     unknown_truths: int
 
@@ -86,6 +107,7 @@ class Reader:
     def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, disabled: frozenset[str]) -> None:
         self._state, self._ledger, self._mirror = state, ledger, mirror
         self._active = {code: bit for code, bit in CODE_BITS.items() if code not in disabled}
+        self._active_bits = sum(self._active.values())
         self._judges_truth = "R6" not in disabled
         self._unknown_truths = 0
 
@@ -93,17 +115,15 @@ class Reader:
         self._unknown_truths = 0
         rows = sort_rows(forwards)
         prefixes = list(rows.longest.values())
-        if self._records_are_intact(pool, prefixes):
-            rows.suspects += self._untrue(pool, prefixes)
-        else:
-            rows.suspects += prefixes
-        hits: list[Hit] = []
-        for step in sorted({segment.forward.step for segment in rows.suspects}):
-            hits += self._hits(pool, step, [segment for segment in rows.suspects if segment.forward.step == step])
+        untrue = self._untrue(pool, prefixes) if self._records_are_intact(pool, prefixes) else prefixes
+        suspects = rows.suspects + untrue
+        hits: list[Hit | HitBatch] = []
+        for step in sorted({segment.forward.step for segment in suspects}):
+            hits += self._hits(pool, step, [segment for segment in suspects if segment.forward.step == step])
         for forward in forwards:
-            if forward.write_slots and min(forward.write_slots) < pool.view.null_slots:
-                hits += self._null_writes(forward)
-        return Verdict(hits, prefixes + [s for s in rows.suspects if s not in prefixes], self._unknown_truths)
+            if forward.write_slots and min(forward.write_slots) < pool.view.null_slots and "R2" in self._active:
+                hits.append(_null_writes(forward))
+        return Verdict(hits, prefixes + rows.suspects, self._unknown_truths)
 
     def slots(self, segments: Sequence[Segment]) -> Tensor:
         """[n] int64: the slots of all segments."""
@@ -163,34 +183,36 @@ class Reader:
 
     # suspects
 
-    def _hits(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Hit]:
+    def _hits(self, pool: PoolState, step: int, segments: Sequence[Segment]) -> list[Hit | HitBatch]:
         """Every check that fires for these entries; R6 for whole rows in which nothing else does."""
         slots = self.slots(segments)
-        codes = self._codes(pool, step, segments, slots)
-        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
-        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
-        hits: list[Hit] = []
-        for segment, part in zip(segments, codes.split([segment.length for segment in segments]), strict=True):
-            own = self._hits_of(segment, part)
-            if not own and segment.entry >= 0:
-                own = self._judge_own(pool, segment)
-            elif not own and segment.first_position == 0 and segment.length:
-                own = self._judge_truth(pool, segment)
-            hits += own
+        bits, first = on_host(self._codes(pool, step, segments, slots)) & self._active_bits, 0
+        hits: list[Hit | HitBatch] = []
+        for forward, group in groupby(segments, lambda segment: segment.forward):
+            own = list(group)
+            end = first + sum(segment.length for segment in own)
+            hits += self._hits_of(forward, own, bits[first:end])
+            first = end
         return hits
 
     def _codes(self, pool: PoolState, step: int, segments: Sequence[Segment], slots: Tensor) -> Tensor:
         """[n] int64: check bits of every entry of these segments."""
         state, codes = self._state, torch.zeros_like(slots)
-        lengths = state.ints(segment.length for segment in segments)
+        repeats = [segment.length if segment.first_written >= 0 else 1 for segment in segments]
+
+        def spread(values: Iterable[int]) -> Tensor:
+            """[judged] int64: entries that the forward writes are judged one by one."""
+            return _on_device(np.repeat(np.fromiter(values, np.int64, len(segments)), repeats), slots)
+
+        lengths = spread(1 if segment.first_written >= 0 else segment.length for segment in segments)
         verify_torch(
             pool.records,
             slots,
             starts=lengths.cumsum(0) - lengths,
             lengths=lengths,
-            first_positions=state.ints(segment.first_position for segment in segments),
-            predecessors=state.ints(segment.predecessor for segment in segments),
-            seeds=state.ints(signed(segment.request.root(pool.pool_id)) for segment in segments),
+            first_positions=_on_device(np.concatenate([s.judged_positions for s in segments]), slots),
+            predecessors=spread(segment.predecessor for segment in segments),
+            seeds=spread(signed(segment.request.root(pool.pool_id)) for segment in segments),
             generations=state.generations[: pool.view.num_pages],
             layers=pool.layers,
             page_size=state.page_size,
@@ -200,22 +222,35 @@ class Reader:
             codes=codes,
             states=state.page_states[: pool.view.num_pages],
             owners=state.owners[: pool.view.num_pages],
-            readers=state.ints(segment.request.uid for segment in segments),
+            readers=spread(segment.request.uid for segment in segments),
             step=state.ints([step]),
         )
+        overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
+        codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
         return codes
 
-    def _hits_of(self, segment: Segment, codes: Tensor) -> list[Hit]:
-        hits: list[Hit] = []
-        for place in codes.nonzero().flatten().tolist():
-            if segment.start + place not in segment.forward.refused_reads:  # R1 was reported at open
-                bits = int(codes[place])
-                hits += [_hit(code, segment, place) for code, bit in self._active.items() if bits & bit]
+    def _hits_of(self, forward: Forward, segments: Sequence[Segment], bits: Ints) -> list[Hit | HitBatch]:
+        """One batch a check for these segments of one forward; R5 and R6 by row, where no other check fires."""
+        hits: list[Hit | HitBatch] = []
+        refused = _refused_reads(forward)
+        ends = np.cumsum([segment.length for segment in segments])
+        for segment, own in zip(segments, np.split(bits, ends[:-1]), strict=True):
+            if refused is not None:
+                own[refused[segment.start : segment.start + segment.length]] = 0  # R1 was reported at open
+            if segment.first_written >= 0:
+                hits += self._judge_own(segment, own)
+            elif segment.first_position == 0 and segment.length and not own.any():
+                hits += self._judge_truth(segment)
+        fired = int(np.bitwise_or.reduce(bits))
+        if fired:
+            entries = read_entries(forward.pool, segments)
+            hits += [_batch(code, forward, entries, bits & bit) for code, bit in self._active.items() if fired & bit]
         return hits
 
-    def _judge_truth(self, pool: PoolState, segment: Segment) -> list[Hit]:
+    def _judge_truth(self, segment: Segment) -> list[Hit]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""
-        truth = self._ledger.truth(segment.request, pool.pool_id, segment.length)
+        pool, length = segment.forward.pool, segment.length
+        truth = self._ledger.truth(segment.request, pool.pool_id, length)
         if truth is None:
             self._unknown_truths += 1
         if truth is None or not self._judges_truth:
@@ -223,30 +258,22 @@ class Reader:
         slots = segment.slots
         if int(pool.records[slots[-1], record.CHAIN]) == signed(truth):
             return []
-        hit = _hit("R6", segment, segment.length - 1)
-        hit.row_slots = tuple(slots)
+        end = replace(segment, start=segment.start + length - 1, length=1, first_position=length - 1)
+        hit = _batch("R6", segment.forward, read_entries(pool, [end]), np.ones(1)).hit(0)
+        hit.row_slots = slots
         return [hit]
 
-    def _judge_own(self, pool: PoolState, segment: Segment) -> list[Hit]:
+    def _judge_own(self, segment: Segment, bits: Ints) -> list[HitBatch]:
         """R5 where attention reads another chain than the one that this forward wrote for the same entry."""
-        slot, own = segment.slots[0], segment.forward.write_slots[segment.entry]
-        chains = pool.records[:, record.CHAIN]
-        refused = segment.start in segment.forward.refused_reads or slot < pool.view.null_slots
-        if refused or "R5" not in self._active or int(chains[slot]) == int(chains[own]):
+        forward, slots = segment.forward, segment.slots
+        own = forward.planned.slots[segment.written]
+        bits[slots == own] = 0
+        if "R5" not in self._active:
             return []
-        return [_hit("R5", segment, 0)]
-
-    def _null_writes(self, forward: Forward) -> list[Hit]:
-        """R2 for the entries that live rows write to, and so read from, null slots."""
-        hits: list[Hit] = []
-        first, null_slots = 0, forward.pool.view.null_slots
-        for row, written in enumerate(forward.written if "R2" in self._active else ()):
-            for entry, slot in enumerate(forward.write_slots[first : first + written], first):
-                if slot < null_slots and entry not in forward.refused:
-                    place = forward.bounds[row + 1] - written + entry - first
-                    hits.append(_hit("R2", _own_entry(forward, row, place, entry), 0))
-            first += written
-        return hits
+        differs = (bits == 0) & (slots >= forward.pool.view.null_slots)
+        read, written = (_held(forward.pool, ids[differs], record.CHAIN) for ids in (slots, own))
+        differs[differs] = read != written
+        return [_batch("R5", forward, read_entries(forward.pool, [segment]), differs)] if differs.any() else []
 
 
 def sort_rows(forwards: Sequence[Forward]) -> Sorted:
@@ -276,41 +303,63 @@ def sort_rows(forwards: Sequence[Forward]) -> Sorted:
                         before = ids[middle - 1] if length else ROOT
                         rows.suspects.append(Segment(forward, row, middle, own - middle, length, before))
                 if tail[own - middle :] != slots[first : first + written]:
-                    rows.suspects += _astray(forward, row, own, first, written)
+                    rows.suspects.append(_astray(forward, row, own, first, written))
                 if draft and written == 1:
                     paths[slots[first]] = uid, length, tail
                 first += written
     return rows
 
 
-def _astray(forward: Forward, row: int, own: int, first: int, written: int) -> list[Segment]:
-    """Entries at a row's end that name another slot than the one that the forward writes there."""
-    return [
-        _own_entry(forward, row, place, entry)
-        for place, entry in zip(range(own, own + written), range(first, first + written), strict=True)
-        if forward.ids[place] != forward.write_slots[entry]
-    ]
+def _astray(forward: Forward, row: int, own: int, first: int, written: int) -> Segment:
+    """From the first to the last entry of a row's end that names another slot than the forward writes there."""
+    differs = forward.ids[own : own + written] != forward.planned.slots[first : first + written]
+    begin, end = np.flatnonzero(differs)[[0, -1]].tolist()
+    return Segment(forward, row, own + begin, end - begin + 1, 0, NO_PREDECESSOR, first + begin)
 
 
-def _own_entry(forward: Forward, row: int, place: int, entry: int) -> Segment:
-    """What a row reads at `place`, where it should read what the forward writes as `entry`."""
-    return Segment(forward, row, place, 1, int(forward.planned.positions[entry]), NO_PREDECESSOR, entry)
-
-
-def _hit(code: str, segment: Segment, place: int) -> Hit:
-    """A hit at one entry of a segment."""
-    forward = segment.forward
-    slot = int(forward.ids[segment.start + place])
-    found_position = None
-    if code == "R4":
-        found_position = int(forward.pool.records[slot, record.TOKEN_POSITION]) >> 32
-    return Hit(
-        code,
-        forward.pool,
-        slot,
-        segment.first_position + place,
-        segment.request.request_id,
-        forward.site,
-        forward.step,
-        found_position=found_position,
+def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
+    """What these segments read, row by row, and when it was last judged."""
+    requests = [segment.request for segment in segments]
+    rows = np.repeat(np.arange(len(segments)), [segment.length for segment in segments])
+    positions = np.concatenate([segment.positions for segment in segments])
+    return Entries(
+        np.concatenate([segment.slots for segment in segments]),
+        positions,
+        rows,
+        [request.request_id for request in requests],
+        last_judged(requests, pool.pool_id, rows, positions),
     )
+
+
+def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -> HitBatch:
+    """One check at the entries where `fired` is not zero, with the positions that R4 has found."""
+    evidence = {}
+    if code == "R4":
+        evidence["found_positions"] = _held(forward.pool, entries.slots, record.TOKEN_POSITION) >> 32
+    return entries.fired(code, forward.pool, forward.site, forward.step, np.flatnonzero(fired), **evidence)
+
+
+def _held(pool: PoolState, slots: Ints, column: int) -> Ints:
+    """[n] int64: one column of the records of these slots."""
+    return on_host(pool.records[_on_device(slots, pool.records), column])
+
+
+def _on_device(values: Ints, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)
+
+
+def _null_writes(forward: Forward) -> HitBatch:
+    """R2 for the entries that live rows write to, and so read from, null slots."""
+    is_null = forward.planned.slots < forward.pool.view.null_slots
+    if forward.refused is not None:
+        is_null[forward.refused.entries] = False  # W1 was reported at open
+    return fired_writes("R2", forward, np.flatnonzero(is_null))
+
+
+def _refused_reads(forward: Forward) -> NDArray[np.bool_] | None:
+    """By entry of the indices whether it was refused; None: none was."""
+    if forward.refused_reads is None:
+        return None
+    refused = np.zeros(len(forward.ids), np.bool_)
+    refused[forward.refused_reads.entries] = True
+    return refused

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.forward import Forward, Refusal, on_host
+from kvcanary.forward import Forward, Refused, on_host
 from kvcanary.pages import Pages
 from kvcanary_kernels.record import NO_OWNER
 
@@ -39,17 +39,18 @@ def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> None:
 
 
 def _replace(forward: Forward, refused: dict[int, str]) -> None:
-    forward.refused = {entry: Refusal(code, forward.write_slots[entry]) for entry, code in sorted(refused.items())}
+    entries = np.array(sorted(refused))
     slots = forward.planned.slots.copy()
-    slots[list(refused)] = 0
+    forward.refused = Refused(entries, slots[entries], np.array([refused[entry] for entry in entries.tolist()]))
+    slots[entries] = 0
     forward.planned = forward.planned._replace(slots=slots)
     forward.slots = torch.from_numpy(slots).to(forward.slots.device)
     forward.write_slots = slots.tolist()
 
 
-def _without_outsiders(ids: Tensor, num_slots: int) -> tuple[Tensor, dict[int, int]]:
-    """`ids` with null slot 0 in the place of those outside the pool, and these by entry."""
+def _without_outsiders(ids: Tensor, num_slots: int) -> tuple[Tensor, Refused]:
+    """`ids` with null slot 0 in the place of those outside the pool, and these."""
     outside = (ids < 0) | (ids >= num_slots)
     entries = outside.nonzero().flatten()
-    refused = dict(zip(entries.tolist(), ids[entries].tolist(), strict=True))
+    refused = Refused(on_host(entries), on_host(ids[entries]), np.full(len(entries), "R1"))
     return torch.where(outside, 0, ids), refused

@@ -41,8 +41,8 @@ class RowBook(RequestBook):
         """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
         if self.page_size == 1:
             return [page for page in request.pages[start:end] if page != NO_PAGE]
-        slots = (self.slot(request, position) for position in range(start, end))
-        return [slot for slot in slots if slot >= 0]
+        granted = np.frombuffer(request.row, np.int64)[start:end]
+        return granted[granted >= 0].tolist()
 
     def note_moved(self, pool_id: int, slots: Array) -> None:
         """Entries that a declared move has put at the end of a row are written, as if by a forward."""

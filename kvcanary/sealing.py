@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
-from kvcanary.hits import Hit, entry_hit
+from kvcanary.intake import HitBatch
 from kvcanary.mirror import Mirror, Rows, Words, no_records
 from kvcanary.sites import pack_site
 from kvcanary_kernels.record import (
@@ -33,7 +34,7 @@ class Sealer:
         self._mirror, self._page_size, self._grants = mirror, page_size, grants
         self.pages: NDArray[np.int64] = np.empty(0, np.int64)  # that the last `seal` wrote to
 
-    def seal(self, forwards: Sequence[Forward]) -> list[Hit]:
+    def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
         entries = [len(forward.write_slots) for forward in forwards]
         per_row = np.array([count for forward in forwards for count in forward.written], np.int64)
@@ -140,11 +141,11 @@ def _tails(forwards: Sequence[Forward]) -> Words:
     return np.array([[0, *bitmap_columns(forward.stored), forward.pool.seal_term] for forward in forwards], np.uint64)
 
 
-def _misplaced(forwards: Sequence[Forward], positions: Rows, wanted: Rows) -> list[Hit]:
+def _misplaced(forwards: Sequence[Forward], positions: Rows, wanted: Rows) -> list[HitBatch]:
     hits, first = [], 0
     for forward in forwards:
         part = slice(first, first + len(forward.write_slots))
-        for entry in (positions[part] != wanted[part]).nonzero()[0].tolist():
-            hits.append(entry_hit("W5", forward, entry, parent_position=int(wanted[part][entry]) - 1))
+        which = np.flatnonzero(positions[part] != wanted[part])
+        hits.append(fired_writes("W5", forward, which, parent_positions=wanted[part] - 1))
         first = part.stop
     return hits

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvcanary.config import ROTATION_STEPS
-from kvcanary.content import Looked, find_changed, slots_are_right
-from kvcanary.hits import Hit
+from kvcanary.content import find_changed, slots_are_right
+from kvcanary.entries import Entries
+from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger, Request
 from kvcanary.state import CanaryState, PoolState
 
@@ -47,11 +50,11 @@ class Sweeper:
         """Something was found near these requests' bytes: the next slice reads all of them."""
         self._hurried.update(request_ids)
 
-    def slice(self, step: int) -> list[Hit]:
+    def slice(self, step: int) -> list[HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again."""
         requests = [request for request in self._ledger.requests.values() if not request.released]
         total = self._live_bytes(requests) if self._budget is not None else 0
-        hits: list[Hit] = []
+        hits: list[HitBatch] = []
         for pool in self._state.pools:
             looks = []
             for request in requests:
@@ -64,9 +67,9 @@ class Sweeper:
         self._hurried.clear()
         return hits
 
-    def last_look(self, request: Request, step: int) -> list[Hit]:
+    def last_look(self, request: Request, step: int) -> list[HitBatch]:
         """All committed bytes of a request, in every pool, with both lanes."""
-        hits: list[Hit] = []
+        hits: list[HitBatch] = []
         for pool in self._state.pools:
             length = self.commit(request, pool)
             queue = request.reads[pool.pool_id]
@@ -115,7 +118,7 @@ class Sweeper:
 
     def _look(
         self, pool: PoolState, looks: Iterable[Look], site: tuple[str, int], step: int, both_lanes: bool
-    ) -> list[Hit]:
+    ) -> list[HitBatch]:
         slots: list[int] = []
         looks = list(looks)
         for look in looks:
@@ -128,13 +131,19 @@ class Sweeper:
         where = self._state.ints(slots)
         if not both_lanes and slots_are_right(pool, where):
             return []
-        return find_changed(pool, where, lambda: self._places(looks), site, step, both_lanes)
+        return find_changed(pool, where, lambda: _entries_of(looks), site, step, both_lanes)
 
-    def _places(self, looks: Iterable[Look]) -> list[Looked]:
-        return [
-            Looked(slot, position, look.request.request_id, read)
-            for look in looks
-            for start, end, read in look.ranges
-            for position in range(start, end)
-            if (slot := self._ledger.slot(look.request, position)) >= 0
-        ]
+
+def _entries_of(looks: Sequence[Look]) -> Entries:
+    """What is known of every slot that is looked at."""
+    columns = []
+    for row, look in enumerate(looks):
+        granted = np.frombuffer(look.request.row, np.int64)
+        for start, end, read in look.ranges:
+            slots = granted[start:end]
+            n = len(slots)
+            columns.append((slots, np.arange(start, start + n), np.full(n, row), np.full(n, read)))
+    slots, positions, rows, last_good = map(np.concatenate, zip(*columns, strict=True))
+    held = slots >= 0  # freed ones have none
+    names = [look.request.request_id for look in looks]
+    return Entries(slots[held], positions[held], rows[held], names, last_good[held])

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from kvcanary.forward import Forward, on_host
-from kvcanary.hits import Hit, entry_hit
+from kvcanary.entries import fired_writes
+from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 
 
-def judge_tokens(forward: Forward) -> list[Hit]:
+def judge_tokens(forward: Forward) -> list[HitBatch]:
     """W6 for every entry whose input the host knows and that is another token. Draft guesses have no truth."""
     if forward.kind == "draft":
         return []
-    hits: list[Hit] = []
+    wrong: list[Ints] = []
     tokens, offset, first = forward.planned.tokens.tolist(), forward.pool.view.token_offset, 0
     for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
         known = forward.request_of(row).tokens[begin + offset : begin + offset + count]
         if forward.parents is None:
             if tokens[first : first + len(known)] != known:
-                pairs = enumerate(zip(tokens[first:], known, strict=False), first)
-                hits += [_wrong_token(forward, entry) for entry, (token, real) in pairs if token != real]
+                own = forward.planned.tokens[first : first + len(known)]
+                wrong.append(first + np.flatnonzero(own != np.array(known)))
         elif known and count:  # of a tree the root alone is no guess
             roots = [entry for entry in range(first, first + count) if forward.parents[entry] < 0]
-            hits += [_wrong_token(forward, entry) for entry in roots if tokens[entry] != known[0]]
+            if any(tokens[entry] != known[0] for entry in roots):
+                wrong.append(np.array([entry for entry in roots if tokens[entry] != known[0]]))
         first += count
-    return hits
+    return [fired_writes("W6", forward, np.concatenate(wrong))] if wrong else []
 
 
 def judge_lengths(forward: Forward) -> list[Hit]:
@@ -68,10 +72,11 @@ def judge_mask(forward: Forward) -> list[Hit]:
     if b"".join(lineage.to_bytes(width, "little") for lineage in expected) == seen.tobytes():
         return []
     found = [int.from_bytes(row.tobytes(), "little") for row in seen]
+    wrong = [entry for entry, own in enumerate(expected) if own != found[entry]]
+    batch = fired_writes("R13", forward, np.array(wrong))
     return [
-        entry_hit("R13", forward, entry, expected={"sees": _bits(own)}, found={"sees": _bits(wrong)})
-        for entry, (own, wrong) in enumerate(zip(expected, found, strict=True))
-        if own != wrong
+        replace(batch.hit(number), expected={"sees": _bits(expected[entry])}, found={"sees": _bits(found[entry])})
+        for number, entry in enumerate(wrong)
     ]
 
 
@@ -95,10 +100,6 @@ def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: in
                 )
             )
     return hits
-
-
-def _wrong_token(forward: Forward, entry: int) -> Hit:
-    return entry_hit("W6", forward, entry)
 
 
 def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:

@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from kvcanary.forward import Forward
-from kvcanary.hits import Hit, entry_hit
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.entries import Entries, fired_writes
+from kvcanary.forward import Forward, Ints
+from kvcanary.intake import HitBatch
 
 
-def judge_slots(forward: Forward) -> list[Hit]:
+def judge_slots(forward: Forward) -> list[HitBatch]:
     """W1 and R1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
-    hits = [entry_hit(code, forward, entry) for entry, (code, _) in forward.refused.items()] + _refused_reads(forward)
+    hits = []
+    if forward.refused is not None:
+        entries, _, codes = forward.refused
+        hits += [fired_writes(code, forward, entries[codes == code]) for code in np.unique(codes).tolist()]
+    if forward.refused_reads is not None:
+        hits.append(_refused_reads(forward, forward.refused_reads.entries, forward.refused_reads.ids))
     if len(set(forward.write_slots)) < len(forward.write_slots):
-        seen: set[int] = set()
-        for entry, slot in enumerate(forward.write_slots):
-            if slot in seen and slot >= forward.pool.view.null_slots:  # padding may share null slots
-                hits.append(entry_hit("W4", forward, entry))
-            seen.add(slot)
+        hits.append(fired_writes("W4", forward, _repeated(forward)))
     return hits
 
 
-def judge_layer(forward: Forward, layer: int) -> list[Hit]:
+def judge_layer(forward: Forward, layer: int) -> list[HitBatch]:
     """W4 at the first slot of the forward for a layer whose bit in the bitmap is set already."""
     if not forward.write_slots or not forward.stored >> layer & 1:
         return []
-    return [entry_hit("W4", forward, 0, layers=(layer,))]
+    return [fired_writes("W4", forward, np.array([0]), layers=_layers(forward, 1 << layer))]
 
 
-def judge_layers(forward: Forward) -> list[Hit]:
+def judge_layers(forward: Forward) -> list[HitBatch]:
     """R12 for everything that not every layer has stored."""
     if forward.stored == forward.pool.full_layers:
         return []
-    layers = range(forward.pool.view.num_layers)
-    missing = tuple(layer for layer in layers if not forward.stored >> layer & 1)
-    return [
-        entry_hit("R12", forward, entry, layers=missing)
-        for entry, slot in enumerate(forward.write_slots)
-        if slot >= forward.pool.view.null_slots
-    ]
+    which = np.flatnonzero(forward.planned.slots >= forward.pool.view.null_slots)
+    return [fired_writes("R12", forward, which, layers=_layers(forward, ~forward.stored))]
 
 
-def _refused_reads(forward: Forward) -> list[Hit]:
+def _layers(forward: Forward, bitmap: int) -> NDArray[np.bool_]:
+    """[n, layers] bool: the same layers for every entry."""
+    layers = [bool(bitmap >> layer & 1) for layer in range(forward.pool.view.num_layers)]
+    return np.broadcast_to(layers, (len(forward.write_slots), len(layers)))
+
+
+def _repeated(forward: Forward) -> Ints:
+    """Entries whose slot an earlier one writes; padding may share null slots."""
+    slots, entries = forward.planned.slots, np.arange(len(forward.write_slots))
+    first = np.empty(forward.pool.view.num_slots, np.int64)
+    first[slots[::-1]] = entries[::-1]  # of equal slots the last assignment counts
+    return np.flatnonzero((first[slots] != entries) & (slots >= forward.pool.view.null_slots))
+
+
+def _refused_reads(forward: Forward, entries: Ints, ids: Ints) -> HitBatch:
     """R1 for every entry whose id is outside the pool."""
-    hits = []
-    for entry, slot in forward.refused_reads.items():
-        row = next(row for row in range(len(forward.written)) if entry < forward.bounds[row + 1])
-        position, request_id = entry - forward.bounds[row], forward.request_of(row).request_id
-        hits.append(Hit("R1", forward.pool, slot, position, request_id, forward.site, forward.step))
-    return hits
+    bounds = np.array(forward.bounds)
+    rows = np.searchsorted(bounds[1:], entries, side="right")
+    names = [request.request_id for request in forward.requests]
+    read = Entries(ids, entries - bounds[rows], rows // forward.width, names)
+    return read.fired("R1", forward.pool, forward.site, forward.step, np.arange(len(ids)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from kvcanary import KVCorruptionError, PlanError, ReadPlan, WritePlan
-from kvcanary.content import Looked, find_changed, slots_are_right
+from kvcanary.content import find_changed, slots_are_right
+from kvcanary.entries import Entries
 from kvcanary.lanes import lanes_of_layer, lanes_of_rows, lanes_of_slots
 from kvcanary.locate import locate_word
 from kvcanary.repair import repair_slot
@@ -110,8 +112,10 @@ def assert_named_and_repaired(fake, pool, slot: int, layer: int, place: tuple[st
     flip(row, dim, bit)
     first, end = pool.view.null_slots, pool.view.num_slots
     seen = sorted({first, *range(max(first, slot - 2), min(end, slot + 3)), end - 1})
-    places = [Looked(slot, None, None, None) for slot in seen]
-    (hit,) = find_changed(pool, torch.tensor(seen), lambda: places, ("sweep", 0), 1, both_lanes=True)
+    nobody = np.full(len(seen), -1)
+    entries = Entries(np.array(seen), nobody, nobody, ())
+    batches = find_changed(pool, torch.tensor(seen), lambda: entries, ("sweep", 0), 1, both_lanes=True)
+    (hit,) = [batch.hit(number) for batch in batches for number in range(len(batch))]
     assert (hit.code, hit.slot, hit.layers) == ("R9", slot, (layer,))
     word = locate_word(pool, slot, layer)
     assert (word.part, word.head, word.dim, word.byte, word.bit) == (part, head, dim, bit // 8, bit)

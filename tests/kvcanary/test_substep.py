@@ -331,3 +331,31 @@ def test_pools_share_one_page_size():
     """Pools share page ids, so one page size is asked of all."""
     pools = [pool_view(), replace(pool_view("draft"), page_size=2)]
     assert "'target' has 4, 'draft' has 2" in refused(PlanError, CanaryManager, CanaryConfig(), pools)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 5, 300])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_values_may_be_expanded(dtype, n, is_latent):
+    """Values without memory of their own, in short forwards and in long ones, are fingerprinted as what they say."""
+    heads = 1 if is_latent else HEADS
+    k, v = (torch.zeros(n + 7, heads, DIM, dtype=dtype)[: (n + 7) // 4 * 4] for _ in range(2))
+    view = PoolView("target", [k], None if is_latent else [v], PAGE_SIZE)
+    canary = CanaryManager(CanaryConfig(seed=7, content="full"), [view])
+    canary.arm()
+    canary.begin_step(1)
+    canary.admit("only", range(n))
+    canary.on_alloc("only", range(1, 1 + -(-n // PAGE_SIZE)))
+    slots = torch.arange(n) + PAGE_SIZE
+    substep = canary.substep("prefill", 0, "target")
+    read = read_plan(indptr=ints(0, n), indices=slots, num_written=n)
+    substep.open(read, write_plan(slots=slots, tokens=torch.arange(n), positions=torch.arange(n)))
+    stored = torch.ones(1, dtype=dtype).expand(n, heads, DIM)
+    substep.store(0, stored, None if is_latent else stored)
+    k[slots] = v[slots] = 1
+    substep.close()
+    canary.check()
+    canary.commit("only", n)
+    k[4, 0, 0] = 2
+    with pytest.raises(KVCorruptionError, match="R9"):
+        canary.release("only")
