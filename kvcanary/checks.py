@@ -19,8 +19,9 @@ from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.moving import Mover, Slots
-from kvcanary.reading import Reader, Verdict, read_entries
+from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
+from kvcanary.segments import read_entries
 from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.sweep import Sweeper

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from kvcanary import Finding, KVCorruptionError, ReadPlan
 
@@ -87,6 +88,37 @@ def test_a_judged_entry_that_is_written_again_is_judged_again(make_engine):
     engine.decode("thief")
     finding = first_finding(engine.step, "victim")
     assert (finding.code, finding.slot, finding.reader, finding.writer) == ("R5", victim, "victim", "thief")
+
+
+def test_a_refused_id_is_out_of_range_and_nothing_else(make_engine):
+    """An id outside the pool is R1 where the plan is opened; the null slot in its place is not R2."""
+    engine = make_engine(mode="log")
+    engine.start("only", 9)
+    engine.change_read = lambda kind, index, pool, plan: with_index(plan, 3, -1) if kind == "verify" else plan
+    with capture_logs():
+        engine.step()
+    fired = engine.canary.certificate()["fired"]
+    assert (fired["R1"], fired.get("R2")) == (1, None)
+
+
+def test_entries_that_are_astray_apart_are_each_found(make_engine):
+    """The first and the last node read as each other: both are named, and nothing between them."""
+    engine = make_engine(mode="log", num_steps=6, topk=1)
+    engine.start("only", 9)
+    engine.random.choice = lambda values: values[-1]  # a chain: all positions differ
+
+    def change(kind, index, pool, plan):
+        if kind != "verify":
+            return plan
+        first, *_, last = own_places(plan)
+        first_slot, last_slot = plan.indices[[first, last]].tolist()
+        return with_index(with_index(plan, first, last_slot), last, first_slot)
+
+    engine.change_read = change
+    with capture_logs():
+        engine.step()
+    fired = engine.canary.certificate()["fired"]
+    assert fired == {"R4": 2}
 
 
 @pytest.mark.parametrize("column", range(8))

@@ -1,0 +1,121 @@
+"""Segments: stretches of the rows that forwards have read; which rows are as they should be, and which are suspects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcanary.entries import Entries, last_judged
+from kvcanary.forward import SLOT_BYTES, Forward, Ints
+from kvcanary.ledger import Request
+from kvcanary.state import PoolState
+from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Consecutive entries of one row.
+
+    start, length:  where in the indices of the forward
+    first_position: of its first entry
+    predecessor:    slot that its first entry continues, ROOT, or NO_PREDECESSOR: not judged
+    first_written:  of the write plan, the entry that the first one should be, where the row should read what the
+                    forward itself writes; else -1
+    """
+
+    forward: Forward
+    row: int
+    start: int
+    length: int
+    first_position: int = 0
+    predecessor: int = ROOT
+    first_written: int = -1
+
+    @property
+    def request(self) -> Request:
+        return self.forward.request_of(self.row)
+
+    @property
+    def slots(self) -> Ints:
+        return self.forward.ids[self.start : self.start + self.length]
+
+    @property
+    def written(self) -> slice:
+        """Of the write plan, the entries that these should be."""
+        return slice(self.first_written, self.first_written + self.length)
+
+    @property
+    def judged_positions(self) -> Ints:
+        """Where to begin to judge: at the first entry, or at each that the forward writes."""
+        return self.positions if self.first_written >= 0 else np.array([self.first_position])
+
+    @property
+    def positions(self) -> Ints:
+        if self.first_written >= 0:
+            return self.forward.planned.positions[self.written]
+        return np.arange(self.first_position, self.first_position + self.length)
+
+
+@dataclass(slots=True)
+class Sorted:
+    """The rows of some forwards: for each request the longest that names its grants, and what does not."""
+
+    longest: dict[int, Segment] = field(default_factory=dict)
+    suspects: list[Segment] = field(default_factory=list)
+
+
+def sort_rows(forwards: Sequence[Forward]) -> Sorted:
+    """Compare every row with what it should be: its request's grants, a path of the draft tree, its own writes."""
+    rows = Sorted()
+    paths: dict[int, tuple[int, int, list[int]]] = {}  # by slot of a draft node: request, prefix, ancestors with itself
+    for forward in forwards:
+        raw, ids, bounds, slots = forward.raw, forward.ids, forward.bounds, forward.write_slots
+        draft, first, width = forward.kind == "draft", 0, forward.width
+        for number, (request, length) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
+            granted, uid = request.row, request.uid
+            if len(granted) > length * SLOT_BYTES:
+                granted = granted[: length * SLOT_BYTES]
+            whole = len(granted) == length * SLOT_BYTES
+            longest = rows.longest.get(uid)
+            for row in range(number * width, (number + 1) * width):
+                start, end, written = bounds[row], bounds[row + 1], forward.written[row]
+                middle, own = start + length, end - written
+                if not whole or not raw.startswith(granted, start * SLOT_BYTES):
+                    rows.suspects.append(Segment(forward, row, start, length))
+                elif length and (longest is None or longest.length < length):
+                    rows.longest[uid] = longest = Segment(forward, row, start, length)
+                tail = ids[middle:end].tolist()
+                if middle < own:
+                    ancestors = tail[: own - middle]
+                    if paths.get(ancestors[-1]) != (uid, length, ancestors):
+                        before = ids[middle - 1] if length else ROOT
+                        rows.suspects.append(Segment(forward, row, middle, own - middle, length, before))
+                if tail[own - middle :] != slots[first : first + written]:
+                    rows.suspects.append(_astray(forward, row, own, first, written))
+                if draft and written == 1:
+                    paths[slots[first]] = uid, length, tail
+                first += written
+    return rows
+
+
+def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
+    """What these segments read, row by row, and when it was last judged."""
+    requests = [segment.request for segment in segments]
+    rows = np.repeat(np.arange(len(segments)), [segment.length for segment in segments])
+    positions = np.concatenate([segment.positions for segment in segments])
+    return Entries(
+        np.concatenate([segment.slots for segment in segments]),
+        positions,
+        rows,
+        [request.request_id for request in requests],
+        last_judged(requests, pool.pool_id, rows, positions),
+    )
+
+
+def _astray(forward: Forward, row: int, own: int, first: int, written: int) -> Segment:
+    """From the first to the last entry of a row's end that names another slot than the forward writes there."""
+    differs = forward.ids[own : own + written] != forward.planned.slots[first : first + written]
+    begin, end = np.flatnonzero(differs)[[0, -1]].tolist()
+    return Segment(forward, row, own + begin, end - begin + 1, 0, NO_PREDECESSOR, first + begin)
