@@ -9,7 +9,8 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary_tools.bench import false_alarms
-from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_forwards import ToyShape
 from kvcanary_tools.bench.toy_traffic import WEIGHTS, Load, Traffic
 
 CHECKS, DISTINCT = 400_000, 8_000
@@ -91,6 +92,35 @@ def test_distinct_counts_each_grant_of_a_slot_once():
     engine.finish("first")
     engine.start("second", 40)  # the free pages are too few to avoid those of the first
     assert engine.distinct == 50
+
+
+@torch.inference_mode()
+def test_distinct_counts_a_shared_page_once_and_its_copy_again():
+    """A cache hit and a fork read slots under the grant that they have; what is copied has a grant of its own."""
+    engine = ToyEngine(CanaryConfig(seed=7), ToyShape(num_pages=32))
+    engine.start("first", 10)
+    engine.share("first")
+    engine.admit("hit", engine.rows["first"].tokens[:10])
+    assert engine.acquire("hit") == 2
+    engine.prefill({"hit": 10})
+    assert engine.distinct == 10 + 2
+    engine.fork_by_reference("first", "fork")
+    engine.decode("fork")
+    assert (engine.num_copies, engine.distinct) == (1, 10 + 2 + 3)
+    engine.decode("first")
+    assert (engine.num_copies, engine.distinct) == (1, 10 + 2 + 3 + 1)
+
+
+@torch.inference_mode()
+def test_a_page_that_is_not_copied_before_a_write_is_found():
+    """Without its copy on write the toy engine writes into a page that two rows name: W3."""
+    engine = ToyEngine(CanaryConfig(seed=7))
+    engine.start("first", 10)
+    engine.fork_by_reference("first", "fork")
+    engine._own_last_page = lambda name: None
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.decode("fork")
+    assert caught.value.findings[0].code == "W3"
 
 
 @torch.inference_mode()

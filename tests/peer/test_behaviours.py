@@ -18,7 +18,8 @@ from kvcanary import CanaryConfig, Finding, KVCorruptionError, PlanError, PoolVi
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.sweep import STRIDE
 from kvcanary_kernels.count import count_torch, unset_first
-from kvcanary_tools.bench.toy_engine import ToyEngine, ToyRow, ToyShape
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_forwards import ToyRow, ToyShape
 
 EXTREMES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1]
 

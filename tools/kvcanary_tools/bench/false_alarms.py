@@ -19,7 +19,8 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
-from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_forwards import ToyShape
 from kvcanary_tools.bench.toy_traffic import Load, Traffic
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.models.embedded import load_excerpts

@@ -26,7 +26,8 @@ from kvcanary_kernels.record import make_keys
 from kvcanary_kernels.rows import PoolRows, pool_rows
 from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
 from kvcanary_tools.bench.corruptions import FROM_OTHER_ROWS, KINDS, as_elements
-from kvcanary_tools.bench.toy_engine import ToyEngine, ToyShape
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_forwards import ToyShape
 from kvcanary_tools.bench.toy_traffic import Load, Traffic
 
 CORRUPTIONS, POOL_CORRUPTIONS, DELTAS = 10**6, 10**4, 64
