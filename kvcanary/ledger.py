@@ -176,6 +176,8 @@ class Ledger(RowBook):
     def leave_quarantine(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> list[int]:
         """Pages that may be granted again: after `steps`; while `wanted` pages are needed, after `least` steps."""
         left = self._quarantine.leave(step, steps, wanted, least)
+        if not left:
+            return []
         self.pages.advance("left quarantine", self.pages.numbers(left), step)
         return left
 
