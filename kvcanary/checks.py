@@ -27,6 +27,7 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary.sweep import Sweeper
 from kvcanary.truths import judge_lengths, judge_mask, judge_tokens
 from kvcanary.writing import judge_layers
+from kvcanary_kernels.record import TOKEN_POSITION
 
 
 class StepChecks:
@@ -128,7 +129,8 @@ class StepChecks:
         with torch.inference_mode():
             self.settle()
             self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step)
-        self._ledger.note_moved(pool.pool_id, dst)
+        positions = self.mirror.table[pool.base + dst, TOKEN_POSITION] >> 32
+        self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""

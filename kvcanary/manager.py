@@ -100,7 +100,9 @@ class CanaryManager(Lifecycle):
         self._checks.roll(self.step)
         self._poisoner.tick()
         self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._live_bytes())
-        self._stats.tick(self.step, self._coverage)
+        if self._stats.is_due(self.step):
+            self._refresh()
+            self._stats.tick(self.step, self._coverage)
         return self._act()
 
     def drain(self) -> frozenset[str]:
@@ -130,13 +132,9 @@ class CanaryManager(Lifecycle):
 
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
-        coverage, sweeper, cached = self._coverage, self._checks.sweeper, self._checks.cached
-        self._count_reads()
-        coverage.max_unread_steps = max(
-            sweeper.longest_wait, sweeper.waiting(self.step), cached.longest_wait, cached.waiting(self.step)
-        )
+        self._refresh()
         groups = [group.to_dict() for group in self._response.log.groups.values()]
-        return certificate(self.config, coverage, self._live_bytes(), self._state.keys.seed_id, groups)
+        return certificate(self.config, self._coverage, self._live_bytes(), self._state.keys.seed_id, groups)
 
     # called by substeps
 
@@ -176,6 +174,13 @@ class CanaryManager(Lifecycle):
             requests = self._ledger.requests
             self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)
         return self._doomed
+
+    def _refresh(self) -> None:
+        """Bring the coverage up to now."""
+        self._count_reads()
+        sweeps = self._checks.sweeper, self._checks.cached
+        waits = [steps for sweep in sweeps for steps in (sweep.longest_wait, sweep.waiting(self.step))]
+        self._coverage.max_unread_steps = max(self._coverage.max_unread_steps, *waits)
 
     def _count_reads(self) -> None:
         for sweep in (self._checks.sweeper, self._checks.cached):

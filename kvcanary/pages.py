@@ -187,15 +187,17 @@ class Pages:
             self.states[fresh] = WRITTEN
             self._changed[fresh] = True
 
-    def write_codes(self, pages: Array, uids: Array) -> dict[int, str]:
+    def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.
 
         pages: [entries] int64, page of the slot that the entry writes, inside the pool
-        uids:  [entries] int64, uid of the entry's row; NO_OWNER for padding, which may write null pages only
+        uids:  [entries] int64, uid of the entry's row, or one for all; NO_OWNER for padding, which may write null pages
+               only
         """
         wrong = self.writers.take(pages) != uids
         if not wrong.any():
             return {}
+        uids = np.broadcast_to(uids, pages.shape)
         return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
 
     def changes(self) -> Array:

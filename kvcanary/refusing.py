@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.forward import Forward, Refused, on_host
+from kvcanary.forward import Forward, Ints, Refused, on_host
 from kvcanary.pages import Pages
 from kvcanary_kernels.record import NO_OWNER
 
@@ -17,25 +17,34 @@ def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> None:
     A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`
     gives back. Switched off, W2, W3, W7 and W8 refuse nothing; W1 always does.
     """
-    num_slots, slots = forward.pool.view.num_slots, forward.planned.slots
-    if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= num_slots:  # without a sign, -1 is huge
-        forward.indices, forward.refused_reads = _without_outsiders(forward.indices, num_slots)
-    if not len(slots):
+    view = forward.pool.view
+    if forward.bounds[-1] and on_host(forward.indices).view(np.uint64).max() >= view.num_slots:  # unsigned, -1 is huge
+        forward.indices, forward.refused_reads = _without_outsiders(forward.indices, view.num_slots)
+    if not forward.write_slots:
         return
-    refused: dict[int, str] = {}
-    if min(forward.write_slots) < 0 or max(forward.write_slots) >= num_slots:
-        outside = (slots < 0) | (slots >= num_slots)
+    slots, refused = forward.planned.slots, {}
+    low, high = min(forward.write_slots), max(forward.write_slots)
+    if low < 0 or high >= view.num_slots:
+        outside = (slots < 0) | (slots >= view.num_slots)
         refused = dict.fromkeys(outside.nonzero()[0].tolist(), "W1")
-        slots = np.where(outside, 0, slots)
-    uids = np.array([request.uid for request in forward.requests for _ in range(forward.width)], np.int64)
-    writers = uids if len(uids) == len(slots) else uids.repeat(forward.written)
-    null = slots < forward.pool.view.null_slots
-    if null.any():
-        writers = np.where(null, NO_OWNER, writers)  # R2 speaks of these
-    foreign = pages.write_codes(slots // forward.pool.view.page_size, writers)
+        slots, low = np.where(outside, 0, slots), 0
+    writers = _writers(forward)
+    if low < view.null_slots:
+        writers = np.where(slots < view.null_slots, NO_OWNER, writers)  # R2 speaks of these
+    foreign = pages.write_codes(slots // view.page_size, writers)
     refused |= {entry: code for entry, code in foreign.items() if code not in disabled}
     if refused:
         _replace(forward, refused)
+
+
+def _writers(forward: Forward) -> Ints | np.int64:
+    """[entries] the request of each; one for all where there is only one."""
+    if len(forward.requests) == 1:
+        return np.int64(forward.requests[0].uid)
+    uids = np.array([request.uid for request in forward.requests])
+    if forward.width > 1 and len(forward.write_slots) == len(uids) * forward.width:
+        return uids.repeat(forward.width)
+    return uids.repeat(forward.width).repeat(forward.written)
 
 
 def _replace(forward: Forward, refused: dict[int, str]) -> None:

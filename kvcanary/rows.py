@@ -44,17 +44,24 @@ class RowBook(RequestBook):
         granted = np.frombuffer(request.row, np.int64)[start:end]
         return granted[granted >= 0].tolist()
 
-    def note_moved(self, pool_id: int, slots: Array) -> None:
-        """Entries that a declared move has put at the end of a row are written, as if by a forward."""
+    def note_moved(self, pool_id: int, slots: Array, positions: Array) -> None:
+        """Entries that a declared move has put at the end of a row are written, as if by a forward.
+
+        positions: those that the entries had where they came from; within what is written nothing changes
+        """
         pages = slots // self.page_size
-        self.pages.wrote(pages)
         owners = self.owners[pages]
         for uid in set(owners.tolist()) & self._uids.live.keys():
             request, own = self.requests[self._uids.live[uid]], owners == uid
-            places = np.array(self._places(request, pages[own].tolist()), dtype=np.int64)
-            positions = places * self.page_size + slots[own] % self.page_size
-            new = np.unique(positions[positions >= request.row_lens[pool_id]])
-            request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
+            if positions[own].max() >= request.row_lens[pool_id]:
+                self.pages.wrote(pages[own])
+                self._lengthen(request, pool_id, slots[own])
+
+    def _lengthen(self, request: Request, pool_id: int, slots: Array) -> None:
+        places = np.array(self._places(request, (slots // self.page_size).tolist()), dtype=np.int64)
+        positions = places * self.page_size + slots % self.page_size
+        new = np.unique(positions[positions >= request.row_lens[pool_id]])
+        request.row_lens[pool_id] += int((new - np.arange(len(new)) == request.row_lens[pool_id]).sum())
 
     def owner_of(self, page: int) -> str | None:
         """The request whose private page it is."""

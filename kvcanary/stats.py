@@ -24,9 +24,12 @@ class Stats:
         self._step = 0
         self._told: dict[str, int] = {}
 
+    def is_due(self, step: int) -> bool:
+        return step >= self._step + self._every
+
     def tick(self, step: int, coverage: Coverage) -> bool:
         """Call once a step, after its checks; whether an event was told."""
-        if step < self._step + self._every:
+        if not self.is_due(step):
             return False
         totals = coverage.totals()
         _events.info(
