@@ -121,7 +121,7 @@ def run_toy(phase: ToyPhase, checks: int, distinct: int, seed: int) -> dict:
         **_row(report, engine.canary.certificate(), engine.distinct),
         "page_size": phase.shape.page_size,
         "topk": phase.shape.topk,
-        "actions": dict(sorted(traffic.counts.items())),
+        "actions": dict(sorted({**traffic.counts, "copy_on_write": engine.num_copies}.items())),
     }
 
 
