@@ -76,7 +76,7 @@ class StepChecks:
                 forward.read_rows()
                 self.hits += [*judge_layers(forward), *judge_tokens(forward), *judge_mask(forward)]
             self.hits += self._sealer.seal(forwards)
-            self._ledger.pages.wrote(np.unique(self._sealer.pages))
+            self._ledger.pages.wrote(self._sealer.pages)
             self.mirror.flush()
             for forward in forwards:
                 if forward.room or forward.lanes:

@@ -106,3 +106,16 @@ def test_readme_quotes_the_recorded_figures(root: Path) -> None:
     for row in overhead["rows"]:
         figures = f"{row['prefill']['median']:.2f}, {row['steps']['median']:.2f}"
         assert f"| canary on over off, batch {row['batch']}: prefill, steps | {figures} |" in readme
+
+
+def test_readme_quotes_what_was_found_and_what_was_not(root: Path) -> None:
+    """Misses and false alarms in the README are those that the measured runs wrote."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    misses = json.loads((results / "misses.json").read_text(encoding="utf-8"))
+    figures = []
+    for part in ("words", "rows", "pool"):
+        found, tried = (sum(row[key] for row in misses[part].values()) for key in ("found", "tried"))
+        figures.append(f"{found:,} of {tried:,}")
+    assert f"| {', '.join(figures)} |" in readme
+    alarms = json.loads((results / "false_alarms.json").read_text(encoding="utf-8"))
+    assert f"| {alarms['findings']} in {alarms['slots_checked']:,} |" in readme
