@@ -95,8 +95,10 @@ class Lifecycle:
         """Pages given back; from now on nobody may read them. What a cache or another row holds stays."""
         self._checks.settle()
         request = self._ledger.request(request_id)
-        if not request.released or self.config.content == "write":
-            self._count_unread(request, pages)
+        if not request.released and self._unread_bytes(request, pages):  # preempted: read as if it ended
+            self._checks.look_again(request, self.step)
+        if self.config.content == "write":
+            self._coverage.freed_unread_bytes += self._unread_bytes(request, pages)
         self.tickets.freed(pages)
         self._ledger.free(request_id, pages, self.step)
         self._leave(pages)
@@ -223,16 +225,16 @@ class Lifecycle:
         if self._quarantine:
             self._ledger.quarantine(freed, self.step)
 
-    def _count_unread(self, request: Request, pages: Sequence[int]) -> None:
-        """Committed bytes on these pages go without a last look."""
-        size = self._state.page_size
+    def _unread_bytes(self, request: Request, pages: Sequence[int]) -> int:
+        """Committed bytes on those of these pages that are the request's own."""
+        size, unread = self._state.page_size, 0
+        places = {page: place for place, page in enumerate(request.pages) if page != NO_PAGE}
+        own = [places[page] for page in pages if page in places and self._ledger.owners[page] == request.uid]
         for pool in self._state.pools:
             length = request.final_len(pool.pool_id)
-            for page in pages:
-                if page != NO_PAGE and page in request.pages and self._ledger.owners[page] == request.uid:
-                    first = request.pages.index(page) * size
-                    unread = max(0, min(length - first, size))
-                    self._coverage.freed_unread_bytes += unread * pool.view.slot_bytes
+            slots = sum(max(0, min(length - place * size, size)) for place in own)
+            unread += slots * pool.view.slot_bytes
+        return unread
 
 
 def _expect_equal_rows(source: PoolState, target: PoolState) -> None:

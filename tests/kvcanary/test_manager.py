@@ -338,3 +338,34 @@ def test_nothing_is_checked_before_arm(make_engine):
     substep.close()
     canary.check()
     assert canary.certificate()["forwards"] == 0
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+def test_pages_of_a_preempted_request_are_read_before_they_are_freed(make_engine, content):
+    """Pages may be given back without the end of the request: no committed byte goes unread, and damage is found."""
+    engine = make_engine(mode="log", content=content, budget=1)
+    engine.start("one", 17)
+    engine.step()
+    slot = engine.slot("one", 3)
+    engine.pools["target"].bits(2, slot, "K")[1] ^= 1 << 5
+    engine.canary.on_free("one", engine.rows["one"].pages)
+    engine.canary.drain()
+    assert engine.canary.certificate()["freed_unread_bytes"] == 0
+    assert [(finding.code, finding.slot) for finding in engine.canary.findings] == [("R9", slot)]
+
+
+def test_full_content_comes_to_rows_that_nobody_steps(make_engine):
+    """A request that waits is in no forward: the rotation reads it all the same."""
+    engine = make_engine(content="full", num_pages=400)
+    engine.start("idle", 17)
+    engine.start("busy", 5)
+
+    def go_on() -> None:
+        for _ in range(ROTATION_STEPS + 8):
+            engine.decode("busy")
+
+    go_on()
+    assert engine.canary.certificate()["max_unread_steps"] <= ROTATION_STEPS
+    engine.pools["target"].bits(2, engine.slot("idle", 3), "K")[1] ^= 1 << 5
+    with pytest.raises(KVCorruptionError):
+        go_on()
