@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from kvcanary.accounting import audit
 from kvcanary.attachment import Attachment
 from kvcanary.bank import SubstepBank
 from kvcanary.certificate import certificate
@@ -106,9 +107,13 @@ class CanaryManager(Lifecycle):
         return self._act()
 
     def drain(self) -> frozenset[str]:
-        """At idle and shutdown: judge what is still pending; the answer is that of `check`."""
+        """At idle and shutdown: judge what is still pending; the answer is that of `check`.
+
+        PageReferenceError where rows and reference counts disagree.
+        """
         self._expect_closed("drain()")
         self._checks.settle()
+        audit(self._ledger)
         return self._act()
 
     def release(self, request_id: str) -> bool:

@@ -18,6 +18,7 @@ from kvcanary import (
     WritePlan,
 )
 from kvcanary.config import ROTATION_STEPS
+from kvcanary.errors import PageReferenceError
 
 KEYS = {
     "mode",
@@ -369,3 +370,13 @@ def test_full_content_comes_to_rows_that_nobody_steps(make_engine):
     engine.pools["target"].bits(2, engine.slot("idle", 3), "K")[1] ^= 1 << 5
     with pytest.raises(KVCorruptionError):
         go_on()
+
+
+def test_drain_counts_references_again(make_engine):
+    """A row that was changed behind the ledger's back is told when the engine is idle."""
+    engine = make_engine()
+    engine.start("one", 9)
+    engine.canary.drain()
+    engine.canary.requests_of(["one"])[0].pages.pop()
+    with pytest.raises(PageReferenceError, match="must have a reference for each row that names it"):
+        engine.canary.drain()
