@@ -33,8 +33,8 @@ class Response:
             return frozenset()
         coverage.count_hits(groups)
         mode, doomed = self._config.mode, self._touched(groups) if self._config.mode == "abort" else frozenset()
-        nobody_to_end = mode == "abort" and not doomed and any(hit.code != "P1" for g in groups for hit in g.kept)
-        stops = mode == "raise" or nobody_to_end
+        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
+        stops = mode == "raise" or is_blind  # a canary that does not run protects nobody
         if stops:
             action = f"raised KVCorruptionError; no token of step {step} leaves the engine"
         else:

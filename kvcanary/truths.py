@@ -27,10 +27,8 @@ def judge_tokens(forward: Forward) -> list[HitBatch]:
             if tokens[first : first + len(known)] != known:
                 own = forward.planned.tokens[first : first + len(known)]
                 wrong.append(first + np.flatnonzero(own != np.array(known)))
-        elif known and count:  # of a tree the root alone is no guess
-            roots = [entry for entry in range(first, first + count) if forward.parents[entry] < 0]
-            if any(tokens[entry] != known[0] for entry in roots):
-                wrong.append(np.array([entry for entry in roots if tokens[entry] != known[0]]))
+        elif known and count and tokens[first] != known[0]:  # of a tree the root alone, its first node, is no guess
+            wrong.append(np.array([first]))
         first += count
     return [fired_writes("W6", forward, np.concatenate(wrong))] if wrong else []
 

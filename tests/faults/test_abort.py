@@ -85,13 +85,53 @@ def test_no_token_leaves_in_the_step_of_the_finding(fault: Fault) -> None:
 
 def test_a_finding_of_the_last_look_replaces_the_finish_reason() -> None:
     """Damage that the rotation has not come to is found when the request ends, and its last tokens stay."""
-    engine, events = run(CanaryConfig(mode="abort", budget=1), flip_a_bit)
+    requests = {}
+
+    def flip(engine: Engine) -> None:
+        requests.update({request.request_id: request for request in engine.running})
+        flip_a_bit(engine)
+
+    engine, events = run(CanaryConfig(mode="abort", budget=1), flip)
     corrupted = next(own for own in events.values() if own[-1].finish_reason == "kv_corruption")
     assert corrupted[-1].token_ids == ()
     assert [finding.site[0] for finding in engine.canary.findings] == ["release"]
+    assert requests[corrupted[-1].request_id].output_ids == tokens(corrupted)
 
 
 def test_clean_requests_never_end_as_corrupted(clean: dict[str, list]) -> None:
     """Mode abort without a fault gives the tokens of a run without a canary."""
     _, events = run(CanaryConfig(mode="abort", content="full"))
     assert {name: tokens(own) for name, own in events.items()} == {name: tokens(own) for name, own in clean.items()}
+
+
+def test_nothing_is_moved_for_a_request_that_has_ended() -> None:
+    """Its pages are free already: compaction writes only into rows that go on."""
+    strays = []
+
+    def watch(engine: Engine) -> None:
+        exchange_two_entries(engine)
+        pool = engine.pools["target"]
+        move = pool.move
+
+        def watched(src: torch.Tensor, dst: torch.Tensor) -> None:
+            owned = {page for request in engine.running for page in request.pages}
+            strays.extend(slot for slot in dst.tolist() if slot // 4 not in owned)
+            move(src, dst)
+
+        pool.move = watched
+
+    _, events = run(CanaryConfig(mode="abort"), watch)
+    assert "kv_corruption" in {own[-1].finish_reason for own in events.values()}
+    assert strays == []
+
+
+def test_a_full_pool_takes_pages_out_of_quarantine() -> None:
+    """Requests one after the other through a pool that holds one: each gets pages that went back a step ago."""
+    prompt = load_excerpts()[0].prompt
+    outputs = []
+    for mode in ("off", "raise"):
+        settings = {"page_size": 16, "max_total_tokens": 496, "max_running_requests": 1}
+        engine = Engine(EngineConfig(canary=CanaryConfig(mode=mode, quarantine=50), **settings))
+        outputs.append([output.token_ids for output in engine.generate([prompt] * 4, PARAMS)])
+    assert outputs[0] == outputs[1]
+    assert engine.allocator.num_quarantined > 0

@@ -1,0 +1,180 @@
+"""What an engine tells of pages, and what is looked at when it does: shares, moves, copies, tickets, quarantine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError, PoolView
+from kvcanary.config import ROTATION_STEPS
+
+
+def flip(engine, slot: int, layer: int = 1) -> None:
+    engine.pools["target"].bits(layer, slot, "K")[2] ^= 1 << 3
+
+
+def first_code(call, *arguments: object) -> tuple[str, int]:
+    with pytest.raises(KVCorruptionError) as caught:
+        call(*arguments)
+    finding = caught.value.findings[0]
+    return finding.code, finding.slot
+
+
+def test_bytes_are_read_before_they_are_shared(make_engine):
+    """What was damaged since it was written never gets into a cache unread."""
+    engine = make_engine(content="rolling", budget=1)
+    engine.start("one", 12)
+    engine.step()
+    slot = engine.slot("one", 3)
+    flip(engine, slot)
+    engine.canary.on_share("one", engine.rows["one"].pages[:2])
+    assert first_code(engine.canary.check) == ("R9", slot)
+
+
+def test_cached_pages_are_read_in_turn(make_engine):
+    """Every page that only the cache holds is read within a rotation."""
+    engine = make_engine(content="rolling", num_pages=400)
+    engine.start("one", 64)
+    engine.start("two", 5)
+    engine.step()
+    pages = engine.rows["one"].pages[:16]
+    engine.canary.on_share("one", pages)
+    engine.canary.release("one")
+    engine.canary.on_free("one", engine.rows.pop("one").pages)
+    for _ in range(3 * ROTATION_STEPS):
+        engine.decode("two")
+    assert engine.canary.certificate()["max_unread_steps"] <= ROTATION_STEPS
+    assert engine.canary._ledger.pages.published[pages].all()
+
+
+def test_damage_that_nobody_reads_ends_nobody(make_engine):
+    """Mode abort: a damaged page that only the cache holds is told, and the running requests go on."""
+    engine = make_engine(mode="abort", content="rolling", num_pages=400)
+    engine.start("one", 12)
+    engine.start("two", 5)
+    engine.step()
+    slot = engine.slot("one", 3)
+    engine.canary.on_share("one", engine.rows["one"].pages[:2])
+    engine.canary.release("one")
+    engine.canary.on_free("one", engine.rows.pop("one").pages)
+    flip(engine, slot)
+    for _ in range(ROTATION_STEPS):
+        engine.decode("two")
+    assert [(finding.code, finding.slot) for finding in engine.canary.findings] == [("R9", slot)]
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+def test_bytes_that_did_not_arrive_are_found_at_once(make_engine, content):
+    """T1 for values that still wait for their fingerprints, and for those that have them; the clean move is silent."""
+    engine = make_engine(content=content, page_size=1)
+    engine.start("one", 9)
+    engine.step()
+    kv, row = engine.pools["target"].kv, engine.rows["one"]
+    source, destination = engine.slot("one", row.committed - 1), row.pages[-1]
+    kv[:, destination] = kv[:, source]
+    engine.canary.on_move("target", torch.tensor([source]), torch.tensor([destination]))
+    engine.canary.drain()
+    kv[2, destination, 0, 1, 3] += 1
+    engine.canary.on_move("target", torch.tensor([source]), torch.tensor([destination]))
+    assert first_code(engine.canary.drain) == ("T1", destination)
+
+
+def two_pools() -> tuple[CanaryManager, list[torch.Tensor]]:
+    """A device pool and a host pool of equal rows, and a draft pool of other ones."""
+    tensors = [torch.zeros(2, 64, 2, 4) for _ in range(2)] + [torch.zeros(1, 64, 2, 4)]
+    views = [
+        PoolView(name, list(kv), list(kv + 0), 4) for name, kv in zip(("device", "host", "draft"), tensors, strict=True)
+    ]
+    return CanaryManager(CanaryConfig(seed=1), views), tensors
+
+
+def test_moves_are_between_pools_of_equal_rows():
+    """A fingerprint means nothing in a pool whose rows have another shape."""
+    canary, _ = two_pools()
+    with pytest.raises(PlanError, match="equal rows: 'device' has 2 layers of 16 words, 'draft' 1 of 16"):
+        canary.on_move("device", torch.tensor([4]), torch.tensor([5]), to="draft")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_page_that_moves_to_another_pool_takes_its_records_along(make_engine, is_damaged):
+    """Two pools of one process: the records arrive under the name of the page's owner, and the bytes are read again."""
+    k, v = torch.randn(2, 64, 2, 4), torch.randn(2, 64, 2, 4)
+    host_k, host_v = torch.zeros_like(k), torch.zeros_like(v)
+    views = [PoolView("device", list(k), list(v), 4), PoolView("host", list(host_k), list(host_v), 4)]
+    canary = CanaryManager(CanaryConfig(seed=1), views)
+    canary.arm()
+    canary.admit("one", [7, 8, 9, 10])
+    canary.on_alloc("one", [3])
+    canary.on_load_begin("one", [3])
+    canary.on_load_end("one", [3], 4)
+    src, dst = torch.arange(12, 16), torch.arange(12, 16)
+    host_k[:, dst], host_v[:, dst] = k[:, src], v[:, src]
+    if is_damaged:
+        host_v[1, 14, 0, 2] += 1
+    canary.on_move("device", src, dst, to="host")
+    if is_damaged:
+        with pytest.raises(KVCorruptionError) as caught:
+            canary.drain()
+        finding = caught.value.findings[0]
+        assert (finding.code, finding.pool, finding.slot, finding.position, finding.layer) == ("T1", "host", 14, 2, 1)
+    else:
+        canary.drain()
+        device, host = (canary._state.by_name[name].records[12:16] for name in ("device", "host"))
+        assert torch.equal(device[:, :3], host[:, :3])  # token, position, chain, request and generation
+
+
+def test_poison_is_looked_at_before_a_copy_on_write(make_engine):
+    """The private copy is a granted page like any other."""
+    engine = make_engine(page_size=4, num_pages=64)
+    engine.start("old", 64)
+    engine.start("one", 12)
+    pages = list(engine.rows["old"].pages)
+    engine.finish("old")
+    while engine.canary._poisoner._waiting:
+        engine._begin()
+        engine.canary.check()
+    engine.canary.admit("child", engine.rows["one"].tokens)
+    shared = engine.rows["one"].pages[:3]
+    engine.canary.on_fork("one", "child", shared)
+    engine.pools["target"].kv[0, pages[0] * 4 + 1, 0, 0, 0] = 5.0
+    engine.canary.on_copy("child", shared[2], pages[0])
+    assert first_code(engine.canary.drain) == ("P1", pages[0] * 4 + 1)
+
+
+def test_a_page_is_not_freed_while_a_copy_is_on_its_way(make_engine):
+    """O1: the copy would land in a page of somebody else."""
+    engine = make_engine(mode="log")
+    engine.start("one", 9)
+    page = engine.rows["one"].pages[1]
+    engine.canary.tickets.issue("upload", "copies", writes=[page])
+    engine.finish("one")
+    engine.canary.drain()
+    assert [finding.code for finding in engine.canary.findings] == ["O1"]
+    assert "'free' on stream host touches page" in engine.canary.findings[0].found["access"]
+
+
+def test_a_copy_that_lands_in_a_page_granted_anew_is_told(make_engine):
+    """O1: at the end of the copy the page was in another generation."""
+    engine = make_engine(mode="log")
+    engine.start("one", 9)
+    engine.start("two", 9)
+    page = engine.rows["one"].pages[1]
+    ticket = engine.canary.tickets.issue("upload", "copies", writes=[page])
+    engine.canary._ledger.free("one", [page], 1)  # behind the desk's back
+    engine.canary._ledger.grant("two", [page], 1)
+    engine.canary.tickets.complete(ticket)
+    engine.canary.drain()
+    assert "which is in 3 now" in engine.canary.findings[0].found["access"]
+
+
+def test_a_page_granted_in_this_step_is_known_to_its_checks(make_engine):
+    """An unwritten slot of a fresh page is R12, not R7: events are true before anything is judged."""
+    engine = make_engine(page_size=4)
+    engine.start("one", 8)
+    engine._begin()
+    engine._reserve("one", 40)
+    fresh = engine.rows["one"].pages[-1] * 4
+    engine._prefix = lambda name: [*(engine.slot(name, position) for position in range(7)), fresh]
+    rows = {"one": engine.rows["one"]}
+    engine._verify(rows)
+    assert first_code(engine.canary.check) == ("R12", fresh)
