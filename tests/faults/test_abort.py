@@ -35,13 +35,13 @@ def slot_of(engine: Engine, position: int) -> int:
     return int(engine.request_table.table[engine.running[1].row, position])
 
 
-def run(canary: CanaryConfig, fault: Fault | None = None) -> tuple[Engine, dict[str, list]]:
-    """Three requests to their end, a fault after four steps; by request the events that left."""
+def run(canary: CanaryConfig, fault: Fault | None = None, steps: int = 4) -> tuple[Engine, dict[str, list]]:
+    """Three requests to their end, a fault after so many steps; by request the events that left."""
     engine = Engine(EngineConfig(page_size=4, topk=2, num_draft_tokens=6, max_total_tokens=2048, canary=canary))
     names = [engine.submit(excerpt.prompt, PARAMS) for excerpt in load_excerpts()[:3]]
     events: dict[str, list] = {name: [] for name in names}
     for number in range(200):
-        if number == 4 and fault is not None:
+        if number == steps and fault is not None:
             fault(engine)
         for event in engine.step():
             events[event.request_id].append(event)
@@ -104,7 +104,8 @@ def test_clean_requests_never_end_as_corrupted(clean: dict[str, list]) -> None:
     assert {name: tokens(own) for name, own in events.items()} == {name: tokens(own) for name, own in clean.items()}
 
 
-def test_nothing_is_moved_for_a_request_that_has_ended() -> None:
+@pytest.mark.parametrize("steps", [3, 4, 5, 6])
+def test_nothing_is_moved_for_a_request_that_has_ended(steps: int) -> None:
     """Its pages are free already: compaction writes only into rows that go on."""
     strays = []
 
@@ -120,7 +121,7 @@ def test_nothing_is_moved_for_a_request_that_has_ended() -> None:
 
         pool.move = watched
 
-    _, events = run(CanaryConfig(mode="abort"), watch)
+    _, events = run(CanaryConfig(mode="abort"), watch, steps)
     assert "kv_corruption" in {own[-1].finish_reason for own in events.values()}
     assert strays == []
 

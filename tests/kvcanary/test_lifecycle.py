@@ -178,3 +178,22 @@ def test_a_page_granted_in_this_step_is_known_to_its_checks(make_engine):
     rows = {"one": engine.rows["one"]}
     engine._verify(rows)
     assert first_code(engine.canary.check) == ("R12", fresh)
+
+
+def test_a_private_copy_bears_the_name_of_its_owner(make_engine):
+    """Copy on write: the records of the copy are the child's, under the grant of the copy's page."""
+    engine = make_engine(page_size=4, num_pages=64)
+    engine.start("one", 12)
+    shared, copy = engine.rows["one"].pages[:3], engine.free_pages[0]
+    engine.canary.admit("child", engine.rows["one"].tokens)
+    engine.canary.on_fork("one", "child", shared)
+    engine.canary.on_copy("child", shared[2], copy)
+    src, dst = (torch.arange(page * 4, page * 4 + 4) for page in (shared[2], copy))
+    for pool in ("target", "draft"):
+        engine.pools[pool].kv[:, dst] = engine.pools[pool].kv[:, src]
+        engine.canary.on_move(pool, src, dst)
+    engine.canary.drain()
+    uids = [request.uid for request in engine.canary.requests_of(["one", "child"])]
+    records = engine.canary._state.by_name["target"].records
+    assert [int(records[page * 4, 2]) & 0xFFFFFFFF for page in (shared[2], copy)] == uids
+    assert int(records[copy * 4, 2]) >> 32 == engine.canary._ledger.generations[copy]
