@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Request
-from kvcanary.mirror import Mirror, no_records
+from kvcanary.mirror import Mirror, no_records, two_words
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.record import (
@@ -16,7 +16,6 @@ from kvcanary_kernels.record import (
     CONTENT_B,
     LAYERS_HIGH,
     LAYERS_LOW,
-    MASK_32,
     REQUEST_GENERATION,
     SEAL,
     STEP_SITE,
@@ -46,17 +45,14 @@ def adopt(
     tokens = np.array(request.tokens, np.int64)[positions + offset].view(np.uint64)
     generations = ledger.generations[slots // state.page_size].view(np.uint64)
     records = no_records(len(slots))
-    records[:, TOKEN_POSITION] = tokens & MASK_32 | positions.view(np.uint64) << 32
+    records[:, TOKEN_POSITION] = two_words(tokens, positions.view(np.uint64))
     records[:, CHAIN] = chains[positions]
-    records[:, REQUEST_GENERATION] = np.uint64(request.uid) | generations << 32
-    records[:, STEP_SITE] = step & MASK_32 | pack_site("load", 0) << 32
+    records[:, REQUEST_GENERATION] = two_words(request.uid, generations)
+    records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
     records[:, CONTENT_B] = 0
     records[:, [LAYERS_LOW, LAYERS_HIGH]] = np.array(bitmap_columns(pool.full_layers), np.uint64)
     records[:, SEAL] = pool.seal_term
     mirror.write(pool.base + slots, records)
     mirror.flush()
     where = torch.from_numpy(slots).to(pool.records.device)
-    lane_a, lane_b = lanes_of_slots(pool, where)
-    pool.content_a.index_copy_(1, where, lane_a)
-    pool.records.select(1, CONTENT_B).index_copy_(0, where, lane_b)
-    pool.expected.select(1, CONTENT_B).index_copy_(0, where, lane_b)
+    pool.write_lanes(where, *lanes_of_slots(pool, where))

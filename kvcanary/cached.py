@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.config import ROTATION_STEPS
+from kvcanary.config import share_of
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries
 from kvcanary.intake import HitBatch
@@ -33,7 +33,7 @@ class CachedSweep:
         pages = self._pages()
         if not len(pages):
             return []
-        count = -(-len(pages) * stride // (ROTATION_STEPS - 2 * stride))
+        count = share_of(len(pages), stride)
         oldest = pages[np.argsort(self.read_at[pages], kind="stable")[:count]]
         return self.look(oldest.tolist(), step)
 

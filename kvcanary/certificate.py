@@ -86,6 +86,8 @@ def inactive_classes(config: CanaryConfig, fed: Set[str] = FED) -> dict[str, str
     for code in CODES:
         if code in config.disable:
             reasons[code] = "disabled"
+        elif code == "H2":
+            reasons[code] = "an error at once, in every mode"
         elif code not in fed:
             reasons[code] = "not fed"
         elif code in CONTENT_CODES and config.content == "write":

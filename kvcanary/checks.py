@@ -112,7 +112,10 @@ class StepChecks:
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
-        pages = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
+        if self._config.content == "write":
+            return
+        near = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
+        pages = {page for page in near if page >= 0}
         requests = self._ledger.requests.items()
         self.sweeper.look_around(name for name, request in requests if not pages.isdisjoint(request.pages))
 

@@ -79,6 +79,11 @@ class CanaryConfig:
         return cls(**{**settings, **overrides})
 
 
+def share_of(count: int, stride: int) -> int:
+    """How many of so many to read in a slice every `stride` steps, so that each is read once in a rotation."""
+    return -(-count * stride // (ROTATION_STEPS - 2 * stride))
+
+
 def parse_bytes(text: str) -> int:
     """A size in bytes from `4MiB`, `512 kb` or `65536`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)

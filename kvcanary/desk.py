@@ -16,14 +16,14 @@ class TicketDesk:
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
         self._ledger, self._pool, self._report = ledger, pool, report
         self._tickets = Tickets(ledger.generations)
-        self._is_used = False
+        self.is_used = False
         self.step = 0
 
     def issue(
         self, what: str, stream: Stream, reads: Sequence[Resource] = (), writes: Sequence[Resource] = ()
     ) -> Ticket:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name."""
-        self._is_used = True
+        self.is_used = True
         ticket = self._tickets.issue(what, stream, self._granted(reads), self._granted(writes))
         self._tell(ticket.violations)
         return ticket
@@ -38,16 +38,17 @@ class TicketDesk:
 
     def use(self, what: str, stream: Stream, resources: Sequence[Resource], writes: bool = False) -> None:
         """An access on a stream that leaves nothing in flight: a forward over pages, the host over a buffer."""
-        if self._is_used:
+        if self.is_used:
             self._tell(self._tickets.use(what, stream, self._granted(resources), writes))
 
     def freed(self, pages: Sequence[int]) -> None:
         """Pages are given back: nothing may be in flight there."""
-        if self._is_used:
+        if self.is_used:
             self._tell(self._tickets.free(self._granted(pages), HOST))
 
     def _granted(self, resources: Sequence[Resource]) -> Touched:
         generations = self._ledger.generations
+        self._ledger.pages.numbers([r for r in resources if isinstance(r, int)])
         return {r: None if isinstance(r, str) else int(generations[r]) for r in resources}
 
     def _tell(self, violations: Sequence[Violation]) -> None:

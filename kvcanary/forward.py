@@ -153,6 +153,12 @@ def _check_sizes(forward: Forward) -> None:
         raise PlanError(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
     if sum(forward.written) != n:
         raise PlanError(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
+    mask = forward.tree_mask
+    if mask is not None and (len(mask) != len(forward.written) or set(forward.written) - {mask.shape[1]}):
+        raise PlanError(
+            f"tree_mask must be [{len(forward.written)}, N, N] for rows that write N entries each, got "
+            f"{list(mask.shape)} for rows of {forward.written}"
+        )
     for row, begin in enumerate(forward.begins):
         prefix = forward.prefixes[row // forward.width]
         if not 0 <= prefix <= begin:

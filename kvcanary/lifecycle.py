@@ -212,7 +212,8 @@ class Lifecycle:
 
     def _release_early(self, pages: Sequence[int]) -> None:
         """Under pressure an engine grants pages that wait, the longest waiting first."""
-        waiting = int((self._ledger.states[list(pages)] == QUARANTINED).sum()) if self._quarantine else 0
+        where = self._ledger.pages.numbers(pages)
+        waiting = int((self._ledger.states[where] == QUARANTINED).sum()) if self._quarantine else 0
         if waiting:
             self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 

@@ -10,6 +10,7 @@ from kvcanary.accounting import audit
 from kvcanary.attachment import Attachment
 from kvcanary.bank import SubstepBank
 from kvcanary.certificate import certificate
+from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.errors import CanaryConfigError, HookOrderError, PlanError
@@ -100,7 +101,7 @@ class CanaryManager(Lifecycle):
             self._checks.report(self._static.harvest())
         self._checks.roll(self.step)
         self._poisoner.tick()
-        self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._live_bytes())
+        self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._checks.sweeper.live_bytes())
         if self._stats.is_due(self.step):
             self._refresh()
             self._stats.tick(self.step, self._coverage)
@@ -139,7 +140,8 @@ class CanaryManager(Lifecycle):
         """What was checked, what was not and why; plain JSON."""
         self._refresh()
         groups = [group.to_dict() for group in self._response.log.groups.values()]
-        return certificate(self.config, self._coverage, self._live_bytes(), self._state.keys.seed_id, groups)
+        live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._state.keys.seed_id
+        return certificate(self.config, self._coverage, live_bytes, seed_id, groups, self._fed())
 
     # called by substeps
 
@@ -180,6 +182,17 @@ class CanaryManager(Lifecycle):
             self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)
         return self._doomed
 
+    def _fed(self) -> frozenset[str]:
+        """The codes that this engine and these settings can make fire."""
+        feeds = {
+            "W7": self._quarantine > 0,
+            "W9": self._static is not None,
+            "P1": self.config.poison != "off",
+            "T1": self.config.content != "write",
+            "O1": self.tickets.is_used,
+        }
+        return (FED | {"W9"}) - {code for code, is_fed in feeds.items() if not is_fed}
+
     def _refresh(self) -> None:
         """Bring the coverage up to now."""
         self._count_reads()
@@ -191,11 +204,3 @@ class CanaryManager(Lifecycle):
         for sweep in (self._checks.sweeper, self._checks.cached):
             self._coverage.bytes_checked += sweep.bytes_read
             sweep.bytes_read = 0
-
-    def _live_bytes(self) -> int:
-        return sum(
-            request.final_len(pool.pool_id) * pool.view.slot_bytes
-            for request in self._ledger.requests.values()
-            for pool in self._state.pools
-            if not request.released
-        )

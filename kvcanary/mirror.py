@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvcanary.state import CanaryState
-from kvcanary_kernels.record import COLUMNS, SEAL
+from kvcanary_kernels.record import COLUMNS, MASK_32, SEAL
 from kvcanary_kernels.seal import identity_words, seal_values
 
 Words = NDArray[np.uint64]
@@ -55,6 +57,11 @@ class Mirror:
         state.records.index_copy_(0, where, records)
         state.expected.index_copy_(0, where, records)
         self._fresh.clear()
+
+
+def two_words(low: Any, high: Any) -> Any:
+    """A record's column that holds two unsigned 32-bit words: plain integers, or arrays of uint64."""
+    return low & MASK_32 | high << 32
 
 
 def no_records(n: int) -> Words:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary.hits import Hit
 from kvcanary.lanes import lane_a_of_slots
 from kvcanary.ledger import Ledger
-from kvcanary.mirror import Mirror, Words
+from kvcanary.mirror import Mirror, Words, two_words
 from kvcanary.sites import pack_site
 from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
@@ -46,7 +46,7 @@ class Mover:
         if content_a is not None:
             stage.forget(dst.tolist())
             self._mirror.flush()
-            self._move_fingerprints(pool, to_rows, content_a, expected)
+            pool.write_lanes(to_rows, content_a, expected.select(1, CONTENT_B))
         if not torch.equal(found, expected):
             self._mirror.flush()
             damage = found - expected  # a damaged source stays damaged
@@ -61,17 +61,11 @@ class Mover:
         stale = writers >> 32 != grants[src // self._state.page_size]  # a move makes nothing current
         owners = self._ledger.owners[pages]
         uids = np.where(owners >= 0, owners.view(np.uint64), writers & MASK_32)
-        records[:, REQUEST_GENERATION] = uids | np.where(stale, 0, grants[pages]) << 32
-        records[:, STEP_SITE] = step & MASK_32 | pack_site("move", 0) << 32
+        records[:, REQUEST_GENERATION] = two_words(uids, np.where(stale, 0, grants[pages]))
+        records[:, STEP_SITE] = two_words(step, pack_site("move", 0))
         records[:, CONTENT_B] = 0
         records[:, SEAL] = pool.seal_term
         return records
-
-    def _move_fingerprints(self, pool: PoolState, to_rows: Tensor, content_a: Tensor, expected: Tensor) -> None:
-        pool.content_a.index_copy_(1, to_rows, content_a)
-        content_b = expected.select(1, CONTENT_B)
-        pool.records.select(1, CONTENT_B).index_copy_(0, to_rows, content_b)
-        pool.expected.select(1, CONTENT_B).index_copy_(0, to_rows, content_b)
 
     def _arrived(self, stage: Stage, slots: Tensor, waits: bool, step: int) -> list[Hit]:
         """The destination's bytes, against the values that wait for their lanes, or against the lanes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -10,9 +11,9 @@ import torch
 from kvcanary.certificate import Coverage
 from kvcanary.forward import on_host
 from kvcanary.intake import HitBatch
+from kvcanary.ops import ops_for
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
-from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
 
 #: Bytes a step that are poisoned, by the kind of device: a CPU pays for the pattern, a GPU for the bandwidth alone.
 BUDGETS = {"cpu": 16 << 10, "cuda": 4 << 20}
@@ -28,6 +29,7 @@ class Poisoner:
         self._is_off, self._nan = pattern == "off", pattern == "nan"
         self._slot_bytes = sum(pool.view.slot_bytes for pool in state.pools)
         self._budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
+        self._ops = ops_for(state.records.device)
         self._credit = 0
         self._waiting: dict[int, None] = {}  # freed pages, oldest first
         self._poisoned: set[int] = set()
@@ -47,7 +49,7 @@ class Poisoner:
         count = min(self._credit // page_bytes, len(self._waiting))
         if count * self._state.page_size >= BATCH_SLOTS or count == len(self._waiting):
             self._credit -= count * page_bytes
-            self._fill([page for page, _ in zip(list(self._waiting), range(count), strict=False)])
+            self._fill(list(islice(self._waiting, count)))
 
     def granted(self, pages: Sequence[int], step: int) -> list[HitBatch]:
         """P1 for every slot of these pages whose poison is damaged; they have an owner from now on."""
@@ -72,14 +74,12 @@ class Poisoner:
         self._poisoned.update(pages)
         slots = self._slots(pages)
         for pool in self._state.pools:
-            fill = poison_fill if slots.is_cuda else poison_fill_torch
-            fill(pool.rows, slots, nan=self._nan)
+            self._ops.poison_fill(pool.rows, slots, nan=self._nan)
 
     def _check(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
         slots = self._slots(pages)
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
-        check = poison_check if slots.is_cuda else poison_check_torch
-        check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
+        self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
         damaged = mismatch.any(1).nonzero().flatten()
         if not len(damaged):
             return []

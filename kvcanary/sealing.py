@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
-from kvcanary.mirror import Mirror, Rows, Words, no_records
+from kvcanary.mirror import Mirror, Rows, Words, no_records, two_words
 from kvcanary.sites import pack_site
 from kvcanary_kernels.record import (
     CHAIN,
     CONTENT_B,
-    MASK_32,
     REQUEST_GENERATION,
     STEP_SITE,
     TOKEN_POSITION,
@@ -45,10 +44,10 @@ class Sealer:
         mixed = mix_host(tokens, positions.view(np.uint64), forwards[0].pool.keys)
 
         records = no_records(len(slots))
-        records[:, TOKEN_POSITION] = tokens & MASK_32 | positions.view(np.uint64) << 32
+        records[:, TOKEN_POSITION] = two_words(tokens, positions.view(np.uint64))
         self.pages = slots // self._page_size
         generations = self._grants[self.pages].view(np.uint64)
-        records[:, REQUEST_GENERATION] = np.repeat(_uids(forwards), per_row) | generations << 32
+        records[:, REQUEST_GENERATION] = two_words(np.repeat(_uids(forwards), per_row), generations)
         records[:, STEP_SITE] = np.repeat(_sites(forwards), per_row)
         records[:, CONTENT_B:] = np.repeat(_tails(forwards), entries, axis=0)
 
@@ -127,7 +126,7 @@ def _sites(forwards: Sequence[Forward]) -> Words:
     """[rows] step and site of each row; rows of one request are its branches. Nodes of a tree are numbered later."""
     return np.array(
         [
-            forward.step & MASK_32 | pack_site(forward.kind, forward.index) << 32 | branch << 48
+            two_words(forward.step, pack_site(forward.kind, forward.index, branch))
             for forward in forwards
             for _ in forward.requests
             for branch in range(forward.width)

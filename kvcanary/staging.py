@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcanary.forward import Forward
 from kvcanary.lanes import joined, lanes_of_layer, lanes_of_rows
 from kvcanary.state import CanaryState, PoolState
-from kvcanary_kernels.record import CONTENT_B, signed
+from kvcanary_kernels.record import signed
 
 CAPACITY = 1024  # entries
 LONG_FORWARD = 256  # entries; longer forwards are fingerprinted layer by layer
@@ -111,7 +111,7 @@ class Stage:
         """Write the lanes of everything that waits; its records must be sealed."""
         if self._places:
             slots = list(self._places)
-            self._write(self._state.ints(slots), *lanes_of_rows(self.pool, self.values(slots)))
+            self.pool.write_lanes(self._state.ints(slots), *lanes_of_rows(self.pool, self.values(slots)))
         self._places.clear()
         self._used = 0
 
@@ -132,13 +132,7 @@ class Stage:
         for slot in last:
             self._places.pop(slot, None)
         entries = self._state.ints(last.values())
-        self._write(self._state.ints(last), lane_a.index_select(1, entries), lane_b.index_select(0, entries))
-
-    def _write(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
-        pool = self.pool
-        pool.content_a.index_copy_(1, slots, lane_a)
-        pool.records.select(1, CONTENT_B).index_copy_(0, slots, lane_b)
-        pool.expected.select(1, CONTENT_B).index_copy_(0, slots, lane_b)
+        self.pool.write_lanes(self._state.ints(last), lane_a.index_select(1, entries), lane_b.index_select(0, entries))
 
 
 def _words(pool: PoolState, values: Sequence[Tensor]) -> Tensor:

@@ -50,6 +50,12 @@ class PoolState:
     full_layers: int
     seal_term: int
 
+    def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
+        """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
+        self.content_a.index_copy_(1, slots, lane_a)
+        for records in (self.records, self.expected):
+            records.select(1, record.CONTENT_B).index_copy_(0, slots, lane_b)
+
     @property
     def name(self) -> str:
         return self.view.name

@@ -90,7 +90,7 @@ class WarmupSubstep:
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         return read.indices, write.slots
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """Warm-up values are not kept."""
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcanary.config import ROTATION_STEPS
+from kvcanary.config import share_of
 from kvcanary.content import find_changed, slots_are_right
 from kvcanary.entries import Entries
 from kvcanary.intake import HitBatch
@@ -53,7 +53,7 @@ class Sweeper:
     def slice(self, step: int) -> list[HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again."""
         requests = [request for request in self._ledger.requests.values() if not request.released]
-        total = self._live_bytes(requests) if self._budget is not None else 0
+        total = self._bytes_of(requests) if self._budget is not None else 0
         hits: list[HitBatch] = []
         for pool in self._state.pools:
             looks = []
@@ -74,6 +74,7 @@ class Sweeper:
             length = self.commit(request, pool)
             queue = request.reads[pool.pool_id]
             look = Look(request, queue.take(length, step, again=True))
+            self._credit.pop((request.uid, pool.pool_id), None)
             hits += self._look(pool, [look], ("release", 0), step, both_lanes=True)
         return hits
 
@@ -103,7 +104,7 @@ class Sweeper:
     def _share(self, request: Request, pool: PoolState, length: int, total: int) -> int:
         """Slots of this request and pool to read now."""
         if self._budget is None:
-            return -(-length * STRIDE // (ROTATION_STEPS - 2 * STRIDE))
+            return share_of(length, STRIDE)
         if not length:
             return 0
         key = request.uid, pool.pool_id
@@ -111,7 +112,11 @@ class Sweeper:
         self._credit[key] = credit - int(credit)
         return int(credit)
 
-    def _live_bytes(self, requests: Iterable[Request]) -> int:
+    def live_bytes(self) -> int:
+        """Committed bytes of all running requests."""
+        return self._bytes_of(request for request in self._ledger.requests.values() if not request.released)
+
+    def _bytes_of(self, requests: Iterable[Request]) -> int:
         return sum(
             request.final_len(pool.pool_id) * pool.view.slot_bytes for request in requests for pool in self._state.pools
         )

@@ -261,7 +261,8 @@ def test_what_nothing_feeds_is_inactive_and_says_so():
     assert active_classes(config, fed) == ["R1"]
     inactive = inactive_classes(config, fed)
     assert (inactive.pop("R13"), inactive.pop("R9")) == ("disabled", "content is not compared")
-    assert inactive == {code: "not fed" for code in CODES if code not in fed}
+    assert inactive.pop("H2") == "an error at once, in every mode"
+    assert inactive == {code: "not fed" for code in CODES if code not in fed | {"H2"}}
     assert active_classes(CanaryConfig()) == [code for code in CODES if code in FED]
 
 

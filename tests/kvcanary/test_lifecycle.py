@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError, PoolView
+from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, LifetimeError, PlanError, PoolView
 from kvcanary.config import ROTATION_STEPS
 
 
@@ -197,3 +199,52 @@ def test_a_private_copy_bears_the_name_of_its_owner(make_engine):
     records = engine.canary._state.by_name["target"].records
     assert [int(records[page * 4, 2]) & 0xFFFFFFFF for page in (shared[2], copy)] == uids
     assert int(records[copy * 4, 2]) >> 32 == engine.canary._ledger.generations[copy]
+
+
+def test_the_certificate_claims_only_what_can_fire(make_engine):
+    """Checks that these settings and this engine cannot feed are inactive, each with its reason."""
+    engine = make_engine(poison="off", content="write")
+    inactive = engine.canary.certificate()["inactive_classes"]
+    assert {code for code, reason in inactive.items() if reason == "not fed"} == {"W7", "W9", "P1", "T1", "O1"}
+    assert inactive["H2"] == "an error at once, in every mode"
+    engine.canary.tickets.issue("upload", "copies", writes=["buffer"])
+    assert "O1" in engine.canary.certificate()["classes"]
+
+
+def test_static_substeps_and_quarantine_feed_their_checks():
+    """W9 is judged in static substeps, W7 where an engine holds freed pages back."""
+    views = [PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)]
+    canary = CanaryManager(CanaryConfig(), views, holds_back=True)
+    assert canary.bank is canary.bank
+    assert {"W7", "W9", "P1", "T1"} <= set(canary.certificate()["classes"])
+
+
+@pytest.mark.parametrize("page", [10**6, -3, 0])
+def test_a_page_outside_the_pool_is_refused_in_words(page):
+    """Also where the engine holds pages back, and by tickets: the pages are named before anything is touched."""
+    views = [PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)]
+    canary = CanaryManager(CanaryConfig(), views, holds_back=True)
+    canary.arm()
+    canary.admit("one", [1, 2, 3])
+    for call in (lambda: canary.on_alloc("one", [page]), lambda: canary.tickets.issue("copy", "s", writes=[page])):
+        with pytest.raises(LifetimeError, match=r"page must be in \[1, 16\), got"):
+            call()
+
+
+def test_warm_up_takes_latent_rows_and_extras():
+    """Before arm() a substep takes whatever values the pool has."""
+    views = [PoolView("only", [torch.zeros(64, 2, 4)], None, 4)]
+    substep = CanaryManager(CanaryConfig(), views).substep("decode", 0, "only")
+    substep.store(0, torch.zeros(1, 2, 4))
+    substep.store(0, torch.zeros(1, 2, 4), None, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 6), (1, 5, 5)])
+def test_a_tree_mask_of_another_tree_is_refused(make_engine, shape):
+    """The mask must be one square a row, as wide as the row writes."""
+    engine = make_engine(num_nodes=6)
+    engine.start("one", 9)
+    mask = torch.ones(shape, dtype=torch.bool)
+    engine.change_read = lambda kind, index, pool, plan: replace(plan, tree_mask=mask) if kind == "verify" else plan
+    with pytest.raises(PlanError, match=r"tree_mask must be \[1, N, N\] for rows that write N entries each, got"):
+        engine.step()
