@@ -43,7 +43,7 @@ def victims(requests: Sequence[RequestT]) -> list[RequestT]:
 
     Fewest outputs lose the least work; of those the longest prompt gives back the most pages.
     """
-    return sorted(reversed(requests), key=lambda r: (r.priority, r.output_len, -r.prompt_len))
+    return sorted(requests[::-1], key=lambda r: (r.priority, r.output_len, -r.prompt_len))
 
 
 def plan_retraction(

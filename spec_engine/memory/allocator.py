@@ -88,7 +88,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def free(self, pages: Sequence[int], generations: Sequence[int] | None = None) -> None:
-        """One holder of each of ``pages`` gives it back; DoubleFreeError, with nothing freed, when it is held by nobody.
+        """One holder of each of ``pages`` gives it back; DoubleFreeError, with nothing freed, when nobody holds one.
 
         generations: those of the grants that are meant. A free that comes late is then refused even where somebody
                      else holds the page by now.

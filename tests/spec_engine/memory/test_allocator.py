@@ -47,7 +47,7 @@ def test_check_accounting_sees_a_page_that_nobody_owns():
     allocator = PageAllocator(3)
     allocator.allocate(2)
     allocator.check_accounting(owned=2)
-    with pytest.raises(PageLeakError, match="1 pages free .* 1 owned by requests .* = 2 != 3 in all: 1 leaked"):
+    with pytest.raises(PageLeakError, match=r"1 pages free .* 1 owned by requests .* = 2 != 3 in all: 1 leaked"):
         allocator.check_accounting(owned=1)
 
 
