@@ -43,7 +43,9 @@ def victims(requests: Sequence[RequestT]) -> list[RequestT]:
 
     Fewest outputs lose the least work; of those the longest prompt gives back the most pages.
     """
-    return sorted(requests[::-1], key=lambda r: (r.priority, r.output_len, -r.prompt_len))
+    order = list(reversed(requests))
+    order.sort(key=lambda request: (request.priority, request.output_len, -request.prompt_len))
+    return order
 
 
 def plan_retraction(

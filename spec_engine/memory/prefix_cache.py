@@ -40,6 +40,11 @@ class PrefixCache:
         """Pages that can be had without taking them from a request: free, waiting, or evictable."""
         return self.allocator.num_free + self.tree.num_evictable
 
+    def num_released_by(self, requests: Sequence[PageHolder]) -> int:
+        """By how much ``num_available`` would grow if these were released: their tails, and heads nobody else holds."""
+        tails = sum(len(request.pages) - request.num_shared for request in requests)
+        return tails + self.tree.num_held_by(request.node for request in requests if request.node is not None)
+
     def acquire(self, request: PageHolder, tokens: Sequence[int], salt: str = "", adapter: str = "") -> int:
         """Give a request without pages the cached prefix of its ``tokens``; returns how many need no prefill.
 

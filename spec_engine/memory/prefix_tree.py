@@ -7,7 +7,8 @@ prefixes of different ones share nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcanary.invariants import check_pages_uncached, check_prefix_lock, check_run_pages
@@ -127,6 +128,11 @@ class PrefixTree:
             if not part.num_locks:
                 self.num_protected -= len(part.pages)
                 self._offer(part)
+
+    def num_held_by(self, nodes: Iterable[Node]) -> int:
+        """Protected pages that one ``unlock`` of each of ``nodes`` would make evictable."""
+        locks = Counter(part for node in nodes for part in _path(node))
+        return sum(len(part.pages) for part, count in locks.items() if count == part.num_locks)
 
     def evict(self, num_pages: int) -> list[int]:
         """Give up that many pages, fewer where fewer are evictable: ends of unlocked leaves, least recently used first.

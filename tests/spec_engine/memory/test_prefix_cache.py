@@ -158,6 +158,17 @@ def test_a_retracted_request_gives_everything_back_and_caches_nothing():
         cache.release(request)
 
 
+def test_a_retraction_is_planned_with_what_it_gives_back():
+    """One of two that share two pages gives back its tail only; both together give back all."""
+    cache = make_cache()
+    cache.retire(admit(cache, [5] * 9, 3), [5] * 9, committed_len=9)
+    first, second = admit(cache, [5] * 9, 6, "req-1"), admit(cache, [5] * 9, 3, "req-2")
+    assert cache.num_available == 9
+    assert cache.num_released_by([first]) == 4
+    assert cache.num_released_by([second]) == 1
+    assert cache.num_released_by([first, second]) == 7
+
+
 def test_make_room_evicts_only_what_is_missing():
     """Free pages come first, those in quarantine included: they only have to wait."""
     cache = make_cache(num_pages=4, quarantine=5)
@@ -239,7 +250,9 @@ class AnyOrder(RuleBasedStateMachine):
     def release(self, data) -> None:
         request = self.some(data)
         del self.live[request]
+        expected = self.cache.num_available + self.cache.num_released_by([request])
         self.cache.release(request)
+        assert self.cache.num_available == expected
 
     @rule()
     def begin_step(self) -> None:
@@ -259,6 +272,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert self.bytes[page] == tuple(tokens[: 2 * i + 3])
 
     def teardown(self) -> None:
+        assert self.cache.num_available + self.cache.num_released_by(list(self.live)) == 12
         for request in list(self.live):
             self.cache.release(request)
         self.cache.make_room(12)
