@@ -397,11 +397,12 @@ def check_chunk_feed(request: str, start: int, fed: Sequence[int], prompt: Seque
         )
 
 
-def check_commit(request: str, before: int, after: int, most: int) -> None:
-    """A decode step commits the bonus token and at most every accepted draft."""
-    if not 1 <= after - before <= most:
+def check_commit(request: str, before: int, after: int, num_accepted: int, most: int) -> None:
+    """A decode step commits the bonus token and at most every accepted draft, and exactly what was accepted."""
+    if after - before != num_accepted or not 1 <= num_accepted <= most:
         raise CommitError(
-            f"{request}: committed length goes from {before} to {after}, a step commits 1 to {most} tokens"
+            f"{request}: committed length goes from {before} to {after} with {num_accepted} tokens accepted, "
+            f"a step commits what is accepted, 1 to {most} tokens"
         )
 
 

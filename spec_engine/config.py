@@ -9,7 +9,7 @@ from kvcanary import CanaryConfig, KVCanaryError
 DRAFTS = ("auto", "eagle3", "eagle", "none")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 ATTENTION_BACKENDS = ("torch",)
-SCHEDULES = ("sync",)
+SCHEDULES = ("sync", "overlap")
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
 
@@ -33,6 +33,9 @@ class EngineConfig:
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
+    schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
+    prefix_cache: keep the pages of finished requests for prompts that begin alike.
+    new_token_ratio: share of max_new_tokens that admission counts with; below 1 requests may be retracted and resume.
     """
 
     model: str = "embedded"
@@ -50,6 +53,8 @@ class EngineConfig:
     max_running_requests: int = 8
     context_length: int | None = None
     prefill_chunk_tokens: int = 512
+    prefix_cache: bool = True
+    new_token_ratio: float = 1.0
     canary: CanaryConfig = field(default_factory=lambda: CanaryConfig(mode="off"))
 
     def __post_init__(self) -> None:
@@ -61,7 +66,9 @@ class EngineConfig:
         _require_one_of("draft", self.draft, DRAFTS, {"standalone": "drafting with a standalone small model"})
         _require_one_of("dtype", self.dtype, DTYPES)
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _require_one_of("schedule", self.schedule, SCHEDULES, {"overlap": "the overlap schedule"})
+        _require_one_of("schedule", self.schedule, SCHEDULES)
+        if not 0.0 <= self.new_token_ratio <= 1.0:
+            raise ConfigError(f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}")
         if self.draft != "none":
             self._check_tree()
 

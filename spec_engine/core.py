@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary.invariants import check_rows_distinct
 from spec_engine.memory.request_table import RequestTable
+from spec_engine.relay import Relay
 from spec_engine.request import Request
 
 
@@ -20,16 +21,18 @@ class Batch:
     requests: tuple[Request, ...]
     ids: tuple[str, ...]
     rows: Tensor  # [bs] int64, request-table rows
-    lens: tuple[int, ...]  # committed length S of each request
+    lens: tuple[int, ...]  # committed length S of each request, as the device has it
     lens_tensor: Tensor  # [bs] int64, the same
+    bonus: Tensor  # [bs] int64, token S of each request past its prefill
 
     @classmethod
-    def of(cls, requests: Sequence[Request], device: torch.device) -> Batch:
-        lens = tuple(request.committed_len for request in requests)
-        rows = [request.row for request in requests]
+    def of(cls, requests: Sequence[Request], relay: Relay) -> Batch:
         ids = tuple(request.request_id for request in requests)
-        check_rows_distinct(ids, rows)
-        return cls(tuple(requests), ids, torch.tensor(rows, device=device), lens, torch.tensor(lens, device=device))
+        row_numbers = [request.row for request in requests]
+        check_rows_distinct(ids, row_numbers)
+        rows = torch.tensor(row_numbers, device=relay.lens.device)
+        lens = relay.lens[rows]
+        return cls(tuple(requests), ids, rows, tuple(lens.tolist()), lens, relay.bonus[rows])
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The requests at ``indices``, with this batch's lengths."""
@@ -40,6 +43,7 @@ class Batch:
             self.rows[chosen],
             tuple(self.lens[b] for b in indices),
             self.lens_tensor[chosen],
+            self.bonus[chosen],
         )
 
     def __len__(self) -> int:

@@ -1,28 +1,42 @@
-"""One request from admission to its last token, and what the caller gets of it."""
+"""One request from submission to its last token, and what the caller gets of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from spec_engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from spec_engine.memory.prefix_tree import Node
 
 
 @dataclass(eq=False)
 class Request:
     """Prompt, output so far, and the KV it owns.
 
-    tokens[0:committed_len] have K/V in the target pool; past the prefill ``tokens[committed_len]`` is the bonus
-    token: sampled, not yet forwarded. Pages cover row positions [0, len(pages) * P).
+    tokens[0:committed_len] have K/V in the target pool, as far as the host knows: under schedule "overlap" the device
+    may be one verify ahead. Past the prefill ``tokens[committed_len]`` is the bonus token: sampled, not yet forwarded.
+    Pages cover row positions [0, len(pages) * P); the first ``num_shared`` are the prefix cache's too, up to ``node``.
+
+    prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
+    epoch: counts admissions; a result of an earlier one is nobody's.
     """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    priority: int = 0
+    salt: str = ""
     row: int = 0
     committed_len: int = 0
+    prefill_len: int = 0
     pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    node: Node | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    epoch: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -33,8 +47,19 @@ class Request:
         return len(self.prompt_ids)
 
     @property
-    def last_token(self) -> int:
-        return self.output_ids[-1]
+    def output_len(self) -> int:
+        return len(self.output_ids)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether everything that is known but the bonus token has been forwarded."""
+        return self.committed_len >= self.prefill_len
+
+    def begin(self) -> None:
+        """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
+        self.epoch += 1
+        self.committed_len = 0
+        self.prefill_len = self.prompt_len + max(self.output_len - 1, 0)
 
     def accept(self, token_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
         """Append tokens up to the first that ends the request; returns those appended."""
@@ -56,8 +81,8 @@ class Request:
 class TokenEvent:
     """Tokens that left the engine in one step for one request.
 
-    text: what they add to the request's text; finish_reason: "stop", "length" or "kv_corruption" with the last event,
-    else None.
+    text: what they add to the request's text; finish_reason: "stop", "length", "cancelled" or "kv_corruption" with the
+    last event, else None.
     """
 
     request_id: str

@@ -1,41 +1,61 @@
-"""Who runs next: admission, chunked prefill first, then one decode step for everyone."""
+"""Who runs next: admission, chunked prefill first, then one decode step for everyone; retraction when pages run out."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcanary.invariants import check_running
 from spec_engine.config import ConfigError
-from spec_engine.memory.sizing import pages_for
+from spec_engine.memory.kv_memory import KVMemory
+from spec_engine.memory.sizing import pages_for, step_pages
 from spec_engine.request import Request
+from spec_engine.retraction import Retraction, new_token_ratio, plan_retraction
+
+RATIO_DECAY = 1 / 600  # a step: what a retraction taught is forgotten in some hundreds of steps
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens [start, end) of one request, to be forwarded together with other chunks."""
+    """Known tokens [start, end) of one request, to be forwarded together with other chunks."""
 
     request: Request
     start: int
     end: int
 
     @property
-    def is_last(self) -> bool:
-        return self.end == self.request.prompt_len
+    def tokens(self) -> list[int]:
+        return self.request.tokens[self.start : self.end]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the token after the chunk is not known yet."""
+        return self.end == len(self.request.tokens)
 
 
 class Scheduler:
     """Waiting and running requests.
 
-    A request is admitted when the pool could hold it and every running request at their longest, so a running
-    request never waits for pages.
+    A request is admitted when the pool could hold it and every running request at the length that is expected of them:
+    prompt plus a share of what they may still emit, ``least_ratio`` or more. With a ratio of 1 a running request never
+    waits for pages; below it some are retracted when pages run out, and resume later with the same tokens.
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, reserve: int, max_running: int, context_length: int, chunk_tokens: int
-    ):
-        self.num_pages, self.page_size, self.reserve = num_pages, page_size, reserve
+        self,
+        memory: KVMemory,
+        *,
+        reserve: int,
+        max_running: int,
+        context_length: int,
+        chunk_tokens: int,
+        least_ratio: float,
+    ) -> None:
+        self.memory, self.reserve = memory, reserve
+        self.page_size = memory.page_size
         self.max_running, self.context_length, self.chunk_tokens = max_running, context_length, chunk_tokens
+        self._least_ratio = self._ratio = least_ratio
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -44,8 +64,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; ConfigError when it could never run."""
-        prompt_len, new = request.prompt_len, request.params.max_new_tokens
+        """Queue a request behind those of its priority; ConfigError when it could never run."""
+        prompt_len, new, num_pages = request.prompt_len, request.params.max_new_tokens, self.memory.allocator.num_pages
         if not prompt_len:
             raise ConfigError("a prompt needs at least one token, got an empty one", "pass some text")
         if prompt_len + new > self.context_length:
@@ -54,13 +74,14 @@ class Scheduler:
                 f"{self.context_length}",
                 "shorten the prompt or lower max_new_tokens",
             )
-        if self.most_pages(request) > self.num_pages:
+        if self.most_pages(request) > num_pages:
             raise ConfigError(
                 f"prompt of {prompt_len} tokens + max_new_tokens {new} may need {self.most_pages(request)} pages of "
-                f"{self.page_size} slots, the pool has {self.num_pages}",
+                f"{self.page_size} slots, the pool has {num_pages}",
                 "raise max_total_tokens",
             )
-        self.waiting.append(request)
+        behind = sum(other.priority >= request.priority for other in self.waiting)
+        self.waiting.insert(behind, request)
 
     def most_pages(self, request: Request) -> int:
         """Pages the request owns at its longest."""
@@ -69,27 +90,55 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Move waiting requests to running, first come first served, while rows and pages last."""
         admitted = []
-        taken = sum(self.most_pages(request) for request in self.running)
+        self._ratio = max(self._ratio - RATIO_DECAY, self._least_ratio)
+        expected = sum(self._expected_pages(request) - len(request.pages) for request in self.running)
         while self.waiting and len(self.running) < self.max_running:
-            taken += self.most_pages(self.waiting[0])
-            if taken > self.num_pages:
+            expected += self._expected_pages(self.waiting[0])
+            if expected > self.memory.num_available and self.running:
                 break
             admitted.append(self.waiting.popleft())
             self.running.append(admitted[-1])
         return admitted
 
-    def next_chunks(self) -> list[Chunk]:
-        """Prompt chunks of the next prefill forward, at most ``chunk_tokens`` tokens; empty: time to decode."""
+    def next_chunks(self, requests: Sequence[Request]) -> list[Chunk]:
+        """Chunks of these running requests' next prefill, at most ``chunk_tokens`` tokens; empty: time to decode."""
         chunks = []
         budget = self.chunk_tokens
-        for request in self.running:
+        for request in requests:
             start = request.committed_len
-            if start < request.prompt_len and budget:
-                end = min(request.prompt_len, start + budget)
+            if start < request.prefill_len and budget:
+                end = min(request.prefill_len, start + budget)
                 budget -= end - start
                 chunks.append(Chunk(request, start, end))
         return chunks
 
+    def pages_needed(self, requests: Sequence[Request]) -> int:
+        """Pages that the next forward of these running requests takes beyond those that they own."""
+        spans = [(chunk.request, chunk.end, 0) for chunk in self.next_chunks(requests)]
+        spans = spans or [(request, request.committed_len, self.reserve) for request in requests]
+        return sum(step_pages(end, len(request.pages), reserve, self.page_size) for request, end, reserve in spans)
+
+    def retract(self) -> Retraction[Request]:
+        """Choose running requests that give up their pages; they wait in front of all of their priority."""
+        plan = plan_retraction(self.running, self._fits)
+        for request in plan.retracted:
+            self.running.remove(request)
+            self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
+        if plan.kept:
+            output_lens = [request.output_len for request in plan.kept]
+            ratio = new_token_ratio(output_lens, [request.params.max_new_tokens for request in plan.kept])
+            self._ratio = max(self._ratio, ratio)
+        return plan
+
+    def _fits(self, kept: Sequence[Request], retracted: Sequence[Request]) -> bool:
+        return self.pages_needed(kept) <= self.memory.num_available + self.memory.cache.num_released_by(retracted)
+
     def finish(self, request: Request) -> None:
         check_running(request.request_id, request in self.running, len(self.running))
         self.running.remove(request)
+
+    def _expected_pages(self, request: Request) -> int:
+        """Pages it is expected to own at its end; what it owns already if that is more."""
+        left = request.params.max_new_tokens - request.output_len
+        length = request.prompt_len + request.output_len + int(self._ratio * left)
+        return max(pages_for(length, self.reserve, self.page_size), len(request.pages))

@@ -54,7 +54,8 @@ class Drafter:
         bs = len(batch)
         self._consume(batch)
         slots = self._branch_slots(batch)  # [bs, K, T]
-        prefixes = [self.table.table[request.row, : request.committed_len] for request in batch.requests]
+        table = self.table.table
+        prefixes = [table[request.row, :length] for request, length in zip(batch.requests, batch.lens, strict=True)]
         growth = TreeGrowth(self.topk)
         growth.add(self._probs[batch.rows, None], self._tokens[batch.rows, None])
         hidden = self._hidden[batch.rows, None]  # [bs, survivors, H]
@@ -70,8 +71,7 @@ class Drafter:
             probs, children = self._propose(hidden)
             growth.add(probs.view(bs, -1, self.topk), children.view(bs, -1, self.topk))
             hidden = hidden.view(bs, self.topk, -1)
-        roots = torch.tensor([request.last_token for request in batch.requests], device=slots.device)
-        return growth.finish(roots, self.num_draft_tokens)
+        return growth.finish(batch.bonus, self.num_draft_tokens)
 
     def extend(self, kind: str, batch: Batch, tokens: Tensor, features: Tensor, new_lens: Sequence[int]) -> None:
         """Write the pairs (token p+1, features p) of accepted or prompt positions, and propose from each row's last."""

@@ -70,7 +70,7 @@ def test_only_the_touched_request_ends(fault: Fault, content: str, clean: dict[s
     assert [events[name][-1].finish_reason for name in (first, third)] == ["length", "length"]
     assert [tokens(events[name]) for name in (first, third)] == [tokens(clean[name]) for name in (first, third)]
     assert tokens(events[second]) == tokens(clean[second])[: len(tokens(events[second]))]
-    engine.allocator.check_accounting(owned=0)
+    engine.memory.check_accounting([])
     assert {finding.code for finding in engine.canary.findings} & {"R9", "R4", "R3"}
 
 

@@ -101,8 +101,8 @@ def read_a_cousin_for_an_ancestor(engine: Engine) -> Place:
 @found_by("R6")
 def feed_another_token_than_leaves(engine: Engine) -> Place:
     """The draft pool is given another first token than the one that leaves, before anybody can know it."""
-    following = engine._following
-    engine._following = lambda chunk, sampled: following(chunk, sampled ^ 1)
+    following = engine.runner.following
+    engine.runner.following = lambda chunk, sampled: following(chunk, sampled ^ 1)
     engine.submit(list(range(100, 130)), SamplingParams(max_new_tokens=8, ignore_eos=True))
     return None, 29
 
@@ -258,13 +258,13 @@ def write_a_slot_twice(engine: Engine) -> Place:
 @found_by("W5")
 def write_at_wrong_positions(engine: Engine) -> Place:
     """Every tree position one too far (sglang#24361: stale positions in replayed batches)."""
-    verify_forward = engine._verify_forward
+    verify_forward = engine.runner.verify_forward
 
     def shifted(batch, tree):
         forward = verify_forward(batch, tree)
         return replace(forward, positions=forward.positions + (forward.positions > forward.prefix_lens.max()).long())
 
-    engine._verify_forward = shifted
+    engine.runner.verify_forward = shifted
     return None, None
 
 
@@ -272,20 +272,20 @@ def write_at_wrong_positions(engine: Engine) -> Place:
 def feed_another_token(engine: Engine) -> Place:
     """The last token of a request changes between two steps (a relay buffer that was overwritten)."""
     request = engine.running[0]
-    request.output_ids[-1] ^= 1
+    engine.relay.bonus[request.row] ^= 1
     return None, request.committed_len
 
 
 @found_by("R10")
 def believe_a_shorter_row(engine: Engine) -> Place:
     """The verify forward believes that one token less is committed."""
-    verify_forward = engine._verify_forward
+    verify_forward = engine.runner.verify_forward
 
     def short(batch, tree):
         forward = verify_forward(batch, tree)
         return replace(forward, prefix_lens=forward.prefix_lens - 1)
 
-    engine._verify_forward = short
+    engine.runner.verify_forward = short
     return None, min(request.committed_len for request in engine.running) - 2
 
 
@@ -304,7 +304,7 @@ def read_what_a_later_step_has_written(engine: Engine) -> Place:
 @found_by("R13")
 def see_a_node_that_is_no_ancestor(engine: Engine) -> Place:
     """One bit too many in the tree mask: a node sees its sibling."""
-    verify_forward = engine._verify_forward
+    verify_forward = engine.runner.verify_forward
 
     def wider(batch, tree):
         forward = verify_forward(batch, tree)
@@ -312,7 +312,7 @@ def see_a_node_that_is_no_ancestor(engine: Engine) -> Place:
         mask[0, 1, 2] = True
         return replace(forward, tree_mask=mask)
 
-    engine._verify_forward = wider
+    engine.runner.verify_forward = wider
     return None, None
 
 

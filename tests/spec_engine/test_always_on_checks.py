@@ -14,6 +14,7 @@ import torch
 from kvcanary import invariants
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import engine as engine_module
+from spec_engine import runner as runner_module
 from spec_engine.drafting import drafter as drafter_module
 from spec_engine.verify import Accepted
 
@@ -83,6 +84,10 @@ def move_the_length(engine: Engine) -> None:
     engine.running[0].committed_len += 1
 
 
+def move_the_relay(engine: Engine) -> None:
+    engine.relay.lens[engine.running[0].row] += 1
+
+
 def exchange_the_proposals(engine: Engine) -> None:
     published = engine.drafter._published
     first, second = (request.row for request in engine.running)
@@ -112,13 +117,13 @@ def release_a_row_twice(engine: Engine) -> None:
 
 
 def change_the_forward(engine: Engine, **change: Callable) -> None:
-    build = engine._verify_forward
+    build = engine.runner.verify_forward
 
     def changed(batch, tree):
         forward = build(batch, tree)
         return replace(forward, **{name: make(getattr(forward, name)) for name, make in change.items()})
 
-    engine._verify_forward = changed
+    engine.runner.verify_forward = changed
 
 
 def drop_a_read_index(engine: Engine) -> None:
@@ -138,7 +143,9 @@ def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
         return tree
 
     engine.drafter.draft = broken
-    engine._verify_forward = lambda batch, tree, build=engine._verify_forward: build(batch, replace(tree, parents=OK))
+    engine.runner.verify_forward = lambda batch, tree, build=engine.runner.verify_forward: build(
+        batch, replace(tree, parents=OK)
+    )
 
 
 OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `accept` sees the tree
@@ -153,7 +160,8 @@ OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given,
         (give_a_page_to_two, invariants.EstimateError, "req-0 owns "),
         (share_a_row, invariants.RowOwnershipError, "2 requests of a batch need 2 rows of their own, got req-0 row "),
         (use_the_padding_row, invariants.NullPageError, "req-0 uses row 0"),
-        (move_the_length, invariants.RelayError, "but the proposals of row 1 are those of req-0 at length "),
+        (move_the_length, invariants.CommitError, "req-0: committed length goes from "),
+        (move_the_relay, invariants.RelayError, "but the proposals of row 1 are those of req-0 at length "),
         (exchange_the_proposals, invariants.RelayError, "but the proposals of row 1 are those of req-1 at length "),
         (consume_twice, invariants.RelayError, "but the proposals of row 1 are nobody's"),
         (underestimate_at_admission, invariants.EstimateError, "it was admitted for 2 of 4 slots at most"),
@@ -177,17 +185,17 @@ def test_a_broken_structure_is_a_typed_error_with_the_canary_off(engine, break_i
 def test_an_engine_that_nobody_breaks_runs_to_its_end(engine):
     """The clean twin of them all."""
     finish(engine)
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.memory.num_available == engine.allocator.num_pages
 
 
 def test_an_accepted_path_longer_than_the_draft_is_refused(engine, monkeypatch):
     """A step commits at most every drafted token and the bonus."""
     path = Accepted(list(range(5)), [1, 2, 3, 4, 5])
-    monkeypatch.setattr(engine_module, "accept", lambda tree, chosen, requests: [path, path])
-    monkeypatch.setattr(engine, "_compact", lambda *a: None)
+    monkeypatch.setattr(runner_module, "accept", lambda tree, chosen, requests: [path, path])
+    monkeypatch.setattr(engine.runner, "compact", lambda *a: None)
     error = error_of(engine)
     assert type(error) is invariants.CommitError
-    assert "a step commits 1 to 4 tokens" in str(error)
+    assert "with 5 tokens accepted, a step commits what is accepted, 1 to 4 tokens" in str(error)
 
 
 def test_branches_that_overlap_are_refused(engine, monkeypatch):
@@ -235,7 +243,9 @@ def test_a_stale_chunk_is_refused(toy_model, monkeypatch):
     engine = make_engine(toy_model)
     engine.submit(list(range(1, 40)), SamplingParams(max_new_tokens=4))
     build = engine.scheduler.next_chunks
-    monkeypatch.setattr(engine.scheduler, "next_chunks", lambda: [replace(chunk, start=0) for chunk in build()])
+    monkeypatch.setattr(
+        engine.scheduler, "next_chunks", lambda running: [replace(chunk, start=0) for chunk in build(running)]
+    )
     error = error_of(engine)
     assert type(error) is invariants.ChunkError
     assert str(error) == (
@@ -247,8 +257,8 @@ def test_a_chunk_that_feeds_the_draft_another_token_is_refused(toy_model, monkey
     """The entry at a chunk's end is the next prompt token, not the one that the target sampled there."""
     engine = make_engine(toy_model)
     engine.submit(list(range(1, 40)), SamplingParams(max_new_tokens=4))
-    build = engine._following
-    monkeypatch.setattr(engine, "_following", lambda chunk, sampled: [*build(chunk, sampled)[:-1], 96])
+    build = engine.runner.following
+    monkeypatch.setattr(engine.runner, "following", lambda chunk, sampled: [*build(chunk, sampled)[:-1], 96])
     error = error_of(engine)
     assert type(error) is invariants.ChunkError
     assert str(error) == "req-0: draft position 15 is fed token 96, the prompt has 17 there"
@@ -273,7 +283,7 @@ def test_parts_with_different_page_sizes_are_refused_at_start(toy_model, monkeyp
     """Scheduler, request table and pools must count the same pages."""
     build = engine_module.RequestTable
     monkeypatch.setattr(engine_module, "RequestTable", lambda n, width, size, device: build(n, width, 2, device))
-    with pytest.raises(invariants.PageSizeError, match="scheduler 4, request table 2, pool 'target' 4"):
+    with pytest.raises(invariants.PageSizeError, match="scheduler 2, request table 2, pool 'target' 4"):
         make_engine(toy_model)
 
 

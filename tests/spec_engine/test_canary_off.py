@@ -45,7 +45,7 @@ def test_off_installs_nothing() -> None:
     """No manager, no substep, no quarantine; the attention of a forward has the engine's own arrays."""
     engine = Engine(EngineConfig(max_total_tokens=512, canary=CanaryConfig(mode="off")))
     assert engine.canary is None
-    assert engine._target.canary is None
+    assert engine.runner.forwards.canary is None
     assert engine.allocator.quarantine == 0
     seen = []
     plain = engine.pools["target"].store

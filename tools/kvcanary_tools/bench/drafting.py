@@ -31,7 +31,7 @@ NUM_STEPS, NUM_NODES, TOPK = (3, 5), (8, 16), (2, 4)
 def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     batches = [[excerpt.prompt] for excerpt in load_excerpts()[:PROMPTS]]
-    plain = Engine(EngineConfig(draft="none"))
+    plain = Engine(EngineConfig(draft="none", prefix_cache=False))
     run_pass({"warm-up": plain}, batches[:2])
     baseline = run_pass({"plain": plain}, batches)["plain"].seconds
     settings = []
@@ -41,7 +41,7 @@ def main() -> None:
         progress(str(settings[-1]))
     best = max((row for row in settings if "speedup" in row), key=lambda row: row["speedup"])
     chosen = {name: best[name] for name in ("num_steps", "num_draft_tokens", "topk")}
-    drafted = Engine(EngineConfig(**chosen))
+    drafted = Engine(EngineConfig(prefix_cache=False, **chosen))
     run_pass({"warm-up": drafted}, batches[:2])
     passes = [run_pass({"plain": plain, "drafted": drafted}, batches) for _ in range(PAIRS)]
     result = {
@@ -66,7 +66,7 @@ def main() -> None:
 
 def _one_setting(settings: dict, batches: list[list[str]], baseline: float) -> dict:
     try:
-        engine = Engine(EngineConfig(**settings))
+        engine = Engine(EngineConfig(prefix_cache=False, **settings))
     except ConfigError as refusal:
         return {"refused": str(refusal)}
     timing = run_pass({"drafted": engine}, batches)["drafted"]

@@ -1,6 +1,6 @@
 """What the canary costs on the CPU: ``python -m kvcanary_tools.bench.overhead``.
 
-The default engine on the embedded model with the canary off and on (``raise``, rolling content), 20 held-out prompts
+The default engine without its prefix cache on the embedded model, with the canary off and on (``raise``, rolling content), 20 held-out prompts
 x 128 tokens, two threads, batch 1 and 8, five passes in which the two take turns batch by batch.
 """
 
@@ -50,7 +50,9 @@ def main() -> None:
 
 def _one_batch_size(size: int, prompts: list[str]) -> dict:
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
-    engines = {mode: Engine(EngineConfig(canary=CanaryConfig(mode=mode))) for mode in ("off", "raise")}
+    engines = {
+        mode: Engine(EngineConfig(prefix_cache=False, canary=CanaryConfig(mode=mode))) for mode in ("off", "raise")
+    }
     run_pass(engines, batches[:1])
     passes = []
     for number in range(PAIRS):

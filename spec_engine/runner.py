@@ -1,0 +1,238 @@
+"""The device's part of a step: forwards, acceptance, moves. It takes lengths from the relay, never from the host.
+
+A step reads: plan, draft, verify, judge, accept, compact, extend. What it found out for the host is a StepResult.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcanary.invariants import check_chunk, check_chunk_feed, check_window
+from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
+from spec_engine.drafting.drafter import Drafter
+from spec_engine.drafting.tree import Tree
+from spec_engine.hooks import Forwards
+from spec_engine.memory.request_table import RequestTable
+from spec_engine.models.decoder import Decoder, DecoderOutput
+from spec_engine.relay import Relay
+from spec_engine.request import Request
+from spec_engine.sampling import sample
+from spec_engine.scheduler import Chunk
+from spec_engine.verify import Accepted, accept
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
+
+
+@dataclass(frozen=True)
+class Part:
+    """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus."""
+
+    request: Request
+    epoch: int
+    committed_len: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the host learns of a step; ``doomed`` are requests that a finding touches (mode abort)."""
+
+    is_decode: bool
+    parts: tuple[Part, ...]
+    doomed: frozenset[str]
+
+
+class Runner:
+    """Target, drafter and canary at work on one batch after the other."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        forwards: Forwards,
+        drafter: Drafter | None,
+        table: RequestTable,
+        relay: Relay,
+        canary: CanaryManager | None,
+    ) -> None:
+        self.model, self.forwards, self.drafter = model, forwards, drafter
+        self.table, self.relay, self.canary = table, relay, canary
+        self.device = table.table.device
+
+    def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Forward prompt chunks; a row whose last token is not known yet samples its first one."""
+        for chunk in chunks:
+            request = chunk.request
+            check_chunk(request.request_id, chunk.start, chunk.end, request.committed_len, request.prefill_len)
+        batch = Batch.of([chunk.request for chunk in chunks], self.relay)
+        lens = [chunk.end - chunk.start for chunk in chunks]
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
+        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens))
+        sampled = self._first_tokens(chunks, output, lens)
+        if self.drafter is not None:
+            self._extend_prompts(self.drafter, batch, chunks, sampled, output, lens)
+        doomed = self._judge()
+        ends = [chunk.end for chunk in chunks]
+        new = [[token] if chunk.samples else [] for chunk, token in zip(chunks, sampled, strict=True)]
+        bonus = [(chunk.request.tokens + token)[chunk.end] for chunk, token in zip(chunks, new, strict=True)]
+        self.relay.publish(batch.rows, ends, bonus)
+        return self._finish(False, batch, ends, new, doomed)
+
+    def decode(self, requests: Sequence[Request]) -> StepResult:
+        """One decode step for everyone: one token each, or a drafted tree."""
+        batch = Batch.of(requests, self.relay)
+        if self.drafter is None:
+            return self._decode_one(batch)
+        return self._draft_step(batch, self.drafter)
+
+    # decode steps
+
+    def _decode_one(self, batch: Batch) -> StepResult:
+        forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
+        chosen = self._choose(batch, self._forward(forward).hidden, batch.lens_tensor[:, None])
+        doomed = self._judge()
+        return self._commit(batch, [Accepted([0], tokens) for tokens in chosen.tolist()], doomed)
+
+    def _draft_step(self, batch: Batch, drafter: Drafter) -> StepResult:
+        # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
+        tree = drafter.draft(batch)
+        forward = self.verify_forward(batch, tree)
+        output = self._forward(forward)
+        chosen = self._choose(batch, output.hidden, forward.positions.view(len(batch), -1))
+        doomed = self._judge()
+        accepted = accept(tree, chosen, batch.ids)
+        going = [b for b, request_id in enumerate(batch.ids) if request_id not in doomed]
+        self.compact(forward, accepted, going)
+        result = self._commit(batch, accepted, doomed)
+        if going:
+            self._extend(batch, drafter, output, accepted, going)
+        return result
+
+    def verify_forward(self, batch: Batch, tree: Tree) -> ForwardBatch:
+        """All N nodes of every tree in one target forward; node n is written at row position S + n."""
+        num_nodes = tree.tokens.shape[1]
+        for request, length in zip(batch.requests, batch.lens, strict=True):
+            check_window(request.request_id, length, num_nodes, len(request.pages) * self.table.page_size)
+        table = self.table.table
+        kv_lens = tuple(length + num_nodes for length in batch.lens)
+        rows = batch.rows.tolist()
+        first = torch.arange(len(batch), device=self.device)[:, None] * num_nodes
+        return ForwardBatch(
+            kind="verify",
+            index=0,
+            requests=batch.ids,
+            rows_per_request=1,
+            prefix_lens=batch.lens_tensor,
+            kv_indptr=indptr(kv_lens, self.device),
+            kv_indices=concat([table[row, :end] for row, end in zip(rows, kv_lens, strict=True)]),
+            kv_lens=kv_lens,
+            new_lens=(num_nodes,) * len(batch),
+            slots=concat([table[row, end - num_nodes : end] for row, end in zip(rows, kv_lens, strict=True)]),
+            tokens=tree.tokens.flatten(),
+            positions=(batch.lens_tensor[:, None] + tree.depths).flatten(),
+            parents=torch.where(tree.parents < 0, -1, tree.parents + first).flatten(),
+            tree_mask=tree.mask,
+        )
+
+    def compact(self, forward: ForwardBatch, accepted: Sequence[Accepted], going: Sequence[int]) -> None:
+        """Bring accepted nodes of the requests ``going`` to the front of their window, K/V and records."""
+        windows = forward.slots.view(len(accepted), -1)
+        moves = [(b, node, place) for b in going for place, node in enumerate(accepted[b].nodes) if node != place]
+        if not moves:
+            return
+        rows, nodes, places = torch.tensor(moves, device=self.device).unbind(1)
+        source, destination = windows[rows, nodes], windows[rows, places]
+        pool = self.forwards.pool
+        pool.move(source, destination)
+        if self.canary is not None:
+            self.canary.on_move(pool.name, source, destination)
+
+    def _commit(self, batch: Batch, accepted: Sequence[Accepted], doomed: frozenset[str]) -> StepResult:
+        lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]
+        tokens = [path.tokens for path in accepted]
+        self.relay.publish(batch.rows, lens, [new[-1] for new in tokens])
+        return self._finish(True, batch, lens, tokens, doomed)
+
+    def _extend(
+        self,
+        batch: Batch,
+        drafter: Drafter,
+        output: DecoderOutput,
+        accepted: Sequence[Accepted],
+        going: Sequence[int],
+    ) -> None:
+        """Give the draft pool the accepted pairs of the requests ``going``."""
+        num_nodes = len(output.hidden) // len(batch)
+        rows = [b * num_nodes + node for b in going for node in accepted[b].nodes]
+        tokens = [token for b in going for token in accepted[b].tokens]
+        lens = [len(accepted[b].tokens) for b in going]
+        before = batch if len(going) == len(batch) else batch.select(going)
+        features = drafter.features(output, torch.tensor(rows, device=self.device))
+        drafter.extend("extend", before, torch.tensor(tokens, device=self.device), features, lens)
+
+    # parts of both
+
+    def _forward(self, forward: ForwardBatch) -> DecoderOutput:
+        taps = () if self.drafter is None else self.drafter.tap_layers
+        with self.forwards.open(forward) as attention:
+            return self.model(forward.tokens, forward.positions, attention, taps)
+
+    def _choose(self, batch: Batch, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The target's choice after every node: hidden [bs * nodes, H], positions [bs, nodes] -> [bs, nodes]."""
+        logits = self.model.logits(hidden).view(len(batch), -1, self.model.config.vocab_size)
+        return sample(logits, tuple(request.params for request in batch.requests), positions + 1)
+
+    def _first_tokens(self, chunks: Sequence[Chunk], output: DecoderOutput, lens: Sequence[int]) -> list[int]:
+        last = torch.tensor(lens, device=self.device).cumsum(0) - 1
+        ends = torch.tensor([[chunk.end] for chunk in chunks], device=self.device)
+        logits = self.model.logits(output.hidden[last])[:, None]
+        return sample(logits, tuple(chunk.request.params for chunk in chunks), ends).flatten().tolist()
+
+    def _extend_prompts(
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        chunks: Sequence[Chunk],
+        sampled: Sequence[int],
+        output: DecoderOutput,
+        lens: Sequence[int],
+    ) -> None:
+        following = [self.following(chunk, token) for chunk, token in zip(chunks, sampled, strict=True)]
+        for chunk, part in zip(chunks, following, strict=True):
+            check_chunk_feed(chunk.request.request_id, chunk.start, part, chunk.request.tokens)
+        fed = torch.tensor([token for part in following for token in part], device=self.device)
+        drafter.extend("prefill", batch, fed, drafter.features(output), lens)
+
+    def following(self, chunk: Chunk, sampled: int) -> list[int]:
+        """Token p + 1 for every position p of a chunk; past what is known that is the token just sampled."""
+        known = chunk.request.tokens[chunk.start + 1 : chunk.end + 1]
+        return [*known, sampled] if chunk.samples else known
+
+    def _judge(self) -> frozenset[str]:
+        """Let the canary judge the step before a token of it counts."""
+        return frozenset() if self.canary is None else self.canary.check()
+
+    def _finish(
+        self,
+        is_decode: bool,
+        batch: Batch,
+        lens: Sequence[int],
+        tokens: Sequence[list[int]],
+        doomed: frozenset[str],
+    ) -> StepResult:
+        """Truth advances with acceptance: the canary learns it now, the host when it reads the result."""
+        parts = tuple(
+            Part(request, request.epoch, length, new)
+            for request, length, new in zip(batch.requests, lens, tokens, strict=True)
+        )
+        if self.canary is not None:
+            for part in parts:
+                if part.request.request_id not in doomed:
+                    self.canary.append(part.request.request_id, part.tokens)
+                    self.canary.commit(part.request.request_id, part.committed_len)
+        return StepResult(is_decode, parts, doomed)
