@@ -120,7 +120,7 @@ class _Tier:
     def _decide(self) -> None:
         """Fall as far as the average says, or rise by one: what lies above the next candidate has not been seen."""
         ema, before = self.ema or 0.0, self.place
-        while self.place and self.num_steps and ema <= self._floor(self.candidates[self.place - 1]):
+        while self.place and ema <= self._floor(self.candidates[self.place - 1]):
             self.place -= 1
         is_last = before == len(self.candidates) - 1
         if self.place == before and not is_last and ema > self.num_steps - 0.5 + self.config.up_hysteresis:

@@ -73,6 +73,14 @@ def test_no_steps_are_left_to_try_again_after_a_while():
     assert run(adaptive, 8, 12, everything) == [1] * 5 + [3] * 7
 
 
+def test_batches_without_drafts_leave_the_average_alone():
+    """Nothing drafted is nothing accepted, which says nothing about the draft."""
+    adaptive = policy(1)
+    run(adaptive, 8, 10, lambda num_steps: 0.2)
+    assert run(adaptive, 8, 20, nothing) == [0] * 20
+    assert adaptive.metrics.ema == pytest.approx(0.2)
+
+
 def test_batch_sizes_have_candidates_of_their_own():
     """A burst of requests gets fewer steps, and what small batches have learned is still known after it."""
     adaptive = policy(3)

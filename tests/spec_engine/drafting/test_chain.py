@@ -85,6 +85,8 @@ def test_constants_of_another_step_count_are_refused(num_steps):
     drafts = [torch.zeros(3, 1).long()] * 3
     with pytest.raises(ChainConstantsError, match=f"for trees of {num_steps + 1} nodes"):
         build_chain_tree(ROOTS, drafts, num_steps + 1, stale)
+    with pytest.raises(ChainConstantsError, match="got 2 drafts of 3 requests for trees of 4 nodes"):
+        build_chain_tree(ROOTS, drafts[:2], 4, stale)
 
 
 @pytest.mark.parametrize(("num_steps", "nodes"), [(3, 3), (3, 5), (0, 2), (-1, 0)])

@@ -135,6 +135,16 @@ def test_ancestor_mask_is_bounded_on_a_cycle():
     assert not mask[0, 1:, 0].any()
 
 
+def test_parents_that_are_no_earlier_node_are_in_nobodys_list():
+    """Itself, a later one, one beyond the tree and none at all: such nodes see no ancestors and no walk meets them."""
+    parents = torch.tensor([[-1, 0, 2, 9, -1, 0, 7, -3]])
+    links = retrieve_links(parents)
+    assert links.next_token.tolist() == [[1, -1, -1, -1, -1, -1, -1, -1]]
+    assert links.next_sibling.tolist() == [[-1, 5, -1, -1, -1, -1, -1, -1]]
+    mask = ancestor_mask(parents, 4)[0]
+    assert [mask[node].nonzero().flatten().tolist() for node in (2, 3, 4, 5, 7)] == [[2], [3], [4], [0, 5], [7]]
+
+
 CHOSEN, PARENT_LIST = [0, 1, 2], [-1, 0, 1, 2, 4]  # the bush A
 
 
