@@ -117,6 +117,10 @@ class TreeShapeError(InvariantError):
     """A draft tree is no tree, or an accepted path is no path of it."""
 
 
+class ChainConstantsError(InvariantError):
+    """Constants of a chain are used for another number of steps, or more requests, than they were made for."""
+
+
 class CommitError(InvariantError):
     """A committed length moved by something else than what was accepted, or beyond the tokens that are known."""
 
@@ -469,6 +473,45 @@ def check_candidates(num_candidates: int, num_nodes: int) -> None:
             f"a tree of {num_nodes} nodes needs {num_nodes - 1} candidates beside its root, has {num_candidates}: "
             "lower num_draft_tokens, or raise topk or num_steps"
         )
+
+
+def check_tree_array(name: str, found: Sequence[int], needed: Sequence[int], dtype: str, is_contiguous: bool) -> None:
+    """Chosen candidates and parent lists are dense 64-bit integers of the shape that K, T and N make."""
+    if tuple(found) != tuple(needed) or dtype != "int64" or not is_contiguous:
+        strides = "contiguous" if is_contiguous else "strided"
+        raise TreeShapeError(
+            f"{name} must be contiguous int64 {list(needed)}, got {strides} {dtype} {list(found)}: its readers step by "
+            "8 bytes an entry, topk and num_steps make the width"
+        )
+
+
+def check_chain_nodes(num_steps: int, num_nodes: int) -> None:
+    """With topk 1 every candidate is kept."""
+    if num_steps < 0 or num_nodes != num_steps + 1:
+        raise TreeShapeError(
+            f"num_draft_tokens of a chain must be num_steps + 1 = {num_steps + 1}, got {num_nodes}: topk 1 keeps every "
+            "draft, and the root is one more"
+        )
+
+
+def check_chain_constants(max_bs: int, num_nodes: int, bs: int, num_drafts: int, needed_nodes: int) -> None:
+    """Constants fit the batch they are used for, and the steps that were drafted."""
+    if bs > max_bs or not num_nodes == num_drafts + 1 == needed_nodes:
+        raise ChainConstantsError(
+            f"chain constants are those of {num_nodes - 1} steps and at most {max_bs} requests, got {num_drafts} "
+            f"drafts of {bs} requests for trees of {needed_nodes} nodes: rebuild them whenever num_steps changes"
+        )
+
+
+def check_links(request: str, next_token: Sequence[int], next_sibling: Sequence[int]) -> None:
+    """Lists of children run forward inside the tree: every walk along them ends, and reads nothing beside it."""
+    for name, links in (("next_token", next_token), ("next_sibling", next_sibling)):
+        for node, link in enumerate(links):
+            if link != -1 and not node < link < len(links):
+                raise TreeShapeError(
+                    f"{request}: {name} of node {node} is {link}, must be -1 or lie in ({node}, {len(links)}); "
+                    f"all are {list(links)}"
+                )
 
 
 def check_parents(request: str, parents: Sequence[int]) -> None:

@@ -1,17 +1,20 @@
 """The draft tree: which candidates survive, and how the chosen ones hang together.
 
 Flat candidate index: 0..K-1 are the first step's tokens, then K*K a step; child k of the q-th survivor of the
-step before is number q*K + k of its step. Children always come after their parents.
+step before is number q*K + k of its step. Children always come after their parents, and never score higher.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcanary.invariants import check_candidates
+from kvcanary.invariants import check_candidates, check_tree_array
+
+INDEX_DTYPE = torch.int64  # of chosen candidates and parent lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,23 @@ class Tree:
     parents: Tensor
     depths: Tensor
     mask: Tensor
+
+    @property
+    def num_lost(self) -> Tensor:
+        """Nodes that the root does not reach, [bs] int64: a parent was not chosen, or an index is wrong."""
+        return (~self.mask[:, :, 0]).sum(-1)
+
+
+class RetrieveLinks(NamedTuple):
+    """A tree as lists of children, all [bs, N] int64; -1 ends a list.
+
+    index: number of the node in the batch, b * N + n. next_token: the node's first child. next_sibling: the next
+    child of the same parent. Both lie behind their node, so that a walk along them ends.
+    """
+
+    index: Tensor
+    next_token: Tensor
+    next_sibling: Tensor
 
 
 class TreeGrowth:
@@ -46,7 +66,7 @@ class TreeGrowth:
     def add(self, probs: Tensor, tokens: Tensor) -> None:
         """K children of every survivor, ``[bs, survivors, K]`` both (one survivor, the root, the first time)."""
         scores = probs if self._path is None else self._path[:, :, None] * probs
-        self._scores.append(scores.flatten(1))
+        self._scores.append(scores.flatten(1).nan_to_num(0.0))  # a NaN would be the likeliest of all
         self._tokens.append(tokens.flatten(1))
         self.num_steps += 1
 
@@ -59,13 +79,17 @@ class TreeGrowth:
         return tokens.gather(1, chosen), chosen.div(self.topk, rounding_mode="floor")
 
     def finish(self, root_tokens: Tensor, num_nodes: int) -> Tree:
-        """Keep the root and the N-1 likeliest candidates: ``root_tokens [bs]`` -> a tree of N nodes."""
+        """Keep the root and the N-1 likeliest candidates: ``root_tokens [bs]`` -> a tree of N nodes.
+
+        Of equally likely ones the earlier is kept, so that a parent never loses to its child.
+        """
         scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)
         check_candidates(scores.shape[1], num_nodes)
-        chosen = scores.topk(num_nodes - 1, dim=-1).indices.sort(-1).values
+        likeliest = scores.sort(dim=-1, descending=True, stable=True).indices[:, : num_nodes - 1]
+        chosen = likeliest.sort(dim=-1).values
         nodes = torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), 1)
-        no_parent = chosen.new_full((len(chosen), 1), -1)
-        parent_list = torch.cat((no_parent, *self._parents), 1)
+        root = chosen.new_full((len(chosen), int(self.num_steps > 1)), -1)
+        parent_list = torch.cat((root, *self._parents), 1).to(INDEX_DTYPE)
         return build_tree(nodes, chosen, parent_list, self.topk, self.num_steps)
 
 
@@ -73,29 +97,62 @@ def build_tree(nodes: Tensor, chosen: Tensor, parent_list: Tensor, topk: int, nu
     """Parents, depths and ancestor mask of ``chosen [bs, N-1]``, ascending flat indices of candidates.
 
     parent_list [bs, K * (T - 1) + 1]: -1 for the root, then the flat index of every survivor, step by step;
-    candidate c is a child of entry c // K. A parent that was not chosen itself leaves its child unreachable.
+    candidate c is a child of entry c // K. With T = 1 all are children of the root and the width is 0.
+    An index that is out of range, or names a candidate that was not chosen or not before its child, leaves the
+    node unreachable: it costs acceptance. TreeShapeError for other widths, for strides, and for narrower integers.
     """
+    bs, width = len(nodes), parent_list_width(topk, num_steps)
+    _check_indices("chosen", chosen, (bs, nodes.shape[1] - 1))
+    _check_indices("parent_list", parent_list, (bs, width))
     lineage = chosen.div(topk, rounding_mode="floor")
-    parent = parent_list.gather(1, lineage)
+    entry = lineage.where((lineage >= 0) & (lineage < width), width)
+    parent = torch.cat((parent_list, parent_list.new_full((bs, 1), -1)), 1).gather(1, entry)
     found = torch.searchsorted(chosen, parent).clamp_max_(chosen.shape[1] - 1)
-    known = chosen.gather(1, found) == parent
+    earlier = found < torch.arange(chosen.shape[1], device=chosen.device)
+    known = (chosen.gather(1, found) == parent) & (parent >= 0) & earlier
     parents = torch.where(known, found + 1, -1).masked_fill_(lineage == 0, 0)
-    parents = torch.cat((parents.new_full((len(parents), 1), -1), parents), 1)
+    parents = torch.cat((parents.new_full((bs, 1), -1), parents), 1)
     mask = ancestor_mask(parents, num_steps)
     return Tree(nodes, parents, mask.sum(-1) - 1, mask)
+
+
+def parent_list_width(topk: int, num_steps: int) -> int:
+    """Entries of a parent list: the root and the survivors of T - 1 selections; none where all hang on the root."""
+    return topk * (num_steps - 1) + 1 if num_steps > 1 else 0
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     """``[bs, N]`` parents -> ``[bs, N, N]`` bool: row n holds n and its ancestors, at most ``max_depth`` up.
 
-    Bounded, so that a corrupt tree costs acceptance and never hangs; a node without a parent sees only itself.
+    Bounded, so that a corrupt tree costs acceptance and never hangs; a node whose parent is none, or no node of the
+    tree, sees only itself.
     """
     num_nodes = parents.shape[1]
     own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
     step = (parents[:, :, None] == torch.arange(num_nodes, device=parents.device)) | own
-    up = parents.clamp_min(0)[:, :, None].expand(-1, -1, num_nodes)
-    orphan = (parents < 0)[:, :, None]
+    up = parents.clamp(0, num_nodes - 1)[:, :, None].expand(-1, -1, num_nodes)
+    orphan = ((parents < 0) | (parents >= num_nodes))[:, :, None]
     mask = step
     for _ in range(max_depth - 1):
         mask = step | (mask.gather(1, up) & ~orphan)
     return mask
+
+
+def retrieve_links(parents: Tensor) -> RetrieveLinks:
+    """Lists of children from ``parents [bs, N]``, siblings ascending; who has no earlier parent is in no list."""
+    bs, num_nodes = parents.shape
+    nodes = torch.arange(num_nodes, device=parents.device)
+    behind = nodes > nodes[:, None]  # [node, later node]
+    child = (parents[:, None] == nodes[:, None]) & behind
+    sibling = (parents[:, None] == parents[:, :, None]) & behind & (parents >= 0)[:, :, None]
+    index = torch.arange(bs * num_nodes, device=parents.device).view(bs, num_nodes)
+    return RetrieveLinks(index, _first(child), _first(sibling))
+
+
+def _check_indices(name: str, array: Tensor, shape: tuple[int, int]) -> None:
+    check_tree_array(name, array.shape, shape, str(array.dtype).removeprefix("torch."), array.is_contiguous())
+
+
+def _first(chosen: Tensor) -> Tensor:
+    """Number of the first True in each ``[..., N] bool`` row, or -1."""
+    return torch.where(chosen.any(-1), chosen.int().argmax(-1), -1)
