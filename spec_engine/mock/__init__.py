@@ -2,8 +2,8 @@
 
 from spec_engine.mock.draft import MockDraft
 from spec_engine.mock.oracle import TokenOracle
-from spec_engine.mock.random_model import random_model
+from spec_engine.mock.random_model import random_model, with_random_weights
 from spec_engine.mock.target import MockModel
 from spec_engine.mock.tokenizer import MockTokenizer
 
-__all__ = ["MockDraft", "MockModel", "MockTokenizer", "TokenOracle", "random_model"]
+__all__ = ["MockDraft", "MockModel", "MockTokenizer", "TokenOracle", "random_model", "with_random_weights"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
+from torch import nn
 
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def random_model(
@@ -25,10 +30,15 @@ def random_model(
         "vocab_size": 97,
         "max_position_embeddings": 512,
     }
-    model = Decoder(parse_config(raw | config))
+    model = with_random_weights(Decoder(parse_config(raw | config)), seed, dtype)
+    model.lm_head_weight.data *= logit_scale
+    return model
+
+
+def with_random_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64) -> Model:
+    """Fills every matrix so that products keep their scale, and every norm with ones."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = torch.ones_like(value) if "norm" in name else value * parameter.shape[-1] ** -0.5
-    model.lm_head_weight.data *= logit_scale
     return model.to(dtype).requires_grad_(False).eval()
