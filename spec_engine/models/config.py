@@ -107,41 +107,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Turns the dictionary of a Hugging Face config.json into a ModelConfig."""
-    architecture = (raw.get("architectures") or ["none named"])[0]
-    known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
-    if architecture not in known:
-        raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
-    _refuse_unsupported(raw, architecture)
     try:
-        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        config = ModelConfig(
-            architecture=architecture,
-            hidden_size=hidden,
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            vocab_size=raw["vocab_size"],
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=_parse_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
-            o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
-            qk_norm=architecture.startswith("Qwen3"),
-            eos_token_ids=_as_tuple(raw.get("eos_token_id")),
-            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
-            tap_layers=_parse_taps(raw),
-        )
+        return _parse(raw)
+    except CheckpointError:
+        raise
     except KeyError as missing:
         raise CheckpointError(f"config.json must hold {missing.args[0]}, it does not") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"config.json must hold values of the expected kinds: {error}") from None
-    return config
 
 
 def rope_frequencies(rope: RopeScaling, head_dim: int) -> list[float]:
@@ -160,6 +133,36 @@ def _llama3_frequency(frequency: float, rope: RopeScaling) -> float:
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = min(max(blend, 0.0), 1.0)
     return (1 - blend) * frequency / rope.factor + blend * frequency
+
+
+def _parse(raw: dict[str, Any]) -> ModelConfig:
+    architecture = (raw.get("architectures") or ["none named"])[0]
+    known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
+    if architecture not in known:
+        raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
+    _refuse_unsupported(raw, architecture)
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or hidden // heads,
+        vocab_size=raw["vocab_size"],
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope=_parse_rope(raw),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
+        o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
+        qk_norm=architecture.startswith("Qwen3"),
+        eos_token_ids=_as_tuple(raw.get("eos_token_id")),
+        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+        target_hidden_size=raw.get("target_hidden_size") or hidden,
+        tap_layers=_parse_taps(raw),
+    )
 
 
 def _parse_rope(raw: dict[str, Any]) -> RopeScaling:

@@ -97,7 +97,7 @@ class Eagle3(nn.Module):
 
 def marks(d2t: Tensor, vocab_size: int) -> Tensor:
     """t2d: which target tokens have a draft token, `[vocab_size] bool`; ids out of range mark nothing."""
-    ids = torch.arange(len(d2t), device=d2t.device) + d2t.long()
+    ids = torch.arange(d2t.numel(), device=d2t.device) + d2t.flatten().long()
     return torch.isin(torch.arange(vocab_size, device=d2t.device), ids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -58,7 +59,7 @@ def load_draft(
         with torch.device("meta"):
             eagle = Eagle(config, target, "fc.bias" in tensors, own_embedding)
         return _filled(eagle, tensors, folder, dtype, device)
-    tensors = _eagle3_tensors(tensors, config, target)
+    tensors = _eagle3_tensors(tensors, config, target, folder)
     with torch.device("meta"):
         eagle3 = Eagle3(config, target, own_embedding)
     eagle3 = _filled(eagle3, tensors, folder, dtype, device)
@@ -86,11 +87,7 @@ def hf_tensors(model: Decoder | Eagle | Eagle3, dtype: torch.dtype = torch.bfloa
 
 def _head_tensors(folder: str | Path) -> dict[str, Tensor]:
     """A head's tensors without the prefix `model.` that some writers put before every name."""
-    raw = read_tensors(folder)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in raw.items()}
-    if len(tensors) < len(raw):
-        raise CheckpointError(f"{folder} must name each tensor once, it holds some both with and without 'model.'")
-    return tensors
+    return _renamed(read_tensors(folder), lambda name: name.removeprefix("model."), folder)
 
 
 def _is_eagle3(architecture: str, tensors: dict[str, Tensor], folder: str | Path) -> bool:
@@ -101,10 +98,19 @@ def _is_eagle3(architecture: str, tensors: dict[str, Tensor], folder: str | Path
     return any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
-def _eagle3_tensors(tensors: dict[str, Tensor], config: ModelConfig, target: Decoder) -> dict[str, Tensor]:
-    """What EAGLE-3 heads may leave out or call otherwise: the layer's name, t2d, and with a full vocabulary
-    d2t and lm_head."""
-    tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
+def _renamed(tensors: dict[str, Tensor], rename: Callable[[str], str], folder: str | Path) -> dict[str, Tensor]:
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        names = sorted(name for name in tensors if name != rename(name) and rename(name) in tensors)
+        raise CheckpointError(f"{folder} must name each tensor once, it holds {names[0]} and {rename(names[0])}")
+    return renamed
+
+
+def _eagle3_tensors(
+    tensors: dict[str, Tensor], config: ModelConfig, target: Decoder, folder: str | Path
+) -> dict[str, Tensor]:
+    """Under our names, and with what heads may leave out: t2d, and with a full draft vocabulary d2t and lm_head."""
+    tensors = _renamed(tensors, _midlayer, folder)
     if config.draft_vocab_size == config.vocab_size:
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
         tensors.setdefault("lm_head.weight", target.lm_head_weight)

@@ -164,12 +164,14 @@ def test_weights_of_another_dtype_are_refused(checkpoint: Path, dtype: torch.dty
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": "32"}, "hidden_size must be a positive whole number, got '32'|expected kinds"),
-        ({"num_attention_heads": 0}, "must hold values of the expected kinds|num_heads must be a positive"),
+        ({"hidden_size": "32"}, "hidden_size must be a positive whole number, got '32'"),
+        ({"num_attention_heads": 0}, "num_heads must be a positive whole number, got 0"),
         ({"num_hidden_layers": 8.5}, "num_layers must be a positive whole number, got 8.5"),
         ({"vocab_size": -1}, "vocab_size must be a positive whole number, got -1"),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be a positive whole number, got 0"),
         ({"rope_scaling": "linear"}, r"config\.json must hold values of the expected kinds: "),
+        ({"quantization_config": "awq"}, r"config\.json must hold values of the expected kinds: "),
+        ({"architectures": 3}, r"config\.json must hold values of the expected kinds: "),
         ({"eagle_config": 3}, r"config\.json must hold values of the expected kinds: "),
     ],
 )

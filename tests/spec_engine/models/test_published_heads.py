@@ -230,6 +230,7 @@ def broken_vocabulary(name: str, index: int, value: int) -> dict[str, Tensor]:
         (broken_vocabulary("t2d", 0, 1), "t2d must mark exactly the tokens that d2t maps to, 1 of them differ$"),
         ({"d2t": torch.zeros(DRAFT_VOCAB)}, "d2t must be one of int64, int32, int16, got float32: "),
         ({"t2d": torch.zeros(VOCAB)}, "t2d must be one of bool, got float32: "),
+        ({"d2t": torch.zeros(DRAFT_VOCAB, 2, dtype=torch.int64)}, r"d2t must have shape \[60\], got \[60, 2\]$"),
         ({"d2t": torch.zeros(DRAFT_VOCAB - 1, dtype=torch.int64)}, r"d2t must have shape \[60\], got \[59\]$"),
     ],
 )
@@ -258,10 +259,13 @@ def test_more_than_one_layer_is_surplus(tmp_path: Path, target) -> None:
 
 def test_a_name_with_and_without_prefix_is_refused(tmp_path: Path, target) -> None:
     """The same tensor under two names is not guessed at."""
-    shapes = EAGLE | {"model.fc.weight": (HIDDEN, 2 * HIDDEN)}
-    write(tmp_path, random_tensors(shapes, torch.float32))
-    with pytest.raises(CheckpointError, match="must name each tensor once"):
-        load_draft(tmp_path, target)
+    for shapes, name, other in (
+        (EAGLE, "model.fc.weight", "fc.weight"),
+        (EAGLE3, "layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"),
+    ):
+        write(tmp_path, random_tensors(shapes | {name: shapes[other]}, torch.float32))
+        with pytest.raises(CheckpointError, match=f"must name each tensor once, it holds {name} and {other}$"):
+            load_draft(tmp_path, target)
 
 
 def test_a_whole_model_is_no_head(toy_model: Path, target) -> None:
