@@ -7,7 +7,8 @@ committed tokens and the bonus token S known, its rows are tokens 0..S, one more
     extend from S to S'          writes tokens S+1..S' at positions S+1..S'
     the branches of a step       begin at position S+1
 
-Both kinds in one rule: rows of the draft pool are tokens token_offset..S, token t at position t - token_offset.
+Both kinds in one rule: rows of the draft pool are tokens token_offset..S, token t at position t - token_offset. A
+prefill and a step's reserve therefore have to own `ahead` slots more.
 """
 
 from __future__ import annotations
