@@ -133,6 +133,10 @@ class RelayError(InvariantError):
     """A request drafts from proposals that are not its own, or not of its last step."""
 
 
+class RecurrentStateError(InvariantError):
+    """A recurrent state would go on from something else than the last accepted node of its request."""
+
+
 class NotRunningError(InvariantError):
     """A request was finished that does not run; its pages and its row would be released twice."""
 
@@ -530,4 +534,20 @@ def check_path(request: str, nodes: Sequence[int], parents: Sequence[int]) -> No
     if not nodes or nodes[0] != 0 or found[1:] != list(nodes[:-1]):
         raise TreeShapeError(
             f"{request}: accepted nodes {list(nodes)} are no path from the root, their parents are {found}"
+        )
+
+
+def check_state_settled(row: int, pending: int) -> None:
+    """A request's recurrent state goes on only after the verify before has said which node was accepted last."""
+    if pending:
+        raise RecurrentStateError(
+            f"the state of row {row} must be committed before its next forward, a verify of {pending} nodes is open"
+        )
+
+
+def check_state_commit(row: int, node: int, pending: int) -> None:
+    """The committed node is one of the row's open verify; each verify is committed once."""
+    if not 0 <= node < pending:
+        raise RecurrentStateError(
+            f"row {row} must commit one of the {pending} nodes of its open verify, got node {node}"
         )

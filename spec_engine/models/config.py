@@ -63,9 +63,11 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
             "vocab_size",
+            "max_position_embeddings",
         ):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} must be positive, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{name} must be a positive whole number, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 "num_attention_heads must be a multiple of num_key_value_heads, "
@@ -84,47 +86,35 @@ def load_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"a checkpoint folder must hold config.json, {folder} does not")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
         raw["eos_token_id"] = raw.get("eos_token_id") if eos is None else eos
     return parse_config(raw)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError where there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} must be JSON ({error}): fetch it again") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw
+
+
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Turns the dictionary of a Hugging Face config.json into a ModelConfig."""
-    architecture = (raw.get("architectures") or ["none named"])[0]
-    known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
-    if architecture not in known:
-        raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
-    _refuse_unsupported(raw, architecture)
     try:
-        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        config = ModelConfig(
-            architecture=architecture,
-            hidden_size=hidden,
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            vocab_size=raw["vocab_size"],
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=_parse_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
-            o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
-            qk_norm=architecture.startswith("Qwen3"),
-            eos_token_ids=_as_tuple(raw.get("eos_token_id")),
-            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
-            tap_layers=_as_tuple((raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")),
-        )
+        return _parse(raw)
+    except CheckpointError:
+        raise
     except KeyError as missing:
         raise CheckpointError(f"config.json must hold {missing.args[0]}, it does not") from None
-    return config
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"config.json must hold values of the expected kinds: {error}") from None
 
 
 def rope_frequencies(rope: RopeScaling, head_dim: int) -> list[float]:
@@ -145,15 +135,48 @@ def _llama3_frequency(frequency: float, rope: RopeScaling) -> float:
     return (1 - blend) * frequency / rope.factor + blend * frequency
 
 
+def _parse(raw: dict[str, Any]) -> ModelConfig:
+    architecture = (raw.get("architectures") or ["none named"])[0]
+    known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
+    if architecture not in known:
+        raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
+    _refuse_unsupported(raw, architecture)
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or hidden // heads,
+        vocab_size=raw["vocab_size"],
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope=_parse_rope(raw),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
+        o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
+        qk_norm=architecture.startswith("Qwen3"),
+        eos_token_ids=_as_tuple(raw.get("eos_token_id")),
+        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+        target_hidden_size=raw.get("target_hidden_size") or hidden,
+        tap_layers=_parse_taps(raw),
+    )
+
+
 def _parse_rope(raw: dict[str, Any]) -> RopeScaling:
     # transformers 5 writes rope_parameters, earlier releases rope_theta and rope_scaling.
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type not in ("default", "linear", "llama3"):
         raise CheckpointError(f"rope type must be default, linear or llama3, got {rope_type}")
+    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if rope_type != "llama3":
+        return RopeScaling(rope_type, theta, float(parameters.get("factor", 1.0)))
     return RopeScaling(
         rope_type=rope_type,
-        theta=float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        theta=theta,
         factor=float(parameters.get("factor", 1.0)),
         low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
         high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
@@ -161,6 +184,13 @@ def _parse_rope(raw: dict[str, Any]) -> RopeScaling:
             parameters.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 8192)
         ),
     )
+
+
+def _parse_taps(raw: dict[str, Any]) -> tuple[int, ...]:
+    # Published heads count in two ways: layers whose output is tapped, these lists begin with 1, or layers whose
+    # input is. Both mean an early layer's output first (sgl-project/sglang#25454). Ours are inputs.
+    taps = _as_tuple((raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"))
+    return tuple(tap + 1 for tap in taps) if taps[:1] == (1,) else taps
 
 
 def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:

@@ -161,7 +161,8 @@ class DecoderLayer(nn.Module):
 class RotaryTable(nn.Module):
     """cos and signed sin of every position, so that a forward looks its angles up once.
 
-    With sin negated in the first half, rotating is `x * cos + roll(x, head_dim / 2) * sin`.
+    With sin negated in the first half, rotating is `x * cos + roll(x, head_dim / 2) * sin`. Positions past the last
+    take its angles: draft tokens may lie past the end of the context, and none of those is ever committed.
     """
 
     table: Tensor  # [max_positions, 2 * head_dim]
@@ -172,6 +173,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("table", _rotary_table(rope, head_dim, max_positions), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.clamp_max(len(self.table) - 1)
         rows = F.embedding(positions, self.table).view(positions.shape[0], 2, 1, self.head_dim)
         cos, sin = rows.unbind(1)
         return cos, sin

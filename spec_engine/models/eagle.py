@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_engine.models.config import CheckpointError, ModelConfig
-from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess
+from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess, RotaryTable
 
 
 class Eagle(nn.Module):
     kind = "eagle"
+    token_offset, ahead = 1, 0  # slot p holds token p+1, so there are as many rows as committed tokens
 
     def __init__(
         self, config: ModelConfig, target: Decoder, fc_bias: bool = False, own_embedding: bool = False
@@ -32,13 +33,15 @@ class Eagle(nn.Module):
         self.fc_bias = nn.Parameter(torch.empty(hidden)) if fc_bias else None
         self.layer = DecoderLayer(config, 0, input_norm=False)
         self.embed_weight = nn.Parameter(torch.empty(config.vocab_size, hidden)) if own_embedding else None
+        self.rotary = own_rotary(config, target)
         self._target = (target,)  # a tuple, so that the target is no submodule of its head
 
     def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KVAccess) -> Tensor:
         (target,) = self._target
         embedding = F.embedding(input_ids, target.embed_weight if self.embed_weight is None else self.embed_weight)
         x = F.linear(torch.cat((embedding, hidden), -1), self.fc_weight, self.fc_bias)
-        return self.layer(x, target.rotary(positions), kv)
+        rotary = target.rotary if self.rotary is None else self.rotary
+        return self.layer(x, rotary(positions), kv)
 
     def features(self, output: DecoderOutput) -> Tensor:
         return output.hidden
@@ -61,14 +64,18 @@ class Eagle(nn.Module):
 def check_fits(config: ModelConfig, target: Decoder) -> None:
     """Raises where a head cannot stand on this target."""
     theirs = target.config
-    if config.num_layers != 1:
-        raise CheckpointError(f"a draft head must have num_hidden_layers 1, got {config.num_layers}")
     for name, ours, wanted in (
         ("hidden_size", config.hidden_size, theirs.hidden_size),
         ("target_hidden_size", config.target_hidden_size, theirs.hidden_size),
         ("vocab_size", config.vocab_size, theirs.vocab_size),
-        ("head_dim", config.head_dim, theirs.head_dim),
-        ("rope", config.rope, theirs.rope),
     ):
         if ours != wanted:
             raise CheckpointError(f"the draft head's {name} must be the target's, got {ours} and {wanted}")
+
+
+def own_rotary(config: ModelConfig, target: Decoder) -> RotaryTable | None:
+    """The head's angles for every position of the target, None where they are the target's own."""
+    theirs = target.config
+    if (config.rope, config.head_dim) == (theirs.rope, theirs.head_dim):
+        return None
+    return RotaryTable(config.rope, config.head_dim, theirs.max_position_embeddings)

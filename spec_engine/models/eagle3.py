@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from spec_engine.models.config import CheckpointError, ModelConfig
 from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess
-from spec_engine.models.eagle import check_fits
+from spec_engine.models.eagle import check_fits, own_rotary
 
 
 class Eagle3(nn.Module):
     kind = "eagle3"
+    token_offset, ahead = 1, 0
     d2t: Tensor  # [num_draft_vocab] int64, target id minus draft id
     t2d: Tensor  # [vocab_size] bool, whether a target id has a draft id
 
@@ -39,6 +40,7 @@ class Eagle3(nn.Module):
         self.embed_weight = nn.Parameter(torch.empty(config.vocab_size, hidden)) if own_embedding else None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.rotary = own_rotary(config, target)
         self._target = (target,)
 
     def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KVAccess) -> Tensor:
@@ -47,7 +49,8 @@ class Eagle3(nn.Module):
         embedding = F.embedding(input_ids, target.embed_weight if self.embed_weight is None else self.embed_weight)
         embedding = F.rms_norm(embedding, self.norm_shape, self.embed_norm_weight, eps)
         normed = F.rms_norm(hidden, self.norm_shape, self.hidden_norm_weight, eps)
-        q, k, v = self.layer.project(torch.cat((embedding, normed), -1), target.rotary(positions))
+        rotary = target.rotary if self.rotary is None else self.rotary
+        q, k, v = self.layer.project(torch.cat((embedding, normed), -1), rotary(positions))
         return self.layer.finish(hidden, kv.attend(0, q, k, v))
 
     def features(self, output: DecoderOutput) -> Tensor:
@@ -61,6 +64,20 @@ class Eagle3(nn.Module):
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]
+
+    def check_vocabulary(self) -> None:
+        """CheckpointError unless d2t maps draft ids to distinct target ids and t2d marks exactly those."""
+        vocab_size = self.config.vocab_size
+        ids = self.to_target_ids(torch.arange(self.num_draft_vocab, device=self.d2t.device))
+        stray = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(stray):
+            raise CheckpointError(f"d2t must map into the target's {vocab_size} tokens, it maps to {int(stray[0])}")
+        twice = len(ids) - len(ids.unique())
+        if twice:
+            raise CheckpointError(f"d2t must map draft tokens to distinct target tokens, {twice} are mapped to twice")
+        differing = int((marks(self.d2t, vocab_size) != self.t2d).sum())
+        if differing:
+            raise CheckpointError(f"t2d must mark exactly the tokens that d2t maps to, {differing} of them differ")
 
     def hf_names(self) -> dict[str, list[tuple[str, int]]]:
         config = self.config
@@ -76,6 +93,12 @@ class Eagle3(nn.Module):
         if self.embed_weight is not None:
             names["embed_weight"] = [("embed_tokens.weight", config.vocab_size)]
         return names | self.layer.hf_names("layer.", "midlayer.")
+
+
+def marks(d2t: Tensor, vocab_size: int) -> Tensor:
+    """t2d: which target tokens have a draft token, `[vocab_size] bool`; ids out of range mark nothing."""
+    ids = torch.arange(d2t.numel(), device=d2t.device) + d2t.flatten().long()
+    return torch.isin(torch.arange(vocab_size, device=d2t.device), ids)
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spec_engine.models.config import (
@@ -16,15 +15,19 @@ from spec_engine.models.config import (
     EAGLE_ARCHITECTURES,
     TARGET_ARCHITECTURES,
     CheckpointError,
+    ModelConfig,
     load_config,
 )
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
-from spec_engine.models.eagle3 import Eagle3
+from spec_engine.models.eagle3 import Eagle3, marks
+from spec_engine.models.files import read_tensors
+from spec_engine.models.standalone import Standalone
 
-Draft = Eagle | Eagle3
+Draft = Eagle | Eagle3 | Standalone
 AnyModel = TypeVar("AnyModel", bound=Decoder | Eagle | Eagle3)
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 def load_target(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
@@ -42,32 +45,36 @@ def load_target(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
 
 def load_draft(
     folder: str | Path, target: Decoder, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Draft:
-    """Loads an EAGLE or EAGLE-3 head for `target`, whose embedding (and for EAGLE lm_head) it shares."""
-    config = load_config(folder)
-    tensors = read_tensors(folder)
+) -> Eagle | Eagle3:
+    """Loads an EAGLE or EAGLE-3 head for `target`, whose embedding (and for EAGLE lm_head) it shares.
+
+    Heads are published under their own architecture names and under the target's (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+    calls itself LlamaForCausalLM); then the tensors say which kind it is. However many layers config.json counts, a
+    head has one.
+    """
+    config = replace(load_config(folder), num_layers=1)
+    tensors = _head_tensors(folder)
     own_embedding = "embed_tokens.weight" in tensors
+    if not _is_eagle3(config.architecture, tensors, folder):
+        with torch.device("meta"):
+            eagle = Eagle(config, target, "fc.bias" in tensors, own_embedding)
+        return _filled(eagle, tensors, folder, dtype, device)
+    tensors = _eagle3_tensors(tensors, config, target, folder)
     with torch.device("meta"):
-        if config.architecture in EAGLE3_ARCHITECTURES:
-            draft: Draft = Eagle3(config, target, own_embedding)
-        elif config.architecture in EAGLE_ARCHITECTURES:
-            draft = Eagle(config, target, "fc.bias" in tensors, own_embedding)
-        else:
-            known = EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
-            raise CheckpointError(f"a draft head must be one of {', '.join(known)}, got {config.architecture}")
-    return _filled(draft, tensors, folder, dtype, device)
+        eagle3 = Eagle3(config, target, own_embedding)
+    eagle3 = _filled(eagle3, tensors, folder, dtype, device)
+    eagle3.check_vocabulary()
+    return eagle3
 
 
-def read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, by name."""
-    tensors: dict[str, Tensor] = {}
-    for shard in _shards(Path(folder)):
-        with safe_open(shard, framework="pt", device="cpu") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return tensors
+def load_standalone(
+    folder: str | Path, target: Decoder, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Standalone:
+    """Loads a small model of the target's vocabulary as its draft."""
+    return Standalone(load_target(folder, dtype, device), target)
 
 
-def hf_tensors(model: Decoder | Draft, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def hf_tensors(model: Decoder | Eagle | Eagle3, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """The model's tensors under their Hugging Face names: what `load_target` and `load_draft` read back."""
     ours = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors = {}
@@ -78,56 +85,58 @@ def hf_tensors(model: Decoder | Draft, dtype: torch.dtype = torch.bfloat16) -> d
     return tensors
 
 
-def save_tensors(tensors: dict[str, Tensor], folder: str | Path, num_shards: int = 1) -> None:
-    """Writes one model.safetensors, or `num_shards` of about equal size with their index."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt"}
-    if num_shards == 1:
-        save_file(tensors, folder / _SINGLE, metadata=metadata)
-        return
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    shards: list[dict[str, Tensor]] = [{} for _ in range(num_shards)]
-    written = 0
-    for name, tensor in tensors.items():
-        shards[min(written * num_shards // total, num_shards - 1)][name] = tensor
-        written += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-        save_file(shard, folder / file_name, metadata=metadata)
-        weight_map |= dict.fromkeys(shard, file_name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def _head_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """A head's tensors without the prefix `model.` that some writers put before every name."""
+    return _renamed(read_tensors(folder), lambda name: name.removeprefix("model."), folder)
 
 
-def _shards(folder: Path) -> list[Path]:
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if not (folder / _INDEX).is_file():
-        raise CheckpointError(f"a checkpoint folder must hold {_SINGLE} or {_INDEX}, {folder} holds neither")
-    weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-    shards = [folder / name for name in sorted(set(weight_map.values()))]
-    for shard in shards:
-        if not shard.is_file():
-            raise CheckpointError(f"the index names {shard.name}, {folder} does not hold it")
-    return shards
+def _is_eagle3(architecture: str, tensors: dict[str, Tensor], folder: str | Path) -> bool:
+    if architecture in EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES:
+        return architecture in EAGLE3_ARCHITECTURES
+    if "fc.weight" not in tensors:
+        raise CheckpointError(f"a draft head must hold fc.weight, {folder} does not: it holds a whole model or no head")
+    return any(name.endswith("hidden_norm.weight") for name in tensors)
+
+
+def _renamed(tensors: dict[str, Tensor], rename: Callable[[str], str], folder: str | Path) -> dict[str, Tensor]:
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        names = sorted(name for name in tensors if name != rename(name) and rename(name) in tensors)
+        raise CheckpointError(f"{folder} must name each tensor once, it holds {names[0]} and {rename(names[0])}")
+    return renamed
+
+
+def _eagle3_tensors(
+    tensors: dict[str, Tensor], config: ModelConfig, target: Decoder, folder: str | Path
+) -> dict[str, Tensor]:
+    """Under our names, and with what heads may leave out: t2d, and with a full draft vocabulary d2t and lm_head."""
+    tensors = _renamed(tensors, _midlayer, folder)
+    if config.draft_vocab_size == config.vocab_size:
+        tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
+        tensors.setdefault("lm_head.weight", target.lm_head_weight)
+    if "d2t" in tensors:
+        tensors.setdefault("t2d", marks(tensors["d2t"], config.vocab_size))
+    return tensors
+
+
+def _midlayer(name: str) -> str:
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def _filled(
     model: AnyModel, tensors: dict[str, Tensor], folder: str | Path, dtype: torch.dtype, device: str | torch.device
 ) -> AnyModel:
     names = model.hf_names()
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     _check_names({name for parts in names.values() for name, _ in parts}, set(tensors), folder)
     ours = dict(model.named_parameters()) | dict(model.named_buffers())
     filled = {}
     for name, parts in names.items():
         shapes = [(rows, *ours[name].shape[1:]) for _, rows in parts]
         for (hf_name, _), shape in zip(parts, shapes, strict=True):
-            if tuple(tensors[hf_name].shape) != shape:
-                raise CheckpointError(f"{hf_name} must have shape {list(shape)}, got {list(tensors[hf_name].shape)}")
+            _check_tensor(hf_name, tensors[hf_name], shape, ours[name].dtype)
         stacked = tensors[parts[0][0]] if len(parts) == 1 else torch.cat([tensors[hf_name] for hf_name, _ in parts])
-        filled[name] = stacked.to(device, dtype if stacked.is_floating_point() else stacked.dtype, copy=True)
+        filled[name] = stacked.to(device, dtype if stacked.is_floating_point() else ours[name].dtype, copy=True)
     if isinstance(model, Decoder) and model.config.tie_word_embeddings:
         filled["lm_head_weight"] = filled["embed_weight"]
     model.load_state_dict(filled, assign=True)
@@ -149,10 +158,25 @@ def _lay_out_for_few_rows(model: nn.Module) -> None:
 
 
 def _check_names(wanted: set[str], found: set[str], folder: str | Path) -> None:
-    found = {name for name in found if not name.endswith("rotary_emb.inv_freq")}
     problems = []
     for what, names in (("missing", sorted(wanted - found)), ("surplus", sorted(found - wanted))):
         if names:
             problems.append(f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}")
     if problems:
         raise CheckpointError(f"{folder} must hold exactly the tensors its config.json implies; {'; '.join(problems)}")
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Shape exactly; of dtypes any plain float for weights, any integer for indices, bool for marks."""
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    known = _INTEGERS if dtype == torch.int64 else (torch.bool,) if dtype == torch.bool else _FLOATS
+    if tensor.dtype not in known:
+        choices = ", ".join(_name(one) for one in known)
+        raise CheckpointError(
+            f"{name} must be one of {choices}, got {_name(tensor.dtype)}: load the checkpoint that was not quantized"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

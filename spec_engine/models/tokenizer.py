@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from spec_engine.models.config import CheckpointError, load_config
+from spec_engine.models.config import CheckpointError, load_config, read_json
 
 UNFINISHED = "\ufffd"  # what a decoder shows for the first bytes of a character whose rest has not come yet
 
@@ -25,7 +25,12 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"a checkpoint folder must hold tokenizer.json, {folder} does not")
-        return cls(tokenizers.Tokenizer.from_file(str(path)), load_config(folder).eos_token_ids)
+        read_json(path)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers package raises bare Exceptions
+            raise CheckpointError(f"{path} must describe a tokenizer ({error}): fetch it again") from None
+        return cls(tokenizer, load_config(folder).eos_token_ids)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids

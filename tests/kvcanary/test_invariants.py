@@ -461,6 +461,20 @@ CASES = [
         invariants.TreeShapeError,
         "req-3: accepted nodes [] are no path from the root, their parents are []",
     ),
+    Case(
+        invariants.check_state_settled,
+        (2, 7),
+        (2, 0),
+        invariants.RecurrentStateError,
+        "the state of row 2 must be committed before its next forward, a verify of 7 nodes is open",
+    ),
+    Case(
+        invariants.check_state_commit,
+        (2, 7, 7),
+        (2, 6, 7),
+        invariants.RecurrentStateError,
+        "row 2 must commit one of the 7 nodes of its open verify, got node 7",
+    ),
 ]
 NAMES = [f"{entry.check.__name__}-{number}" for number, entry in enumerate(CASES)]
 

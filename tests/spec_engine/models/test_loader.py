@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from kvcanary.errors import KVCanaryError
 from spec_engine.models import CheckpointError, load_target
 from spec_engine.models.config import parse_config
-from spec_engine.models.loader import hf_tensors, read_tensors, save_tensors
+from spec_engine.models.files import read_tensors, save_tensors
+from spec_engine.models.loader import hf_tensors
 
 LAYER0_Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -121,6 +122,91 @@ def test_end_of_text_ids_come_from_both_configurations(checkpoint: Path) -> None
     assert load_target(checkpoint).config.eos_token_ids == (3,)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     assert load_target(checkpoint).config.eos_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", b'{"hidden_size": 32,', r"config\.json must be JSON \(.*line 1.*\): fetch it again$"),
+        ("config.json", b"\xff\xfe", r"config\.json must be JSON \(.*\): fetch it again$"),
+        ("config.json", b"[1, 2]", r"config\.json must hold a JSON object, got list$"),
+        ("generation_config.json", b"", r"generation_config\.json must be JSON"),
+        ("model.safetensors", b"", r"model\.safetensors must be a whole safetensors file \(.*\): fetch it again$"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "must be a whole safetensors file"),
+    ],
+)
+def test_a_damaged_file_is_named(checkpoint: Path, name: str, content: bytes, words: str) -> None:
+    """Broken JSON, JSON of another kind, empty weights and a pointer in place of them each have a sentence."""
+    (checkpoint / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=words):
+        load_target(checkpoint)
+
+
+@pytest.mark.parametrize("kept", [0.02, 0.5, 0.999])
+def test_truncated_weights_are_refused(checkpoint: Path, kept: float) -> None:
+    """A safetensors file that ends early is refused, whether its header or its data is cut."""
+    path = checkpoint / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors must be a whole safetensors file"):
+        load_target(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
+def test_weights_of_another_dtype_are_refused(checkpoint: Path, dtype: torch.dtype) -> None:
+    """Quantized or integer weights are refused by name, with the dtypes that are read."""
+    edit_tensors(checkpoint, lambda tensors: tensors.update({LAYER0_Q: tensors[LAYER0_Q].to(dtype)}))
+    words = rf"{LAYER0_Q} must be one of float16, .*, got {str(dtype)[6:]}: load the checkpoint that was not quantized$"
+    with pytest.raises(CheckpointError, match=words):
+        load_target(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "32"}, "hidden_size must be a positive whole number, got '32'"),
+        ({"num_attention_heads": 0}, "num_heads must be a positive whole number, got 0"),
+        ({"num_hidden_layers": 8.5}, "num_layers must be a positive whole number, got 8.5"),
+        ({"vocab_size": -1}, "vocab_size must be a positive whole number, got -1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be a positive whole number, got 0"),
+        ({"rope_scaling": "linear"}, r"config\.json must hold values of the expected kinds: "),
+        ({"quantization_config": "awq"}, r"config\.json must hold values of the expected kinds: "),
+        ({"architectures": 3}, r"config\.json must hold values of the expected kinds: "),
+        ({"eagle_config": 3}, r"config\.json must hold values of the expected kinds: "),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(checkpoint: Path, changes: dict, words: str) -> None:
+    """Strings, fractions and zeros where sizes belong end in a sentence, not in a traceback of ours."""
+    edit_config(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load_target(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "ea_model.pt"])
+def test_pickled_weights_are_never_opened(checkpoint: Path, name: str) -> None:
+    """A folder with pickled weights alone is refused with the way to convert them, and the pickle is not run."""
+    (checkpoint / "model.safetensors").unlink()
+    marker = checkpoint / "was_run"
+    (checkpoint / name).write_bytes(f"cos\nmkdir\n(V{marker}\ntR.".encode())  # a pickle that makes a folder
+    with pytest.raises(CheckpointError, match=rf"weights must be safetensors, .* holds {name}, .*save_file"):
+        load_target(checkpoint)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("{}", "must hold a weight_map from tensor names to files, it does not"),
+        ('{"weight_map": {"a": "../outside.safetensors"}}', r"must name files of its own folder, got \.\./outside"),
+        ('{"weight_map": ', "must be JSON"),
+    ],
+)
+def test_a_broken_index_is_refused(checkpoint: Path, index: str, words: str) -> None:
+    """An index without its map, with paths out of the folder, or cut off is refused."""
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=words):
+        load_target(checkpoint)
 
 
 def test_the_error_is_one_of_ours() -> None:

@@ -73,3 +73,18 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     """The missing file is named."""
     with pytest.raises(CheckpointError, match=r"must hold tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"model": ', r"tokenizer\.json must be JSON"),
+        ('{"model": {"type": "BPE"}}', r"tokenizer\.json must describe a tokenizer \(.*\): fetch it again$"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    """A tokenizer.json that is cut off, or is no tokenizer, ends in a sentence."""
+    (tmp_path / "config.json").write_bytes((EMBEDDED_MODEL / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=words):
+        Tokenizer.from_folder(tmp_path)

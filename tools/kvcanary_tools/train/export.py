@@ -13,7 +13,8 @@ from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
 from spec_engine.models.eagle3 import Eagle3
-from spec_engine.models.loader import hf_tensors, save_tensors
+from spec_engine.models.files import save_tensors
+from spec_engine.models.loader import hf_tensors
 
 
 def export_target(checkpoint: Path, settings: Settings, vocab_size: int, folder: Path, num_shards: int = 2) -> None:

@@ -1,0 +1,9 @@
+"""Models without weights, for tests: what follows is known beforehand, and acceptance is whatever is asked for."""
+
+from spec_engine.mock.draft import MockDraft
+from spec_engine.mock.oracle import TokenOracle
+from spec_engine.mock.random_model import random_model, with_random_weights
+from spec_engine.mock.target import MockModel
+from spec_engine.mock.tokenizer import MockTokenizer
+
+__all__ = ["MockDraft", "MockModel", "MockTokenizer", "TokenOracle", "random_model", "with_random_weights"]
