@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcanary import CanaryConfig, KVCanaryError
+from spec_engine.attention.backends import BACKENDS, TREE_BACKENDS
 
 DRAFTS = ("auto", "eagle3", "eagle", "none")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
-ATTENTION_BACKENDS = ("torch",)
+ATTENTION_BACKENDS = tuple(BACKENDS)
 SCHEDULES = ("sync",)
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
@@ -63,6 +64,7 @@ class EngineConfig:
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _require_one_of("schedule", self.schedule, SCHEDULES, {"overlap": "the overlap schedule"})
         if self.draft != "none":
+            check_backend(self.attention_backend, self.topk, self.page_size)
             self._check_tree()
 
     def _check_tree(self) -> None:
@@ -81,6 +83,16 @@ class EngineConfig:
     def num_candidates(self) -> int:
         """Nodes that T selections of K propose: K, then K*K a step (engine facts, flat candidate index)."""
         return self.topk + (self.num_steps - 1) * self.topk**2
+
+
+def check_backend(name: str, topk: int, page_size: int) -> None:
+    """ConfigError for a draft tree on pages (K > 1 with P > 1) that this attention backend cannot read."""
+    if topk > 1 and page_size > 1 and not BACKENDS[name].supports_tree_pages:
+        raise ConfigError(
+            f"attention_backend {name!r} reads draft trees with page_size 1 only, got topk {topk} with page_size "
+            f"{page_size}: those that can are {', '.join(TREE_BACKENDS)}",
+            "use one of these, or topk 1, or page_size 1",
+        )
 
 
 def _require_positive(name: str, value: int) -> None:

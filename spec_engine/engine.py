@@ -113,12 +113,13 @@ class Engine:
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
         views = [pool.view() for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
-        self._target = Forwards(self.pools["target"], model.num_heads, self.canary)
+        backend = config.attention_backend
+        self._target = Forwards(self.pools["target"], model.num_heads, self.canary, backend)
         self.drafter = None
         if head is not None:
             self.drafter = Drafter(
                 head,
-                Forwards(self.pools["draft"], head.config.num_heads, self.canary),
+                Forwards(self.pools["draft"], head.config.num_heads, self.canary, backend),
                 self.request_table,
                 topk=config.topk,
                 num_steps=config.num_steps,
