@@ -28,8 +28,8 @@ ATTEND = ("ancestors", "columns")
 class Drafter:
     """Draft head, its forwards, and the relay of proposals from one step to the next, indexed by request row.
 
-    attend: "ancestors", or "columns": branch b attends column b, whoever its ancestors are. That is what the leading
-        engine does; it mixes paths, which costs acceptance and never correctness, and the canary reports it (R5).
+    attend: "ancestors", or "columns": survivor b attends what was written for branch b before, whoever its ancestors
+        are. Other engines do that; it mixes paths of the tree, which costs acceptance and never correctness.
     """
 
     def __init__(

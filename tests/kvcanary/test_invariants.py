@@ -318,6 +318,22 @@ CASES = [
         "req-3: verify window [7, 11) of 4 nodes ends beyond the 10 slots that are allocated",
     ),
     Case(
+        invariants.check_draft_indices,
+        ((10, 20, 30, 40), 2, 2, 223),
+        ((10, 20, 30, 40), 2, 2, 224),
+        invariants.IndexBufferError,
+        "draft[2]: topk 2 * committed 100 + requests 4 * topk 2 * own slots 3 = 224 index entries <= row width 223 < "
+        "2147483648 is broken: the width is max_running_requests * topk * columns of a request-table row",
+    ),
+    Case(
+        invariants.check_draft_indices,
+        ((5,), 1, 0, 1 << 31),
+        ((5,), 1, 0, (1 << 31) - 1),
+        invariants.IndexBufferError,
+        "draft[0]: topk 1 * committed 5 + requests 1 * topk 1 * own slots 1 = 6 index entries <= row width 2147483648 "
+        "< 2147483648 is broken: the width is max_running_requests * topk * columns of a request-table row",
+    ),
+    Case(
         invariants.check_relay,
         ("req-3", 2, 20, ("req-1", 20)),
         ("req-3", 2, 20, ("req-3", 20)),
