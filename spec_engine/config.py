@@ -31,6 +31,8 @@ class EngineConfig:
     draft_model: folder of the draft head; by default the one beside the model.
     page_size, topk, num_steps, num_draft_tokens: P, K, T and N of the draft tree; N counts the root.
         ``num_draft_tokens=None`` takes DEFAULT_NODES of a tree and all of a chain.
+    attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
+        draft trees on pages; "dense" is the slow reference.
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.invariants import IndexBufferError
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
+from spec_engine.attention.page_pass import PagePass
+from spec_engine.attention.paged import PagedAttention
 from spec_engine.drafting import drafter as drafter_module
 from spec_engine.hooks import Forwards
 from spec_engine.memory import sizing
@@ -60,6 +63,29 @@ def test_the_canary_is_silent_about_paged_drafting(by_tokens, content):
     """Copies of the tail and of ancestors are moves: records go along, and rows that read through them are right."""
     canary = CanaryConfig(mode="raise", content=content, poison="nan")
     assert run("paged", canary=canary)[0] == by_tokens[4][0]
+
+
+def slots_of(part: PagePass) -> list[list[int]]:
+    """What each row of a pass reads, in order."""
+    slots = part.tables[:, :, None] * part.page_size + torch.arange(part.page_size)
+    return [row[:length].tolist() for row, length in zip(slots.flatten(1), part.lens.tolist(), strict=True)]
+
+
+def test_the_canary_is_told_what_the_pages_hold(monkeypatch):
+    """The index array of every draft forward is, slot by slot, what its two passes read."""
+    plan, told, read = PagedAttention.plan, [], []
+
+    def listen(attention, batch, indices):
+        plan(attention, batch, indices)
+        if batch.kind == "draft":
+            prefix, branches = (slots_of(part) for part in attention.groups[0][1])
+            told.append(indices.tolist())
+            read.append([slot for row, own in enumerate(branches) for slot in prefix[row // 4] + own])
+
+    monkeypatch.setattr(PagedAttention, "plan", listen)
+    run("paged")
+    assert told
+    assert told == read
 
 
 def test_a_tail_that_was_not_copied_is_reported(monkeypatch):
