@@ -127,11 +127,14 @@ class StepChecks:
                 self._fingerprint()
                 self.hits += self.sweeper.last_look(request, step)
 
-    def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int) -> None:
+    def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int, guesses: bool) -> None:
         """Records follow bytes."""
+        has_lanes = not guesses or self._config.content == "full"
         with torch.inference_mode():
             self.settle()
-            self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step)
+            self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step, has_lanes)
+        if guesses:
+            return
         positions = self.mirror.table[pool.base + dst, TOKEN_POSITION] >> 32
         self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
 

@@ -105,6 +105,10 @@ class IndexOverflowError(InvariantError):
     """A flat index would not fit into a signed 32-bit integer."""
 
 
+class IndexBufferError(InvariantError):
+    """A draft forward names more entries than its index buffer holds, or the buffer more than 32 bits can count."""
+
+
 class IndexLengthError(InvariantError):
     """An index array and the lengths that it is read by disagree."""
 
@@ -461,6 +465,21 @@ def check_window(request: str, start: int, num_nodes: int, allocated_len: int) -
         raise BranchLayoutError(
             f"{request}: verify window [{start}, {start + num_nodes}) of {num_nodes} nodes ends beyond the "
             f"{allocated_len} slots that are allocated"
+        )
+
+
+def check_draft_indices(lens: Sequence[int], topk: int, step: int, width: int) -> None:
+    """Every branch of draft forward ``step`` names its request's prefix and its own ``step + 1`` slots.
+
+    lens: committed lengths; width: entries of the index buffer's row, which must count every branch's prefix
+    (sgl-project/sglang#27338).
+    """
+    needed = topk * sum(lens) + len(lens) * topk * (step + 1)
+    if not needed <= width <= MAX_FLAT_INDEX:
+        raise IndexBufferError(
+            f"draft[{step}]: topk {topk} * committed {sum(lens)} + requests {len(lens)} * topk {topk} * own slots "
+            f"{step + 1} = {needed} index entries <= row width {width} < {MAX_FLAT_INDEX + 1} is broken: the width is "
+            "max_running_requests * topk * columns of a request-table row"
         )
 
 

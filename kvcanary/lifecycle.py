@@ -169,15 +169,21 @@ class Lifecycle:
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
 
-    def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None) -> None:
+    def before_move(self) -> None:
+        """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""
+        self._expect_closed("before_move()")
+        self._checks.settle()
+
+    def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
 
         `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
+        `guesses`: entries of draft forwards, which lengthen no row; their bytes are read under content "full" alone.
         """
         self._expect_closed("on_move()")
         source, target = self._pool(pool), self._pool(pool if to is None else to)
         _expect_equal_rows(source, target)
-        self._checks.move(source, target, on_host(src), on_host(dst), self.step)
+        self._checks.move(source, target, on_host(src), on_host(dst), self.step, guesses)
 
     # helpers
 

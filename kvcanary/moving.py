@@ -26,10 +26,11 @@ class Mover:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._compares_content = compares_content
 
-    def apply(self, source: Stage, stage: Stage, src: Slots, dst: Slots, step: int) -> list[Hit]:
+    def apply(self, source: Stage, stage: Stage, src: Slots, dst: Slots, step: int, has_lanes: bool) -> list[Hit]:
         """T1 where bytes that arrived are not those that were written at the source.
 
-        Every source was read before any destination was written; `src` and `dst` are slots, each distinct.
+        Every source was read before any destination was written; `src` and `dst` are slots, `dst` distinct ones.
+        `has_lanes`: the content of the sources was kept when they were written.
         """
         moves = (src != dst) | (source is not stage)
         src, dst = src[moves], dst[moves]
@@ -37,11 +38,11 @@ class Mover:
             return []
         origin, pool, device = source.pool, stage.pool, stage.pool.records.device
         from_rows, to_rows = torch.from_numpy(src).to(device), torch.from_numpy(dst).to(device)
-        waits = source is stage and stage.move(src.tolist(), dst.tolist())
-        if not waits:
+        waits = has_lanes and source is stage and stage.move(src.tolist(), dst.tolist())
+        if has_lanes and not waits:
             source.fingerprint()
         found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
-        content_a = None if waits else origin.content_a.index_select(1, from_rows)
+        content_a = origin.content_a.index_select(1, from_rows) if has_lanes and not waits else None
         self._mirror.write(pool.base + dst, self._moved(origin, pool, src, dst, step))
         if content_a is not None:
             stage.forget(dst.tolist())
@@ -51,7 +52,7 @@ class Mover:
             self._mirror.flush()
             damage = found - expected  # a damaged source stays damaged
             pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
-        return self._arrived(stage, to_rows, waits, step) if self._compares_content else []
+        return self._arrived(stage, to_rows, waits, step) if has_lanes and self._compares_content else []
 
     def _moved(self, origin: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int) -> Words:
         """Token, position, chain and layers of the sources under the grants and owners of the destinations' pages."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcanary import CanaryConfig, KVCanaryError
+from spec_engine.attention.backends import BACKENDS, TREE_BACKENDS
 
 DRAFTS = ("auto", "eagle3", "eagle", "none")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
-ATTENTION_BACKENDS = ("torch",)
+ATTENTION_BACKENDS = tuple(BACKENDS)
 SCHEDULES = ("sync", "overlap")
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
@@ -30,6 +31,8 @@ class EngineConfig:
     draft_model: folder of the draft head; by default the one beside the model.
     page_size, topk, num_steps, num_draft_tokens: P, K, T and N of the draft tree; N counts the root.
         ``num_draft_tokens=None`` takes DEFAULT_NODES of a tree and all of a chain.
+    attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
+        draft trees on pages; "dense" is the slow reference.
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
@@ -70,6 +73,7 @@ class EngineConfig:
         if not 0.0 <= self.new_token_ratio <= 1.0:
             raise ConfigError(f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}")
         if self.draft != "none":
+            check_backend(self.attention_backend, self.topk, self.page_size)
             self._check_tree()
 
     def _check_tree(self) -> None:
@@ -88,6 +92,16 @@ class EngineConfig:
     def num_candidates(self) -> int:
         """Nodes that T selections of K propose: K, then K*K a step (engine facts, flat candidate index)."""
         return self.topk + (self.num_steps - 1) * self.topk**2
+
+
+def check_backend(name: str, topk: int, page_size: int) -> None:
+    """ConfigError for a draft tree on pages (K > 1 with P > 1) that this attention backend cannot read."""
+    if topk > 1 and page_size > 1 and not BACKENDS[name].supports_tree_pages:
+        raise ConfigError(
+            f"attention_backend {name!r} reads draft trees with page_size 1 only, got topk {topk} with page_size "
+            f"{page_size}: those that can are {', '.join(TREE_BACKENDS)}",
+            "use one of these, or topk 1, or page_size 1",
+        )
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -127,7 +127,7 @@ class Engine:
         )
         self.relay = Relay(config.max_running_requests + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
-        target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary)
+        target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend)
         self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, self.canary)
         self._max_accept = max_accept
         check_reserve(self.scheduler.reserve, self._lag, max_accept, alloc_len)
@@ -138,7 +138,7 @@ class Engine:
     def _make_drafter(self, head: Draft) -> Drafter:
         return Drafter(
             head,
-            Forwards(self.pools["draft"], head.config.num_heads, self.canary),
+            Forwards(self.pools["draft"], head.config.num_heads, self.canary, self.config.attention_backend),
             self.request_table,
             topk=self.config.topk,
             num_steps=self.config.num_steps,

@@ -9,35 +9,55 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from kvcanary import ReadPlan, WritePlan
 from kvcanary.invariants import check_index_lengths
-from spec_engine.attention.torch_backend import TorchAttention
+from spec_engine.attention.backends import BACKENDS
 from spec_engine.core import ForwardBatch
 from spec_engine.memory.pool import KVPool
+from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
 
 
 class Forwards:
-    """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it."""
+    """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
-    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None) -> None:
+    backend: name of what reads the pool.
+    """
+
+    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None, backend: str = "torch") -> None:
         self.pool = pool
         self.num_heads = num_heads
         self.canary = canary
+        self.backend = BACKENDS[backend]
+        self._attention = self.backend.load()
 
     @contextmanager
-    def open(self, batch: ForwardBatch) -> Iterator[TorchAttention]:
+    def open(self, batch: ForwardBatch) -> Iterator[KVAccess]:
         """The attention of one forward; the canary sees the very arrays that it reads and writes by."""
         check_arrays(batch, self.pool.name)
         if self.canary is None:
-            yield TorchAttention(self.pool, batch, self.num_heads, batch.kv_indices, batch.slots, None)
+            yield self._attention(self.pool, batch, self.num_heads, batch.kv_indices, batch.slots, None)
             return
         substep = self.canary.substep(batch.kind, batch.index, self.pool.name)
         indices, slots = substep.open(read_plan(batch), write_plan(batch))
-        yield TorchAttention(self.pool, batch, self.num_heads, indices, slots, substep)
+        yield self._attention(self.pool, batch, self.num_heads, indices, slots, substep)
         substep.close()
+
+    def move(self, source: Tensor, destination: Tensor, guesses: bool = False) -> None:
+        """Copy rows within the pool, ``[n] int64`` slots; all sources are read first, records move with the bytes.
+
+        guesses: entries that draft forwards of this step have written.
+        """
+        if self.canary is None:
+            self.pool.move(source, destination)
+            return
+        self.canary.before_move()
+        self.pool.move(source, destination)
+        self.canary.on_move(self.pool.name, source, destination, guesses=guesses)
 
 
 def check_arrays(batch: ForwardBatch, pool: str) -> None:

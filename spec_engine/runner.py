@@ -147,10 +147,7 @@ class Runner:
             return
         rows, nodes, places = torch.tensor(moves, device=self.device).unbind(1)
         source, destination = windows[rows, nodes], windows[rows, places]
-        pool = self.forwards.pool
-        pool.move(source, destination)
-        if self.canary is not None:
-            self.canary.on_move(pool.name, source, destination)
+        self.forwards.move(source, destination)
 
     def _commit(self, batch: Batch, accepted: Sequence[Accepted], doomed: frozenset[str]) -> StepResult:
         lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]

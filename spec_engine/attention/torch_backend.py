@@ -8,18 +8,14 @@ dimension, so K and V are never repeated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spec_engine.attention.base import PoolAttention, row_groups
 from spec_engine.core import ForwardBatch
-from spec_engine.memory.pool import KVPool
-
-if TYPE_CHECKING:
-    from kvcanary import SubstepCanary
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,33 +29,16 @@ class _Group:
     mask: Tensor | None  # [num_rows, 1, group * num_new, width] additive, or None: everything is visible
 
 
-class TorchAttention:
-    """The KVAccess of one forward: stores K and V, tells the canary, attends."""
+class TorchAttention(PoolAttention):
+    """Attention by token indices."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        batch: ForwardBatch,
-        num_heads: int,
-        indices: Tensor,
-        slots: Tensor,
-        substep: SubstepCanary | None,
-    ) -> None:
-        self.pool = pool
-        self.slots = slots
-        self.substep = substep
-        self.kv_heads, self.head_dim = pool.kv.shape[-2:]
-        self.fold = num_heads // self.kv_heads
-        self.bounds: list[int] = batch.kv_indptr.tolist()  # of rows in `indices`, as the canary has seen them
-        self.groups = self._plan(batch, indices)
+    def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
+        self.groups = [self._group(batch, indices, rows, tokens) for rows, tokens in row_groups(batch.new_lens)]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
-        self.pool.store(layer, self.slots, k, v)
-        if self.substep is not None:
-            self.substep.store(layer, k, v)
-        outputs = [self._attend(layer, q[group.tokens], group) for group in self.groups]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        if len(self.groups) == 1:
+            return self._attend(layer, q, self.groups[0])
+        return torch.cat([self._attend(layer, q[group.tokens], group) for group in self.groups])
 
     def _attend(self, layer: int, q: Tensor, group: _Group) -> Tensor:
         rows, new, heads, dim = group.num_rows, group.num_new, self.kv_heads, self.head_dim
@@ -68,16 +47,6 @@ class TorchAttention:
         folded = q.view(rows, new, heads, self.fold, dim).permute(0, 2, 3, 1, 4).reshape(rows, heads, -1, dim)
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
         return out.view(rows, heads, self.fold, new, dim).permute(0, 3, 1, 2, 4).reshape(rows * new, -1, dim)
-
-    def _plan(self, batch: ForwardBatch, indices: Tensor) -> list[_Group]:
-        new_lens = batch.new_lens
-        if min(new_lens) == max(new_lens):
-            return [self._group(batch, indices, range(len(new_lens)), slice(0, batch.tokens.shape[0]))]
-        ends = list(accumulate(new_lens))
-        return [
-            self._group(batch, indices, range(row, row + 1), slice(end - new_lens[row], end))
-            for row, end in enumerate(ends)
-        ]
 
     def _group(self, batch: ForwardBatch, indices: Tensor, rows: range, tokens: slice) -> _Group:
         bounds = self.bounds[rows.start : rows.stop + 1]

@@ -10,18 +10,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcanary.invariants import check_branch_shape, check_branches, check_flat_indices, check_relay
+from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
+from spec_engine.config import ConfigError
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.layout import branch_positions, branch_stride
+from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
 from spec_engine.hooks import Forwards
 from spec_engine.memory.request_table import RequestTable
+from spec_engine.memory.sizing import draft_index_width
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
 
+ATTEND = ("ancestors", "columns")
+
 
 class Drafter:
-    """Draft head, its forwards, and the relay of proposals from one step to the next, indexed by request row."""
+    """Draft head, its forwards, and the relay of proposals from one step to the next, indexed by request row.
+
+    attend: "ancestors", or "columns": survivor b attends what was written for branch b before, whoever its ancestors
+        are. Other engines do that; it mixes paths of the tree, which costs acceptance and never correctness.
+    """
 
     def __init__(
         self,
@@ -32,13 +41,19 @@ class Drafter:
         topk: int,
         num_steps: int,
         num_draft_tokens: int,
+        attend: str = "ancestors",
     ) -> None:
         self.head = head
         self.forwards = forwards
         self.table = table
         self.topk, self.num_steps, self.num_draft_tokens = topk, num_steps, num_draft_tokens
+        if attend not in ATTEND:
+            raise ConfigError(f"attend must be one of {', '.join(ATTEND)}, got {attend!r}")
+        self._attends_columns = attend == "columns"
+        self._copies = forwards.backend.reads_pages and topk > 1 and table.page_size > 1
+        self._index_width = draft_index_width(table.num_rows, topk, table.width)
+        check_flat_indices("draft index buffer", 1, self._index_width)
         num_rows, device = len(table.table), table.table.device
-        check_flat_indices("draft index array", num_rows * topk, table.width)
         self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
@@ -54,8 +69,7 @@ class Drafter:
         bs = len(batch)
         self._consume(batch)
         slots = self._branch_slots(batch)  # [bs, K, T]
-        table = self.table.table
-        prefixes = [table[request.row, :length] for request, length in zip(batch.requests, batch.lens, strict=True)]
+        prefixes = self._prefixes(batch)
         growth = TreeGrowth(self.topk)
         growth.add(self._probs[batch.rows, None], self._tokens[batch.rows, None])
         hidden = self._hidden[batch.rows, None]  # [bs, survivors, H]
@@ -63,9 +77,9 @@ class Drafter:
         for step in range(self.num_steps - 1):
             tokens, parents = growth.survive()
             hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
-            path = torch.cat((path, slots[:, :, step : step + 1]), -1)
-            forward = self._draft_forward(batch, step, prefixes, path, tokens)
+            path = self._path(slots, path, parents, step)
+            check_draft_indices(batch.lens, self.topk, step, self._index_width)
+            forward = draft_forward(batch, step, prefixes, path, tokens)
             with self.forwards.open(forward) as attention:
                 hidden = self.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
             probs, children = self._propose(hidden)
@@ -116,26 +130,49 @@ class Drafter:
         check_branch_shape(slots.shape, len(batch), self.topk, self.num_steps)
         return slots
 
-    def _draft_forward(
-        self, batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor
-    ) -> ForwardBatch:
-        """Row (b, k) reads the prefix of b, then the slots of its node's ancestors, then its own."""
-        entries = [
-            torch.cat((prefix.expand(self.topk, -1), slots), 1).flatten()
-            for prefix, slots in zip(prefixes, path, strict=True)
-        ]
-        kv_lens = tuple(length + step + 1 for length in batch.lens for _ in range(self.topk))
-        return ForwardBatch(
-            kind="draft",
-            index=step,
-            requests=batch.ids,
-            rows_per_request=self.topk,
-            prefix_lens=batch.lens_tensor,
-            kv_indptr=indptr(kv_lens, tokens.device),
-            kv_indices=concat(entries),
-            kv_lens=kv_lens,
-            new_lens=(1,) * len(kv_lens),
-            slots=path[:, :, -1].flatten(),
-            tokens=tokens.flatten(),
-            positions=(batch.lens_tensor + step).repeat_interleave(self.topk),
-        )
+    def _prefixes(self, batch: Batch) -> list[Tensor]:
+        """By request ``[K, S] int64``: the slots from which each branch reads the prefix."""
+        table = self.table.table
+        lens = [(request.row, length) for request, length in zip(batch.requests, batch.lens, strict=True)]
+        if not self._copies:
+            return [table[row, :length].expand(self.topk, -1) for row, length in lens]
+        layout = {"topk": self.topk, "num_steps": self.num_steps, "page_size": self.table.page_size}
+        tails, copies = tail_copies(table, batch.rows, batch.lens_tensor, **layout)
+        self.forwards.move(tails.flatten(), copies.flatten())
+        return [branch_prefix(table[row], length, **layout) for row, length in lens]
+
+    def _path(self, slots: Tensor, path: Tensor, parents: Tensor, step: int) -> Tensor:
+        """``[bs, K, step + 1] int64``: the slots of each survivor's ancestors, then its own."""
+        if self._attends_columns:
+            return slots[:, :, : step + 1]
+        if self._copies:
+            ancestors, copies = ancestor_copies(slots, parents, step)
+            if step:
+                self.forwards.move(ancestors.flatten(), copies.flatten(), guesses=True)
+            return slots[:, :, : step + 1]
+        path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
+        return torch.cat((path, slots[:, :, step : step + 1]), -1)
+
+
+def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor) -> ForwardBatch:
+    """Row (b, k) reads ``prefixes[b][k]``, then the slots of its node's ancestors, ``path[b, k]``, with its own last.
+
+    prefixes: by request [K, S] int64; path: [bs, K, step + 1] int64; tokens: [bs, K] int64.
+    """
+    topk = path.shape[1]
+    entries = [torch.cat((prefix, slots), 1).flatten() for prefix, slots in zip(prefixes, path, strict=True)]
+    kv_lens = tuple(length + step + 1 for length in batch.lens for _ in range(topk))
+    return ForwardBatch(
+        kind="draft",
+        index=step,
+        requests=batch.ids,
+        rows_per_request=topk,
+        prefix_lens=batch.lens_tensor,
+        kv_indptr=indptr(kv_lens, tokens.device),
+        kv_indices=concat(entries),
+        kv_lens=kv_lens,
+        new_lens=(1,) * len(kv_lens),
+        slots=path[:, :, -1].flatten(),
+        tokens=tokens.flatten(),
+        positions=(batch.lens_tensor + step).repeat_interleave(topk),
+    )

@@ -87,14 +87,13 @@ def exchange_pages(engine: Engine) -> Place:
 @found_by("R5", num_steps=5)
 def read_a_cousin_for_an_ancestor(engine: Engine) -> Place:
     """Draft rows attend their columns, not their nodes' ancestors: paths of the tree are mixed."""
-    draft_forward = engine.drafter._draft_forward
+    lineage = engine.drafter._path
 
-    def mixed(batch, step, prefixes, path, tokens):
-        if step > 1:
-            path = torch.cat((path[:, :, :-2].flip(1), path[:, :, -2:]), -1)
-        return draft_forward(batch, step, prefixes, path, tokens)
+    def mixed(slots, path, parents, step):
+        path = lineage(slots, path, parents, step)
+        return path if step < 2 else torch.cat((path[:, :, :-2].flip(1), path[:, :, -2:]), -1)
 
-    engine.drafter._draft_forward = mixed
+    engine.drafter._path = mixed
     return None, None
 
 

@@ -341,17 +341,17 @@ CASES = [
     ),
     Case(
         invariants.check_commit,
-        ("req-3", 20, 25, 4),
-        ("req-3", 20, 24, 4),
+        ("req-3", 20, 25, 5, 4),
+        ("req-3", 20, 24, 4, 4),
         invariants.CommitError,
-        "req-3: committed length goes from 20 to 25, a step commits 1 to 4 tokens",
+        "req-3: committed length goes from 20 to 25 with 5 tokens accepted, a step commits what is accepted, 1 to 4 tokens",
     ),
     Case(
         invariants.check_commit,
-        ("req-3", 20, 20, 4),
-        ("req-3", 20, 21, 4),
+        ("req-3", 20, 22, 1, 4),
+        ("req-3", 20, 21, 1, 4),
         invariants.CommitError,
-        "req-3: committed length goes from 20 to 20, a step commits 1 to 4 tokens",
+        "req-3: committed length goes from 20 to 22 with 1 tokens accepted, a step commits what is accepted, 1 to 4 tokens",
     ),
     Case(
         invariants.check_known_tokens,
@@ -410,6 +410,22 @@ CASES = [
         ("req-3", 7, 4, 11),
         invariants.BranchLayoutError,
         "req-3: verify window [7, 11) of 4 nodes ends beyond the 10 slots that are allocated",
+    ),
+    Case(
+        invariants.check_draft_indices,
+        ((10, 20, 30, 40), 2, 2, 223),
+        ((10, 20, 30, 40), 2, 2, 224),
+        invariants.IndexBufferError,
+        "draft[2]: topk 2 * committed 100 + requests 4 * topk 2 * own slots 3 = 224 index entries <= row width 223 < "
+        "2147483648 is broken: the width is max_running_requests * topk * columns of a request-table row",
+    ),
+    Case(
+        invariants.check_draft_indices,
+        ((5,), 1, 0, 1 << 31),
+        ((5,), 1, 0, (1 << 31) - 1),
+        invariants.IndexBufferError,
+        "draft[0]: topk 1 * committed 5 + requests 1 * topk 1 * own slots 1 = 6 index entries <= row width 2147483648 "
+        "< 2147483648 is broken: the width is max_running_requests * topk * columns of a request-table row",
     ),
     Case(
         invariants.check_relay,

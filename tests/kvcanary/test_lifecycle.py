@@ -81,6 +81,20 @@ def test_bytes_that_did_not_arrive_are_found_at_once(make_engine, content):
     assert first_code(engine.canary.drain) == ("T1", destination)
 
 
+@pytest.mark.parametrize(("content", "found"), [("rolling", []), ("full", ["T1"])])
+def test_moved_guesses_are_compared_where_their_bytes_were_kept(make_engine, content, found):
+    """Under a byte budget nobody keeps the content of draft entries: their records move, their bytes are not judged."""
+    engine = make_engine(mode="log", content=content, page_size=1)
+    engine.start("one", 9)
+    engine.step()
+    kv, row = engine.pools["target"].kv, engine.rows["one"]
+    source, destination = engine.slot("one", row.committed - 1), row.pages[-1]
+    kv[:, destination] = kv[:, source] + 1
+    engine.canary.on_move("target", torch.tensor([source]), torch.tensor([destination]), guesses=True)
+    engine.canary.drain()
+    assert [finding.code for finding in engine.canary.findings] == found
+
+
 def two_pools() -> tuple[CanaryManager, list[torch.Tensor]]:
     """A device pool and a host pool of equal rows, and a draft pool of other ones."""
     tensors = [torch.zeros(2, 64, 2, 4) for _ in range(2)] + [torch.zeros(1, 64, 2, 4)]

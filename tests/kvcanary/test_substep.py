@@ -163,6 +163,7 @@ def test_close_comes_once(canary):
         ("drain", (), "drain()"),
         ("begin_step", (2,), "begin_step()"),
         ("release", ("only",), "release()"),
+        ("before_move", (), "before_move()"),
         ("on_move", ("target", ints(4), ints(5)), "on_move()"),
         ("substep", ("verify", 0, "target"), "substep('verify')"),
     ],

@@ -15,8 +15,16 @@ from spec_engine import ConfigError, EngineConfig
         ({"draft": "medusa"}, "draft must be one of auto, eagle3, eagle, none, got 'medusa'"),
         ({"schedule": "async"}, "schedule must be one of sync, overlap, got 'async'"),
         ({"new_token_ratio": 1.5}, r"new_token_ratio must lie in \[0, 1\], got 1.5"),
-        ({"attention_backend": "flashinfer"}, "attention_backend must be one of torch, got 'flashinfer'"),
+        (
+            {"attention_backend": "flashinfer"},
+            "attention_backend must be one of torch, paged, block-table, dense, got 'flashinfer'",
+        ),
         ({"dtype": "int4"}, "dtype must be one of auto, float32, float64, bfloat16, got 'int4'"),
+        (
+            {"attention_backend": "block-table", "topk": 4, "page_size": 16},
+            "attention_backend 'block-table' reads draft trees with page_size 1 only, got topk 4 with page_size 16: "
+            "those that can are torch, paged, dense",
+        ),
         ({"topk": 2, "num_steps": 1, "num_draft_tokens": 4}, r"num_draft_tokens must lie in \[2, 3\], got 4"),
         ({"num_draft_tokens": 1}, "num_draft_tokens must lie in"),
     ],
@@ -31,3 +39,9 @@ def test_bad_settings_are_refused_with_a_sentence(settings, words):
 def test_the_default_tree_takes_eight_nodes_or_all_there_are(topk, num_steps, nodes):
     """A chain keeps every candidate; a small tree has fewer than eight."""
     assert EngineConfig(topk=topk, num_steps=num_steps).num_draft_tokens == nodes
+
+
+@pytest.mark.parametrize(("topk", "page_size", "draft"), [(1, 16, "auto"), (4, 1, "auto"), (4, 16, "none")])
+def test_a_backend_without_tree_pages_reads_everything_else(topk, page_size, draft):
+    """Chains on pages, trees on pages of one slot, and no drafting at all."""
+    EngineConfig(attention_backend="block-table", topk=topk, page_size=page_size, draft=draft)

@@ -1,6 +1,6 @@
 """What the canary costs on the CPU: ``python -m kvcanary_tools.bench.overhead``.
 
-The default engine without its prefix cache on the embedded model, with the canary off and on (``raise``, rolling content), 20 held-out prompts
+The default engine without its prefix cache, embedded model, canary off and on (``raise``, rolling), 20 held-out prompts
 x 128 tokens, two threads, batch 1 and 8, five passes in which the two take turns batch by batch.
 """
 

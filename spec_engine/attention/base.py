@@ -1,0 +1,78 @@
+"""What every attention backend is: opened once a forward, it stores K and V and attends, layer by layer."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from spec_engine.core import ForwardBatch
+from spec_engine.memory.pool import KVPool
+from spec_engine.models.decoder import KVAccess
+
+if TYPE_CHECKING:
+    from kvcanary import SubstepCanary
+
+
+class OpenAttention(Protocol):
+    """A backend: makes the `KVAccess` of one forward and plans its reads, once for all layers."""
+
+    def __call__(
+        self,
+        pool: KVPool,
+        batch: ForwardBatch,
+        num_heads: int,
+        indices: Tensor,
+        slots: Tensor,
+        substep: SubstepCanary | None,
+    ) -> KVAccess:
+        """``indices`` and ``slots`` stand for those of the batch: a canary replaces what it refuses.
+
+        num_heads: query heads of the model; substep: the canary's hooks of this forward, or None.
+        """
+        ...
+
+
+class PoolAttention:
+    """A `KVAccess` whose stores go to the pool and to the canary; a backend says in `read` how it attends."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        batch: ForwardBatch,
+        num_heads: int,
+        indices: Tensor,
+        slots: Tensor,
+        substep: SubstepCanary | None,
+    ) -> None:
+        self.pool = pool
+        self.slots = slots
+        self.substep = substep
+        self.kv_heads, self.head_dim = pool.kv.shape[-2:]
+        self.fold = num_heads // self.kv_heads
+        self.bounds: list[int] = batch.kv_indptr.tolist()  # of rows in `indices`, as the canary has seen them
+        self.plan(batch, indices)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
+        self.pool.store(layer, self.slots, k, v)
+        if self.substep is not None:
+            self.substep.store(layer, k, v)
+        return self.read(layer, q)
+
+    def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
+        """What is the same in all layers."""
+        raise NotImplementedError
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """The attention of q ``[n, heads, head_dim]`` over what the plan names."""
+        raise NotImplementedError
+
+
+def row_groups(new_lens: tuple[int, ...]) -> list[tuple[range, slice]]:
+    """Rows that run as one product, and their tokens: all where they have equally many, else each by itself."""
+    ends = list(accumulate(new_lens))
+    if min(new_lens) == max(new_lens):
+        return [(range(len(new_lens)), slice(0, ends[-1]))]
+    return [(range(row, row + 1), slice(end - new_lens[row], end)) for row, end in enumerate(ends)]
