@@ -69,9 +69,7 @@ def sound_parents(tokens: Tensor, parents: Tensor) -> Tensor:
     return parents.masked_fill(has_twin, -1)
 
 
-def descend(
-    parents: Tensor, num_steps: int, accepts: Callable[[int, Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def descend(parents: Tensor, num_steps: int, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Nodes [bs, T + 1] and lens [bs] of a walk of at most ``num_steps`` levels over sound ``parents [bs, N]``.
 
     ``accepts(depth, node [bs, 1], children [bs, N] bool) -> [bs, N] bool`` says which children may be gone to; the
