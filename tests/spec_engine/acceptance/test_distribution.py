@@ -60,6 +60,14 @@ def test_equal_logits_are_kept_from_the_lowest_token_on():
     assert probs_of(torch.zeros(1, 1, 6), {"temperature": 1.0, "top_k": 2})[0, 0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
 
 
+def test_top_p_of_one_keeps_tokens_that_rounding_hides():
+    """A tail beyond the last digit of the sum before it stays, beside a request that truncates."""
+    logits = torch.tensor([0.0, -40.0]).expand(2, 1, -1)
+    open_end, cut = probs_of(logits, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})
+    assert open_end[0, 1] > 0
+    assert cut[0, 1] == 0
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_logits_that_are_no_numbers_do_not_spread(case):
     """NaN and -inf get no mass, inf gets all of it, a dead row is uniform: every row adds to 1."""
@@ -75,7 +83,7 @@ def test_logits_that_are_no_numbers_do_not_spread(case):
 
 def test_a_tiny_temperature_is_greedy():
     """Dividing by next to nothing gives no NaN."""
-    assert probs_of(torch.tensor([[[1.0, 5.0, 4.9]]]), {"temperature": 1e-300})[0, 0].tolist() == [0, 1, 0]
+    assert probs_of(torch.tensor([[[1.0, 5.0, 4.9]]]), {"temperature": 5e-324})[0, 0].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(("coin", "token"), [(0.0, 1), (0.2, 1), (0.25, 3), (0.9999999, 3)])

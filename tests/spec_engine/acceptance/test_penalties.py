@@ -118,6 +118,24 @@ def test_each_row_is_penalised_by_its_own_path():
     assert found[0].tolist() == [[0, 0, 0, -11], [0, -11, 0, -11], [0, -12, 0, -11], [0, 0, -11, -11]]
 
 
+def test_repetition_counts_the_prompt_and_presence_does_not():
+    """A token of the prompt is divided or multiplied by the one, and not lowered by the other."""
+    settings = SamplingBatch.of([SamplingParams(repetition_penalty=2.0, presence_penalty=0.5)], 4, CPU)
+    counts = TokenCounts.of([[0, 1]], [[3]], 4, CPU)
+    found = adjust_logits(torch.tensor([[[4.0, -4.0, 4.0, 4.0]]]), settings, counts)
+    assert found.tolist() == [[[2.0, -8.0, 4.0, 1.5]]]
+
+
+def test_a_draft_outside_of_the_vocabulary_costs_its_branch_only():
+    """It is never accepted; the rows of other branches are as without it."""
+    settings = SamplingBatch.of([SamplingParams(presence_penalty=1.0)], 4, CPU)
+    mask = ancestor_mask(torch.tensor([[-1, 0, 0]]), 1)
+    counts = TokenCounts.of([[]], [[3]], 4, CPU)
+    found = adjust_logits(torch.zeros(1, 3, 4), settings, counts, torch.tensor([[3, 99, 1]]), mask)
+    assert found[0, 0].tolist() == [0, 0, 0, -1]
+    assert found[0, 2].tolist() == [0, -1, 0, -1]
+
+
 def test_requests_without_penalties_keep_their_logits():
     """Nothing is computed, nothing is counted: the very same tensor comes back."""
     logits = torch.zeros(1, 2, 4)

@@ -9,7 +9,7 @@ import torch
 
 from spec_engine.acceptance.rejection import reject_chain
 
-TARGET = [[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.0, 0.0, 1.0]]
+TARGET = [[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.5, 0.0, 0.5]]
 DRAFT = [[0.8, 0.2, 0.0], [0.0, 0.4, 0.6]]
 
 
@@ -41,7 +41,8 @@ def test_the_residual_is_what_the_draft_does_not_cover(draw_coin, token):
 
 def test_behind_the_whole_chain_the_target_itself_is_drawn():
     """No draft stood at the last place."""
-    assert verified([1, 2], [0.0, 0.0], 0.0) == ([0, 1, 2], [1, 2, 2])
+    assert verified([1, 2], [0.0, 0.0], 0.9) == ([0, 1, 2], [1, 2, 2])
+    assert verified([1, 2], [0.0, 0.0], 0.1) == ([0, 1, 2], [1, 2, 0])
 
 
 @pytest.mark.parametrize("q", [0.0, math.nan, math.inf, 1.5, -0.5])

@@ -78,7 +78,40 @@ def test_a_rejected_draft_is_not_drawn(draw_coin):
 
 def test_tried_tokens_with_all_of_the_mass_do_not_leave_an_empty_residual():
     """Where rounding rejects children that make up everything, the target itself is drawn from."""
-    assert one_step(0.9999999, 0.1, probs=(0.25, 0.25, 0.0)) == ([0], [0])
+    assert one_step(0.9999999, 0.6, probs=(0.25, 0.25, 0.0)) == ([0], [1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_probability_that_is_none_counts_as_zero(value):
+    """Its draft is passed over, and the one beside it keeps its own share."""
+    assert one_step(0.29, probs=(value, 0.3, 0.7))[0] == [0, 2]
+    assert one_step(0.31, probs=(value, 0.3, 0.7)) == ([0], [2])
+
+
+def run_chain(tokens, parents, accept_coins, draw_coin, row=(0.2, 0.3, 0.5)):
+    """One request; the same distribution after every node."""
+    coins = torch.tensor([accept_coins], dtype=torch.float64)
+    probs = torch.tensor(row, dtype=torch.float64).expand(1, len(tokens), -1)
+    trees = torch.tensor([tokens]), torch.tensor([parents])
+    return sample_tree(*trees, probs, coins, torch.full_like(coins, draw_coin))
+
+
+def test_a_token_that_siblings_share_has_its_mass_once():
+    """A twin widens nobody's share: behind 0 and 0 again, draft 1 has [0.2, 0.5)."""
+    accepted = run_chain([2, 0, 0, 1], [-1, 0, 0, 0], [0.3, 0.0], 0.5)
+    assert accepted.nodes.tolist() == [[0, 3]]
+
+
+def test_a_path_shorter_than_the_draft_keeps_its_tokens():
+    """Padding writes no token: not over the root's either."""
+    accepted = run_chain([2, 0, 1, 1, 1], [-1, 0, 1, 2, 3], [0.0, 0.9, 0.0, 0.0, 0.0], 0.9)
+    assert accepted.to_lists() == [([0, 1], [0, 2])]
+    assert accepted.predict.tolist() == [[0, 2, -1, -1, -1]]
+
+
+def test_a_child_that_was_not_tried_may_be_drawn():
+    """After the last level the target is drawn from as it is, also where the tree goes deeper."""
+    assert run_chain([2, 0, 1], [-1, 0, 1], [0.0, 0.0], 0.3).to_lists() == [([0, 1], [0, 1])]
 
 
 def test_lower_thresholds_accept_more():
