@@ -45,14 +45,12 @@ class StopScan:
     def push(self, token_ids: Sequence[int]) -> Kept:
         """Offer the tokens that one step accepted, in order."""
         kept, reason = self._cut(token_ids)
-        text = ""
-        for count, token in enumerate(kept if self._stops else (), 1):
-            shown, stopped = self._show(self._decoder.push([token]))
+        text, at_once = "", 1 if self._stops else max(1, len(kept))
+        for start in range(0, len(kept), at_once):
+            shown, stopped = self._show(self._decoder.push(kept[start : start + at_once]))
             text += shown
             if stopped:
-                return Kept(count, text, "stop")
-        if kept and not self._stops:
-            text = self._decoder.push(kept)
+                return Kept(start + 1, text, "stop")
         if reason is None:
             return Kept(len(kept), text)
         shown, stopped = self._end()

@@ -137,3 +137,12 @@ def test_a_stop_string_is_found_in_real_tokens(size):
             kept = scan.push(ids[at : at + size])
             text, reason = text + kept.text, kept.finish_reason
     assert (text, reason) == ("def f(x):\n    return '\u4e16\u754c'", "stop")
+
+
+def test_steps_without_tokens_leave_the_text_as_it_is():
+    """A step that emits nothing for a request does not make its decoder forget the words before."""
+    tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL)
+    text = "def f(x):\n    return [x, 'h\u00e9llo \u4e16']\n"
+    scan = StopScan(SamplingParams(), (), tokenizer.stream())
+    shown = [scan.push(group).text for token in tokenizer.encode(text) for group in ([], [token], [])]
+    assert "".join(shown) == text

@@ -16,6 +16,13 @@ def test_the_worked_example():
     assert next_sibling.tolist() == [[-1, 2, -1, -1], [-1, -1, -1, -1]]
 
 
+def test_a_node_that_no_parent_lists_has_no_sibling():
+    """Orphans share -1, and a node may name a later one as its parent: neither makes a list."""
+    next_token, next_sibling = retrieve_links(torch.tensor([[-1, 3, -1, 0, 3]]))
+    assert next_token.tolist() == [[3, -1, -1, 4, -1]]
+    assert next_sibling.tolist() == [[-1, -1, -1, -1, -1]]
+
+
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(-3, 9), min_size=1, max_size=9))
 def test_lists_hold_every_child_in_ascending_order(parents):
