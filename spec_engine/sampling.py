@@ -100,7 +100,11 @@ def sample(logits: Tensor, params: tuple[SamplingParams, ...], positions: Tensor
     ``positions`` are those of the tokens to be drawn. Verification compares drafts with these draws, which keeps
     the target's distribution exactly: every node's draw is one from the target, whatever was drafted.
     """
-    settings = SamplingBatch.of(params, logits.shape[-1], logits.device)
+    return choose(logits, SamplingBatch.of(params, logits.shape[-1], logits.device), positions)
+
+
+def choose(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> Tensor:
+    """`sample` with the parameters as tensors; penalties and bias belong into the logits (`adjust_logits`)."""
     if settings.all_greedy:
         return greedy_tokens(logits)
     return draw(target_probs(logits, settings), coins(settings.seeds, positions, DRAW))

@@ -35,15 +35,14 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 def draw(probs: Tensor, coins: Tensor) -> Tensor:
     """One token a row: ``probs [..., V]`` not negative, ``coins [...]`` in [0, 1) -> ``[...] int64``.
 
-    Tokens share [0, 1) in ascending order, so equal logits but for rounding draw the same token. Where rounding
-    leaves none it is the last token that has mass; rows need not add to 1.
+    Tokens share [0, 1) in ascending order, so logits that are equal but for rounding draw the same token. Rows need
+    not add to 1. Where rounding leaves no token, or one without mass, the likeliest is drawn.
     """
     cumulative = probs.double().cumsum(-1)
     threshold = coins[..., None] * cumulative[..., -1:]
-    chosen = torch.searchsorted(cumulative, threshold, right=True)
-    ids = torch.arange(probs.shape[-1], device=probs.device)
-    last = torch.where(probs > 0, ids, 0).amax(-1, keepdim=True)
-    return torch.minimum(chosen, last).squeeze(-1)
+    chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(probs.shape[-1] - 1)
+    has_mass = probs.gather(-1, chosen) > 0  # a parallel sum on a device need not grow from token to token
+    return torch.where(has_mass, chosen, probs.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def node_row(probs: Tensor, node: Tensor) -> Tensor:

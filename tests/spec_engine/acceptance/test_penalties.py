@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from spec_engine import SamplingParams
-from spec_engine.acceptance.coins import DRAW, coins
-from spec_engine.acceptance.distribution import draw, greedy_tokens, target_probs
 from spec_engine.acceptance.penalties import TokenCounts, adjust_logits
 from spec_engine.acceptance.settings import SamplingBatch
 from spec_engine.acceptance.walk import match
 from spec_engine.drafting.tree import ancestor_mask
+from spec_engine.sampling import choose
 
 VOCAB, NUM_STEPS, NUM_NODES, LENGTH = 7, 3, 9, 30
 CPU = torch.device("cpu")
@@ -48,19 +47,12 @@ def penalised(logits: list[float], prompt: list[int], output: list[int], params:
     return rows
 
 
-def chosen_by(logits: torch.Tensor, params: tuple[SamplingParams, ...], positions: torch.Tensor) -> torch.Tensor:
-    settings = SamplingBatch.of(params, VOCAB, CPU)
-    drawn = draw(target_probs(logits, settings), coins(settings.seeds, positions, DRAW))
-    greedy = torch.tensor([request.temperature == 0 for request in params])
-    return torch.where(greedy[:, None], greedy_tokens(logits), drawn)
-
-
 def decoded(prompt: list[int], params: SamplingParams) -> list[int]:
     """Plain decoding, one token at a time."""
     output: list[int] = []
     while len(output) < LENGTH:
         row = torch.tensor([[penalised(logits_after(prompt + output), prompt, output, params)]], dtype=torch.float64)
-        output.append(chosen_by(row, (params,), torch.tensor([[len(output)]])).item())
+        output.append(choose(row, SamplingBatch.of([params], VOCAB, CPU), torch.tensor([[len(output)]])).item())
     return output
 
 
@@ -99,7 +91,7 @@ def test_drafting_with_penalties_equals_plain_decoding_with_penalties():
         mask = ancestor_mask(parents, NUM_STEPS)
         logits = adjust_logits(torch.tensor(raw, dtype=torch.float64), settings, counts, tokens, mask)
         positions = torch.tensor([[len(outputs[b]) + len(path) for path in paths[b]] for b in range(bs)])
-        accepted = match(tokens, parents, chosen_by(logits, PARAMS, positions), NUM_STEPS)
+        accepted = match(tokens, parents, choose(logits, settings, positions), NUM_STEPS)
         counts.add(accepted)
         for output, (_, emitted) in zip(outputs, accepted.to_lists(), strict=True):
             output += emitted
