@@ -547,6 +547,18 @@ def check_parents(request: str, parents: Sequence[int]) -> None:
             )
 
 
+def check_siblings(request: str, parents: Sequence[int], tokens: Sequence[int]) -> None:
+    """Children of one node propose different tokens; the mass of one proposed twice would count twice."""
+    first: dict[tuple[int, int], int] = {}
+    for node, proposal in enumerate(zip(parents, tokens, strict=True)):
+        twin = first.setdefault(proposal, node)
+        if twin != node and proposal[0] >= 0:
+            raise TreeShapeError(
+                f"{request}: nodes {twin} and {node} of {len(parents)}, children of node {proposal[0]}, both propose "
+                f"token {proposal[1]}, siblings must differ"
+            )
+
+
 def check_path(request: str, nodes: Sequence[int], parents: Sequence[int]) -> None:
     """Accepted nodes lead from the root down, each the child of the one before."""
     found = [parents[node] for node in nodes]

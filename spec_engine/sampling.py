@@ -1,22 +1,31 @@
-"""Which token follows: greedy, or drawn from the tempered, truncated distribution with a seeded coin."""
+"""How one request is sampled, and the tokens that a target draws by it."""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from spec_engine.acceptance.coins import DRAW, coins
+from spec_engine.acceptance.distribution import draw, greedy_tokens, target_probs
+from spec_engine.acceptance.settings import SamplingBatch
 from spec_engine.config import ConfigError
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """How one request is sampled, and where it ends.
 
-    temperature 0 is greedy. top_k 0 keeps every token; top_p keeps the smallest set of that probability mass.
+    temperature 0 is greedy. top_k 0 keeps every token; top_p keeps the smallest set of that probability mass; min_p
+    drops what is less likely than that share of the likeliest.
+    repetition_penalty divides positive logits of tokens that stand in prompt or output and multiplies negative ones
+    (Keskar et al. 2019, CTRL); presence_penalty is subtracted once, frequency_penalty as often as the token stands in
+    the output. logit_bias, token id to bias, is added last.
     The coin of output position p depends on (seed, p) alone, so drafting does not change what is drawn.
+    stop: strings that end the text, which are cut off; stop_token_ids: tokens that end it, like EOS.
+    logprobs: None for none, else how many of the likeliest tokens are listed beside each chosen one.
     """
 
     max_new_tokens: int = 64
@@ -26,16 +35,63 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
+        self._freeze()
+        _require_whole("max_new_tokens", self.max_new_tokens, 1, "")
+        if not 0.0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be finite and not negative, got {self.temperature}")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (all tokens) or positive, got {self.top_k}")
+        _require_whole("top_k", self.top_k, 0, " (all tokens)")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p must lie in [0, 1], got {self.min_p}")
+        self._check_penalties()
+        if not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
+        self._check_stops()
+        if self.logprobs is not None:
+            _require_whole("logprobs", self.logprobs, 0, " (the chosen token alone)")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ConfigError where a token id that is named lies outside of the model's vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            stray = [token for token in ids if not 0 <= token < vocab_size]
+            if stray:
+                raise ConfigError(f"{name} names token {stray[0]}, the vocabulary has tokens 0 to {vocab_size - 1}")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ConfigError(f"logprobs must be at most the vocabulary's {vocab_size} tokens, got {self.logprobs}")
+
+    def _freeze(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_penalties(self) -> None:
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} must be finite, got {getattr(self, name)}")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or math.isnan(bias) or bias == math.inf:
+                raise ConfigError(f"logit_bias must map token ids to finite numbers or -inf, got {token!r}: {bias}")
+
+    def _check_stops(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ConfigError(f"stop must hold strings of at least one character, got {text!r}")
+        for token in self.stop_token_ids:
+            if not isinstance(token, int):
+                raise ConfigError(f"stop_token_ids must hold token ids, got {token!r}")
 
 
 def sample(logits: Tensor, params: tuple[SamplingParams, ...], positions: Tensor) -> Tensor:
@@ -44,32 +100,16 @@ def sample(logits: Tensor, params: tuple[SamplingParams, ...], positions: Tensor
     ``positions`` are those of the tokens to be drawn. Verification compares drafts with these draws, which keeps
     the target's distribution exactly: every node's draw is one from the target, whatever was drafted.
     """
-    tokens = logits.argmax(-1)
-    for b, request in enumerate(params):
-        if request.temperature > 0:
-            tokens[b] = _draw(logits[b], request, positions[b])
-    return tokens
+    return choose(logits, SamplingBatch.of(params, logits.shape[-1], logits.device), positions)
 
 
-def _draw(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
-    probs, ids = torch.softmax(logits.double() / params.temperature, -1).sort(dim=-1, descending=True, stable=True)
-    before = probs.cumsum(-1) - probs
-    keep = before < params.top_p
-    if params.top_k:
-        keep[:, params.top_k :] = False
-    cumulative = (probs * keep).cumsum(-1)
-    threshold = _coins(params.seed, positions) * cumulative[:, -1]
-    choice = torch.searchsorted(cumulative, threshold[:, None], right=True)
-    last_kept = keep.sum(-1, keepdim=True) - 1
-    return ids.gather(-1, torch.minimum(choice, last_kept)).squeeze(-1)
+def choose(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> Tensor:
+    """`sample` with the parameters as tensors; penalties and bias belong into the logits (`adjust_logits`)."""
+    if settings.all_greedy:
+        return greedy_tokens(logits)
+    return draw(target_probs(logits, settings), coins(settings.seeds, positions, DRAW))
 
 
-def _coins(seed: int, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), one a position: 53 bits of blake2b over (seed, position)."""
-    coins = [_coin(seed, position) for position in positions.tolist()]
-    return torch.tensor(coins, dtype=torch.float64, device=positions.device)
-
-
-def _coin(seed: int, position: int) -> float:
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+def _require_whole(name: str, value: int, least: int, meaning: str) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be at least {least}{meaning}, got {value}")

@@ -1,4 +1,4 @@
-"""Acceptance: how far the target's own choices follow the draft tree."""
+"""Acceptance for a host that waits: how far the target's own choices follow the draft tree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvcanary.invariants import check_parents, check_path
+from kvcanary.invariants import check_parents, check_path, check_siblings
+from spec_engine.acceptance.walk import Acceptance, match
 from spec_engine.drafting.tree import Tree
 
 
@@ -25,23 +26,29 @@ class Accepted:
 def accept(tree: Tree, target_tokens: Tensor, requests: Sequence[str] = ()) -> list[Accepted]:
     """Walk each tree by equality: ``target_tokens [bs, N]`` is what the target chose after each node.
 
-    A node is accepted when it and all its ancestors are what the target chose after their parents. Siblings differ,
-    so at most one child of a node matches and the accepted nodes form a path; with draws in place of argmax this is
-    target-only tree sampling at thresholds 1. TreeShapeError, which names one of ``requests``, for a tree that is none.
+    TreeShapeError, which names one of ``requests``, for a tree that is none.
     """
-    parents = tree.parents.tolist()
-    names = requests or [f"request {b} of the batch" for b in range(len(parents))]
-    for name, own in zip(names, parents, strict=True):
+    check_tree(tree, requests)
+    num_steps = int(tree.depths.max())
+    return to_host(tree, match(tree.tokens, tree.parents, target_tokens, num_steps), requests)
+
+
+def check_tree(tree: Tree, requests: Sequence[str] = ()) -> None:
+    """TreeShapeError where parents do not come before children, or siblings propose one token."""
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    for name, own, proposed in zip(_names(requests, len(parents)), parents, tokens, strict=True):
         check_parents(name, own)
-    chosen_by_parent = target_tokens.gather(1, tree.parents.clamp_min(0))
-    refused = (tree.tokens != chosen_by_parent) | (tree.parents < 0)
-    refused[:, 0] = False
-    accepted = ~(tree.mask & refused[:, None, :]).any(-1)
-    paths = zip(names, accepted.tolist(), parents, target_tokens.tolist(), strict=True)
-    return [_path(*path) for path in paths]
+        check_siblings(name, own, proposed)
 
 
-def _path(request: str, kept: list[bool], parents: list[int], tokens: list[int]) -> Accepted:
-    nodes = [node for node, is_kept in enumerate(kept) if is_kept]
-    check_path(request, nodes, parents)
-    return Accepted(nodes, [tokens[node] for node in nodes])
+def to_host(tree: Tree, accepted: Acceptance, requests: Sequence[str] = ()) -> list[Accepted]:
+    """Each request's path as lists; TreeShapeError where it is no path of its tree."""
+    parents = tree.parents.tolist()
+    paths = [Accepted(nodes, tokens) for nodes, tokens in accepted.to_lists()]
+    for name, own, path in zip(_names(requests, len(parents)), parents, paths, strict=True):
+        check_path(name, path.nodes, own)
+    return paths
+
+
+def _names(requests: Sequence[str], bs: int) -> Sequence[str]:
+    return requests or [f"request {b} of the batch" for b in range(bs)]

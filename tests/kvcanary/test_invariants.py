@@ -464,6 +464,13 @@ CASES = [
         "req-3: node 0 of 2 has parent 0, must lie in [-1, 0); all parents are [0, 0]",
     ),
     Case(
+        invariants.check_siblings,
+        ("req-3", [-1, 0, 0, 1], [9, 5, 5, 5]),
+        ("req-3", [-1, 0, 0, 1, -1], [9, 5, 6, 5, 9]),
+        invariants.TreeShapeError,
+        "req-3: nodes 1 and 2 of 4, children of node 0, both propose token 5, siblings must differ",
+    ),
+    Case(
         invariants.check_path,
         ("req-3", [0, 1, 2], [-1, 0, 0]),
         ("req-3", [0, 2], [-1, 0, 0]),

@@ -257,10 +257,10 @@ def test_check_links_refuses_lists_that_do_not_run_forward(next_token, next_sibl
 
 
 def test_accept_refuses_siblings_with_one_token():
-    """Two children that both are what the target chose are no path: their tree is biased."""
+    """Two children that propose one token are named before the walk: their mass would count twice."""
     chosen = torch.tensor([[0, 1]])
     tree = build_tree(torch.tensor([[9, 10, 10]]), chosen, torch.tensor([[-1, 0, 1]]), 2, 2)
-    with pytest.raises(TreeShapeError, match=r"req-7: accepted nodes \[0, 1, 2\] are no path from the root"):
+    with pytest.raises(TreeShapeError, match=r"req-7: nodes 1 and 2 of 3, children of node 0, both propose token 10"):
         accept(tree, torch.tensor([[10, 11, 12]]), ("req-7",))
 
 

@@ -1,0 +1,75 @@
+"""The target's distribution after each node: temperature, top-k, top-p, min-p; and draws from a distribution."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spec_engine.acceptance.settings import SamplingBatch
+
+
+def target_probs(logits: Tensor, settings: SamplingBatch) -> Tensor:
+    """``logits [bs, N, V] -> [bs, N, V] float64``, rows that add to 1.
+
+    In this order: temperature, then top-k, top-p and min-p, each over what the one before kept. Temperature 0 is all
+    of the mass on the likeliest token. Penalties and bias belong into the logits.
+    """
+    logits = finite_logits(logits).double()
+    temperature = settings.temperature.masked_fill(settings.temperature == 0, 1.0)
+    probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
+    if settings.truncates:
+        probs = _truncate(probs, settings)
+    if settings.any_greedy:
+        certain = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        probs = torch.where(settings.temperature == 0, certain, probs)
+    return probs
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, the first of equals: ``[..., V] -> [...] int64``."""
+    return finite_logits(logits).argmax(-1)
+
+
+def draw(probs: Tensor, coins: Tensor) -> Tensor:
+    """One token a row: ``probs [..., V]`` not negative, ``coins [...]`` in [0, 1) -> ``[...] int64``.
+
+    Tokens share [0, 1) in ascending order, so logits that are equal but for rounding draw the same token. Rows need
+    not add to 1. Where rounding leaves no token, or one without mass, the likeliest is drawn.
+    """
+    cumulative = probs.double().cumsum(-1)
+    threshold = coins[..., None] * cumulative[..., -1:]
+    chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(probs.shape[-1] - 1)
+    has_mass = probs.gather(-1, chosen) > 0  # a parallel sum on a device need not grow from token to token
+    return torch.where(has_mass, chosen, probs.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def node_row(probs: Tensor, node: Tensor) -> Tensor:
+    """The distribution after one node of each request: ``[bs, N, V], [bs, 1] -> [bs, V]``."""
+    return probs.gather(1, node[:, :, None].expand(-1, -1, probs.shape[-1])).squeeze(1)
+
+
+def finite_logits(logits: Tensor) -> Tensor:
+    """NaN counts as -inf, inf as the largest number; a row without one finite logit becomes uniform."""
+    bounded = torch.nan_to_num(logits, nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+    return bounded.masked_fill(bounded.amax(-1, keepdim=True) == -math.inf, 0.0)
+
+
+def finite_probs(probs: Tensor) -> Tensor:
+    """Probabilities that are none (NaN, infinite, negative) count as 0."""
+    return torch.nan_to_num(probs, nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)
+
+
+def _truncate(probs: Tensor, settings: SamplingBatch) -> Tensor:
+    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    ranked = _normalised(ranked * (rank < settings.top_k))
+    before = ranked.cumsum(-1) - ranked
+    inside = (before < settings.top_p) | (settings.top_p == 1)
+    kept = (ranked > 0) & inside & (ranked >= settings.min_p * ranked[..., :1])
+    return _normalised(probs * torch.zeros_like(kept).scatter_(-1, ids, kept))
+
+
+def _normalised(probs: Tensor) -> Tensor:
+    return probs / probs.sum(-1, keepdim=True)

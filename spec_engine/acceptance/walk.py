@@ -1,0 +1,105 @@
+"""Walks down a draft tree: each step goes to the first child that is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_TOKEN = -1  # of a node that the walk did not visit
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """What a verify forward accepted, and what follows.
+
+    nodes: [bs, T + 1] int64, accepted nodes from the root down, then the request's own root 0 as padding.
+    lens: [bs] int64 in [1, T + 1], how many of them are meant.
+    predict: [bs, N] int64, the token that follows each accepted node; other nodes hold anything, or NO_TOKEN.
+    """
+
+    nodes: Tensor
+    lens: Tensor
+    predict: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """[bs, T + 1] int64: accepted drafts, then the bonus token; padding repeats the first."""
+        return self.predict.gather(1, self.nodes)
+
+    @property
+    def is_live(self) -> Tensor:
+        """[bs, T + 1] bool: no padding."""
+        return torch.arange(self.nodes.shape[1], device=self.nodes.device) < self.lens[:, None]
+
+    @property
+    def bonus(self) -> Tensor:
+        """[bs] int64, the last token of each: the root of the next tree."""
+        return self.predict.gather(1, last_nodes(self.nodes, self.lens)).squeeze(1)
+
+    def to_lists(self) -> list[tuple[list[int], list[int]]]:
+        """(nodes, tokens) of each request without padding; waits for the device."""
+        rows = zip(self.nodes.tolist(), self.tokens.tolist(), self.lens.tolist(), strict=True)
+        return [(nodes[:length], tokens[:length]) for nodes, tokens, length in rows]
+
+
+def match(tokens: Tensor, parents: Tensor, chosen: Tensor, num_steps: int) -> Acceptance:
+    """Accept drafts that are what the target chose: ``tokens, parents, chosen [bs, N] int64``.
+
+    chosen: what follows each node, by argmax or by the node's own seeded draw. With draws the output is that of plain
+    decoding with the same coins, whatever was drafted.
+    """
+    parents = sound_parents(tokens, parents)
+    nodes, lens = descend(parents, num_steps, lambda depth, node, children: tokens == chosen.gather(1, node))
+    return Acceptance(nodes, lens, chosen)
+
+
+def sound_parents(tokens: Tensor, parents: Tensor) -> Tensor:
+    """``[bs, N]`` parents with -1 for every node that no walk may reach: parent not before it, or an earlier twin.
+
+    A walk over them only ever goes to higher nodes, so a tree that is none costs accepted tokens and never hangs; of
+    siblings with one token the first counts, and its probability counts once.
+    """
+    ids = torch.arange(parents.shape[1], device=parents.device)
+    parents = torch.where((parents >= 0) & (parents < ids), parents, -1)
+    same = (parents[:, :, None] == parents[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
+    has_twin = (same & (ids < ids[:, None])).any(-1)
+    return parents.masked_fill(has_twin, -1)
+
+
+def descend(parents: Tensor, num_steps: int, accepts: Callable[[int, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Nodes [bs, T + 1] and lens [bs] of a walk of at most ``num_steps`` levels over sound ``parents [bs, N]``.
+
+    ``accepts(depth, node [bs, 1], children [bs, N] bool) -> [bs, N] bool`` says which children may be gone to; the
+    first of them, in ascending order, is. All requests walk in step, whatever the device has decided for each.
+    """
+    node = parents.new_zeros((len(parents), 1))
+    going = torch.ones_like(node, dtype=torch.bool)
+    nodes, lens = [node], torch.ones_like(node)
+    for depth in range(num_steps):
+        children = (parents == node) & going
+        accepted = accepts(depth, node, children) & children
+        going = accepted.any(1, keepdim=True)
+        node = torch.where(going, accepted.int().argmax(1, keepdim=True), node)
+        nodes.append(torch.where(going, node, 0))
+        lens = lens + going
+    return torch.cat(nodes, 1), lens.squeeze(1)
+
+
+def last_nodes(nodes: Tensor, lens: Tensor) -> Tensor:
+    """The deepest accepted node of each request: [bs, 1] int64."""
+    return nodes.gather(1, lens[:, None] - 1)
+
+
+def follow(tokens: Tensor, nodes: Tensor, lens: Tensor, bonus: Tensor) -> Acceptance:
+    """An acceptance whose accepted drafts are the tree's own: ``tokens [bs, N]``, ``bonus [bs]``."""
+    bs, num_nodes = tokens.shape
+    levels = torch.arange(1, nodes.shape[1], device=nodes.device)
+    spare = torch.full_like(levels, num_nodes)  # padding writes into a column that is cut off
+    source = torch.where(levels < lens[:, None], nodes[:, :-1], spare)
+    predict = tokens.new_full((bs, num_nodes + 1), NO_TOKEN)
+    predict.scatter_(1, source, tokens.gather(1, nodes[:, 1:]))
+    predict.scatter_(1, last_nodes(nodes, lens), bonus[:, None])
+    return Acceptance(nodes, lens, predict[:, :num_nodes].contiguous())

@@ -1,0 +1,28 @@
+"""Acceptance as lists: what is no path of its tree does not reach the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary.invariants import TreeShapeError
+from spec_engine.acceptance.walk import Acceptance
+from spec_engine.drafting.tree import Tree, ancestor_mask
+from spec_engine.verify import Accepted, accept, to_host
+
+TOKENS, PARENTS = torch.tensor([[9, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])
+MASK = ancestor_mask(PARENTS, 2)
+TREE = Tree(TOKENS, PARENTS, MASK.sum(-1) - 1, MASK)
+CHOSEN = torch.tensor([[5, 0, 6, 7]])
+
+
+def test_accept_walks_to_the_bottom_of_the_tree():
+    """As deep as the tree is, whatever the number of steps was."""
+    assert accept(TREE, CHOSEN) == [Accepted([0, 2, 3], [5, 6, 7])]
+
+
+def test_nodes_that_are_no_path_are_refused():
+    """A walk that jumps from one branch to another would commit K/V of two continuations."""
+    jumped = Acceptance(torch.tensor([[0, 1, 3]]), torch.tensor([3]), CHOSEN)
+    with pytest.raises(TreeShapeError, match=r"req-7: accepted nodes \[0, 1, 3\] are no path from the root"):
+        to_host(TREE, jumped, ("req-7",))
