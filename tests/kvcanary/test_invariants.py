@@ -344,14 +344,16 @@ CASES = [
         ("req-3", 20, 25, 5, 4),
         ("req-3", 20, 24, 4, 4),
         invariants.CommitError,
-        "req-3: committed length goes from 20 to 25 with 5 tokens accepted, a step commits what is accepted, 1 to 4 tokens",
+        "req-3: committed length goes from 20 to 25 with 5 tokens accepted, "
+        "a step commits what is accepted, 1 to 4 tokens",
     ),
     Case(
         invariants.check_commit,
         ("req-3", 20, 22, 1, 4),
         ("req-3", 20, 21, 1, 4),
         invariants.CommitError,
-        "req-3: committed length goes from 20 to 22 with 1 tokens accepted, a step commits what is accepted, 1 to 4 tokens",
+        "req-3: committed length goes from 20 to 22 with 1 tokens accepted, "
+        "a step commits what is accepted, 1 to 4 tokens",
     ),
     Case(
         invariants.check_known_tokens,
@@ -440,6 +442,36 @@ CASES = [
         ("req-3", 2, 21, ("req-3", 21)),
         invariants.RelayError,
         "req-3 drafts at length 20, but the proposals of row 2 are nobody's",
+    ),
+    Case(
+        invariants.check_tree_array,
+        ("parent list", (2, 5), (2, 5), "int32", True),
+        ("parent list", (2, 5), (2, 5), "int64", True),
+        invariants.TreeShapeError,
+        "parent list must be contiguous int64 [2, 5], got contiguous int32 [2, 5]: its readers step by "
+        "8 bytes an entry, topk and num_steps make the width",
+    ),
+    Case(
+        invariants.check_chain_nodes,
+        (3, 5),
+        (3, 4),
+        invariants.TreeShapeError,
+        "num_draft_tokens of a chain must be num_steps + 1 = 4, got 5: topk 1 keeps every draft, and the root is one more",
+    ),
+    Case(
+        invariants.check_chain_constants,
+        (8, 4, 9, 3, 4),
+        (8, 4, 8, 3, 4),
+        invariants.ChainConstantsError,
+        "chain constants are those of 3 steps and at most 8 requests, got 3 drafts of 9 requests for trees of 4 nodes: "
+        "rebuild them whenever num_steps changes",
+    ),
+    Case(
+        invariants.check_links,
+        ("req-3", [1, 1, -1], [-1, -1, -1]),
+        ("req-3", [1, 2, -1], [-1, -1, -1]),
+        invariants.TreeShapeError,
+        "req-3: next_token of node 1 is 1, must be -1 or lie in (1, 3); all are [1, 1, -1]",
     ),
     Case(
         invariants.check_candidates,
