@@ -456,7 +456,8 @@ CASES = [
         (3, 5),
         (3, 4),
         invariants.TreeShapeError,
-        "num_draft_tokens of a chain must be num_steps + 1 = 4, got 5: topk 1 keeps every draft, and the root is one more",
+        "num_draft_tokens of a chain must be num_steps + 1 = 4, got 5: topk 1 keeps every draft, "
+        "and the root is one more",
     ),
     Case(
         invariants.check_chain_constants,
