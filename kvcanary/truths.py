@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.groups import window_start
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
+
+Values = dict[str, Any]
 
 
 def judge_tokens(forward: Forward) -> list[HitBatch]:
@@ -40,23 +44,27 @@ def judge_lengths(forward: Forward) -> list[Hit]:
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
         truth = min(forward.committed[number], request.row_lens[pool_id])
         if prefix != truth:
-            row = number * forward.width
-            place = forward.bounds[row] + max(prefix - 1, 0)
-            slot = int(forward.ids[place]) if place < len(forward.ids) else 0
-            hits.append(
-                Hit(
-                    "R10",
-                    forward.pool,
-                    slot,
-                    max(prefix - 1, 0),
-                    request.request_id,
-                    forward.site,
-                    forward.step,
-                    expected={"length": truth},
-                    found={"length": prefix},
-                )
-            )
+            position, row = max(prefix - 1, 0), number * forward.width
+            hits.append(_wrong_length(forward, row, position, {"length": truth}, {"length": prefix}))
     return hits
+
+
+def judge_starts(forward: Forward) -> list[Hit]:
+    """R10 for every row that begins behind the first position that its own entries must see."""
+    hits = []
+    for row, start in enumerate(forward.starts):
+        if start and start > (wanted := window_start(forward.pool.view, forward.begins[row])):
+            hits.append(_wrong_length(forward, row, start, {"first_position": wanted}, {"first_position": start}))
+    return hits
+
+
+def _wrong_length(forward: Forward, row: int, position: int, expected: Values, found: Values) -> Hit:
+    place = min(forward.bounds[row] + max(position - forward.starts[row], 0), len(forward.ids) - 1)
+    slot, named = (0, None) if place < 0 else (int(forward.ids[place]), int(forward.names[place]))
+    name, site = forward.request_of(row).request_id, forward.site
+    hit = Hit("R10", forward.pool, slot, position, name, site, forward.step, expected=expected, found=found)
+    hit.named = None if forward.pool.view.slot_map is None else named
+    return hit
 
 
 def judge_mask(forward: Forward) -> list[Hit]:

@@ -127,6 +127,10 @@ class ReadPlan:
     prefix_lens:      [requests] int64, committed length that the plan believes
     num_written:      entries at the end of each row that this forward writes, an int or [rows] int64
     tree_mask:        [requests, N, N] bool, node n of a tree sees node m; None where the rows are no trees
+    starts:           [rows] int64, position of each row's first entry, `window_start` of the first entry that it writes
+                      or less; what lies before that window is not judged. None: every row begins at position 0
+
+    In a pool with a slot map `indices` name slots of the full group, as the plans of writes do.
     """
 
     indptr: Tensor
@@ -136,6 +140,7 @@ class ReadPlan:
     prefix_lens: Tensor
     num_written: int | Tensor
     tree_mask: Tensor | None = None
+    starts: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.requests) * self.rows_per_request
@@ -146,6 +151,8 @@ class ReadPlan:
             _expect_int64("num_written", self.num_written, rows)
         elif self.num_written < 0:
             raise PlanError(f"num_written must not be negative, got {self.num_written}")
+        if self.starts is not None:
+            _expect_int64("starts", self.starts, rows)
         mask = self.tree_mask
         if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 3 or mask.shape[1] != mask.shape[2]):
             raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
