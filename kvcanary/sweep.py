@@ -119,7 +119,10 @@ class Sweeper:
 
     def _bytes_of(self, requests: Iterable[Request]) -> int:
         return sum(
-            request.final_len(pool.pool_id) * pool.view.slot_bytes for request in requests for pool in self._state.pools
+            (end - window_start(pool.view, end)) * pool.view.slot_bytes
+            for request in requests
+            for pool in self._state.pools
+            if (end := request.final_len(pool.pool_id))
         )
 
     def _look(

@@ -42,7 +42,7 @@ def judge_lengths(forward: Forward) -> list[Hit]:
     hits = []
     pool_id = forward.pool.pool_id
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
-        truth = min(forward.committed[number], request.row_lens[pool_id])
+        truth = request.final_len(pool_id, forward.committed[number])
         if prefix != truth:
             position, row = max(prefix - 1, 0), number * forward.width
             hits.append(_wrong_length(forward, row, position, {"length": truth}, {"length": prefix}))
@@ -91,7 +91,7 @@ def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: in
     hits = []
     for pool in pools:
         expected, seen = committed_len, request.row_lens[pool.pool_id]
-        if pool.view.token_offset == 0 and seen < expected:
+        if pool.view.token_offset == pool.view.ahead == 0 and seen < expected:
             hits.append(
                 Hit(
                     "H1",

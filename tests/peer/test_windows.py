@@ -63,6 +63,12 @@ def test_right_traffic_has_no_finding(make_sliding, tight, content):
     assert engine.canary.findings == []
 
 
+def test_live_bytes_of_a_window_are_those_that_it_shows(engine):
+    """What has left the window is nobody's: the pool counts what the next token sees besides itself."""
+    rows = sum(2 * 32 * length + 2 * 32 * 5 for length in engine.committed.values())
+    assert engine.canary.certificate()["live_bytes"] == rows
+
+
 def test_exactly_the_entries_of_the_window_are_judged(engine):
     """A decode row of the sliding pool counts its window, its own entry included, whatever else its array names."""
     before = engine.canary.certificate()["slots_checked"]
