@@ -26,7 +26,8 @@ from kvcanary.segments import read_entries
 from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.sweep import Sweeper
-from kvcanary.truths import judge_lengths, judge_mask, judge_starts, judge_tokens
+from kvcanary.tokens import Oracle, judge_tokens
+from kvcanary.truths import judge_lengths, judge_mask, judge_starts
 from kvcanary.writing import judge_layers
 from kvcanary_kernels.record import TOKEN_POSITION
 
@@ -34,7 +35,8 @@ from kvcanary_kernels.record import TOKEN_POSITION
 class StepChecks:
     """What waits to be judged, and what fired.
 
-    hits: checks that fired since somebody took them
+    hits:   checks that fired since somebody took them
+    oracle: who knows tokens that the host does not know yet; None: nobody
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -50,6 +52,7 @@ class StepChecks:
         self.sweeper = Sweeper(state, ledger, config.budget)
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
+        self.oracle: Oracle | None = None
 
     def open(self, forward: Forward) -> Stage | None:
         """The stage of this forward's values; None where nobody compares a draft's bytes."""
@@ -75,7 +78,7 @@ class StepChecks:
             self.publish_pages()
             for forward in forwards:
                 forward.read_rows()
-                self.hits += [*judge_layers(forward), *judge_tokens(forward), *judge_mask(forward)]
+                self.hits += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
             self.hits += self._sealer.seal(forwards)
             self._ledger.pages.wrote(self._sealer.pages)
             self.mirror.flush()

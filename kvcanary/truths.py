@@ -1,4 +1,4 @@
-"""W6, R10, R13 and H1: what forwards and commits say, against what the host knows of the requests."""
+"""R10, R13 and H1: what forwards and commits say, against what the host knows of the requests."""
 
 from __future__ import annotations
 
@@ -9,32 +9,13 @@ from typing import Any
 import numpy as np
 
 from kvcanary.entries import fired_writes
-from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.forward import Forward, on_host
 from kvcanary.groups import window_start
 from kvcanary.hits import Hit
-from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 
 Values = dict[str, Any]
-
-
-def judge_tokens(forward: Forward) -> list[HitBatch]:
-    """W6 for every entry whose input the host knows and that is another token. Draft guesses have no truth."""
-    if forward.kind == "draft":
-        return []
-    wrong: list[Ints] = []
-    tokens, offset, first = forward.planned.tokens.tolist(), forward.pool.view.token_offset, 0
-    for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
-        known = forward.request_of(row).tokens[begin + offset : begin + offset + count]
-        if forward.parents is None:
-            if tokens[first : first + len(known)] != known:
-                own = forward.planned.tokens[first : first + len(known)]
-                wrong.append(first + np.flatnonzero(own != np.array(known)))
-        elif known and count and tokens[first] != known[0]:  # of a tree the root alone, its first node, is no guess
-            wrong.append(np.array([first]))
-        first += count
-    return [fired_writes("W6", forward, np.concatenate(wrong))] if wrong else []
 
 
 def judge_lengths(forward: Forward) -> list[Hit]:

@@ -28,6 +28,7 @@ class PoolView:
     token_offset: 1 where the slot of position p holds (token p + 1, hidden p), as EAGLE drafts do
     ahead:        entries that a row holds beyond the committed length: 1 for a draft model of its own, which keeps
                   token p in the slot of position p and has been fed the newest token when the next step begins
+    vocab_size:   token ids are below it; None: not known, and not judged
     null_slots:   slots [0, null_slots) are where padding may write and read; page 0 unless stated
     layout:       "NHD" or "HND"
     extras:       side buffers that are protected as well (scales, index keys), by name or in order: each one tensor a
@@ -53,6 +54,7 @@ class PoolView:
     slot_map: Tensor | None = None
     window: int | None = None
     ahead: int = 0
+    vocab_size: int | None = None
     parts: tuple[Part, ...] = field(init=False, repr=False)
     rows: PoolRows = field(init=False, repr=False)
 
@@ -207,6 +209,8 @@ def _check_numbers(view: PoolView) -> None:
     ):
         if getattr(view, name) < low:
             raise PlanError(f"{name} must be at least {low}, got {getattr(view, name)}: {remedy}")
+    if view.vocab_size is not None and view.vocab_size < 1:
+        raise PlanError(f"vocab_size must be at least 1, got {view.vocab_size}: leave it out where it is not known")
     if view.null_slots == 0:
         raise PlanError("null_slots must be at least 1, got 0: refused ids and padding need a slot that nobody owns")
 
