@@ -16,6 +16,7 @@ from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.poisoning import Poisoner
+from kvcanary.saved import SavedPage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_commit
@@ -144,6 +145,21 @@ class Lifecycle:
         request = self._ledger.request(request_id)
         request.judged = [Judged()] * len(request.judged)
 
+    def on_deduplicate(self, request_id: str, page: int, kept: int) -> None:
+        """A private final page of the row is replaced by the equal one that a prefix cache holds already, and is free.
+
+        The bytes of both are read again; that they are the same tokens is judged when the row is read.
+        """
+        request = self._ledger.request(request_id)
+        self._checks.look_again(request, self.step)
+        if self.config.content == "write":
+            self._coverage.freed_unread_bytes += self._unread_bytes(request, [page])
+        self._ledger.deduplicate(request_id, [page], [kept], self.step)
+        self.tickets.freed([page])
+        self._checks.look_at_pages([kept], self.step)
+        self._leave([page])
+        request.judged = [Judged()] * len(request.judged)
+
     def on_evict(self, pages: Sequence[int]) -> None:
         """A prefix cache gives up pages that no row names."""
         self._checks.settle()
@@ -172,6 +188,28 @@ class Lifecycle:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
+
+    def on_offload(self, pages: Sequence[int]) -> tuple[SavedPage, ...]:
+        """The bytes of these pages are put away in a host tier: what to keep beside them, one for each page.
+
+        The pages themselves stay as they are; free or evict them when their bytes have left.
+        """
+        self._ledger.pages.numbers(pages)
+        return self._checks.save(pages)
+
+    def on_restore(self, request_id: str, pages: Sequence[int], saved: Sequence[SavedPage]) -> None:
+        """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
+
+        What arrived is read again at once (T1). Commit their entries as those of a load.
+        """
+        if len(pages) != len(saved):
+            raise PlanError(
+                f"each page must have what on_offload() gave for it, got {len(pages)} pages and {len(saved)} saved: "
+                "name both in the same order"
+            )
+        self._checks.settle()
+        self._ledger.restore(request_id, pages, self.step)
+        self._checks.restore(self._ledger.request(request_id), pages, saved, self.step)
 
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
