@@ -19,14 +19,21 @@ Values = dict[str, Any]
 
 
 def judge_lengths(forward: Forward) -> list[Hit]:
-    """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written."""
+    """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written.
+
+    Behind it a row of draft[i] reads i ancestors, and no other row anything but what the forward writes.
+    """
     hits = []
-    pool_id = forward.pool.pool_id
+    pool_id, width, ancestors = forward.pool.pool_id, forward.width, forward.index if forward.kind == "draft" else 0
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
-        truth = request.final_len(pool_id, forward.committed[number])
+        truth, rows = request.final_len(pool_id, forward.committed[number]), range(number * width, (number + 1) * width)
         if prefix != truth:
-            position, row = max(prefix - 1, 0), number * forward.width
-            hits.append(_wrong_length(forward, row, position, {"length": truth}, {"length": prefix}))
+            position = max(prefix - 1, 0)
+            hits.append(_wrong_length(forward, rows[0], position, {"length": truth}, {"length": prefix}))
+            continue
+        for row in rows:
+            if (begin := forward.begins[row]) != (wanted := prefix + ancestors):
+                hits.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
     return hits
 
 
