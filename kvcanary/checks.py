@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed, slots_are_right
 from kvcanary.entries import Entries, join_entries, written_entries
-from kvcanary.forward import Forward
+from kvcanary.forward import Forward, Ints, on_host
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
@@ -31,6 +32,13 @@ from kvcanary.tokens import Oracle, judge_tokens
 from kvcanary.truths import judge_lengths, judge_mask, judge_starts
 from kvcanary.writing import judge_layers
 from kvcanary_kernels.record import TOKEN_POSITION
+
+
+class Rewritten(NamedTuple):
+    """Slots of a pool, [n] int64, whose bytes are no longer those that pending forwards have read."""
+
+    pool: PoolState
+    slots: Slots
 
 
 class StepChecks:
@@ -70,8 +78,8 @@ class StepChecks:
         stage.open(forward)
         return stage
 
-    def settle(self) -> None:
-        """Seal and judge all pending forwards."""
+    def settle(self, rewritten: Rewritten | None = None) -> None:
+        """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""
         if not self._pending:
             self.mirror.flush()
             return
@@ -93,7 +101,7 @@ class StepChecks:
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:
-                    self._judge(pool, own)
+                    self._judge(pool, own, rewritten)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -106,6 +114,11 @@ class StepChecks:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         granted, size = set(pages), self._state.page_size
         if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
+            self.settle()
+
+    def settle_rows_of(self, request: Request) -> None:
+        """How far its rows are written is told by the forwards that have run, judged or not."""
+        if any(request is other for forward in self._pending for other in forward.requests):
             self.settle()
 
     def roll(self, step: int) -> None:
@@ -140,7 +153,7 @@ class StepChecks:
         if not lies.all():
             src, dst, origins, places = src[lies], dst[lies], origins[lies], places[lies]
         with torch.inference_mode():
-            self.settle()
+            self.settle(Rewritten(pool, places))
             move = Move(origins, places, src, dst)
             self.hits += self._mover.apply(self._stages[source], self._stages[pool], move, step)
         positions = self.mirror.table[pool.base + places, TOKEN_POSITION] >> 32
@@ -181,10 +194,10 @@ class StepChecks:
                 first = pool.base + page * size
                 self.mirror.judged[first : first + size] = False
 
-    def _judge(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
+    def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None) -> None:
         verdict = self._reader.judge(pool, forwards)
         if self._config.content == "full" and self._compares_content:
-            verdict.hits += self._check_all_bytes(pool, forwards, verdict)
+            verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
         coverage = self._coverage
         coverage.forwards += len(forwards)
@@ -196,16 +209,28 @@ class StepChecks:
         for stage in self._stages.values():
             stage.fingerprint()
 
-    def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[HitBatch]:
-        """content=full: every byte that these forwards have read or written."""
+    def _check_all_bytes(
+        self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict, rewritten: Rewritten | None
+    ) -> list[HitBatch]:
+        """content=full: every byte that these forwards have read or written, and that is still there."""
         self._stages[pool].fingerprint()
         slots = joined([self._reader.slots(verdict.segments), *(forward.pool_slots for forward in forwards)])
+        kept: slice | Ints = slice(None)
+        if rewritten is not None and rewritten.pool is pool:
+            kept = own = np.flatnonzero(~np.isin(on_host(slots), rewritten.slots))
+            self._coverage.skip("entries rewritten by a move before their bytes were read", len(slots) - len(own))
+            slots = slots[torch.from_numpy(own).to(slots.device)]
         self._coverage.bytes_checked += len(slots) * pool.view.slot_bytes
         hits: list[HitBatch] = []
         if not slots_are_right(pool, slots):
             last = forwards[-1]
             hits = find_changed(
-                pool, slots, lambda: self._entries_of(forwards, verdict), last.site, last.step, both_lanes=False
+                pool,
+                slots,
+                lambda: self._entries_of(forwards, verdict).at(kept),
+                last.site,
+                last.step,
+                both_lanes=False,
             )
         step = forwards[-1].step
         for request in {request.uid: request for forward in forwards for request in forward.requests}.values():

@@ -50,19 +50,26 @@ class Entries:
     ) -> HitBatch:
         """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each entry."""
         own = slice(None) if len(which) == len(self.slots) else which
+        some = self.at(own)
         return HitBatch(
             code,
             pool,
             site,
             step,
-            self.slots[own],
-            self.positions[own],
-            self.rows[own],
-            self.request_ids,
-            last_good=None if self.last_good is None else self.last_good[own],
-            names=None if self.names is None else self.names[own],
+            some.slots,
+            some.positions,
+            some.rows,
+            some.request_ids,
+            last_good=some.last_good,
+            names=some.names,
             **{name: values[own] for name, values in evidence.items()},
         )
+
+    def at(self, which: slice | Ints) -> Entries:
+        """Some of them."""
+        columns = (self.slots[which], self.positions[which], self.rows[which])
+        good, names = (None if column is None else column[which] for column in (self.last_good, self.names))
+        return Entries(*columns, self.request_ids, good, names)
 
 
 def written_entries(forward: Forward) -> Entries:

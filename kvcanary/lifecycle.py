@@ -67,12 +67,14 @@ class Lifecycle:
         self._ledger.append(request_id, token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
-        """Entries [0, committed_len) of the row are final."""
+        """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
+        self._expect_closed("commit()")
         request = self._ledger.request(request_id)
         if committed_len < request.committed_len:
             raise LifetimeError(
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
+        self._checks.settle_rows_of(request)
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
         for pool in self._state.pools:  # rejected nodes lie beyond
             request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
@@ -214,7 +216,8 @@ class Lifecycle:
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
 
-        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
+        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1). Under
+        content=full what pending forwards have read in `dst` is lost: it is read where `check` comes before the move.
         """
         self._expect_closed("on_move()")
         source, target = self._pool(pool), self._pool(pool if to is None else to)
@@ -236,6 +239,8 @@ class Lifecycle:
     def _finalise(self, request: Request) -> None:
         """Pages that lie wholly in what is final in every pool are not written again."""
         length = min(request.final_len(pool.pool_id) for pool in self._state.pools)
+        if request.owned_len is not None:
+            length = min(length, request.owned_len)
         self._ledger.commit(request.request_id, length, self.step)
 
     def _inherit(self, request: Request, length: int) -> None:
