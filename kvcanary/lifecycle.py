@@ -14,8 +14,9 @@ from kvcanary.config import CanaryConfig
 from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
-from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.poisoning import Poisoner
+from kvcanary.saved import SavedPage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_commit
@@ -38,7 +39,7 @@ class Lifecycle:
             page_size=state.page_size,
             null_pages=-(-max(pool.view.null_slots for pool in state.pools) // state.page_size),
             keys=state.keys,
-            roles=[(pool.name, pool.view.token_offset) for pool in state.pools],
+            roles=[Role(pool.name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
@@ -66,15 +67,17 @@ class Lifecycle:
         self._ledger.append(request_id, token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
-        """Entries [0, committed_len) of the row are final."""
+        """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
+        self._expect_closed("commit()")
         request = self._ledger.request(request_id)
         if committed_len < request.committed_len:
             raise LifetimeError(
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
+        self._checks.settle_rows_of(request)
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
-        request.row_lens = [min(length, committed_len) for length in request.row_lens]  # rejected nodes lie beyond
-        for pool in self._state.pools:
+        for pool in self._state.pools:  # rejected nodes lie beyond
+            request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
             self._checks.sweeper.commit(request, pool)
         request.committed_len, request.commit_step = committed_len, self.step
         self._finalise(request)
@@ -130,6 +133,10 @@ class Lifecycle:
         self._ledger.fork(request_id, child_id, pages, self.step)
         length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
         self._inherit(child, length)
+        for pool in self._state.pools:
+            if pool.view.ahead and length == parent.committed_len:  # what its pool holds ahead lies on these pages too
+                within = min(len(pages) * self._state.page_size, len(child.tokens))
+                child.row_lens[pool.pool_id] = min(parent.final_len(pool.pool_id), within)
 
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
@@ -138,6 +145,21 @@ class Lifecycle:
         self._ledger.copy_on_write(request_id, page, copy, self.step)
         self._checks.report(self._poisoner.granted([copy], self.step))
         request = self._ledger.request(request_id)
+        request.judged = [Judged()] * len(request.judged)
+
+    def on_deduplicate(self, request_id: str, page: int, kept: int) -> None:
+        """A private final page of the row is replaced by the equal one that a prefix cache holds already, and is free.
+
+        The bytes of both are read again; that they are the same tokens is judged when the row is read.
+        """
+        request = self._ledger.request(request_id)
+        self._checks.look_again(request, self.step)
+        if self.config.content == "write":
+            self._coverage.freed_unread_bytes += self._unread_bytes(request, [page])
+        self._ledger.deduplicate(request_id, [page], [kept], self.step)
+        self.tickets.freed([page])
+        self._checks.look_at_pages([kept], self.step)
+        self._leave([page])
         request.judged = [Judged()] * len(request.judged)
 
     def on_evict(self, pages: Sequence[int]) -> None:
@@ -169,6 +191,28 @@ class Lifecycle:
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
 
+    def on_offload(self, pages: Sequence[int]) -> tuple[SavedPage, ...]:
+        """The bytes of these pages are put away in a host tier: what to keep beside them, one for each page.
+
+        The pages themselves stay as they are; free or evict them when their bytes have left.
+        """
+        self._ledger.pages.numbers(pages)
+        return self._checks.save(pages)
+
+    def on_restore(self, request_id: str, pages: Sequence[int], saved: Sequence[SavedPage]) -> None:
+        """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
+
+        What arrived is read again at once (T1). Commit their entries as those of a load.
+        """
+        if len(pages) != len(saved):
+            raise PlanError(
+                f"each page must have what on_offload() gave for it, got {len(pages)} pages and {len(saved)} saved: "
+                "name both in the same order"
+            )
+        self._checks.settle()
+        self._ledger.restore(request_id, pages, self.step)
+        self._checks.restore(self._ledger.request(request_id), pages, saved, self.step)
+
     def before_move(self) -> None:
         """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""
         self._expect_closed("before_move()")
@@ -177,7 +221,8 @@ class Lifecycle:
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
 
-        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
+        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1). Under
+        content=full what pending forwards have read in `dst` is lost, where nobody called `before_move`.
         `guesses`: entries of draft forwards, which lengthen no row; their bytes are read under content "full" alone.
         """
         self._expect_closed("on_move()")
@@ -200,6 +245,8 @@ class Lifecycle:
     def _finalise(self, request: Request) -> None:
         """Pages that lie wholly in what is final in every pool are not written again."""
         length = min(request.final_len(pool.pool_id) for pool in self._state.pools)
+        if request.owned_len is not None:
+            length = min(length, request.owned_len)
         self._ledger.commit(request.request_id, length, self.step)
 
     def _inherit(self, request: Request, length: int) -> None:
