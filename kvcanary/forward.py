@@ -118,10 +118,6 @@ class Forward:
         if self.pool.view.slot_map is not None:
             self.ids = on_host(self.pool_indices)
 
-    def first_judged(self, row: int) -> int:
-        """Position of the first entry of a row that is judged."""
-        return self.starts[row] + self.skipped[row]
-
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
 

@@ -13,6 +13,8 @@ from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT
 
+Path = tuple[int, int, int, list[int]]  # request, prefix, end position, slots behind the prefix
+
 
 @dataclass(slots=True, eq=False)
 class Segment:
@@ -78,21 +80,23 @@ class Sorted:
 def sort_rows(forwards: Sequence[Forward]) -> Sorted:
     """Compare every row with what it should be: its request's grants, a path of the draft tree, its own writes."""
     rows = Sorted()
-    paths: dict[int, tuple[int, int, int, list[int]]] = {}  # by slot of a draft node: request, prefix, end, ancestors
+    paths: dict[int, Path] = {}  # by slot of a draft node, with itself
     for forward in forwards:
         raw, ids, bounds, slots = forward.raw, forward.ids, forward.bounds, forward.write_slots
         draft, first, width = forward.kind == "draft", 0, forward.width
+        starts, skipped, begins = forward.starts, forward.skipped, forward.begins
         for number, (request, length) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
             granted, uid = request.row, request.uid
             if len(granted) > length * SLOT_BYTES:
                 granted = granted[: length * SLOT_BYTES]
             whole = len(granted) == length * SLOT_BYTES
             for row in range(number * width, (number + 1) * width):
-                begin, end, written = forward.first_judged(row), bounds[row + 1], forward.written[row]
-                start, own, count = bounds[row] + forward.skipped[row], end - written, max(0, length - begin)
+                begin, end, written = starts[row] + skipped[row], bounds[row + 1], forward.written[row]
+                start, own, count = bounds[row] + skipped[row], end - written, max(0, length - begin)
                 middle = start + count
                 longest = rows.longest.get((uid, begin))
-                if not whole or not raw.startswith(granted[begin * SLOT_BYTES :], start * SLOT_BYTES):
+                visible = granted[begin * SLOT_BYTES :] if begin else granted
+                if not whole or not raw.startswith(visible, start * SLOT_BYTES):
                     rows.suspects.append(Segment(forward, row, start, count, begin))
                 elif count and (longest is None or longest.length < count):
                     rows.longest[uid, begin] = Segment(forward, row, start, count, begin)
@@ -100,16 +104,13 @@ def sort_rows(forwards: Sequence[Forward]) -> Sorted:
                 if middle < own:
                     ancestors = tail[: own - middle]
                     known = paths.get(ancestors[-1])
-                    if (
-                        known is None
-                        or known[:3] != (uid, length, forward.begins[row])
-                        or not _ends_with(known[3], ancestors)
-                    ):
+                    path = uid, length, begins[row], ancestors
+                    if known != path and not _is_tail(path, known):
                         rows.suspects.append(_between(forward, row, middle, own - middle, max(length, begin)))
                 if tail[own - middle :] != slots[first : first + written]:
                     rows.suspects.append(_astray(forward, row, own, first, written))
                 if draft and written == 1:
-                    paths[slots[first]] = uid, length, forward.begins[row] + 1, tail
+                    paths[slots[first]] = uid, length, begins[row] + 1, tail
                 first += written
     return rows
 
@@ -130,9 +131,11 @@ def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
     )
 
 
-def _ends_with(path: list[int], ancestors: list[int]) -> bool:
-    """A window may hide the first nodes of a path."""
-    return path[len(path) - len(ancestors) :] == ancestors
+def _is_tail(path: Path, known: Path | None) -> bool:
+    """Whether it is the known path of a draft node, whose first nodes a window may hide."""
+    if known is None or known[:3] != path[:3]:
+        return False
+    return known[3][len(known[3]) - len(path[3]) :] == path[3]
 
 
 def _between(forward: Forward, row: int, start: int, length: int, position: int) -> Segment:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcanary.entries import fired_writes
-from kvcanary.forward import Forward, Ints
+from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 
@@ -32,37 +32,39 @@ def judge_tokens(forward: Forward, oracle: Oracle | None = None) -> list[HitBatc
 
     Without an oracle that judges them, draft guesses have no truth.
     """
-    wrong = set(_outside_vocabulary(forward).tolist())
-    first = 0
-    for row, count in enumerate(forward.written):
-        wrong.update(first + entry for entry in _wrong_in_row(forward, row, first, count, oracle))
-        first += count
-    return [fired_writes("W6", forward, np.array(sorted(wrong)))] if wrong else []
+    wrong = _outside_vocabulary(forward)
+    if forward.kind != "draft" or oracle is not None:
+        tokens, first = forward.planned.tokens.tolist(), 0
+        for row, count in enumerate(forward.written):
+            wrong += _wrong_in_row(forward, row, first, tokens[first : first + count], oracle)
+            first += count
+    return [fired_writes("W6", forward, np.array(sorted(set(wrong))))] if wrong else []
 
 
-def _outside_vocabulary(forward: Forward) -> Ints:
+def _outside_vocabulary(forward: Forward) -> list[int]:
     """Guesses and padding too: whatever is fed must be a token."""
     size, tokens = forward.pool.view.vocab_size, forward.planned.tokens
-    if size is None or not len(tokens):
-        return np.empty(0, np.int64)
-    return np.flatnonzero((tokens < 0) | (tokens >= size))
+    if size is None or not len(tokens) or tokens.view(np.uint64).max() < size:  # unsigned, -1 is huge
+        return []
+    return np.flatnonzero((tokens < 0) | (tokens >= size)).tolist()
 
 
-def _wrong_in_row(forward: Forward, row: int, first: int, count: int, oracle: Oracle | None) -> list[int]:
-    """Entries of one row, by number in it."""
+def _wrong_in_row(forward: Forward, row: int, first: int, tokens: list[int], oracle: Oracle | None) -> list[int]:
+    """Entries of one row that were fed something else than what the host knows, or the oracle."""
     request, place = forward.request_of(row), forward.begins[row] + forward.pool.view.token_offset
-    is_draft = forward.kind == "draft"
-    judged = 0 if is_draft else count if forward.parents is None else min(count, 1)  # a tree's root is no guess
+    judged = len(tokens) if forward.parents is None else min(len(tokens), 1)  # a tree's root is no guess
+    judged = 0 if forward.kind == "draft" else judged
     known = request.tokens[place : place + judged]
-    tokens = forward.planned.tokens[first : first + count]
-    wrong = [] if tokens[: len(known)].tolist() == known else np.flatnonzero(tokens[: len(known)] != known).tolist()
+    wrong = []
+    if tokens[: len(known)] != known:
+        wrong = [first + entry for entry, token in enumerate(known) if token != tokens[entry]]
     if oracle is not None:
-        asked = range(len(known), count if oracle.judges_guesses else judged)
-        wrong += [entry for entry in asked if _contradicts(oracle, forward, request, row, first + entry)]
+        asked = range(first + len(known), first + (len(tokens) if oracle.judges_guesses else judged))
+        wrong += [entry for entry in asked if _contradicts(oracle, forward, request, entry)]
     return wrong
 
 
-def _contradicts(oracle: Oracle, forward: Forward, request: Request, row: int, entry: int) -> bool:
+def _contradicts(oracle: Oracle, forward: Forward, request: Request, entry: int) -> bool:
     """Whether the oracle knows another token; what an extend forward is fed beyond acceptance has none."""
     pool, position = forward.pool, int(forward.planned.positions[entry])
     if forward.kind == "extend" and position >= request.most_final(pool.pool_id):

@@ -39,9 +39,11 @@ def judge_lengths(forward: Forward) -> list[Hit]:
 
 def judge_starts(forward: Forward) -> list[Hit]:
     """R10 for every row that begins behind the first position that its own entries must see."""
-    hits = []
+    hits: list[Hit] = []
+    if not any(forward.starts):
+        return hits
     for row, start in enumerate(forward.starts):
-        if start and start > (wanted := window_start(forward.pool.view, forward.begins[row])):
+        if start > (wanted := window_start(forward.pool.view, forward.begins[row])):
             hits.append(_wrong_length(forward, row, start, {"first_position": wanted}, {"first_position": start}))
     return hits
 
