@@ -19,6 +19,7 @@ from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.moving import Mover, Slots
+from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries
@@ -45,6 +46,7 @@ class StepChecks:
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, compares_content=moves)
+        self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self.sweeper = Sweeper(state, ledger, config.budget)
         self.cached = CachedSweep(state, ledger)
@@ -134,6 +136,19 @@ class StepChecks:
             self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step)
         positions = self.mirror.table[pool.base + dst, TOKEN_POSITION] >> 32
         self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
+
+    def pack(self, pages: Sequence[int]) -> Parcel:
+        """What is known of pages whose bytes leave."""
+        self.settle()
+        with torch.inference_mode():
+            self._fingerprint()
+            return self._parcels.pack(pages)
+
+    def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
+        """Bytes are back, and their records follow; the caller has settled."""
+        with torch.inference_mode():
+            self._fingerprint()
+            self.hits += self._parcels.unpack(parcel, request, pages, length, step)
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""

@@ -101,6 +101,14 @@ class RelayError(InvariantError):
     """A request drafts from proposals that are not its own, or not of its last step."""
 
 
+class HostCapacityError(InvariantError):
+    """Pages are offloaded to a host tier that cannot hold so many."""
+
+
+class HostBlockError(InvariantError):
+    """A block of the host tier is restored that it does not hold, or into another number of pages."""
+
+
 class NotRunningError(InvariantError):
     """A request was finished that does not run; its pages and its row would be released twice."""
 
@@ -196,6 +204,24 @@ def check_lengths(request: str, committed_len: int, allocated_len: int, row_widt
         raise LengthOrderError(
             f"{request}: 0 <= committed {committed_len} <= allocated {allocated_len} <= row width {row_width} is broken"
         )
+
+
+# -- sub-pools and tiers
+
+
+def check_host_capacity(needed: int, total: int) -> None:
+    if not 1 <= needed <= total:
+        raise HostCapacityError(
+            f"{needed} pages offloaded at once, the host tier has {total}: raise its size, or recompute them"
+        )
+
+
+def check_host_block(block: str, is_held: bool, held: int, wanted: int) -> None:
+    """A block that comes back is held, and comes back into as many pages as it left."""
+    if not is_held:
+        raise HostBlockError(f"{block} restored, but it was dropped or evicted: ask holds() first, or recompute it")
+    if held != wanted:
+        raise HostBlockError(f"{block} of {held} pages restored into {wanted}: allocate as many as were offloaded")
 
 
 # -- the request table

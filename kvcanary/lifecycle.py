@@ -15,6 +15,7 @@ from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
@@ -155,14 +156,28 @@ class Lifecycle:
         self._checks.settle()
         self._ledger.load_begin(request_id, pages, self.step)
 
-    def on_load_end(self, request_id: str, pages: Sequence[int], length: int) -> None:
-        """They have arrived: positions below `length` hold the request's own tokens, and are fingerprinted as they lie.
+    def on_offload(self, pages: Sequence[int]) -> Parcel:
+        """Bytes of these pages are about to be copied elsewhere; give the parcel to the `on_load_end` of the way back.
 
-        Nothing can tell whether they were damaged on their way: use `on_move` where source and destination are known.
+        The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
+        return self._checks.pack(pages)
+
+    def on_load_end(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel | None = None) -> None:
+        """They have arrived: positions below `length` hold the request's own tokens.
+
+        `parcel`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
+        are not those of then are T1. Without it bytes are fingerprinted as they lie: nothing can tell whether they
+        were damaged on their way.
+        """
+        if parcel is not None:
+            expect_fits(parcel, pages)
         self._checks.settle()
         self._ledger.load_end(request_id, pages, self.step)
-        self._adopt(request_id, pages, length)
+        if parcel is None:
+            self._adopt(request_id, pages, length)
+        else:
+            self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""

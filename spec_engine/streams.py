@@ -69,6 +69,10 @@ class Stream:
         self.last = Event(what, self._queue, self._queue.put(operation), ticket)
         return self.last
 
+    def mark(self) -> Event:
+        """The end of everything that was submitted so far; on ``main`` on CUDA also of what it was given otherwise."""
+        return self.submit("mark", lambda: None)
+
     def wait(self, event: Event) -> None:
         """What comes on this stream from now on runs behind the event's work; the host stands still until then."""
         self._queue.wait(event.queue, event.mark)
