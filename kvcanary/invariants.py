@@ -270,13 +270,18 @@ def check_hot_room(request: str, wanted: int, room: int, total: int) -> None:
         )
 
 
-def check_verify_width(request: str, num_nodes: int, bound: int, page_size: int) -> None:
+def check_verify_width(request: str, num_nodes: int, num_taken: int, page_size: int) -> None:
     """The tokens of one verify lie on one extra page, which is settled before the next."""
-    if bound or not 1 <= num_nodes <= page_size:
+    if num_taken or not 1 <= num_nodes <= page_size:
         raise ResidencyError(
-            f"{request}: {num_nodes} verify tokens bound to an extra page of {page_size} slots that has {bound}: "
-            "settle the last verify first, and draft no more than a page holds"
+            f"{request}: {num_nodes} verify tokens for an extra page of {page_size} slots, {num_taken} slots are "
+            "taken already: settle the last verify first, and draft no more than a page holds"
         )
+
+
+def check_hot_slots(request: str, free: int, resident: int, total: int) -> None:
+    if free + resident != total:
+        raise ResidencyError(f"{request}: {free} hot slots free + {resident} resident != {total} in all")
 
 
 def check_host_capacity(needed: int, total: int) -> None:
