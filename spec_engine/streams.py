@@ -43,6 +43,12 @@ class Streams:
             self._sides[name] = Stream(name, queue, self._desk)
         return self._sides[name]
 
+    def behind_main(self, name: str) -> Stream:
+        """A side stream on which what comes now runs behind all that the forwards were given so far."""
+        side = self.side(name)
+        side.wait(self.main.mark())
+        return side
+
     def synchronize(self) -> None:
         """The host waits for all work of all side streams."""
         for stream in self._sides.values():

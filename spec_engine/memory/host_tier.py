@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from kvcanary import KVCanaryError
 from kvcanary.invariants import check_host_block, check_host_capacity
 from spec_engine.memory.allocator import PageAllocator
@@ -102,7 +104,8 @@ class HostTier:
             self.drop(next(iter(self._blocks.values())))
         places = tuple(self._places.allocate(len(pages)))
         parcel = None if self._canary is None else self._canary.on_offload(pages)
-        side, slots, rows = self._behind_main(), slots_of(pages, self._page_size), slots_of(places, self._page_size)
+        slots, rows = slots_of(pages, self._page_size), slots_of(places, self._page_size)
+        side = self._streams.behind_main(STREAM)
         event = side.submit("offload", lambda: self._save(slots, rows), reads=pages, writes=_names(places))
         self._number += 1
         block = self._blocks[self._number] = HostBlock(self._number, places, length, event, parcel)
@@ -118,7 +121,7 @@ class HostTier:
         if self._canary is not None:
             self._canary.on_load_begin(request_id, pages)
         load = Load(block, request_id, tuple(pages))
-        side = self._behind_main()
+        side = self._streams.behind_main(STREAM)
         load.event = side.submit("restore", lambda: self._load(load), reads=_names(block.places), writes=pages)
         return load
 
@@ -148,13 +151,7 @@ class HostTier:
         """PageLeakError unless free places and those of the blocks are the whole tier."""
         self._places.check_accounting(sum(len(block.places) for block in self._blocks.values()))
 
-    def _behind_main(self):
-        """The tier's stream, behind everything that the forwards were given so far."""
-        side = self._streams.side(STREAM)
-        side.wait(self._streams.main.mark())
-        return side
-
-    def _save(self, slots, rows) -> None:
+    def _save(self, slots: Tensor, rows: Tensor) -> None:
         for host in self._rows:
             host.save(slots, rows)
 

@@ -27,7 +27,7 @@ from spec_engine.memory.host_rows import HostRows, slots_of
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.sizing import cdiv
 from spec_engine.memory.slot_map import SlotMap
-from spec_engine.streams import Event, Stream, Streams
+from spec_engine.streams import Event, Streams
 
 GROUP = "hot"
 STREAM = "split pool"
@@ -112,7 +112,8 @@ class SplitPool:
         check_resident(request_id, slots, row.resident)
         row.saved.update(slots)
         source, places = _ints(row.resident[slot] for slot in slots), _ints(slots)
-        return self._behind_main().submit("save", lambda: self._host.save(source, places), reads=self._pages(slots))
+        side = self._streams.behind_main(STREAM)
+        return side.submit("save", lambda: self._host.save(source, places), reads=self._pages(slots))
 
     def swap_in(self, request_id: str, slots: Sequence[int]) -> Event | None:
         """Bring saved tokens to the device; the event to wait for, None where all are there already.
@@ -127,8 +128,8 @@ class SplitPool:
         if not absent:
             return None
         places, target = _ints(absent), _ints(row.resident[slot] for slot in absent)
-        load = self._behind_main()
-        return load.submit("swap in", lambda: self._host.load(places, target), writes=self._pages(absent))
+        side = self._streams.behind_main(STREAM)
+        return side.submit("swap in", lambda: self._host.load(places, target), writes=self._pages(absent))
 
     def swap_out(self, request_id: str, slots: Sequence[int]) -> Event | None:
         """These tokens leave the device; what is not saved is saved before. The event of that, None without."""
@@ -209,11 +210,6 @@ class SplitPool:
         """The forwards write hot slots from which a save may still read."""
         if (last := self._streams.side(STREAM).last) is not None:
             self._streams.main.wait(last)
-
-    def _behind_main(self) -> Stream:
-        side = self._streams.side(STREAM)
-        side.wait(self._streams.main.mark())
-        return side
 
     def _pages(self, slots: Sequence[int]) -> list[int]:
         """Logical pages of these slots, each once: what the canary's tickets name."""
