@@ -13,12 +13,13 @@ from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed, slots_are_right
 from kvcanary.entries import Entries, join_entries, written_entries
 from kvcanary.forward import Forward
+from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
 from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
-from kvcanary.moving import Mover, Slots
+from kvcanary.moving import Move, Mover, Slots
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
@@ -26,7 +27,8 @@ from kvcanary.segments import read_entries
 from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.sweep import Sweeper
-from kvcanary.truths import judge_lengths, judge_mask, judge_tokens
+from kvcanary.tokens import Oracle, judge_tokens
+from kvcanary.truths import judge_lengths, judge_mask, judge_starts
 from kvcanary.writing import judge_layers
 from kvcanary_kernels.record import TOKEN_POSITION
 
@@ -34,13 +36,14 @@ from kvcanary_kernels.record import TOKEN_POSITION
 class StepChecks:
     """What waits to be judged, and what fired.
 
-    hits: checks that fired since somebody took them
+    hits:   checks that fired since somebody took them
+    oracle: who knows tokens that the host does not know yet; None: nobody
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
         self.mirror = Mirror(state)
-        self._sealer = Sealer(self.mirror, state.page_size, ledger.generations)
+        self._sealer = Sealer(self.mirror, ledger)
         self._stages = {pool: Stage(state, pool) for pool in state.pools}
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
@@ -51,6 +54,7 @@ class StepChecks:
         self.sweeper = Sweeper(state, ledger, config.budget)
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
+        self.oracle: Oracle | None = None
 
     def open(self, forward: Forward) -> Stage | None:
         """The stage of this forward's values; None where nobody compares a draft's bytes."""
@@ -76,7 +80,7 @@ class StepChecks:
             self.publish_pages()
             for forward in forwards:
                 forward.read_rows()
-                self.hits += [*judge_layers(forward), *judge_tokens(forward), *judge_mask(forward)]
+                self.hits += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
             self.hits += self._sealer.seal(forwards)
             self._ledger.pages.wrote(self._sealer.pages)
             self.mirror.flush()
@@ -84,7 +88,7 @@ class StepChecks:
                 if forward.room or forward.lanes:
                     self._stages[forward.pool].keep(forward)
             for forward in forwards:
-                self.hits += judge_lengths(forward)
+                self.hits += [*judge_lengths(forward), *judge_starts(forward)]
                 _note_rows(forward)
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
@@ -101,7 +105,7 @@ class StepChecks:
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         granted, size = set(pages), self._state.page_size
-        if any(slot // size in granted for forward in self._pending for slot in forward.write_slots):
+        if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
             self.settle()
 
     def roll(self, step: int) -> None:
@@ -130,12 +134,18 @@ class StepChecks:
                 self.hits += self.sweeper.last_look(request, step)
 
     def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int) -> None:
-        """Records follow bytes."""
+        """Records follow bytes; what a slot map sends nowhere has none."""
+        origins, places = slots_in(source.view, src), slots_in(pool.view, dst)
+        lies = (origins >= source.view.null_slots) & (places >= pool.view.null_slots)
+        if not lies.all():
+            src, dst, origins, places = src[lies], dst[lies], origins[lies], places[lies]
         with torch.inference_mode():
             self.settle()
-            self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step)
-        positions = self.mirror.table[pool.base + dst, TOKEN_POSITION] >> 32
-        self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
+            move = Move(origins, places, src, dst)
+            self.hits += self._mover.apply(self._stages[source], self._stages[pool], move, step)
+        positions = self.mirror.table[pool.base + places, TOKEN_POSITION] >> 32
+        if len(dst):
+            self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
 
     def pack(self, pages: Sequence[int]) -> Parcel:
         """What is known of pages whose bytes leave."""
@@ -164,6 +174,8 @@ class StepChecks:
         """What was judged on these pages is judged anew, should the row go on."""
         size = self._state.page_size
         for pool in self._state.pools:
+            if pool.is_partial:
+                continue  # judged in every forward
             for page in pages:
                 first = pool.base + page * size
                 self.mirror.judged[first : first + size] = False
@@ -175,7 +187,7 @@ class StepChecks:
         self.hits += verdict.hits
         coverage = self._coverage
         coverage.forwards += len(forwards)
-        coverage.slots_checked += sum(forward.bounds[-1] for forward in forwards)
+        coverage.slots_checked += sum(forward.bounds[-1] - sum(forward.skipped) for forward in forwards)
         coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
@@ -186,7 +198,7 @@ class StepChecks:
     def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[HitBatch]:
         """content=full: every byte that these forwards have read or written."""
         self._stages[pool].fingerprint()
-        slots = joined([self._reader.slots(verdict.segments), *(forward.slots for forward in forwards)])
+        slots = joined([self._reader.slots(verdict.segments), *(forward.pool_slots for forward in forwards)])
         self._coverage.bytes_checked += len(slots) * pool.view.slot_bytes
         hits: list[HitBatch] = []
         if not slots_are_right(pool, slots):
@@ -220,5 +232,5 @@ def _note_rows(forward: Forward) -> None:
     for number, request in enumerate(forward.requests):
         length = forward.prefixes[number] + forward.written[number * width]
         if forward.kind == "extend":
-            length = min(length, request.committed_len)  # what lies beyond is junk
+            length = min(length, request.most_final(pool_id))  # what lies beyond is junk
         request.row_lens[pool_id] = length

@@ -24,6 +24,7 @@ class Entries:
     positions: [n] int64 in their rows; -1: not known
     rows:      [n] int64 into `request_ids`; -1: nobody's
     last_good: [n] int64, step in which the entry was last known good; -1: not known, None: of none of them
+    names:     [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
     """
 
     slots: Ints
@@ -31,6 +32,7 @@ class Entries:
     rows: Ints
     request_ids: Sequence[str]
     last_good: Ints | None = None
+    names: Ints | None = None
 
     @property
     def known_good(self) -> Ints:
@@ -58,18 +60,25 @@ class Entries:
             self.rows[own],
             self.request_ids,
             last_good=None if self.last_good is None else self.last_good[own],
+            names=None if self.names is None else self.names[own],
             **{name: values[own] for name, values in evidence.items()},
         )
 
 
 def written_entries(forward: Forward) -> Entries:
     """The write plan of a forward, with the slots that it asked for."""
-    slots, rows = forward.planned.slots, np.arange(len(forward.written)) // forward.width
+    slots, names, rows = forward.planned.slots, forward.slot_names, np.arange(len(forward.written)) // forward.width
     if forward.refused is not None:
-        slots = slots.copy()
-        slots[forward.refused.entries] = forward.refused.ids
-    names = [request.request_id for request in forward.requests]
-    return Entries(slots, forward.planned.positions, np.repeat(rows, forward.written), names)
+        slots, names = slots.copy(), names.copy()
+        slots[forward.refused.entries], names[forward.refused.entries] = forward.refused.ids, forward.refused.names
+    requests = [request.request_id for request in forward.requests]
+    rows = np.repeat(rows, forward.written)
+    return Entries(slots, forward.planned.positions, rows, requests, names=named(forward.pool, names))
+
+
+def named(pool: PoolState, names: Ints) -> Ints | None:
+    """What a plan calls its slots, where that is not what the pool calls them."""
+    return None if pool.view.slot_map is None else names
 
 
 def join_entries(parts: Sequence[Entries]) -> Entries:
@@ -81,6 +90,7 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
         np.concatenate([part.rows + first for part, first in zip(parts, firsts, strict=False)]),
         [name for part in parts for name in part.request_ids],
         np.concatenate([part.known_good for part in parts]),
+        None if parts[0].names is None else np.concatenate([part.names for part in parts if part.names is not None]),
     )
 
 

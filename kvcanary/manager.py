@@ -27,6 +27,7 @@ from kvcanary.staging import Stage
 from kvcanary.state import CanaryState
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
+from kvcanary.tokens import Oracle, TokenOf
 from kvcanary.views import PoolView
 
 
@@ -59,6 +60,13 @@ class CanaryManager(Lifecycle):
     def detach(self) -> None:
         """The engine is gone: its pools may have another canary."""
         self._attachment.release()
+
+    def set_oracle(self, token_of: TokenOf | None, judges_guesses: bool = False) -> None:
+        """W6 judges what the host does not know yet by `token_of(request_id, position)`; None: by nobody, as at first.
+
+        The function gives None where it does not know. `judges_guesses`: draft forwards and tree nodes too.
+        """
+        self._checks.oracle = None if token_of is None else Oracle(token_of, judges_guesses)
 
     # the step
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcanary.entries import Entries, last_judged
+from kvcanary.entries import Entries, last_judged, named
 from kvcanary.forward import SLOT_BYTES, Forward, Ints
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
@@ -20,7 +20,7 @@ class Segment:
 
     start, length:  where in the indices of the forward
     first_position: of its first entry
-    predecessor:    slot that its first entry continues, ROOT, or NO_PREDECESSOR: not judged
+    predecessor:    slot that its first entry continues, ROOT: the request's tokens before it, or NO_PREDECESSOR
     first_written:  of the write plan, the entry that the first one should be, where the row should read what the
                     forward itself writes; else -1
     """
@@ -42,6 +42,15 @@ class Segment:
         return self.forward.ids[self.start : self.start + self.length]
 
     @property
+    def names(self) -> Ints:
+        """The slots as the plan names them."""
+        return self.forward.names[self.start : self.start + self.length]
+
+    @property
+    def end_position(self) -> int:
+        return self.first_position + self.length
+
+    @property
     def written(self) -> slice:
         """Of the write plan, the entries that these should be."""
         return slice(self.first_written, self.first_written + self.length)
@@ -60,16 +69,16 @@ class Segment:
 
 @dataclass(slots=True)
 class Sorted:
-    """The rows of some forwards: for each request the longest that names its grants, and what does not."""
+    """The rows of some forwards: the longest of each request and first position, and what does not name its grants."""
 
-    longest: dict[int, Segment] = field(default_factory=dict)
+    longest: dict[tuple[int, int], Segment] = field(default_factory=dict)
     suspects: list[Segment] = field(default_factory=list)
 
 
 def sort_rows(forwards: Sequence[Forward]) -> Sorted:
     """Compare every row with what it should be: its request's grants, a path of the draft tree, its own writes."""
     rows = Sorted()
-    paths: dict[int, tuple[int, int, list[int]]] = {}  # by slot of a draft node: request, prefix, ancestors with itself
+    paths: dict[int, tuple[int, int, int, list[int]]] = {}  # by slot of a draft node: request, prefix, end, ancestors
     for forward in forwards:
         raw, ids, bounds, slots = forward.raw, forward.ids, forward.bounds, forward.write_slots
         draft, first, width = forward.kind == "draft", 0, forward.width
@@ -78,24 +87,29 @@ def sort_rows(forwards: Sequence[Forward]) -> Sorted:
             if len(granted) > length * SLOT_BYTES:
                 granted = granted[: length * SLOT_BYTES]
             whole = len(granted) == length * SLOT_BYTES
-            longest = rows.longest.get(uid)
             for row in range(number * width, (number + 1) * width):
-                start, end, written = bounds[row], bounds[row + 1], forward.written[row]
-                middle, own = start + length, end - written
-                if not whole or not raw.startswith(granted, start * SLOT_BYTES):
-                    rows.suspects.append(Segment(forward, row, start, length))
-                elif length and (longest is None or longest.length < length):
-                    rows.longest[uid] = longest = Segment(forward, row, start, length)
+                begin, end, written = forward.first_judged(row), bounds[row + 1], forward.written[row]
+                start, own, count = bounds[row] + forward.skipped[row], end - written, max(0, length - begin)
+                middle = start + count
+                longest = rows.longest.get((uid, begin))
+                if not whole or not raw.startswith(granted[begin * SLOT_BYTES :], start * SLOT_BYTES):
+                    rows.suspects.append(Segment(forward, row, start, count, begin))
+                elif count and (longest is None or longest.length < count):
+                    rows.longest[uid, begin] = Segment(forward, row, start, count, begin)
                 tail = ids[middle:end].tolist()
                 if middle < own:
                     ancestors = tail[: own - middle]
-                    if paths.get(ancestors[-1]) != (uid, length, ancestors):
-                        before = ids[middle - 1] if length else ROOT
-                        rows.suspects.append(Segment(forward, row, middle, own - middle, length, before))
+                    known = paths.get(ancestors[-1])
+                    if (
+                        known is None
+                        or known[:3] != (uid, length, forward.begins[row])
+                        or not _ends_with(known[3], ancestors)
+                    ):
+                        rows.suspects.append(_between(forward, row, middle, own - middle, max(length, begin)))
                 if tail[own - middle :] != slots[first : first + written]:
                     rows.suspects.append(_astray(forward, row, own, first, written))
                 if draft and written == 1:
-                    paths[slots[first]] = uid, length, tail
+                    paths[slots[first]] = uid, length, forward.begins[row] + 1, tail
                 first += written
     return rows
 
@@ -103,6 +117,7 @@ def sort_rows(forwards: Sequence[Forward]) -> Sorted:
 def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
     """What these segments read, row by row, and when it was last judged."""
     requests = [segment.request for segment in segments]
+    names = np.concatenate([segment.names for segment in segments])
     rows = np.repeat(np.arange(len(segments)), [segment.length for segment in segments])
     positions = np.concatenate([segment.positions for segment in segments])
     return Entries(
@@ -111,7 +126,22 @@ def read_entries(pool: PoolState, segments: Sequence[Segment]) -> Entries:
         rows,
         [request.request_id for request in requests],
         last_judged(requests, pool.pool_id, rows, positions),
+        named(pool, names),
     )
+
+
+def _ends_with(path: list[int], ancestors: list[int]) -> bool:
+    """A window may hide the first nodes of a path."""
+    return path[len(path) - len(ancestors) :] == ancestors
+
+
+def _between(forward: Forward, row: int, start: int, length: int, position: int) -> Segment:
+    """What a row reads between its prefix and what the forward writes."""
+    if start > forward.bounds[row] + forward.skipped[row]:
+        before = int(forward.ids[start - 1])
+    else:
+        before = NO_PREDECESSOR if position else ROOT
+    return Segment(forward, row, start, length, position, before)
 
 
 def _astray(forward: Forward, row: int, own: int, first: int, written: int) -> Segment:
