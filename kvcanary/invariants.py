@@ -37,6 +37,30 @@ class PoolExhaustedError(InvariantError):
     """More pages were asked for than are free: the admission estimate and the allocator disagree."""
 
 
+class PagesQuarantinedError(PoolExhaustedError):
+    """Enough pages are free, but some were freed in this very step: they may be handed out in the next one."""
+
+
+class StalePageError(InvariantError):
+    """A page was shared that nobody holds: the prefix tree, or a copy of a row, points at a free page."""
+
+
+class ReferenceCountError(InvariantError):
+    """A page has another number of references than rows and prefix tree that name it."""
+
+
+class WritablePageError(InvariantError):
+    """A page was published, or cached, that its request may still write."""
+
+
+class PrefixLockError(InvariantError):
+    """A prefix was locked that the tree has evicted, or unlocked more often than locked."""
+
+
+class PageContinuityError(InvariantError):
+    """The last slot of a request does not lie where its length says; filling up its page would reach another's."""
+
+
 class PoolSizeError(InvariantError):
     """A pool's tensors have another number of slots than the allocator's pages; the last page would lie outside."""
 
@@ -51,6 +75,10 @@ class ReserveError(InvariantError):
 
 class EstimateError(InvariantError):
     """The pages that a request owns are not those that the estimate promised."""
+
+
+class EstimateMismatchError(InvariantError):
+    """A decode step took another number of pages than the estimate by which it was admitted."""
 
 
 class LengthOrderError(InvariantError):
@@ -131,6 +159,14 @@ def check_pages_available(needed: int, free: int, total: int) -> None:
         )
 
 
+def check_pages_ready(needed: int, ready: int, quarantined: int) -> None:
+    """Pages that were freed in this step are not handed out in it: a forward in flight may still touch them."""
+    if needed > ready:
+        raise PagesQuarantinedError(
+            f"{needed} pages needed, {ready} ready and {quarantined} more in quarantine since this step: wait a step"
+        )
+
+
 def check_pages_granted(pages: Sequence[int], taken: Collection[int], total: int) -> None:
     """Pages about to be handed out are in the pool, nobody's, and not the null page."""
     for page in pages:
@@ -151,12 +187,79 @@ def check_pages_freed(pages: Sequence[int], taken: Collection[int]) -> None:
         raise DoubleFreeError(f"pages {list(pages)} freed, but {stray or 'some of them twice'} not allocated")
 
 
-def check_pages_add_up(free: int, owned: int, total: int) -> None:
-    """After every step each page is free or owned by one live request."""
-    if free + owned != total:
-        lost = total - free - owned
-        what = f"{lost} leaked" if lost > 0 else f"{-lost} counted twice"
-        raise PageLeakError(f"{free} pages free + {owned} owned by requests != {total} in all: {what}")
+def check_generations(pages: Sequence[int], expected: Sequence[int], found: Sequence[int]) -> None:
+    """Pages named by an earlier grant are still under that grant."""
+    stale = [page for page, was, now in zip(pages, expected, found, strict=True) if was != now]
+    if stale:
+        raise DoubleFreeError(
+            f"pages {list(pages)} of generations {list(expected)} freed, but {stale} were freed since: "
+            f"generations are {list(found)}"
+        )
+
+
+def check_pages_shared(pages: Sequence[int], references: Mapping[int, int]) -> None:
+    """A page gets one more reference only while somebody holds it."""
+    stale = [page for page in pages if page not in references]
+    if stale:
+        raise StalePageError(
+            f"pages {list(pages)} shared, but {stale} are free: evict a prefix before its last reference goes"
+        )
+
+
+def check_references(references: Mapping[int, int], named: Mapping[int, int]) -> None:
+    """Each page has one reference for each row that names it and one for the prefix tree."""
+    for page in sorted(references.keys() | named.keys()):
+        count, names = references.get(page, 0), named.get(page, 0)
+        if count != names:
+            raise ReferenceCountError(
+                f"references of page {page} are {count}, rows and prefix tree name it {names} times"
+            )
+
+
+def check_pages_add_up(free: int, quarantined: int, owned: int, evictable: int, protected: int, total: int) -> None:
+    """After every step each page is free, waits, is one live request's, or is cached once."""
+    found = free + quarantined + owned + evictable + protected
+    if found != total:
+        what = f"{total - found} leaked" if found < total else f"{found - total} counted twice"
+        raise PageLeakError(
+            f"{free} pages free + {quarantined} quarantined + {owned} owned by requests + {evictable} evictable "
+            f"+ {protected} protected in the prefix tree = {found} != {total} in all: {what}"
+        )
+
+
+def check_pages_final(request: str, num_pages: int, committed_len: int, page_size: int) -> None:
+    """Only pages that lie wholly below the committed length are written no more."""
+    if num_pages * page_size > committed_len:
+        raise WritablePageError(
+            f"{request} publishes {num_pages} pages of {page_size} slots, it has committed {committed_len} and may "
+            f"write behind that: publish {committed_len // page_size}"
+        )
+
+
+def check_pages_uncached(pages: Sequence[int], cached: Collection[int]) -> None:
+    """A page stands for one prefix."""
+    twice = [page for page in pages if page in cached]
+    if twice or len(set(pages)) != len(pages):
+        raise PageAliasError(
+            f"pages {list(pages)} cached, but {twice or 'some of them twice'} already stand for another prefix"
+        )
+
+
+def check_prefix_lock(num_locks: int, is_cached: bool) -> None:
+    """What is locked or unlocked is in the tree, and no lock is taken back twice."""
+    if not is_cached:
+        raise PrefixLockError("a prefix that the tree has evicted was locked or unlocked: lock what was just matched")
+    if num_locks < 0:
+        raise PrefixLockError(f"a prefix was unlocked once more than locked, its locks would be {num_locks}")
+
+
+def check_last_slot(last_slot: int, length: int, page_size: int) -> None:
+    """The slot of a row's last token has the offset in its page that its position has."""
+    if (last_slot + 1) % page_size != length % page_size:
+        raise PageContinuityError(
+            f"length {length} ends at offset {length % page_size} of a page of {page_size}, its last slot {last_slot} "
+            f"at {(last_slot + 1) % page_size}: look it up at the allocated length"
+        )
 
 
 # -- sizes
@@ -205,6 +308,15 @@ def check_estimate(request: str, taken: int, committed_len: int, reserve: int, p
         )
     if taken > most:
         raise EstimateError(f"{request} owns {taken} pages, it was admitted for {most} of {page_size} slots at most")
+
+
+def check_step_estimate(schedule: str, estimate: int, taken: int, num_requests: int, page_size: int) -> None:
+    """A decode step takes page for page what was estimated: less is needless retraction, more an exhausted pool."""
+    if estimate != taken:
+        raise EstimateMismatchError(
+            f"a decode step of {num_requests} requests was estimated at {estimate} pages of {page_size} slots, it took "
+            f"{taken} (schedule {schedule}): estimate and allocation must call pages_for with one reserve"
+        )
 
 
 def check_lengths(request: str, committed_len: int, allocated_len: int, row_width: int) -> None:
@@ -331,6 +443,15 @@ def check_row_continues(row: int, start: int, filled: int, page_size: int) -> No
         )
 
 
+def check_row_covers(row: int, end: int, filled: int, page_size: int) -> None:
+    """Pages are replaced where the row has some."""
+    if end > filled:
+        raise RowGapError(
+            f"row {row} is filled to column {filled}, {end // page_size} pages of {page_size} slots replaced up to "
+            f"column {end}"
+        )
+
+
 def check_rows_distinct(requests: Sequence[str], rows: Sequence[int]) -> None:
     """The requests of one batch use different rows, none of them padding's."""
     if 0 in rows:
@@ -348,6 +469,14 @@ def check_index_lengths(forward: str, array: str, found: int, lens: Sequence[int
     if found != sum(lens):
         raise IndexLengthError(
             f"{forward}: {array} has {found} entries, its rows' lengths {list(lens)} add to {sum(lens)}"
+        )
+
+
+def check_run_pages(num_keys: int, num_pages: int, page_size: int) -> None:
+    """A run of cached tokens has a page for every key."""
+    if num_pages < num_keys:
+        raise IndexLengthError(
+            f"tokens of {num_keys} whole pages of {page_size} slots cached with {num_pages} pages: pass a page for each"
         )
 
 

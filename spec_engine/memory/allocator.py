@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from kvcanary.invariants import (
-    check_pages_add_up,
+    check_generations,
     check_pages_available,
     check_pages_freed,
     check_pages_granted,
+    check_pages_ready,
+    check_pages_shared,
 )
+from spec_engine.memory.accounting import PoolAccounting
 
 
 class PageAllocator:
-    """Hands out page ids 1..num_pages, lowest first, and takes them back exactly once.
+    """Hands out page ids 1..num_pages, lowest first. A page is free again when its last holder has given it back.
 
-    Pages that come back wait ``quarantine`` steps, so that a read which is late finds nobody else's bytes. Under
-    pressure they wait until the next step only: they count as free.
+    Pages that come back wait ``quarantine`` steps, so that a read which is late finds nobody else's bytes. They count
+    as free; under pressure the longest waiting come back early, but never in the step that freed them.
     """
 
     def __init__(self, num_pages: int, quarantine: int = 0) -> None:
@@ -26,15 +30,31 @@ class PageAllocator:
         self._step = 0
         self._waiting: deque[tuple[int, int]] = deque()  # (step in which it was freed, page)
         self._free = list(range(1, num_pages + 1))  # a heap: sorted lists are heaps
-        self._taken: set[int] = set()
+        self._references: dict[int, int] = {}  # of each page that somebody holds
+        self._generations = [0] * (num_pages + 1)
 
     @property
     def num_free(self) -> int:
+        """Free pages, those in quarantine included: what an estimate may count on."""
         return len(self._free) + len(self._waiting)
 
     @property
     def num_quarantined(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_ready(self) -> int:
+        """Free pages that can be handed out in this very step."""
+        return self.num_free - sum(step == self._step for step, _ in self._waiting)
+
+    @property
+    def references(self) -> Mapping[int, int]:
+        """How many hold each page that is not free; read only."""
+        return MappingProxyType(self._references)
+
+    def generations_of(self, pages: Sequence[int]) -> list[int]:
+        """A number for each page that grows when it is handed out (then it is odd) and when it is free again."""
+        return [self._generations[page] for page in pages]
 
     def begin_step(self, step: int) -> None:
         """Pages that have waited long enough are free."""
@@ -43,28 +63,63 @@ class PageAllocator:
             heapq.heappush(self._free, self._waiting.popleft()[1])
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` pages; PoolExhaustedError, with nothing taken, when fewer are free.
+        """Take ``count`` pages, one reference each; nothing is taken where an error is raised.
 
-        PageAliasError, NullPageError or PoolSizeError where the free list holds a page that is not free to give.
+        PoolExhaustedError: fewer are free. PagesQuarantinedError: as many are free, but some since this step only; the
+        next step can have them. PageAliasError, NullPageError or PoolSizeError: the free list holds a page that is not
+        free to give.
         """
         check_pages_available(count, self.num_free, self.num_pages)
+        if count > len(self._free):
+            check_pages_ready(count, self.num_ready, self.num_free - self.num_ready)
         while len(self._free) < count:
             heapq.heappush(self._free, self._waiting.popleft()[1])
         pages = [heapq.heappop(self._free) for _ in range(count)]
-        check_pages_granted(pages, self._taken, self.num_pages)
-        self._taken.update(pages)
+        check_pages_granted(pages, self._references, self.num_pages)
+        for page in pages:
+            self._references[page] = 1
+            self._generations[page] += 1
         return pages
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Give pages back; DoubleFreeError, with nothing freed, when one of them is not taken or named twice."""
-        check_pages_freed(pages, self._taken)
-        self._taken.difference_update(pages)
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder for each of ``pages``; StalePageError, with nothing shared, when one of them is free."""
+        check_pages_shared(pages, self._references)
         for page in pages:
-            if self.quarantine:
-                self._waiting.append((self._step, page))
-            else:
-                heapq.heappush(self._free, page)
+            self._references[page] += 1
 
-    def check_accounting(self, owned: int) -> None:
-        """PageLeakError unless free and waiting pages plus the ``owned`` ones of live requests are the whole pool."""
-        check_pages_add_up(self.num_free, owned, self.num_pages)
+    def free(self, pages: Sequence[int], generations: Sequence[int] | None = None) -> None:
+        """One holder of each of ``pages`` gives it back; DoubleFreeError, with nothing freed, when nobody holds one.
+
+        generations: those of the grants that are meant. A free that comes late is then refused even where somebody
+                     else holds the page by now.
+        """
+        check_pages_freed(pages, self._references)
+        if generations is not None:
+            check_generations(pages, generations, self.generations_of(pages))
+        for page in pages:
+            self._references[page] -= 1
+            if not self._references[page]:
+                self._take_back(page)
+
+    def _take_back(self, page: int) -> None:
+        del self._references[page]
+        self._generations[page] += 1
+        if self.quarantine:
+            self._waiting.append((self._step, page))
+        else:
+            heapq.heappush(self._free, page)
+
+    def check_accounting(self, owned: int, evictable: int = 0, protected: int = 0) -> None:
+        """PageLeakError unless free pages, the ``owned`` ones of live requests and the cached ones are the pool."""
+        self.accounting(owned, evictable, protected).check()
+
+    def accounting(self, owned: int, evictable: int = 0, protected: int = 0) -> PoolAccounting:
+        """Where all pages are, by what their holders say of themselves."""
+        return PoolAccounting(
+            total=self.num_pages,
+            free=self.num_free - self.num_quarantined,
+            quarantined=self.num_quarantined,
+            owned=owned,
+            evictable=evictable,
+            protected=protected,
+        )

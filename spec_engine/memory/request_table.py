@@ -7,6 +7,7 @@ import torch
 from kvcanary.invariants import (
     check_flat_indices,
     check_row_continues,
+    check_row_covers,
     check_row_fits,
     check_row_held,
     check_rows_available,
@@ -45,9 +46,19 @@ class RequestTable:
         check_row_held(row, self._free_rows, self.num_rows)
         check_row_fits(row, start, end, self.width, self.page_size)
         check_row_continues(row, start, self._filled[row], self.page_size)
-        first_slots = torch.tensor(pages, device=self.table.device) * self.page_size
         self._filled[row] = end
-        self.table[row, start:end] = (first_slots[:, None] + self._offsets).flatten()
+        self.table[row, start:end] = self._slots_of(pages)
+
+    def replace_pages(self, row: int, pages: list[int]) -> None:
+        """Write the slots of ``pages`` at columns [0, len(pages) * P), over those of pages with the same tokens."""
+        end = len(pages) * self.page_size
+        check_row_held(row, self._free_rows, self.num_rows)
+        check_row_covers(row, end, self._filled[row], self.page_size)
+        self.table[row, :end] = self._slots_of(pages)
+
+    def _slots_of(self, pages: list[int]) -> torch.Tensor:
+        first_slots = torch.tensor(pages, device=self.table.device) * self.page_size
+        return (first_slots[:, None] + self._offsets).flatten()
 
     def release(self, row: int) -> None:
         """Clear a row and hand it to the next request; RowOwnershipError when nobody holds it."""

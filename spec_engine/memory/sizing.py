@@ -45,6 +45,37 @@ def row_width(context_length: int, reserve: int, page_size: int) -> int:
     return context_length + reserve + page_size - 1
 
 
-def pages_for(committed_len: int, reserve: int, page_size: int) -> int:
+def pages_for(committed_len: Length, reserve: int, page_size: int) -> Length:
     """Pages a request must own before its next step."""
     return cdiv(committed_len + reserve, page_size)
+
+
+def step_pages(committed_len: Length, num_pages: Length, reserve: int, page_size: int) -> Length:
+    """Pages that a request which owns ``num_pages`` takes for its next step: none when it owns enough."""
+    missing = pages_for(committed_len, reserve, page_size) - num_pages
+    return missing * (missing > 0)
+
+
+def plain_step_pages(committed_len: Length, num_pages: Length, page_size: int) -> Length:
+    """``step_pages`` without drafting: one token, so a page for those whose last one is full."""
+    return step_pages(committed_len, num_pages, 1, page_size)
+
+
+def sync_step_pages(committed_len: Length, num_pages: Length, alloc_len: int, page_size: int) -> Length:
+    """``step_pages`` with drafting, when the host knows the committed length before each step."""
+    return step_pages(committed_len, num_pages, reserve_len(alloc_len, 0, lag=0), page_size)
+
+
+def overlap_step_pages(
+    committed_len: Length, num_pages: Length, alloc_len: int, max_accept: int, page_size: int
+) -> Length:
+    """``step_pages`` with drafting, when the host's committed length is one verify behind the device's."""
+    return step_pages(committed_len, num_pages, reserve_len(alloc_len, max_accept, lag=1), page_size)
+
+
+def worst_case_step_pages(num_requests: int, reserve: int, page_size: int) -> int:
+    """An upper bound of ``step_pages`` that looks at no request: a whole reserve for each, from a page's last slot.
+
+    As an admission estimate it retracts requests that own their pages already (sgl-project/sglang#22406).
+    """
+    return num_requests * pages_for(page_size - 1, reserve, page_size)

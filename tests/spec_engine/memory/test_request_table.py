@@ -81,3 +81,24 @@ def test_a_table_beyond_32_bit_indices_is_refused_before_it_is_allocated():
     """Row * width must fit into the signed 32-bit integers of kernels."""
     with pytest.raises(IndexOverflowError, match=r"request table: 65537 rows \* 32768 columns = 2147516416"):
         RequestTable(num_rows=1 << 16, width=1 << 15, page_size=16, device=torch.device("cpu"))
+
+
+def test_replace_pages_writes_over_the_head_of_a_row():
+    """A page that the prefix tree had before takes the place of the request's own."""
+    rows = table()
+    row = rows.acquire()
+    rows.append_pages(row, 0, [3, 1])
+    rows.replace_pages(row, [2])
+    assert rows.table[row, :8].tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
+
+
+def test_replace_pages_stays_within_what_the_row_has():
+    """Columns without slots are appended, not replaced; the row stays as it was."""
+    rows = table()
+    row = rows.acquire()
+    rows.append_pages(row, 0, [3])
+    with pytest.raises(RowGapError, match="filled to column 4, 2 pages of 4 slots replaced up to column 8"):
+        rows.replace_pages(row, [2, 1])
+    with pytest.raises(RowOwnershipError):
+        rows.replace_pages(2 if row == 1 else 1, [])
+    assert rows.table[row, :4].tolist() == [12, 13, 14, 15]
