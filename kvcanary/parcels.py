@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
+from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.lanes import lane_a_of_slots
 from kvcanary.ledger import Ledger, Request
@@ -22,13 +23,13 @@ from kvcanary_kernels.record import CONTENT_B, REQUEST_GENERATION, SEAL, STEP_SI
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What one pool held on the parcel's pages, n slots in page order; on the host.
+    """What one pool held for the parcel's pages, n slots in page order; on the host.
 
     records: [n, 8] as the canary wrote them
     damage:  [n, 8] int64, what the device's records were off by
     lane_a:  [layers, n] int64
     lane_b:  [n] int64
-    current: [n] bool, written under the grant that the page had
+    current: [n] bool, held by the pool, and written under the grant that the page had
     """
 
     records: Words
@@ -55,34 +56,36 @@ class Parcels:
 
     def pack(self, pages: Sequence[int]) -> Parcel:
         """What is known of these pages now."""
-        slots = self._slots(self._ledger.pages.numbers(pages))
-        return Parcel(len(pages), tuple(self._contents(pool, slots) for pool in self._state.pools))
+        names = self._slots(self._ledger.pages.numbers(pages))
+        return Parcel(len(pages), tuple(self._contents(pool, names) for pool in self._state.pools))
 
     def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> list[Hit]:
         """The records of positions below `length` follow their bytes into these pages of the row.
 
         T1 where what arrived is not what was written before it left. Slots that held nothing then hold nothing now.
         """
-        slots = self._slots(np.array(pages, dtype=np.int64))
+        names = self._slots(np.array(pages, dtype=np.int64))
         positions = self._positions(request, pages)
         hits: list[Hit] = []
         for pool, contents in zip(self._state.pools, parcel.contents, strict=True):
-            chosen = (contents.current & (positions < length)).nonzero()[0]
+            held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others
+            chosen = (contents.current & held & (positions < length)).nonzero()[0]
             if len(chosen):
-                hits += self._unpack(pool, contents, chosen, request, slots[chosen], step)
+                hits += self._unpack(pool, contents, chosen, request, names[chosen], step)
         return hits
 
-    def _contents(self, pool: PoolState, slots: NDArray[np.int64]) -> Contents:
+    def _contents(self, pool: PoolState, names: NDArray[np.int64]) -> Contents:
+        slots = slots_in(pool.view, names).clip(0)
         where = torch.from_numpy(slots).to(pool.records.device)
         expected = pool.expected.index_select(0, where)
         records = self._mirror.table[pool.base + slots]
-        grants = self._ledger.generations[slots // self._state.page_size].view(np.uint64)
+        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
         return Contents(
             records,
             (pool.records.index_select(0, where) - expected).cpu(),
             pool.content_a.index_select(1, where).cpu(),
             expected.select(1, CONTENT_B).cpu(),
-            records[:, REQUEST_GENERATION] >> 32 == grants,
+            (records[:, REQUEST_GENERATION] >> 32 == grants) & (slots >= pool.view.null_slots),
         )
 
     def _unpack(
@@ -91,14 +94,15 @@ class Parcels:
         contents: Contents,
         chosen: NDArray[np.int64],
         request: Request,
-        slots: NDArray[np.int64],
+        names: NDArray[np.int64],
         step: int,
     ) -> list[Hit]:
+        slots = slots_in(pool.view, names)
         device, taken = pool.records.device, torch.from_numpy(chosen)
         where, lane_a = torch.from_numpy(slots).to(device), contents.lane_a.index_select(1, taken).to(device)
         records = contents.records[chosen]
         positions = (records[:, TOKEN_POSITION] >> 32).view(np.int64)
-        grants = self._ledger.generations[slots // self._state.page_size].view(np.uint64)
+        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
         records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
         records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
         records[:, CONTENT_B] = 0
@@ -108,15 +112,24 @@ class Parcels:
         pool.write_lanes(where, lane_a, contents.lane_b.index_select(0, taken).to(device))
         damage = contents.damage.index_select(0, taken).to(device)  # a damaged record stays damaged
         pool.records.index_copy_(0, where, pool.records.index_select(0, where) + damage)
-        self._ledger.note_moved(pool.pool_id, slots, positions)
+        self._ledger.note_moved(pool.pool_id, names, positions)
         if not self._compares_content:
             return []
         differs = (lane_a_of_slots(pool, where) != lane_a).cpu()
         wrong = differs.any(0).nonzero().flatten().tolist()
-        layers = [tuple(differs[:, number].nonzero().flatten().tolist()) for number in wrong]
         return [
-            Hit("T1", pool, int(slots[number]), int(positions[number]), request.request_id, ("load", 0), step, changed)
-            for number, changed in zip(wrong, layers, strict=True)
+            Hit(
+                "T1",
+                pool,
+                int(slots[number]),
+                int(positions[number]),
+                request.request_id,
+                ("load", 0),
+                step,
+                tuple(differs[:, number].nonzero().flatten().tolist()),
+                named=None if pool.view.slot_map is None else int(names[number]),
+            )
+            for number in wrong
         ]
 
     def _slots(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:

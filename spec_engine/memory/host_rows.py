@@ -22,13 +22,13 @@ class HostRows:
         self.rows = torch.zeros(num_rows, layers, *shape, dtype=pool.kv.dtype, pin_memory=pool.kv.is_cuda)
 
     def save(self, slots: Tensor, places: Tensor) -> None:
-        """Copy the pool's ``slots [n]`` to rows ``places [n]``, both int64 on the host."""
+        """Copy the pool's ``slots [n]`` to rows ``places [n]``, int64; places lie on the host."""
         rows = self._pool.kv[:, slots.to(self._pool.kv.device)].transpose(0, 1).contiguous()
         for place, first, end in _runs(places):
             self.rows[place : place + end - first].copy_(rows[first:end], non_blocking=True)
 
     def load(self, places: Tensor, slots: Tensor) -> None:
-        """Copy rows ``places [n]`` to the pool's ``slots [n]``, both int64 on the host."""
+        """Copy rows ``places [n]`` to the pool's ``slots [n]``, int64; places lie on the host."""
         kv = self._pool.kv
         rows = torch.empty(len(places), *self.rows.shape[1:], dtype=kv.dtype, device=kv.device)
         for place, first, end in _runs(places):

@@ -14,8 +14,9 @@ or        LoadFailedError from ``finish``, or ``tier.cancel(load)``: * on_load_f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -75,11 +76,18 @@ class HostTier:
     """
 
     def __init__(
-        self, pools: Sequence[KVPool], num_pages: int, streams: Streams, canary: CanaryManager | None = None
+        self,
+        pools: Sequence[KVPool],
+        num_pages: int,
+        streams: Streams,
+        canary: CanaryManager | None = None,
+        slot_maps: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
+        """``slot_maps``: by name of a pool whose slots are its own, its map; null slots travel for what it lacks."""
         self.num_pages = num_pages
         self._page_size = pools[0].page_size
         self._rows = [HostRows(pool, (num_pages + 1) * self._page_size) for pool in pools]
+        self._maps = [slot_maps.get(pool.name) for pool in pools]
         self._places = PageAllocator(num_pages)
         self._blocks: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first
         self._number = 0
@@ -104,7 +112,7 @@ class HostTier:
             self.drop(next(iter(self._blocks.values())))
         places = tuple(self._places.allocate(len(pages)))
         parcel = None if self._canary is None else self._canary.on_offload(pages)
-        slots, rows = slots_of(pages, self._page_size), slots_of(places, self._page_size)
+        slots, rows = self._own_slots(pages), slots_of(places, self._page_size)
         side = self._streams.behind_main(STREAM)
         event = side.submit("offload", lambda: self._save(slots, rows), reads=pages, writes=_names(places))
         self._number += 1
@@ -120,9 +128,9 @@ class HostTier:
         self._blocks.move_to_end(block.number)
         if self._canary is not None:
             self._canary.on_load_begin(request_id, pages)
-        load = Load(block, request_id, tuple(pages))
+        load, slots = Load(block, request_id, tuple(pages)), self._own_slots(pages)
         side = self._streams.behind_main(STREAM)
-        load.event = side.submit("restore", lambda: self._load(load), reads=_names(block.places), writes=pages)
+        load.event = side.submit("restore", lambda: self._load(load, slots), reads=_names(block.places), writes=pages)
         return load
 
     def finish(self, load: Load) -> None:
@@ -151,16 +159,21 @@ class HostTier:
         """PageLeakError unless free places and those of the blocks are the whole tier."""
         self._places.check_accounting(sum(len(block.places) for block in self._blocks.values()))
 
-    def _save(self, slots: Tensor, rows: Tensor) -> None:
-        for host in self._rows:
-            host.save(slots, rows)
+    def _own_slots(self, pages: Sequence[int]) -> list[Tensor]:
+        """By pool the slots of these pages, where it has them now."""
+        slots = slots_of(pages, self._page_size)
+        return [slots if slot_map is None else slot_map[slots.to(slot_map.device)] for slot_map in self._maps]
 
-    def _load(self, load: Load) -> None:
+    def _save(self, slots: Sequence[Tensor], rows: Tensor) -> None:
+        for host, own in zip(self._rows, slots, strict=True):
+            host.save(own, rows)
+
+    def _load(self, load: Load, slots: Sequence[Tensor]) -> None:
         """What goes wrong here is the load's own affair: other work of the stream goes on."""
-        places, slots = slots_of(load.block.places, self._page_size), slots_of(load.pages, self._page_size)
+        places = slots_of(load.block.places, self._page_size)
         try:
-            for host in self._rows:
-                host.load(places, slots)
+            for host, own in zip(self._rows, slots, strict=True):
+                host.load(places, own)
         except (RuntimeError, OSError) as error:
             load.error = error
 

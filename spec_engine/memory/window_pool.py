@@ -79,11 +79,16 @@ class WindowPool:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages of the full pool back, and what they have of the window pool; DoubleFreeError frees none."""
+        """One holder gives pages of the full pool back; those of the last one have no window page any more."""
         self._full.free(pages)
-        mapped = [page for page in pages if page in self._page_of]
-        self._num_evicted -= len(pages) - len(mapped)
+        free = [page for page in pages if page not in self._full.references]
+        mapped = [page for page in free if page in self._page_of]
+        self._num_evicted -= len(free) - len(mapped)
         self._unmap(mapped)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder for each of these pages, and for their window pages."""
+        self._full.share(pages)
 
     def start(self, request_id: str, protected_len: int = 0) -> None:
         """A request whose first ``protected_len`` positions a prefix cache holds: their window pages are the cache's.
@@ -96,12 +101,13 @@ class WindowPool:
     def slide(self, row: WindowRow) -> int:
         """Give back the window pages that nobody sees from ``row.committed_len`` on; how many.
 
-        The cursor of the request stops at a page boundary before the window, and so before the reserve.
+        The cursor of the request stops at a page boundary before the window, and so before the reserve. Pages that
+        others hold too stay, since these may see them still.
         """
         done, size = self._evicted_lens[row.request_id], self.page_size
         end = max(done, first_visible(row.committed_len, self.window) // size * size)
         check_window_slide(row.request_id, end, row.committed_len, len(row.pages) * size)
-        leaving = row.pages[done // size : end // size]
+        leaving = [page for page in row.pages[done // size : end // size] if self._full.references[page] == 1]
         self.evict(leaving)
         self._evicted_lens[row.request_id] = end
         return len(leaving)
