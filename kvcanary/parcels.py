@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-from kvcanary.groups import slots_in
+from kvcanary.groups import slots_in, window_start
 from kvcanary.hits import Hit
 from kvcanary.lanes import lane_a_of_slots
 from kvcanary.ledger import Ledger, Request
@@ -71,6 +71,8 @@ class Parcels:
             held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others
             chosen = (contents.current & held & (positions < length)).nonzero()[0]
             if len(chosen):
+                seen = window_start(pool.view, length)  # nobody misses what comes before
+                request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
                 hits += self._unpack(pool, contents, chosen, request, names[chosen], step)
         return hits
 

@@ -10,9 +10,10 @@ import torch
 from kvcanary import CanaryConfig, CanaryManager, ReadPlan, WritePlan
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
+from spec_engine.memory.window_pool import WindowPool, WindowRow, first_visible
 from spec_engine.streams import Streams
 
-PAGE_SIZE, NUM_PAGES = 4, 24
+PAGE_SIZE, NUM_PAGES, WINDOW_PAGES = 4, 24, 9
 
 
 @dataclass
@@ -25,7 +26,8 @@ class Row:
 class Rig:
     """Requests of known tokens; the draft pool is one token ahead, as an EAGLE draft is."""
 
-    def __init__(self, seed: int = 0, **config: object) -> None:
+    def __init__(self, seed: int = 0, window: int = 0, **config: object) -> None:
+        """``window``: a third pool whose layers see so many tokens; 0: none."""
         self.generator = torch.Generator().manual_seed(seed)
         shape = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "kv_heads": 2, "head_dim": 4}
         shape |= {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -34,8 +36,15 @@ class Rig:
             KVPool("draft", num_layers=1, token_offset=1, **shape),
         ]
         self.allocator = PageAllocator(NUM_PAGES)
+        views = [pool.view() for pool in self.pools]
+        if window:
+            windows = PageAllocator(WINDOW_PAGES)
+            device = shape["device"]
+            self.allocator = WindowPool(self.allocator, windows, window=window, page_size=PAGE_SIZE, device=device)
+            self.pools.append(KVPool("window", num_layers=2, token_offset=0, **shape | {"num_pages": WINDOW_PAGES}))
+            views.append(self.allocator.view(self.pools[-1]))
         settings = {"mode": "log", "seed": 7, "poison": "off", **config}
-        self.canary = CanaryManager(CanaryConfig(**settings), [pool.view() for pool in self.pools])
+        self.canary = CanaryManager(CanaryConfig(**settings), views)
         self.canary.arm()
         self.streams = Streams(torch.device("cpu"), self.canary.tickets)
         self.rows: dict[str, Row] = {}
@@ -81,13 +90,16 @@ class Rig:
         for pool in [pool for pool in self.pools if not pools or pool.name in pools]:
             tokens = torch.tensor(row.tokens)[start + pool.token_offset :][:count]
             substep = self.canary.substep(kind, 0, pool.name)
-            prefix = torch.tensor([start])
-            read = ReadPlan(torch.tensor([0, start + count]), slots, (name,), 1, prefix, count)
+            first, own = 0, slots[start:]
+            if pool.name == "window":
+                first, own = first_visible(start, self.allocator.window), self.allocator.translate(own)
+            bounds, firsts = torch.tensor([0, start + count - first]), torch.tensor([first])
+            read = ReadPlan(bounds, slots[first:], (name,), 1, torch.tensor([start]), count, starts=firsts)
             substep.open(read, WritePlan(slots[start:], tokens, torch.arange(start, start + count)))
             for layer in range(len(pool.kv)):
                 k, v = torch.randn(2, count, 2, 4, generator=self.generator)
                 substep.store(layer, k, v)
-                pool.store(layer, slots[start:], k, v)
+                pool.store(layer, own, k, v)
             substep.close()
         self.canary.check()
         self.streams.host.wait(self.streams.main.mark())  # its tokens reach the host
@@ -95,6 +107,11 @@ class Rig:
     def commit(self, name: str, length: int) -> None:
         self.rows[name].committed = length
         self.canary.commit(name, length)
+
+    def slide(self, name: str) -> None:
+        """Window pages that nobody sees any more are given back."""
+        row = self.rows[name]
+        self.allocator.slide(WindowRow(name, row.pages, row.committed))
 
     def free(self, name: str) -> None:
         """All pages of a request are given back; it may go on later."""

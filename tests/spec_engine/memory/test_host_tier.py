@@ -60,6 +60,31 @@ def test_a_retracted_request_goes_on_where_it_was(make_rig, content):
     tier.check_accounting()
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_window_pool_comes_back_through_its_map(make_rig, is_damaged):
+    """What lies in the window travels too, from its own slots and to its own slots; damage there is T1."""
+    rig = make_rig(window=6)
+    tier = HostTier(rig.pools, 16, rig.streams, rig.canary, {"window": rig.allocator.slot_map})
+    rig.allocator.start("one")
+    row = rig.start("one", 14)
+    rig.slide("one")
+    block = tier.offload(row.pages, row.committed)
+    rig.streams.host.wait(block.event)
+    rig.free("one")
+    rig.allocator.forget("one")
+    rig.allocator.start("two")
+    rig.start("two", 9)
+    if is_damaged:
+        tier._rows[2].rows[block.places[3] * 4 + 1, 0, 0, 0, 0] += 1
+    rig.allocator.start("one")
+    restored(rig, tier, block)
+    rig.decode("one")
+    assert rig.codes()[:1] == (["T1"] if is_damaged else [])
+    assert {(finding.pool, finding.position) for finding in rig.canary.findings} == (
+        {("window", 13)} if is_damaged else set()
+    )
+
+
 def test_bytes_come_back_as_they_were(make_rig):
     """All layers of all pools, in row order."""
     rig = make_rig()

@@ -170,6 +170,73 @@ def test_the_canary_finds_the_map_right_and_tells_when_it_is_not():
     ]
 
 
+def slid(rig) -> None:
+    """Two requests whose windows have slid, and a third that took over the pages that left."""
+    for name, length in (("one", 12), ("two", 8)):
+        rig.allocator.start(name)
+        rig.start(name, length)
+        rig.slide(name)
+    for _ in range(6):
+        for name in ("one", "two"):
+            rig.decode(name)
+            rig.slide(name)
+    rig.allocator.start("three")
+    rig.start("three", 8)
+    for name in rig.rows:
+        rig.decode(name)
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+def test_the_canary_is_silent_while_windows_slide(make_rig, content):
+    """What left the window was given to others, and every reader finds its own tokens through the map."""
+    rig = make_rig(window=6, content=content)
+    slid(rig)
+    assert rig.codes() == []
+    for name, row in rig.rows.items():
+        rig.canary.release(name)
+        rig.free(name)
+        rig.allocator.forget(name)
+        assert row.pages == []
+    assert rig.codes() == []
+    rig.allocator.check_accounting(0)
+
+
+def test_the_canary_tells_a_page_that_left_too_early(make_rig):
+    """R2: a position inside the window leads to a null slot."""
+    rig = make_rig(window=6)
+    slid(rig)
+    row = rig.rows["one"]
+    rig.allocator.evict([row.pages[(row.committed - 4) // P]])
+    rig.read("one", row.committed)
+    assert set(rig.codes()) == {"R2"}
+
+
+def test_the_canary_tells_a_map_that_leads_to_somebody_elses_slot(make_rig):
+    """Two entries have changed places: their readers find whole records of other positions."""
+    rig = make_rig(window=6)
+    slid(rig)
+    first = slots(rig.rows["one"].pages, rig.rows["one"].committed - 2)[0]
+    second = slots(rig.rows["two"].pages, rig.rows["two"].committed - 2)[0]
+    rig.allocator.slot_map[torch.stack([first, second])] = rig.allocator.slot_map[torch.stack([second, first])]
+    rig.decode("one")
+    assert set(rig.codes()) & {"R4", "R5", "R6", "R8"}
+    assert {finding.pool for finding in rig.canary.findings} == {"window"}
+
+
+def test_a_page_that_others_hold_stays_in_the_window_pool():
+    """A request slides past a page that another one shares, and that one still sees it."""
+    pool = make_pool()
+    pages = pool.allocate(5)
+    pool.share(pages[:1])
+    pool.start("one")
+    assert pool.slide(WindowRow("one", pages, 13)) == 1
+    pool.free(pages)
+    pool.check_mapped(WindowRow("two", pages[:1], 2))
+    pool.check_accounting(1)
+    pool.free(pages[:1])
+    pool.check_accounting(0)
+
+
 def test_a_clean_report_has_the_windows_and_no_event():
     """By row the slots through the map, from the first position seen to the end of the reserve."""
     pool = make_pool()
