@@ -29,7 +29,7 @@ class Contents:
     damage:  [n, 8] int64, what the device's records were off by
     lane_a:  [layers, n] int64
     lane_b:  [n] int64
-    current: [n] bool, held by the pool, and written under the grant that the page had
+    current: [n] bool, written under the grant that the page had
     """
 
     records: Words
@@ -87,7 +87,7 @@ class Parcels:
             (pool.records.index_select(0, where) - expected).cpu(),
             pool.content_a.index_select(1, where).cpu(),
             expected.select(1, CONTENT_B).cpu(),
-            (records[:, REQUEST_GENERATION] >> 32 == grants) & (slots >= pool.view.null_slots),
+            records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
     def _unpack(

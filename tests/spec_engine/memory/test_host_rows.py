@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_engine.memory.host_rows import HostRows, slots_of
 from spec_engine.memory.pool import KVPool
+from spec_engine.streams import Streams
 
 
 def test_slots_of_pages_are_in_order():
@@ -30,3 +32,21 @@ def test_rows_come_back_whole(slots, places, back, count):
         assert torch.equal(pool.kv[:, destination], before[:, source])
     others = sorted(set(range(12)) - set(back[:count]))
     assert torch.equal(pool.kv[:, others], before[:, others])
+
+
+@pytest.mark.gpu
+def test_rows_travel_on_a_cuda_side_stream():
+    """Pages go to pinned memory behind the forwards, and come back elsewhere before the forwards read them."""
+    device = torch.device("cuda")
+    shape = {"num_layers": 4, "num_pages": 512, "page_size": 16, "kv_heads": 8, "head_dim": 64, "token_offset": 0}
+    pool, streams = KVPool("target", dtype=torch.bfloat16, device=device, **shape), Streams(device)
+    host = HostRows(pool, 256 * 16)
+    source, target = slots_of(range(1, 257), 16), slots_of(range(257, 513), 16)
+    places = torch.arange(256 * 16)
+    streams.main.submit("forward", lambda: pool.kv.normal_())
+    streams.behind_main("copies").submit("save", lambda: host.save(source, places))
+    event = streams.behind_main("copies").submit("load", lambda: host.load(places, target))
+    streams.main.wait(event)
+    assert torch.equal(pool.kv[:, source.to(device)], pool.kv[:, target.to(device)])
+    streams.synchronize()
+    assert torch.equal(host.rows.to(device).transpose(0, 1), pool.kv[:, source.to(device)])

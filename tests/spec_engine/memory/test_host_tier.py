@@ -61,23 +61,33 @@ def test_a_retracted_request_goes_on_where_it_was(make_rig, content):
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_window_pool_comes_back_through_its_map(make_rig, is_damaged):
+@pytest.mark.parametrize("slides", ["before", "after"])
+def test_a_window_pool_comes_back_through_its_map(make_rig, slides, is_damaged):
     """What lies in the window travels too, from its own slots and to its own slots; damage there is T1."""
     rig = make_rig(window=6)
     tier = HostTier(rig.pools, 16, rig.streams, rig.canary, {"window": rig.allocator.slot_map})
+    rig.allocator.start("zero")
+    rig.start("zero", 12)
+    rig.slide("zero")
     rig.allocator.start("one")
     row = rig.start("one", 14)
-    rig.slide("one")
+    if slides == "before":
+        rig.slide("one")
     block = tier.offload(row.pages, row.committed)
     rig.streams.host.wait(block.event)
     rig.free("one")
     rig.allocator.forget("one")
-    rig.allocator.start("two")
-    rig.start("two", 9)
     if is_damaged:
         tier._rows[2].rows[block.places[3] * 4 + 1, 0, 0, 0, 0] += 1
+    rig.allocator.start("two")
+    rig.start("two", 7)
     rig.allocator.start("one")
-    restored(rig, tier, block)
+    pages = reserve(rig, block)
+    row.committed = block.length
+    rig.slide("one")
+    tier.finish(tier.restore(block, "one", pages))
+    rig.commit("one", block.length)
+    rig.decode("one")
     rig.decode("one")
     assert rig.codes()[:1] == (["T1"] if is_damaged else [])
     assert {(finding.pool, finding.position) for finding in rig.canary.findings} == (
