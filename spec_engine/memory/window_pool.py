@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcanary import PoolView
 from kvcanary.invariants import (
+    check_pages_ready,
     check_protected,
     check_window_mapped,
     check_window_pages,
@@ -70,10 +71,15 @@ class WindowPool:
         self._pages.begin_step(step)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` pages of both pools, and give those of the full one; PoolExhaustedError takes none."""
-        check_window_pages(count, self._pages.num_free, self._pages.num_pages)
+        """Take ``count`` pages of both pools, and give those of the full one.
+
+        PoolExhaustedError, or PagesQuarantinedError where some are free since this step only: none is taken of either.
+        """
+        windows = self._pages
+        check_window_pages(count, windows.num_free, windows.num_pages)
+        check_pages_ready(count, windows.num_ready, windows.num_free - windows.num_ready)
         pages = self._full.allocate(count)
-        own = self._pages.allocate(count)
+        own = windows.allocate(count)
         self._page_of.update(zip(pages, own, strict=True))
         self._map.write(slots_of(pages, self.page_size), slots_of(own, self.page_size))
         return pages

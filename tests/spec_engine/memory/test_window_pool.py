@@ -12,7 +12,13 @@ from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig, CanaryManager
 from kvcanary.groups import map_faults, window_start
-from kvcanary.invariants import DoubleFreeError, PageLeakError, PoolExhaustedError, WindowMapError
+from kvcanary.invariants import (
+    DoubleFreeError,
+    PageLeakError,
+    PagesQuarantinedError,
+    PoolExhaustedError,
+    WindowMapError,
+)
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.window_pool import WindowPool, WindowRow, first_visible
@@ -54,6 +60,18 @@ def test_the_smaller_pool_is_the_capacity(full, own, words):
     with pytest.raises(PoolExhaustedError, match=words):
         pool.allocate(4)
     pool.check_accounting(0)
+
+
+def test_window_pages_that_wait_are_not_handed_out_in_their_step():
+    """A quarantine of the window pool refuses the grant as a whole, and gives it a step later."""
+    pool = WindowPool(PageAllocator(9), PageAllocator(3, quarantine=4), window=6, page_size=P, device=CPU)
+    pool.evict(pool.allocate(2))
+    with pytest.raises(PagesQuarantinedError):
+        pool.allocate(2)
+    pool.check_accounting(2)
+    pool.begin_step(1)
+    assert pool.allocate(2) == [3, 4]
+    pool.check_accounting(4)
 
 
 def test_pages_before_the_window_are_given_back():
