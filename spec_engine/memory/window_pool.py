@@ -8,7 +8,7 @@ pool; that one is given back as soon as no reader can see its positions any more
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from kvcanary.invariants import (
     check_window_pages,
     check_window_slide,
 )
+from spec_engine.memory.accounting import PoolAccounting
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.host_rows import slots_of
 from spec_engine.memory.pool import KVPool
@@ -64,6 +65,16 @@ class WindowPool:
     def num_free(self) -> int:
         """Pages that can be had: each takes one of both pools."""
         return min(self._full.num_free, self._pages.num_free)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the full pool."""
+        return self._full.num_pages
+
+    @property
+    def references(self) -> Mapping[int, int]:
+        """How many hold each page of the full pool that is not free; read only."""
+        return self._full.references
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -145,10 +156,23 @@ class WindowPool:
         start = first_visible(row.committed_len, self.window)
         check_window_mapped(row.request_id, row.pages, self._page_of, start, self.page_size)
 
-    def check_accounting(self, owned: int) -> None:
-        """PageLeakError unless both pools add up; ``owned``: pages of the full pool held by requests and caches."""
-        self._full.check_accounting(owned)
-        self._pages.check_accounting(owned - self._num_evicted)
+    def usable_pages(self, pages: Sequence[int]) -> int:
+        """How many pages of a cached prefix a request can go on from: those before its end must still be seen."""
+        lacks = [place for place, page in enumerate(pages) if page not in self._page_of]
+        for count in range(len(pages), 0, -1):
+            start = first_visible(count * self.page_size, self.window) // self.page_size
+            if not any(start <= place < count for place in lacks):
+                return count
+        return 0
+
+    def accounting(self, owned: int, evictable: int = 0, protected: int = 0) -> PoolAccounting:
+        """Where all pages of the full pool are."""
+        return self._full.accounting(owned, evictable, protected)
+
+    def check_accounting(self, owned: int, evictable: int = 0, protected: int = 0) -> None:
+        """PageLeakError unless both pools add up; all three count pages of the full pool that are held."""
+        self.accounting(owned, evictable, protected).check()
+        self._pages.check_accounting(owned + evictable + protected - self._num_evicted)
 
     def booked_slots(self, pages: Sequence[int]) -> Tensor:
         """``[len(pages) * page_size] int64`` on the host: what the map must say of these pages; 0 where evicted."""

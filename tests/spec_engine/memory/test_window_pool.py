@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from kvcanary.invariants import (
 )
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
+from spec_engine.memory.prefix_cache import PrefixCache
+from spec_engine.memory.prefix_tree import PrefixTree
+from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.window_pool import WindowPool, WindowRow, first_visible
 from spec_engine.memory.window_report import WindowReports
 
@@ -100,6 +104,34 @@ def test_what_a_prefix_cache_holds_stays():
     pool.check_accounting(5)
     with pytest.raises(WindowMapError, match="protected length 6 must be whole pages of 4 slots"):
         pool.start("two", protected_len=6)
+
+
+@pytest.mark.parametrize(
+    ("evicted", "usable"), [([], 5), ([0], 5), ([0, 1, 2], 5), ([3], 3), ([0, 3], 3), ([0, 1, 3], 0)]
+)
+def test_a_cached_prefix_is_used_as_far_as_its_window_reaches(evicted, usable):
+    """With a window of 6, who goes on from page n sees the two pages before it: they must not have left."""
+    pool = make_pool()
+    pages = pool.allocate(5)
+    pool.evict([pages[place] for place in evicted])
+    assert pool.usable_pages(pages) == usable
+
+
+def test_a_prefix_cache_runs_over_a_window_pool():
+    """The allocator of both pools serves a prefix cache as one pool's does: shared pages, eviction, accounting."""
+    pool, tree = make_pool(), PrefixTree(P, bigram=False)
+    cache, tokens = PrefixCache(pool, tree, RequestTable(2, 32, P, CPU)), list(range(13))
+    one = SimpleNamespace(request_id="one", row=cache.table.acquire(), pages=pool.allocate(4), num_shared=0, node=None)
+    cache.table.append_pages(one.row, 0, one.pages)
+    pool.start("one")
+    pool.slide(WindowRow("one", one.pages, 12))
+    cache.retire(one, tokens[:12], 12)
+    pool.forget("one")
+    pool.check_accounting(0, tree.num_evictable, tree.num_protected)
+    assert pool.usable_pages(tree.match(tokens, "", "").pages) == 3
+    cache.make_room(pool.num_pages)
+    pool.check_accounting(0)
+    assert (pool.num_free, pool.references) == (8, {})
 
 
 def test_a_request_that_comes_back_begins_anew():
