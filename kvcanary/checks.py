@@ -21,8 +21,8 @@ from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.moving import Move, Mover, Slots
+from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
-from kvcanary.saved import Restorer, SavedPage, save_page
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries
 from kvcanary.staging import Stage
@@ -57,7 +57,7 @@ class StepChecks:
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, compares_content=moves)
-        self._restorer = Restorer(state, ledger, self.mirror, compares_content=moves)
+        self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self.sweeper = Sweeper(state, ledger, config.budget)
         self.cached = CachedSweep(state, ledger)
@@ -161,19 +161,19 @@ class StepChecks:
             positions = self.mirror.table[pool.base + places, TOKEN_POSITION] >> 32
             self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
 
-    def save(self, pages: Sequence[int]) -> tuple[SavedPage, ...]:
-        """What is known of these pages, before their bytes are put away."""
+    def pack(self, pages: Sequence[int]) -> Parcel:
+        """What is known of pages whose bytes leave."""
+        self.settle()
         with torch.inference_mode():
-            self.settle()
             self._fingerprint()
-            return tuple(save_page(self._state, self._ledger, self.mirror, page) for page in pages)
+            return self._parcels.pack(pages)
 
-    def restore(self, request: Request, pages: Sequence[int], saved: Sequence[SavedPage], step: int) -> None:
-        """Bytes that were put away lie in these pages."""
+    def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
+        """Bytes are back, and their records follow; the caller has settled."""
         with torch.inference_mode():
             self._fingerprint()
             self.publish_pages()
-            self.hits += self._restorer.restore(request, pages, saved, step)
+            self.hits += self._parcels.unpack(parcel, request, pages, length, step)
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""

@@ -15,8 +15,8 @@ from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
+from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
-from kvcanary.saved import SavedPage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_commit
@@ -177,41 +177,43 @@ class Lifecycle:
         self._checks.settle()
         self._ledger.load_begin(request_id, pages, self.step)
 
-    def on_load_end(self, request_id: str, pages: Sequence[int], length: int) -> None:
-        """They have arrived: positions below `length` hold the request's own tokens, and are fingerprinted as they lie.
+    def on_offload(self, pages: Sequence[int]) -> Parcel:
+        """Bytes of these pages are about to be copied elsewhere; give the parcel to the `on_load_end` of the way back.
 
-        Nothing can tell whether they were damaged on their way: use `on_move` where source and destination are known.
+        The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
+        return self._checks.pack(pages)
+
+    def on_load_end(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel | None = None) -> None:
+        """They have arrived: positions below `length` hold the request's own tokens.
+
+        `parcel`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
+        are not those of then are T1. Without it bytes are fingerprinted as they lie: nothing can tell whether they
+        were damaged on their way.
+        """
+        if parcel is not None:
+            expect_fits(parcel, pages)
         self._checks.settle()
         self._ledger.load_end(request_id, pages, self.step)
-        self._adopt(request_id, pages, length)
+        if parcel is None:
+            self._adopt(request_id, pages, length)
+        else:
+            self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
 
-    def on_offload(self, pages: Sequence[int]) -> tuple[SavedPage, ...]:
-        """The bytes of these pages are put away in a host tier: what to keep beside them, one for each page.
-
-        The pages themselves stay as they are; free or evict them when their bytes have left.
-        """
-        self._ledger.pages.numbers(pages)
-        return self._checks.save(pages)
-
-    def on_restore(self, request_id: str, pages: Sequence[int], saved: Sequence[SavedPage]) -> None:
+    def on_restore(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel) -> None:
         """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
 
-        What arrived is read again at once (T1). Commit their entries as those of a load.
+        As `on_load_begin` and `on_load_end` with a parcel, where nothing can read the pages in between.
         """
-        if len(pages) != len(saved):
-            raise PlanError(
-                f"each page must have what on_offload() gave for it, got {len(pages)} pages and {len(saved)} saved: "
-                "name both in the same order"
-            )
+        expect_fits(parcel, pages)
         self._checks.settle()
         self._ledger.restore(request_id, pages, self.step)
-        self._checks.restore(self._ledger.request(request_id), pages, saved, self.step)
+        self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def before_move(self) -> None:
         """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""

@@ -29,7 +29,7 @@ def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
 
 
 class Tier:
-    """The pages of a request of TOKENS that has ended: their bytes by pool, and what the canary gave for them."""
+    """The pages of a request of TOKENS that has ended: their bytes by pool, and the canary's parcel."""
 
     def __init__(self, engine: ToyEngine) -> None:
         self.engine = engine
@@ -37,7 +37,7 @@ class Tier:
         engine.draft()
         row = engine.rows["away"]
         self.slots = row.slots[:8].copy()
-        self.saved = engine.canary.on_offload(row.pages[:2])
+        self.parcel = engine.canary.on_offload(row.pages[:2])
         self.bytes = {name: pool.kv[:, self.slots].clone() for name, pool in engine.pools.items()}
         engine.finish("away")
 
@@ -52,7 +52,7 @@ class Tier:
         engine.canary.on_alloc(name, row.pages, for_load=True)
         for pool, kept in self.bytes.items():
             engine.pools[pool].kv[:, row.slots] = kept
-        engine.canary.on_restore(name, row.pages, self.saved)
+        engine.canary.on_restore(name, row.pages, 8, self.parcel)
         return row
 
     def go_on(self, name: str = "back") -> None:
@@ -121,9 +121,9 @@ def test_pages_of_another_prefix_are_another_row(make_toy):
 
 
 def test_pages_that_came_back_exchanged_are_found(make_toy):
-    """Each page has its own records: positions tell."""
+    """Each page has its own records, so its bytes are those of another one."""
     tier = Tier(make_toy())
-    tier.saved = tier.saved[::-1]
+    tier.bytes = {name: kept.roll(4, 1) for name, kept in tier.bytes.items()}
     tier.bring_back()
     assert {finding.code for finding in found(tier.engine.canary.check)} == {"T1"}
 
@@ -132,25 +132,26 @@ def test_a_slot_that_was_never_written_is_not_restored(make_toy):
     """Of a page that is not full the entries that were written come back, and a row may not reach further."""
     engine = make_toy()
     engine.start("away", 6)
-    saved = engine.canary.on_offload(engine.rows["away"].pages)
-    assert [len(page.by_pool[0].offsets) for page in saved] == [4, 2]
+    parcel = engine.canary.on_offload(engine.rows["away"].pages)
+    assert parcel.contents[0].current.tolist() == [True] * 6 + [False] * 2
 
 
 def test_each_page_has_its_own_records(make_toy):
     """A number of pages that does not fit is a mistake of the caller."""
     engine = make_toy()
     engine.start("only", 6)
-    with pytest.raises(PlanError, match="got 2 pages and 0 saved"):
-        engine.canary.on_restore("only", [3, 4], [])
+    parcel = engine.canary.on_offload(engine.rows["only"].pages)
+    with pytest.raises(PlanError, match="got 1 for 2: pack and load the same pages"):
+        engine.canary.on_restore("only", [3], 4, parcel)
 
 
 def test_only_pages_that_hold_nothing_are_restored(make_toy):
     """A page that was written already keeps its records."""
     engine = make_toy()
     engine.start("only", 6)
-    saved = engine.canary.on_offload(engine.rows["only"].pages)
+    parcel = engine.canary.on_offload(engine.rows["only"].pages)
     with pytest.raises(LifetimeError, match="restore only into pages that hold nothing yet"):
-        engine.canary.on_restore("only", engine.rows["only"].pages, saved)
+        engine.canary.on_restore("only", engine.rows["only"].pages, 6, parcel)
 
 
 # deduplication
