@@ -69,9 +69,7 @@ class Forward:
     refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
     refused_reads:  entries of `indices` that were refused (R1)
     stored:         bitmap of the layers that have stored
-    room, lanes:    by layer, where K, V and extras are copied to, or their lanes where these are taken at once; neither
-                    where nobody will compare the bytes
-    stage_row:      of the stage, where `room` begins
+    lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes
     """
 
     kind: str
@@ -99,9 +97,7 @@ class Forward:
     skipped: list[int]
     refused: Refused | None = None
     refused_reads: Refused | None = None
-    room: list[tuple[Tensor, ...]] = field(default_factory=list)
-    stage_row: int = 0
-    lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    lanes: Tensor | None = None
     stored: int = 0
     raw: bytes = b""
     names: Ints = field(default_factory=lambda: np.empty(0, np.int64))

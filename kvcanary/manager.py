@@ -23,7 +23,6 @@ from kvcanary.lifecycle import Lifecycle
 from kvcanary.refusing import refuse
 from kvcanary.response import Response
 from kvcanary.sites import SUBSTEP_KINDS
-from kvcanary.staging import Stage
 from kvcanary.state import CanaryState
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
@@ -174,12 +173,10 @@ class CanaryManager(Lifecycle):
     def refuse(self, forward: Forward) -> None:
         refuse(forward, self._ledger.pages, self.config.disable)
 
-    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> Stage | None:
-        """The stage of this forward's values; None where nobody compares them."""
-        stage = self._checks.open(forward)
+    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> None:
+        self._checks.open(forward)
         self._open = substep
         self.report_hits(hits)
-        return stage
 
     def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups
+from kvcanary.host import HostPool, host_pool
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
 from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
@@ -35,6 +36,7 @@ class PoolState:
     content_a:  [layers, num_slots] int64
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
                 count from its base
+    host:       the same for the compiled loops; None on a GPU
     """
 
     view: PoolView
@@ -49,6 +51,7 @@ class PoolState:
     layers: Tensor
     full_layers: int
     seal_term: int
+    host: HostPool | None
 
     def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
         """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
@@ -124,6 +127,7 @@ class CanaryState:
         records = self.records[base : base + view.num_slots]
         _seal_as_never_written(records, number, keys)
         expected = self.expected[base : base + view.num_slots].copy_(records)
+        content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
         return PoolState(
             view=view,
             pool_id=number,
@@ -133,10 +137,11 @@ class CanaryState:
             root=chain_root(keys, view.name),
             records=records,
             expected=expected,
-            content_a=torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device),
+            content_a=content_a,
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
             seal_term=seal_offset(keys, number, base),
+            host=host_pool(view, keys, content_a, records, expected),
         )
 
 
