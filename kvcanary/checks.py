@@ -66,7 +66,7 @@ class StepChecks:
     def open(self, forward: Forward) -> None:
         """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
         self._pending.append(forward)
-        if forward.write_slots and (forward.kind != "draft" or self._config.content == "full"):
+        if forward.num_entries and (forward.kind != "draft" or self._config.content == "full"):
             expect_values(forward)
 
     def settle(self, rewritten: Rewritten | None = None) -> None:
@@ -188,7 +188,7 @@ class StepChecks:
         coverage = self._coverage
         coverage.forwards += len(forwards)
         coverage.slots_checked += sum(forward.bounds[-1] - sum(forward.skipped) for forward in forwards)
-        coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
+        coverage.slots_sealed += sum(forward.num_entries for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
     def _check_all_bytes(

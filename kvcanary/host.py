@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +30,6 @@ class DensePart(NamedTuple):
 class HostPool:
     """Arrays over the memory of one pool's tensors, and numbers that loops are given by value; all int64.
 
-    loops:      the compiled loops over lanes; loaded when the first pool is described
     parts:      of a row
     address:    [pieces, layers] of slot 0
     layout:     [pieces, fields] what each `Piece` of a row says
@@ -42,7 +40,6 @@ class HostPool:
     records, expected: [num_slots, 8]
     """
 
-    loops: ModuleType
     parts: tuple[DensePart, ...]
     address: Longs
     layout: Longs
@@ -61,11 +58,8 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
     """None where the pool is not in host memory."""
     if not records.is_cpu:
         return None
-    from kvcanary.loops import lanes
-
     both = torch.stack([keys.lane_a, keys.lane_b], 1)
     return HostPool(
-        loops=lanes,
         parts=tuple(_dense_part(part.shape, part.dtype) for part in view.parts),
         address=view.rows.ptrs.numpy(),
         layout=np.array(view.rows.pieces, np.int64),

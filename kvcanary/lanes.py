@@ -19,7 +19,7 @@ def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
         fingerprint(pool.rows, slots, pool.keys, lane_a=lane_a, lane_b=lane_b)
     else:
         rows = host.address, host.layout, host.layer_keys[0], host.words, host.start_a
-        host.loops.sum_slots(*rows, host.start_b, slots.contiguous().numpy(), lane_a.numpy(), lane_b.numpy())
+        pool.loops.sum_slots(*rows, host.start_b, slots.contiguous().numpy(), lane_a.numpy(), lane_b.numpy())
     return lane_a, lane_b
 
 
@@ -29,7 +29,7 @@ def slots_are_right(pool: PoolState, slots: Tensor) -> bool:
     if host is None:
         return torch.equal(lanes_of_slots(pool, slots)[0], pool.content_a.index_select(1, slots))
     rows = host.address, host.layout, host.layer_keys[0], host.words, host.start_a
-    return host.loops.match_slots(*rows, slots.contiguous().numpy(), host.content_a)
+    return pool.loops.match_slots(*rows, slots.contiguous().numpy(), host.content_a)
 
 
 def lanes_of_layer(pool: PoolState, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -170,8 +170,8 @@ class CanaryManager(Lifecycle):
         except KeyError:
             return [self._ledger.request(request_id) for request_id in request_ids]
 
-    def refuse(self, forward: Forward) -> None:
-        refuse(forward, self._ledger.pages, self.config.disable)
+    def refuse(self, forward: Forward) -> list[HitBatch]:
+        return refuse(forward, self._ledger.pages, self.config.disable)
 
     def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> None:
         self._checks.open(forward)

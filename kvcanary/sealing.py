@@ -35,7 +35,7 @@ class Sealer:
 
     def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
-        entries = [len(forward.write_slots) for forward in forwards]
+        entries = [forward.num_entries for forward in forwards]
         per_row = np.array([count for forward in forwards for count in forward.written], np.int64)
         slots = np.concatenate([forward.planned.slots for forward in forwards])
         rows = slots + np.repeat([forward.pool.base for forward in forwards], entries)
@@ -152,7 +152,7 @@ def _tails(forwards: Sequence[Forward]) -> Words:
 def _misplaced(forwards: Sequence[Forward], positions: Rows, wanted: Rows) -> list[HitBatch]:
     hits, first = [], 0
     for forward in forwards:
-        part = slice(first, first + len(forward.write_slots))
+        part = slice(first, first + forward.num_entries)
         which = np.flatnonzero(positions[part] != wanted[part])
         hits.append(fired_writes("W5", forward, which, parent_positions=wanted[part] - 1))
         first = part.stop

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ class PoolState:
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
                 count from its base
     host:       the same for the compiled loops; None on a GPU
+    loops:      the compiled loops, loaded with the first pool
+    seen:       [num_slots] bool, all False: a loop's own
     """
 
     view: PoolView
@@ -52,6 +55,8 @@ class PoolState:
     full_layers: int
     seal_term: int
     host: HostPool | None
+    loops: ModuleType
+    seen: NDArray[np.bool_]
 
     def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
         """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
@@ -121,6 +126,8 @@ class CanaryState:
             column.index_copy_(0, where, torch.from_numpy(values).to(column))
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
+        from kvcanary import loops
+
         view = views[number]
         keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=self.records.device)
         base = sum(other.num_slots for other in views[:number])
@@ -142,6 +149,8 @@ class CanaryState:
             full_layers=(1 << view.num_layers) - 1,
             seal_term=seal_offset(keys, number, base),
             host=host_pool(view, keys, content_a, records, expected),
+            loops=loops,
+            seen=np.zeros(view.num_slots, np.bool_),
         )
 
 

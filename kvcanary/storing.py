@@ -20,7 +20,7 @@ from kvcanary_kernels.rows import WORD_BYTES
 
 def expect_values(forward: Forward) -> None:
     """Room for the lanes of everything that this forward will store."""
-    shape = forward.pool.view.num_layers, 2, len(forward.write_slots)
+    shape = forward.pool.view.num_layers, 2, forward.num_entries
     forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
 
 
@@ -49,10 +49,10 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
             and v.is_cpu
         ):
             keys, start = host.layer_keys[layer], host.starts[layer]
-            host.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out)
+            pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out)
             return
     row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
-    host.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, host.layer_keys[layer], host.starts[layer], out)
+    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, host.layer_keys[layer], host.starts[layer], out)
 
 
 def keep_lanes(forward: Forward) -> None:
@@ -73,7 +73,7 @@ def keep_lanes(forward: Forward) -> None:
         _keep_on_device(forward, lanes)
     else:
         slots = forward.planned.slots
-        host.loops.keep_lanes(slots, lanes.numpy(), host.start_b, host.content_a, host.records, host.expected)
+        pool.loops.keep_lanes(slots, lanes.numpy(), host.start_b, host.content_a, host.records, host.expected)
 
 
 def _keep_on_device(forward: Forward, lanes: Tensor) -> None:

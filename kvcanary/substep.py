@@ -12,7 +12,7 @@ from kvcanary.sites import site_name
 from kvcanary.state import PoolState
 from kvcanary.storing import take_lanes
 from kvcanary.views import ReadPlan, WritePlan, wrong_values
-from kvcanary.writing import judge_layer, judge_slots
+from kvcanary.writing import judge_layer
 
 if TYPE_CHECKING:
     from kvcanary.manager import CanaryManager
@@ -45,10 +45,9 @@ class SubstepCanary:
         manager, pool = self._manager, self._pool
         requests = manager.requests_of(read.requests)
         forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write)
-        manager.refuse(forward)
-        manager.opened(self, forward, judge_slots(forward))
+        manager.opened(self, forward, manager.refuse(forward))
         self._forward, self._phase = forward, OPEN
-        self._shapes = pool.view.value_shapes(len(forward.write_slots))
+        self._shapes = pool.view.value_shapes(forward.num_entries)
         return forward.indices, forward.slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
@@ -67,7 +66,7 @@ class SubstepCanary:
             values = (k, *extras) if v is None else (k, v, *extras)
             shapes = [value.shape for value in values]
         if shapes != self._shapes:
-            raise PlanError(f"{self} {wrong_values(self._pool.view, len(self._forward.write_slots), values)}")
+            raise PlanError(f"{self} {wrong_values(self._pool.view, self._forward.num_entries, values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
             self._manager.report_hits(judge_layer(forward, layer))

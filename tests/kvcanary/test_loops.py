@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from kvcanary import PoolView, ReadPlan, WritePlan
+import kvcanary.forward as forwards
+from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
+from kvcanary.forward import plan_forward, refuse_contradiction
 from kvcanary.lanes import lanes_of_slots
+from kvcanary.ledger import Ledger, Role
+from kvcanary.state import CanaryState
 
 SLOTS = 40
 
 
 def stored(values, dtype=torch.float32):
     """The canary's lanes of values [n, 2, 8] that went through a store, and those of the same bytes in the pool."""
-    from kvcanary import CanaryConfig, CanaryManager
-
     kv = torch.zeros(2, SLOTS, 2, 8, dtype=dtype)
     view = PoolView("target", [kv[0]], [kv[1]], 4)
     canary = CanaryManager(CanaryConfig(mode="raise", content="full", seed=1), [view])
@@ -64,3 +68,85 @@ def test_values_at_an_address_that_is_no_word_are_read_all_the_same():
     flat = torch.arange(1 + 5 * 34, dtype=torch.bfloat16)[1:].view(5, 34)
     taken, lie = stored((flat[:, :16].view(5, 2, 8), flat[:, 16:32].view(5, 2, 8)), torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(taken, lie, strict=True))
+
+
+# plans
+
+
+def new_pool():
+    """A pool of ten pages of four, and pages of which the first six belong to two requests."""
+    kv = torch.zeros(2, SLOTS, 1, 1)
+    pool = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3).pools[0]
+    ledger = Ledger(10, 4, 1, pool.keys, [Role("target")])
+    for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+        ledger.admit(name, [0] * 12, 0)
+        ledger.grant(name, pages, 0)
+    return pool, ledger
+
+
+def random_plan(rng):
+    """A plan of two rows that is right, but for what is sometimes changed in it."""
+    written, prefixes = [rng.randrange(4) for _ in "ab"], [rng.randrange(5) for _ in "ab"]
+    firsts, rows = (4, 16), []
+    for first, prefix, count in zip(firsts, prefixes, written, strict=True):
+        rows.append(list(range(first, first + prefix + count)))
+    slots = [slot for row, count in zip(rows, written, strict=True) for slot in row[len(row) - count :]]
+    parents = [-1 if not i or rng.random() < 0.3 else rng.randrange(i) for count in written for i in range(count)]
+    parents = [p if p < 0 else p + (i >= written[0]) * written[0] for i, p in enumerate(parents)]
+    plan = {
+        "indptr": [0, len(rows[0]), len(rows[0]) + len(rows[1])],
+        "indices": rows[0] + rows[1],
+        "prefixes": prefixes,
+        "written": written,
+        "starts": [0, 0],
+        "slots": slots,
+        "parents": parents,
+    }
+    if rng.random() < 0.7:
+        values = plan[rng.choice(list(plan))]
+        if values:
+            values[rng.randrange(len(values))] += rng.choice([-40, -7, -2, -1, 1, 2, 5, 12, 36, 1 << 40])
+    return plan
+
+
+def forward_of(pool, ledger, plan, mask):
+    tensors = {name: torch.tensor(values, dtype=torch.int64) for name, values in plan.items()}
+    n = len(plan["slots"])
+    read = ReadPlan(
+        tensors["indptr"],
+        tensors["indices"],
+        ("a", "b"),
+        1,
+        tensors["prefixes"],
+        tensors["written"],
+        tree_mask=torch.ones(2, mask, mask, dtype=torch.bool) if mask else None,
+        starts=tensors["starts"],
+    )
+    write = WritePlan(tensors["slots"], torch.zeros(n, dtype=torch.int64), torch.arange(n), tensors["parents"])
+    return plan_forward("verify", 0, pool, 1, [ledger.request("a"), ledger.request("b")], read, write)
+
+
+def test_a_plan_is_well_exactly_where_the_rules_find_nothing(monkeypatch):
+    """The compiled looks through a plan, and the rules that name what is wrong with it, are of one mind."""
+    pool, ledger = new_pool()
+    seen, rng = {"contradiction": 0, "refused": 0, "well": 0}, random.Random(5)
+    for _ in range(3000):
+        plan, named = random_plan(rng), []
+        mask = plan["written"][0] if rng.random() < 0.1 and plan["written"][0] > 0 else 0
+        monkeypatch.setattr(forwards, "refuse_contradiction", named.append)
+        forward = forward_of(pool, ledger, plan, min(mask, 5))
+        try:
+            refuse_contradiction(forward)
+        except PlanError:
+            assert named, plan
+            seen["contradiction"] += 1
+            continue
+        assert not named, plan
+        well = refusing.nothing_to_refuse(forward, ledger.pages)
+        with monkeypatch.context() as patch:
+            patch.setattr(refusing, "nothing_to_refuse", lambda *_: False)
+            hits = refusing.refuse(forward, ledger.pages, frozenset())
+        assert well == (not hits and forward.refused is None and forward.refused_reads is None), plan
+        assert not pool.seen.any()
+        seen["well" if well else "refused"] += 1
+    assert min(seen.values()) > 100, seen
