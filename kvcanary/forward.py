@@ -55,7 +55,7 @@ class Forward:
     plan:           both plans on the host, all int64 and one after another, filled by `loops.take_plan`: slots, tokens,
                     positions and parents [num_entries]; bounds [num_rows + 1]; written, starts, owns, begins and
                     skipped [num_rows]; prefixes [requests]. The lists of these names are made when somebody asks
-    has_parents:    whether the entries are nodes of trees
+    has_parents:    whether the entries are nodes of trees;  has_starts: whether rows may begin behind position 0
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
     tree_mask:      [requests, N, N] bool, or None
@@ -64,7 +64,8 @@ class Forward:
     refused_reads:  entries of `indices` that were refused (R1)
     lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes
     stored:         bitmap of the layers that have stored
-    names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes
+    names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
+                    `host_names`, `host_ids`: where the loops read them
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Forward:
     num_rows: int
     plan: Ints
     has_parents: bool
+    has_starts: bool
     indices: Tensor
     slots: Tensor
     pool_indices: Tensor
@@ -90,6 +92,8 @@ class Forward:
     raw: bytes = b""
     names: Ints = field(init=False)
     ids: Ints = field(init=False)
+    host_names: Tensor = field(init=False)
+    host_ids: Tensor = field(init=False)
 
     @property
     def site(self) -> tuple[str, int]:
@@ -163,10 +167,12 @@ class Forward:
 
     def read_rows(self) -> None:
         """Take the slot ids of all rows to the host."""
-        self.raw = on_host(self.indices).tobytes()
+        self.host_names = self.host_ids = dense(self.indices)
+        self.raw = self.host_names.numpy().tobytes()
         self.names = self.ids = np.frombuffer(self.raw, np.int64)
         if self.pool.view.slot_map is not None:
-            self.ids = on_host(self.pool_indices)
+            self.host_ids = dense(self.pool_indices)
+            self.ids = self.host_ids.numpy()
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
@@ -194,6 +200,7 @@ def plan_forward(
         num_rows,
         plan,
         parents is not None,
+        starts is not None,
         read.indices,
         write.slots,
         read.indices,

@@ -16,6 +16,10 @@ from kvcanary_kernels.rows import WORD_BYTES
 
 Longs = NDArray[np.int64]
 
+#: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
+#: a null slot.
+REWRITTEN, MISPLACED, NULL_WRITTEN = 1, 2, 4
+
 
 class DensePart(NamedTuple):
     """Values of one part of a row as a loop can read them: type, strides within a row, bytes an element, words."""

@@ -5,5 +5,17 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 
 from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
 from kvcanary.loops.plans import nothing_to_refuse, take_plan
+from kvcanary.loops.records import are_written, match_records, seal_plan, write_records
 
-__all__ = ["keep_lanes", "match_slots", "nothing_to_refuse", "sum_slots", "sum_values", "take_plan"]
+__all__ = [
+    "are_written",
+    "keep_lanes",
+    "match_records",
+    "match_slots",
+    "nothing_to_refuse",
+    "seal_plan",
+    "sum_slots",
+    "sum_values",
+    "take_plan",
+    "write_records",
+]

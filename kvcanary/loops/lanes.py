@@ -69,7 +69,7 @@ def _row(address, layout, layer, slot, keys, words):
 
 @loop("void(int64[:, ::1], int64[:, ::1], int64, int64, int64[::1], int64, int64[::1], int64[:, ::1], int64[::1])")
 def sum_slots(address, layout, keys, words, start_a, start_b, slots, lane_a, lane_b):
-    """Lane a by layer [layers, n] and lane b [n], both out, of the bytes that lie in n slots of the pool."""
+    """Lane a by layer [layers, n] and lane b [n], both out, of the bytes that lie in n valid slots of the pool."""
     lane_b[:] = start_b
     for layer in range(lane_a.shape[0]):
         for i in range(slots.shape[0]):
@@ -83,6 +83,8 @@ def match_slots(address, layout, keys, words, start_a, slots, content_a):
     """Whether lane a of the bytes in these slots is in every layer the one that is kept, [layers, num_slots]."""
     for layer in range(content_a.shape[0]):
         for i in range(slots.shape[0]):
+            if not 0 <= slots[i] < content_a.shape[1]:
+                return False
             a, _ = _row(address, layout, layer, slots[i], keys + 2 * WORD_BYTES * words * layer, words)
             if content_a[layer, slots[i]] != start_a[layer] + a:
                 return False
