@@ -19,8 +19,8 @@ from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
 from kvcanary.lanes import joined, slots_are_right
 from kvcanary.ledger import Ledger, Request
-from kvcanary.mirror import Mirror
-from kvcanary.moving import Move, Mover, Slots
+from kvcanary.mirror import Mirror, Move
+from kvcanary.moving import Mover, Slots
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer

@@ -208,9 +208,8 @@ def plan_forward(
         mask,
         [request.committed_len for request in requests],
     )
-    slots, tokens, positions, indptr, prefixes = map(
-        dense, (write.slots, write.tokens, write.positions, read.indptr, read.prefix_lens)
-    )
+    slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
+    indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
     written = dense(read.num_written) if isinstance(read.num_written, Tensor) else None
     parents = None if parents is None else dense(parents)
     starts = None if starts is None else dense(starts)

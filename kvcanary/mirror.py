@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvcanary.errors import PlanError
 from kvcanary.forward import Forward
-from kvcanary.host import NULL_WRITTEN, REWRITTEN
+from kvcanary.host import REWRITTEN
 from kvcanary.sites import pack_site
-from kvcanary.state import CanaryState
-from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32, bitmap_columns, signed
+from kvcanary.state import CanaryState, PoolState, stored_columns
+from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32
 
 Words = NDArray[np.uint64]
 Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Entries that were moved, all [n] int64: where they lay and lie, and what plans call these slots."""
+
+    src: Rows
+    dst: Rows
+    src_names: Rows
+    dst_names: Rows
+
+    def without_stays(self) -> Move:
+        moves = self.src != self.dst
+        return Move(self.src[moves], self.dst[moves], self.src_names[moves], self.dst_names[moves])
 
 
 class Mirror:
@@ -39,6 +55,7 @@ class Mirror:
         live = state.records.numpy() if self._is_host else self.memory
         self._memory = state.keys.constants.cpu().numpy(), self.memory, live, self.judged
         self._loops = state.pools[0].loops
+        self._no_content = np.empty((0, 0), np.int64)
         self._fresh: list[Rows] = []
 
     def write(self, rows: Rows, records: Words) -> None:
@@ -46,7 +63,9 @@ class Mirror:
 
         A device has them from `flush` on.
         """
-        self._note(rows, self._loops.write_records(rows, records.view(np.int64), *self._memory))
+        self._note(self._loops.write_records(rows, records.view(np.int64), *self._memory))
+        if not self._is_host:
+            self._fresh.append(rows)
 
     def seal(self, forward: Forward, roots: Words, generations: Rows, page_size: int) -> int:
         """A record for all that a forward has written; what `loops.seal_plan` gives."""
@@ -65,18 +84,47 @@ class Mirror:
             generations,
             page_size,
             two_words(forward.step, pack_site(*forward.site)),
-            *map(signed, bitmap_columns(forward.stored)),
+            *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
             pool.base,
             pool.view.num_slots,
             pool.view.null_slots,
-            signed(pool.seal_term),
+            pool.signed_term,
             *self._memory,
         )
-        live = forward.planned.slots
-        if seen & NULL_WRITTEN:
-            live = live[live >= pool.view.null_slots]
-        self._note(live + pool.base, seen & REWRITTEN)
+        self._note(seen & REWRITTEN)
+        if not self._is_host:
+            slots = forward.planned.slots
+            self._fresh.append(slots[slots >= pool.view.null_slots] + pool.base)
         return seen
+
+    def move(
+        self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, grants: Rows, owners: Rows
+    ) -> None:
+        """Records follow moved entries, in host memory fingerprints and damage too; `loops.move_records`.
+
+        PlanError for slots that the pools do not have: nothing is written then.
+        """
+        contents = [self._no_content if p.host is None else p.host.content_a for p in (origin, pool)]
+        seen = self._loops.move_records(
+            *map(np.ascontiguousarray, (move.src, move.dst, move.src_names, move.dst_names)),
+            *(origin.base, origin.view.num_slots, pool.base, pool.view.num_slots),
+            grants,
+            owners,
+            self._state.page_size,
+            two_words(step, pack_site("move", 0)),
+            pool.signed_term,
+            *contents,
+            has_lanes,
+            *self._memory,
+        )
+        if seen < 0:
+            raise PlanError(
+                f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
+                f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
+            )
+        self._note(seen)
+        if not self._is_host:
+            self._fresh.append(pool.base + move.dst)
 
     def forget_null_chains(self, forward: Forward) -> None:
         """Null slots have no records: their chains were for what follows in the same step."""
@@ -94,12 +142,11 @@ class Mirror:
         state.expected.index_copy_(0, where, records)
         self._fresh.clear()
 
-    def _note(self, rows: Rows, rewritten: int) -> None:
+    def _note(self, rewritten: int) -> None:
+        """Whether an entry that was judged is another one now."""
         if rewritten:
             self.epoch += 1
             self.judged[:] = False
-        if not self._is_host and len(rows):
-            self._fresh.append(rows)
 
 
 def two_words(low: Any, high: Any) -> Any:

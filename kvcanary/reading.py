@@ -30,7 +30,6 @@ from kvcanary_kernels import record
 from kvcanary_kernels.record import (
     CODE_BITS,
     R3_RECORD_DAMAGED,
-    bitmap_columns,
     signed,
 )
 from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify_torch
@@ -123,7 +122,7 @@ class Reader:
             pool.base,
             pool.view.num_slots,
             forward.step,
-            *map(signed, bitmap_columns(pool.full_layers)),
+            *pool.all_layers,
             self._mirror.memory,
             self._mirror.judged,
             not pool.is_partial,

@@ -19,7 +19,7 @@ from kvcanary.groups import check_groups
 from kvcanary.host import HostPool, host_pool
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
-from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
+from kvcanary_kernels.record import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
 from kvcanary_kernels.rows import PoolRows
 from kvcanary_kernels.seal import seal_offset, seal_torch
 
@@ -36,7 +36,8 @@ class PoolState:
     expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
     content_a:  [layers, num_slots] int64
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
-                count from its base
+                count from its base;  signed_term: the same as a signed number
+    all_layers: the two columns of a record that every layer has written, signed
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
@@ -54,6 +55,8 @@ class PoolState:
     layers: Tensor
     full_layers: int
     seal_term: int
+    signed_term: int
+    all_layers: tuple[int, int]
     host: HostPool | None
     loops: ModuleType
     seen: NDArray[np.bool_]
@@ -135,6 +138,7 @@ class CanaryState:
         _seal_as_never_written(records, number, keys)
         expected = self.expected[base : base + view.num_slots].copy_(records)
         content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
+        seal_term = seal_offset(keys, number, base)
         return PoolState(
             view=view,
             pool_id=number,
@@ -147,11 +151,19 @@ class CanaryState:
             content_a=content_a,
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
-            seal_term=seal_offset(keys, number, base),
+            seal_term=seal_term,
+            signed_term=signed(seal_term),
+            all_layers=stored_columns((1 << view.num_layers) - 1),
             host=host_pool(view, keys, content_a, records, expected),
             loops=loops,
             seen=np.zeros(view.num_slots, np.bool_),
         )
+
+
+def stored_columns(layers: int) -> tuple[int, int]:
+    """`bitmap_columns` as signed numbers."""
+    low, high = bitmap_columns(layers)
+    return signed(low), signed(high)
 
 
 def _seal_as_never_written(records: Tensor, pool_id: int, keys: Keys) -> None:
