@@ -81,7 +81,6 @@ class StepChecks:
                 forward.read_rows()
                 self.hits += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
             self.hits += self._sealer.seal(forwards)
-            self._ledger.pages.wrote(self._sealer.pages)
             self.mirror.flush()
             for forward in forwards:
                 keep_lanes(forward)

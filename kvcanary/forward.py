@@ -62,7 +62,8 @@ class Forward:
     committed:      by request, what acceptance had made final
     refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
     refused_reads:  entries of `indices` that were refused (R1)
-    lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes
+    lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
+                    address
     stored:         bitmap of the layers that have stored
     names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
                     `host_names`, `host_ids`: where the loops read them
@@ -88,6 +89,7 @@ class Forward:
     refused: Refused | None = None
     refused_reads: Refused | None = None
     lanes: Tensor | None = None
+    lanes_at: int = 0
     stored: int = 0
     raw: bytes = b""
     names: Ints = field(init=False)

@@ -17,8 +17,8 @@ from kvcanary_kernels.rows import WORD_BYTES
 Longs = NDArray[np.int64]
 
 #: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
-#: a null slot.
-REWRITTEN, MISPLACED, NULL_WRITTEN = 1, 2, 4
+#: a null slot, a page that is not known as written.
+REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH = 1, 2, 4, 8
 
 
 class DensePart(NamedTuple):

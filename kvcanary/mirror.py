@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcanary.errors import PlanError
 from kvcanary.forward import Forward
 from kvcanary.host import REWRITTEN
+from kvcanary.pages import Pages
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState, stored_columns
 from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32
@@ -67,7 +68,7 @@ class Mirror:
         if not self._is_host:
             self._fresh.append(rows)
 
-    def seal(self, forward: Forward, roots: Words, generations: Rows, page_size: int) -> int:
+    def seal(self, forward: Forward, roots: Words, pages: Pages) -> int:
         """A record for all that a forward has written; what `loops.seal_plan` gives."""
         pool, names, ids = forward.pool, forward.slot_names, forward.host_ids
         seen = self._loops.seal_plan(
@@ -81,8 +82,9 @@ class Mirror:
             ids.shape[0],
             forward.uids,
             roots.view(np.int64),
-            generations,
-            page_size,
+            pages.generations,
+            pages.states,
+            pool.view.page_size,
             two_words(forward.step, pack_site(*forward.site)),
             *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
             pool.base,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward, Ints
-from kvcanary.host import MISPLACED, NULL_WRITTEN
+from kvcanary.host import MISPLACED, NULL_WRITTEN, PAGE_FRESH
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
 from kvcanary.mirror import Mirror, Words
@@ -20,20 +19,18 @@ class Sealer:
 
     def __init__(self, mirror: Mirror, ledger: Ledger) -> None:
         self._mirror, self._ledger = mirror, ledger
-        self.pages: NDArray[np.int64] = np.empty(0, np.int64)  # that the last `seal` wrote to
 
     def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
         ledger, mirror, hits = self._ledger, self._mirror, []
-        seen = [
-            mirror.seal(forward, self._roots(forward), ledger.generations, ledger.page_size) for forward in forwards
-        ]
+        seen = [mirror.seal(forward, self._roots(forward), ledger.pages) for forward in forwards]
         for forward, found in zip(forwards, seen, strict=True):
+            if found & PAGE_FRESH:
+                ledger.pages.wrote(forward.slot_names // ledger.page_size)
             if found & NULL_WRITTEN:
                 mirror.forget_null_chains(forward)
             if found & MISPLACED:
                 hits.append(_misplaced(forward))
-        self.pages = np.concatenate([forward.slot_names for forward in forwards]) // ledger.page_size
         return hits
 
     def _roots(self, forward: Forward) -> Words:

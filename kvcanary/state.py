@@ -124,6 +124,10 @@ class CanaryState:
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
+        if self.records.is_cpu:
+            for column, values in ((self.generations, generations), (self.owners, owners), (self.page_states, states)):
+                column.numpy()[pages] = values
+            return
         where = torch.from_numpy(pages).to(self.records.device)
         for column, values in ((self.generations, generations), (self.owners, owners), (self.page_states, states)):
             column.index_copy_(0, where, torch.from_numpy(values).to(column))

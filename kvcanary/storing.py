@@ -17,11 +17,14 @@ from kvcanary.state import PoolState
 from kvcanary_kernels.record import signed
 from kvcanary_kernels.rows import WORD_BYTES
 
+LANES_BYTES = 16  # of one entry and layer
+
 
 def expect_values(forward: Forward) -> None:
     """Room for the lanes of everything that this forward will store."""
     shape = forward.pool.view.num_layers, 2, forward.num_entries
     forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
+    forward.lanes_at = forward.lanes.data_ptr()
 
 
 def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Tensor]) -> None:
@@ -33,8 +36,8 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
     if host is None:
         lanes[layer] = torch.stack(lanes_of_layer(pool, layer, _words(pool, values)))
         return
-    n = lanes.shape[2]
-    out = lanes.data_ptr() + layer * 16 * n
+    n, keys, start = forward.num_entries, host.layer_keys[layer], host.starts[layer]
+    out = forward.lanes_at + layer * n * LANES_BYTES
     if len(values) == 2:  # K and V as a model gives them, or a split view of its product
         (k, v), (own, other) = values, host.parts
         k_stride, v_stride, k_at, v_at = k.stride(), v.stride(), k.data_ptr(), v.data_ptr()
@@ -48,11 +51,10 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
             and k.is_cpu
             and v.is_cpu
         ):
-            keys, start = host.layer_keys[layer], host.starts[layer]
             pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out)
             return
     row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
-    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, host.layer_keys[layer], host.starts[layer], out)
+    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
 
 
 def keep_lanes(forward: Forward) -> None:

@@ -5,10 +5,11 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 
 from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
 from kvcanary.loops.plans import nothing_to_refuse, take_plan
-from kvcanary.loops.records import are_written, match_records, move_records, seal_plan, write_records
+from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
 
 __all__ = [
     "are_written",
+    "chain_tokens",
     "keep_lanes",
     "match_records",
     "match_slots",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.host import MISPLACED, NULL_WRITTEN, REWRITTEN
+from kvcanary.host import MISPLACED, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
 from kvcanary.loops.memory import longs_at, loop
 from kvcanary_kernels.record import (
     CHAIN,
@@ -32,6 +32,7 @@ from kvcanary_kernels.record import (
     SPLITMIX_SECOND,
     STEP_SITE,
     TOKEN_POSITION,
+    WRITTEN,
 )
 
 NODE_SHIFT = 48  # of a branch or node in STEP_SITE
@@ -44,6 +45,14 @@ def _mix(token, position, key):
     z = (z ^ (z >> np.uint64(30))) * np.uint64(SPLITMIX_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
     return np.int64(z ^ (z >> np.uint64(31)))
+
+
+@loop("void(int64[::1], int64, int64, int64, int64, int64[::1])")
+def chain_tokens(tokens, first_position, value, multiplier, key, chains):
+    """`record.chain_host`: the chain values of consecutive tokens, [n] out; `value` is the predecessor's."""
+    for i in range(tokens.shape[0]):
+        value = multiplier * value + _mix(tokens[i], first_position + i, key)
+        chains[i] = value
 
 
 @loop()
@@ -70,7 +79,8 @@ def write_records(rows, records, constants, table, live, judged):
 
 @loop(
     "int64(int64[::1], int64, int64, int64, boolean, int64[::1], int64, int64, int64[::1], int64[::1], int64[::1], "
-    "int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], int64[:, ::1], int64[:, ::1], boolean[::1])"
+    "uint8[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], int64[:, ::1], int64[:, ::1], "
+    "boolean[::1])"
 )
 def seal_plan(
     plan,
@@ -84,6 +94,7 @@ def seal_plan(
     uids,
     roots,
     generations,
+    states,
     page_size,
     step_site,
     low,
@@ -97,7 +108,7 @@ def seal_plan(
     live,
     judged,
 ):
-    """Seal all entries of one forward, each chained to its parent; REWRITTEN, MISPLACED and NULL_WRITTEN where so.
+    """Seal all entries of one forward, each chained to its parent; what was seen (host.py).
 
     plan:  Forward.plan;  names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
     roots: [rows] chain that a row continues where it reads nothing
@@ -127,15 +138,17 @@ def seal_plan(
     record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
     for row in range(rows):
         for entry in range(first, first + written[row]):
-            slot = plan[entry]
+            slot, page = plan[entry], names[entry] // page_size
             table[base + slot, CHAIN] = chains[entry]
+            if states[page] != WRITTEN:
+                seen |= PAGE_FRESH
             if slot < null_slots:
                 seen |= NULL_WRITTEN
                 continue
             node = entry - first if has_parents else 0
             record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
             record[CHAIN] = chains[entry]
-            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[names[entry] // page_size] << 32
+            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[page] << 32
             record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
             if _write(base + slot, record, pool_term, constants, table, live, judged):
                 seen |= REWRITTEN
