@@ -77,16 +77,20 @@ class StepChecks:
         forwards, self._pending = self._pending, []
         with torch.inference_mode():
             self.publish_pages()
+            hits: list[Hit | HitBatch] = []
             for forward in forwards:
                 forward.read_rows()
-                self.hits += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
-            self.hits += self._sealer.seal(forwards)
+                hits += judge_layers(forward)
+                hits += judge_tokens(forward, self.oracle)
+                hits += judge_mask(forward)
+            hits += self._sealer.seal(forwards)
             self.mirror.flush()
             for forward in forwards:
                 keep_lanes(forward)
-            for forward in forwards:
-                self.hits += [*judge_lengths(forward), *judge_starts(forward)]
+                hits += judge_lengths(forward)
+                hits += judge_starts(forward)
                 _note_rows(forward)
+            self.hits += hits
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:

@@ -75,8 +75,8 @@ class CanaryManager(Lifecycle):
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.step = self.tickets.step = step
-        self._checks.publish_pages()
         if self._static is not None:
+            self._checks.publish_pages()
             self._static.bank.begin_step(step)
         if self._quarantine:
             self._ledger.leave_quarantine(step, self._quarantine)
