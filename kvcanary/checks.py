@@ -98,10 +98,7 @@ class StepChecks:
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
-        pages = self._ledger.pages.changes()
-        if len(pages):
-            ledger = self._ledger
-            self._state.set_pages(pages, ledger.generations[pages], ledger.owners[pages], ledger.states[pages])
+        self._state.publish(self._ledger.pages)
 
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""

@@ -17,6 +17,7 @@ from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups
 from kvcanary.host import HostPool, host_pool
+from kvcanary.pages import Pages
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
 from kvcanary_kernels.record import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
@@ -97,6 +98,8 @@ class CanaryState:
             self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
+        columns = self.generations, self.owners, self.page_states
+        self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
 
     def ints(self, values: Iterable[int]) -> Tensor:
         """[n] int64 on the device of the state."""
@@ -122,12 +125,18 @@ class CanaryState:
             spread[name].index_copy_(0, slots, values.index_select(0, pages))
         return spread | {"page_size": 1}
 
+    def publish(self, pages: Pages) -> None:
+        """What has happened to pages since the last time is true from now on."""
+        if not pages.is_changed:
+            return
+        if self._host_pages:
+            self.pools[0].loops.publish_pages(*pages.take_changes(), *self._host_pages)
+        else:
+            where = pages.changes()
+            self.set_pages(where, pages.generations[where], pages.owners[where], pages.states[where])
+
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
-        if self.records.is_cpu:
-            for column, values in ((self.generations, generations), (self.owners, owners), (self.page_states, states)):
-                column.numpy()[pages] = values
-            return
         where = torch.from_numpy(pages).to(self.records.device)
         for column, values in ((self.generations, generations), (self.owners, owners), (self.page_states, states)):
             column.index_copy_(0, where, torch.from_numpy(values).to(column))

@@ -4,7 +4,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
-from kvcanary.loops.plans import nothing_to_refuse, take_plan
+from kvcanary.loops.plans import nothing_to_refuse, publish_pages, take_plan
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "match_slots",
     "move_records",
     "nothing_to_refuse",
+    "publish_pages",
     "seal_plan",
     "sum_slots",
     "sum_values",
