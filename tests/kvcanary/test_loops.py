@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,10 @@ import kvcanary.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
 from kvcanary.forward import plan_forward, refuse_contradiction
 from kvcanary.lanes import lanes_of_slots
-from kvcanary.ledger import Ledger, Role
+from kvcanary.ledger import Ledger, Role, TruthChain
+from kvcanary.mirror import Mirror, Move
 from kvcanary.state import CanaryState
+from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host
 
 SLOTS = 40
 
@@ -150,3 +153,45 @@ def test_a_plan_is_well_exactly_where_the_rules_find_nothing(monkeypatch):
         assert not pool.seen.any()
         seen["well" if well else "refused"] += 1
     assert min(seen.values()) > 100, seen
+
+
+# records
+
+
+def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
+    """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
+    keys, rng = make_keys(7, 1, 2), random.Random(2)
+    tokens = [rng.randrange(1 << 31) for _ in range(40)]
+    truth = TruthChain(root=keys.root_key, token_offset=1)
+    expected = chain_host(tokens[1:], 0, keys.root_key, keys)
+    for length in (0, 1, 2, 9, 8, 39):
+        assert truth.up_to(length, tokens, keys)[:length].tolist() == expected[:length]
+    assert truth.up_to(40, tokens, keys) is None
+
+
+def test_records_are_sealed_as_the_plain_formula_says():
+    """Seal and record of every slot, in both copies, whatever bits its fields have."""
+    pool, _ = new_pool()
+    state = CanaryState([pool.view], 3)
+    pool, mirror, rng = state.pools[0], Mirror(state), random.Random(4)
+    rows = np.array([5, 39, 4, 17])
+    records = np.array([[rng.getrandbits(64) for _ in range(8)] for _ in rows], np.uint64)
+    records[:, SEAL] = pool.seal_term
+    mirror.write(rows, records)
+    for row, given in zip(rows.tolist(), records, strict=True):
+        record = read_record(pool.records, row)
+        assert record.seal == seal_host(record, row, pool.pool_id, pool.keys)
+        assert pool.records[row, :SEAL].tolist() == given[:SEAL].view(np.int64).tolist()
+    assert torch.equal(pool.records, pool.expected)
+
+
+@pytest.mark.parametrize("slot", [-1, SLOTS])
+def test_a_move_of_slots_that_are_none_is_refused(slot):
+    """Whoever names memory outside the pool is told so, before anything is written there."""
+    pool, ledger = new_pool()
+    state = CanaryState([pool.view], 3)
+    before = state.records.clone()
+    move = Move(*(np.array(slots) for slots in ([5, 6], [7, slot], [5, 6], [7, 8])))
+    with pytest.raises(PlanError, match=f"of {SLOTS} and {SLOTS} slots, got"):
+        Mirror(state).move(state.pools[0], state.pools[0], move, 1, True, ledger.generations, ledger.owners)
+    assert torch.equal(state.records, before)
