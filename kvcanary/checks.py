@@ -187,7 +187,9 @@ class StepChecks:
         self.hits += verdict.hits
         coverage = self._coverage
         coverage.forwards += len(forwards)
-        coverage.slots_checked += sum(forward.bounds[-1] - sum(forward.skipped) for forward in forwards)
+        coverage.slots_checked += sum(len(forward.ids) for forward in forwards)
+        if pool.view.window is not None:
+            coverage.slots_checked -= sum(sum(forward.skipped) for forward in forwards)
         coverage.slots_sealed += sum(forward.num_entries for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
