@@ -28,6 +28,7 @@ from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import draft_alloc_len, reserve_len, row_width
 from spec_engine.models.config import ModelConfig
+from spec_engine.models.decoder import Decoder
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.loader import Draft, load_draft, load_target
 from spec_engine.models.tokenizer import TextStream, Tokenizer
@@ -75,15 +76,24 @@ class Metrics:
 class Engine:
     """A continuous-batching engine over paged KV pools, with tree drafting and, if asked for, a canary."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model: Decoder | None = None,
+        draft: Draft | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.config = config
         self.device = _device(config.device)
         folder = EMBEDDED_MODEL if config.model == "embedded" else Path(config.model)
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.model = load_target(folder, dtype, self.device)
-        self.tokenizer = Tokenizer.from_folder(folder)
-        draft_folder = _draft_folder(config, folder)
-        self.head = None if draft_folder is None else load_draft(draft_folder, self.model, dtype, self.device)
+        draft_folder = None if model is not None else _draft_folder(config, folder)
+        self.model = model or load_target(folder, dtype, self.device)
+        self.tokenizer = tokenizer or Tokenizer.from_folder(folder)
+        self.head = draft
+        if draft is None and draft_folder is not None:
+            self.head = load_draft(draft_folder, self.model, dtype, self.device)
         self.metrics = Metrics()
         self._texts: dict[str, TextStream] = {}
         self._num_requests = 0
