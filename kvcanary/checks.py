@@ -208,5 +208,5 @@ def _note_rows(forward: Forward) -> None:
     for number, request in enumerate(forward.requests):
         length = forward.prefixes[number] + forward.written[number * width]
         if forward.kind == "extend":
-            length = min(length, request.committed_len)  # what lies beyond is junk
+            length = min(length, request.most_final(pool_id))  # what lies beyond is junk
         request.row_lens[pool_id] = length

@@ -14,7 +14,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
-from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.poisoning import Poisoner
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
@@ -38,7 +38,7 @@ class Lifecycle:
             page_size=state.page_size,
             null_pages=-(-max(pool.view.null_slots for pool in state.pools) // state.page_size),
             keys=state.keys,
-            roles=[(pool.name, pool.view.token_offset) for pool in state.pools],
+            roles=[Role(pool.name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
@@ -73,8 +73,8 @@ class Lifecycle:
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
-        request.row_lens = [min(length, committed_len) for length in request.row_lens]  # rejected nodes lie beyond
-        for pool in self._state.pools:
+        for pool in self._state.pools:  # rejected nodes lie beyond
+            request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
             self._checks.sweeper.commit(request, pool)
         request.committed_len, request.commit_step = committed_len, self.step
         self._finalise(request)
@@ -130,6 +130,10 @@ class Lifecycle:
         self._ledger.fork(request_id, child_id, pages, self.step)
         length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
         self._inherit(child, length)
+        for pool in self._state.pools:
+            if pool.view.ahead and length == parent.committed_len:  # what its pool holds ahead lies on these pages too
+                within = min(len(pages) * self._state.page_size, len(child.tokens))
+                child.row_lens[pool.pool_id] = min(parent.final_len(pool.pool_id), within)
 
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""

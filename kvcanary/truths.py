@@ -38,7 +38,7 @@ def judge_lengths(forward: Forward) -> list[Hit]:
     hits = []
     pool_id = forward.pool.pool_id
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
-        truth = min(forward.committed[number], request.row_lens[pool_id])
+        truth = request.final_len(pool_id, forward.committed[number])
         if prefix != truth:
             row = number * forward.width
             place = forward.bounds[row] + max(prefix - 1, 0)
@@ -83,7 +83,7 @@ def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: in
     hits = []
     for pool in pools:
         expected, seen = committed_len, request.row_lens[pool.pool_id]
-        if pool.view.token_offset == 0 and seen < expected:
+        if pool.view.token_offset == pool.view.ahead == 0 and seen < expected:
             hits.append(
                 Hit(
                     "H1",

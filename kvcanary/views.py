@@ -26,6 +26,8 @@ class PoolView:
                   views of one tensor. Elements of 1, 2, 4 or 8 bytes. V may have another head_dim than K
                   v None or empty: latent rows (MLA), which K holds alone
     token_offset: 1 where the slot of position p holds (token p + 1, hidden p), as EAGLE drafts do
+    ahead:        entries that a row holds beyond the committed length: 1 for a draft model of its own, which keeps
+                  token p in the slot of position p and has been fed the newest token when the next step begins
     null_slots:   slots [0, null_slots) are where padding may write and read; page 0 unless stated
     layout:       "NHD" or "HND"
     extras:       side buffers that are protected as well (scales, index keys), by name or in order: each one tensor a
@@ -50,6 +52,7 @@ class PoolView:
     group: str = FULL_GROUP
     slot_map: Tensor | None = None
     window: int | None = None
+    ahead: int = 0
     parts: tuple[Part, ...] = field(init=False, repr=False)
     rows: PoolRows = field(init=False, repr=False)
 
@@ -192,6 +195,7 @@ def _check_numbers(view: PoolView) -> None:
     for name, low, remedy in (
         ("page_size", 1, "1 where the pool has no pages"),
         ("token_offset", 0, "1 for a draft that is one token ahead"),
+        ("ahead", 0, "1 for a draft that is fed the newest token before the next step"),
         ("null_slots", -1, "leave it out where page 0 is padding's"),
     ):
         if getattr(view, name) < low:
