@@ -52,7 +52,7 @@ class KVMemory:
         for other in running:
             if other is not request and self._helps(other, request, known):
                 self._publish(other)
-        request.committed_len = self.cache.acquire(request, known, request.salt)
+        request.committed_len = request.cached_len = self.cache.acquire(request, known, request.salt)
         if self.canary is not None and request.pages:
             self.canary.on_acquire(request.request_id, request.pages)
 
