@@ -59,6 +59,11 @@ class AdaptiveMetrics:
     batches: Counter[int] = field(default_factory=Counter)  # by their T
     ema: float = 0.0  # accepted drafts a request, of the batch sizes seen last
 
+    def as_dict(self) -> dict[str, int | float | dict[str, int]]:
+        """Plain JSON: ``batches`` by T, ascending."""
+        batches = {str(num_steps): count for num_steps, count in sorted(self.batches.items())}
+        return {"switches": self.switches, "batches": batches, "ema": self.ema}
+
 
 class AdaptivePolicy:
     """Chooses T for each batch from what earlier batches of about that size accepted; only for topk 1."""

@@ -38,15 +38,6 @@ class Sizes:
     table_bytes: int = 0
     canary_bytes: int = 0
 
-    def line(self) -> str:
-        """What an operator wants to see at the start."""
-        pools = ", ".join(f"{name} pool {_bytes(size)}" for name, size in self.pool_bytes.items())
-        return (
-            f"rows {self.num_rows} x {self.row_width} columns (context {self.context_length}, reserve {self.reserve}), "
-            f"{self.num_pages} pages of {self.page_size}; {pools}, table {_bytes(self.table_bytes)}, "
-            f"canary {_bytes(self.canary_bytes)}"
-        )
-
 
 def plan_sizes(config: EngineConfig, *, max_positions: int, ahead: int | None, lag: int) -> Sizes:
     """Sizes without bytes; ``ahead`` is the draft's, None without drafting.
@@ -86,7 +77,3 @@ def _check_pool(num_pages: int, reserve: int, config: EngineConfig) -> None:
             f"of {reserve} slots take {needed} pages of {config.page_size}, the pool has {num_pages}",
             f"raise max_total_tokens to {needed * config.page_size} or more, or lower topk, num_steps or page_size",
         )
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"

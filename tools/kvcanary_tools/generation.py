@@ -11,6 +11,7 @@ from kvcanary import KVCorruptionError
 if TYPE_CHECKING:
     from kvcanary import Report
     from spec_engine import Engine, SamplingParams, TokenEvent
+    from spec_engine.drafting.adaptive import AdaptiveMetrics
 
 #: Why a request ended that a finding stopped.
 CORRUPTION = "kv_corruption"
@@ -39,7 +40,8 @@ class Completion:
 class Generation:
     """Everything that one run produced; `report` is set when a finding stopped it.
 
-    tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded.
+    tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded. adaptive: which numbers of
+    steps the engine chose since it was made, None where it may not choose.
     """
 
     completions: list[Completion]
@@ -48,6 +50,7 @@ class Generation:
     decode_seconds: float
     certificate: dict[str, Any] | None
     report: Report | None
+    adaptive: AdaptiveMetrics | None = None
 
     @property
     def accepted_length(self) -> float:
@@ -72,6 +75,7 @@ class Generation:
             "outputs": [completion.as_dict() for completion in self.completions],
             "accepted_length": self.accepted_length,
             "tokens_per_second": self.tokens_per_second,
+            "adaptive": None if self.adaptive is None else self.adaptive.as_dict(),
             "canary": self.certificate,
         }
 
@@ -107,4 +111,5 @@ def generate(
         decode_seconds=engine.metrics.decode_seconds - before.decode_seconds,
         certificate=None if engine.canary is None else engine.canary.certificate(),
         report=report,
+        adaptive=engine.metrics.adaptive,
     )
