@@ -25,7 +25,8 @@ FLAGS = {
     *("--page-size", "--topk", "--num-steps", "--num-draft-tokens"),
     *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
-    *(
+    *("--adaptive-steps", "--attend", "--attention-backend", "--schedule", "--max-total-tokens"),
+    *("--max-running-requests", "--context-length"),
         "--adaptive-steps",
         "--attend",
         "--attention-backend",
