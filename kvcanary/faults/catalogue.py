@@ -33,4 +33,4 @@ def find(name: str) -> Fault:
 
 
 def _closest(name: str, known: dict[str, Fault]) -> str:
-    return ", ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known)
+    return " or ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known)
