@@ -9,8 +9,9 @@ import pytest
 
 from kvcanary import CanaryConfig, PlanError, faults
 from kvcanary.faults.catalogue import find
-from kvcanary.invariants import InvariantError, LengthOrderError, PageLeakError
+from kvcanary.invariants import InvariantError, LengthOrderError, PageLeakError, TreeShapeError
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.drafting.chain import ChainConstants
 from spec_engine.models.embedded import EMBEDDED_MODEL, load_excerpts
 from spec_engine.models.tokenizer import Tokenizer
 
@@ -99,6 +100,13 @@ def test_without_its_check_it_is_not_found_by_it(monkeypatch, name):
                 run(settings, lens)
             assert type(caught.value).__name__ != find(name).expected
     assert armed.num_strikes
+
+
+def test_chain_constants_of_narrow_integers_are_refused():
+    """Constants for topk 1 take the same dtype, and are refused when they are made."""
+    with faults.arm("draft.parents_dtype"), pytest.raises(TreeShapeError, match="contiguous int32"):
+        ChainConstants(max_bs=2, num_steps=3, num_draft_tokens=4)
+    assert ChainConstants(max_bs=2, num_steps=3, num_draft_tokens=4).parent_list.tolist() == [[-1, 0, 1]] * 2
 
 
 def append_cut_short(table, row, start, pages):
