@@ -15,6 +15,7 @@ from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
+from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
@@ -66,12 +67,14 @@ class Lifecycle:
         self._ledger.append(request_id, token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
-        """Entries [0, committed_len) of the row are final."""
+        """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
+        self._expect_closed("commit()")
         request = self._ledger.request(request_id)
         if committed_len < request.committed_len:
             raise LifetimeError(
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
+        self._checks.settle_rows_of(request)
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
         for pool in self._state.pools:  # rejected nodes lie beyond
             request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
@@ -144,6 +147,21 @@ class Lifecycle:
         request = self._ledger.request(request_id)
         request.judged = [Judged()] * len(request.judged)
 
+    def on_deduplicate(self, request_id: str, page: int, kept: int) -> None:
+        """A private final page of the row is replaced by the equal one that a prefix cache holds already, and is free.
+
+        The bytes of both are read again; that they are the same tokens is judged when the row is read.
+        """
+        request = self._ledger.request(request_id)
+        self._checks.look_again(request, self.step)
+        if self.config.content == "write":
+            self._coverage.freed_unread_bytes += self._unread_bytes(request, [page])
+        self._ledger.deduplicate(request_id, [page], [kept], self.step)
+        self.tickets.freed([page])
+        self._checks.look_at_pages([kept], self.step)
+        self._leave([page])
+        request.judged = [Judged()] * len(request.judged)
+
     def on_evict(self, pages: Sequence[int]) -> None:
         """A prefix cache gives up pages that no row names."""
         self._checks.settle()
@@ -159,19 +177,43 @@ class Lifecycle:
         self._checks.settle()
         self._ledger.load_begin(request_id, pages, self.step)
 
-    def on_load_end(self, request_id: str, pages: Sequence[int], length: int) -> None:
-        """They have arrived: positions below `length` hold the request's own tokens, and are fingerprinted as they lie.
+    def on_offload(self, pages: Sequence[int]) -> Parcel:
+        """Bytes of these pages are about to be copied elsewhere; give the parcel to the `on_load_end` of the way back.
 
-        Nothing can tell whether they were damaged on their way: use `on_move` where source and destination are known.
+        The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
+        return self._checks.pack(pages)
+
+    def on_load_end(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel | None = None) -> None:
+        """They have arrived: positions below `length` hold the request's own tokens.
+
+        `parcel`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
+        are not those of then are T1. Without it bytes are fingerprinted as they lie: nothing can tell whether they
+        were damaged on their way.
+        """
+        if parcel is not None:
+            expect_fits(parcel, pages)
         self._checks.settle()
         self._ledger.load_end(request_id, pages, self.step)
-        self._adopt(request_id, pages, length)
+        if parcel is None:
+            self._adopt(request_id, pages, length)
+        else:
+            self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
+
+    def on_restore(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel) -> None:
+        """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
+
+        As `on_load_begin` and `on_load_end` with a parcel, where nothing can read the pages in between.
+        """
+        expect_fits(parcel, pages)
+        self._checks.settle()
+        self._ledger.restore(request_id, pages, self.step)
+        self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def before_move(self) -> None:
         """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""
@@ -181,7 +223,8 @@ class Lifecycle:
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
 
-        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
+        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1). Under
+        content=full what pending forwards have read in `dst` is lost, where nobody called `before_move`.
         `guesses`: entries of draft forwards, which lengthen no row; their bytes are read under content "full" alone.
         """
         self._expect_closed("on_move()")
@@ -204,6 +247,8 @@ class Lifecycle:
     def _finalise(self, request: Request) -> None:
         """Pages that lie wholly in what is final in every pool are not written again."""
         length = min(request.final_len(pool.pool_id) for pool in self._state.pools)
+        if request.owned_len is not None:
+            length = min(length, request.owned_len)
         self._ledger.commit(request.request_id, length, self.step)
 
     def _inherit(self, request: Request, length: int) -> None:

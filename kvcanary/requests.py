@@ -105,6 +105,7 @@ class Request:
     committed_len: entries [0, committed_len) are final
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
     commit_step:   step of the last commit
+    owned_len:     entries that are the request's own when it has ended inside what was accepted; None: all are
     row_lens:      by pool, entries that a prefill, decode, verify or extend has written
     reads:         by pool, when the bytes of each committed position were last known good
     judged:        by pool, how much of the row was judged clean
@@ -126,6 +127,7 @@ class Request:
     final_pages: int = 0
     commit_step: int = 0
     released: bool = False
+    owned_len: int | None = None
     growth: list[tuple[int, int]] = field(default_factory=list)
 
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcanary import CanaryConfig, PoolView
+from kvcanary.faults import arm_from_environment
 from kvcanary.invariants import (
     check_commit,
     check_known_tokens,
@@ -92,6 +93,7 @@ class Engine:
 
         A ``model`` comes with its ``tokenizer``, and is drafted for by a ``draft`` or the config's draft_model.
         """
+        arm_from_environment()
         self.config = config
         self.device = _device(config.device)
         self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)

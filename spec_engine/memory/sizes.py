@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_reserve
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
@@ -44,8 +45,8 @@ def plan_sizes(config: EngineConfig, *, max_positions: int, ahead: int | None, l
 
     ConfigError when the pool cannot hold one request's reserve.
     """
-    alloc_len, max_accept = 1, 1
-    if ahead is not None:
+    drafts, alloc_len, max_accept = ahead is not None, 1, 1
+    if drafts:
         alloc_len = draft_alloc_len(config.page_size, config.topk, config.most_steps, config.most_nodes)
         max_accept = config.most_steps + 1
     ahead = ahead or 0
@@ -55,6 +56,8 @@ def plan_sizes(config: EngineConfig, *, max_positions: int, ahead: int | None, l
     num_pages = config.max_total_tokens // config.page_size
     _check_pool(num_pages, reserve, config)
     width = row_width(context_length, reserve, config.page_size)
+    if drafts:
+        width = seam("bounds.row_width", width, context_length=context_length, num_draft_tokens=config.most_nodes)
     return Sizes(
         config.page_size,
         num_pages,

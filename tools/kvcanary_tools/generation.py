@@ -40,14 +40,16 @@ class Completion:
 class Generation:
     """Everything that one run produced; `report` is set when a finding stopped it.
 
-    tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded. adaptive: which numbers of
-    steps the engine chose since it was made, None where it may not choose.
+    tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded.
+    num_retractions: times that a request gave up its pages for want of others, and resumed.
+    adaptive: which numbers of steps the engine chose since it was made, None where it may not choose.
     """
 
     completions: list[Completion]
     tokens_emitted: int
     verify_forwards: int
     decode_seconds: float
+    num_retractions: int
     certificate: dict[str, Any] | None
     report: Report | None
     adaptive: AdaptiveMetrics | None = None
@@ -76,6 +78,7 @@ class Generation:
             "accepted_length": self.accepted_length,
             "tokens_per_second": self.tokens_per_second,
             "adaptive": None if self.adaptive is None else self.adaptive.as_dict(),
+            "num_retractions": self.num_retractions,
             "canary": self.certificate,
         }
 
@@ -109,6 +112,7 @@ def generate(
         tokens_emitted=engine.metrics.tokens_emitted - before.tokens_emitted,
         verify_forwards=engine.metrics.verify_forwards - before.verify_forwards,
         decode_seconds=engine.metrics.decode_seconds - before.decode_seconds,
+        num_retractions=engine.metrics.num_retractions - before.num_retractions,
         certificate=None if engine.canary is None else engine.canary.certificate(),
         report=report,
         adaptive=engine.metrics.adaptive,

@@ -17,6 +17,7 @@ from kvcanary_tools.engine_options import (
     engine_config,
     engine_options,
     json_option,
+    reenact_option,
     sampling_options,
     sampling_params,
     usage_failures,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 @click.argument("more_files", nargs=-1, metavar="")
 @engine_options
 @sampling_options
+@reenact_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
@@ -63,11 +65,12 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     config, params = engine_config(options), sampling_params(options)
 
     from kvcanary_tools.generation import generate
+    from kvcanary_tools.reenactment import reenacting
     from spec_engine import Engine
 
     console.log_to_stderr()
     printer = _Printer(len(prompts))
-    with usage_failures():
+    with usage_failures(), reenacting(options["reenact"], as_json):
         engine = Engine(config)
         console.say(_sizes_line(engine.sizes))
         generation = generate(engine, prompts, params, None if as_json else printer)
@@ -152,5 +155,7 @@ def _summarise(generation: Generation) -> None:
         batches = sorted(generation.adaptive.batches.items())
         chosen = ", ".join(f"{steps} in {console.numbered(count, 'step')}" for steps, count in batches)
         console.say(f"drafts by step: {chosen}, {console.numbered(generation.adaptive.switches, 'change')}")
+    if generation.num_retractions:
+        console.say(f"{console.numbered(generation.num_retractions, 'retraction')} for want of pages")
     if generation.certificate is not None:
         console.say(certificate_line(generation.certificate))
