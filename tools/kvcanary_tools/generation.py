@@ -11,6 +11,7 @@ from kvcanary import KVCorruptionError
 if TYPE_CHECKING:
     from kvcanary import Report
     from spec_engine import Engine, SamplingParams, TokenEvent
+    from spec_engine.drafting.adaptive import AdaptiveMetrics
 
 #: Why a request ended that a finding stopped.
 CORRUPTION = "kv_corruption"
@@ -40,14 +41,18 @@ class Generation:
     """Everything that one run produced; `report` is set when a finding stopped it.
 
     tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded.
+    num_retractions: times that a request gave up its pages for want of others, and resumed.
+    adaptive: which numbers of steps the engine chose since it was made, None where it may not choose.
     """
 
     completions: list[Completion]
     tokens_emitted: int
     verify_forwards: int
     decode_seconds: float
+    num_retractions: int
     certificate: dict[str, Any] | None
     report: Report | None
+    adaptive: AdaptiveMetrics | None = None
 
     @property
     def accepted_length(self) -> float:
@@ -72,6 +77,8 @@ class Generation:
             "outputs": [completion.as_dict() for completion in self.completions],
             "accepted_length": self.accepted_length,
             "tokens_per_second": self.tokens_per_second,
+            "adaptive": None if self.adaptive is None else self.adaptive.as_dict(),
+            "num_retractions": self.num_retractions,
             "canary": self.certificate,
         }
 
@@ -105,6 +112,8 @@ def generate(
         tokens_emitted=engine.metrics.tokens_emitted - before.tokens_emitted,
         verify_forwards=engine.metrics.verify_forwards - before.verify_forwards,
         decode_seconds=engine.metrics.decode_seconds - before.decode_seconds,
+        num_retractions=engine.metrics.num_retractions - before.num_retractions,
         certificate=None if engine.canary is None else engine.canary.certificate(),
         report=report,
+        adaptive=engine.metrics.adaptive,
     )
