@@ -67,8 +67,8 @@ def texts() -> list[KnownText]:
     return known
 
 
-def make_engine(shape: Shape, schedule: str) -> Engine:
-    """A pool that holds the longest request and a quarter, and admission that counts with prompts alone."""
+def make_engine(shape: Shape, schedule: str, room: int) -> Engine:
+    """A pool that holds the longest request and ``room`` eighths more; admission counts with prompts alone."""
     page_size, topk, num_steps, num_nodes, is_second = shape
     reserve, draft, settings = 1, None, {"draft": "none"}
     if shape != PLAIN:
@@ -76,7 +76,7 @@ def make_engine(shape: Shape, schedule: str) -> Engine:
         reserve = reserve_len(draft_alloc_len(page_size, topk, num_steps, num_nodes), num_steps + 1, lag)
         draft = KnownDraft(model(), texts(), lambda *place: 1 + hash(place) % (num_steps + 1), is_second=is_second)
         settings = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
-    pages = pages_for(max(PROMPT_LENS) + MOST_NEW, reserve, page_size) + 1
+    pages = pages_for(max(PROMPT_LENS) + MOST_NEW, reserve, page_size) * (8 + room) // 8 + 1
     config = EngineConfig(
         page_size=page_size,
         schedule=schedule,
@@ -97,9 +97,9 @@ class Traffic(RuleBasedStateMachine):
 
     slots_checked = num_retractions = num_sharing = 0  # of all runs
 
-    @initialize(shape=st.sampled_from(SHAPES), schedule=st.sampled_from(["sync", "overlap"]))
-    def begin(self, shape: Shape, schedule: str) -> None:
-        self.engine = make_engine(shape, schedule)
+    @initialize(shape=st.sampled_from(SHAPES), schedule=st.sampled_from(["sync", "overlap"]), room=st.integers(0, 5))
+    def begin(self, shape: Shape, schedule: str, room: int) -> None:
+        self.engine = make_engine(shape, schedule, room)
         self.asked: dict[str, tuple[int, int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -75,3 +77,23 @@ def test_sampled_tokens_are_drawn_once(toy_model, expected, draft, schedule) -> 
 def test_without_pressure_nobody_is_retracted(toy_model) -> None:
     """The twin: the same requests in a pool that holds them."""
     assert run(toy_model, GREEDY, 256, topk=2)[1].metrics.num_retractions == 0
+
+
+def test_requests_that_come_back_together_do_not_read_each_other(toy_model) -> None:
+    """Two of one prompt are retracted and resume in the same step: the first finds nothing yet in the second."""
+    config = EngineConfig(model=str(toy_model), page_size=4, dtype="float64")
+    engine = Engine(config)
+    engine.submit(PROMPTS[0], GREEDY, priority=1)
+    twins = [engine.submit(PROMPTS[1], GREEDY) for _ in range(2)]
+    outputs: dict[str, list[int]] = {name: [] for name in ("req-0", *twins)}
+    for number in itertools.count():
+        if number == 4:
+            assert engine._retract() + engine._retract() == []
+            assert [request.request_id for request in engine.scheduler.waiting] == twins
+        for event in engine.step():
+            outputs[event.request_id] += event.token_ids
+        if not engine.has_work:
+            break
+    assert tuple(outputs["req-0"]) == engine.generate(PROMPTS[:1], GREEDY)[0].token_ids
+    assert outputs[twins[0]] == outputs[twins[1]]
+    assert len(outputs[twins[0]]) == GREEDY.max_new_tokens
