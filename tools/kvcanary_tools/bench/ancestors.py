@@ -14,7 +14,7 @@ import torch
 
 from kvcanary_tools.bench.common import machine, progress, save
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine.drafting.drafter import ATTEND
+from spec_engine.config import ATTEND
 from spec_engine.models.embedded import load_excerpts
 
 TOPK, NUM_STEPS, NUM_NODES = (4, 8), 5, 16
@@ -62,18 +62,17 @@ def run(prompts: Sequence[str], new_tokens: int, topk: int, attend: str) -> tupl
 
 
 def make_engine(topk: int, attend: str) -> Engine:
-    engine = Engine(
+    return Engine(
         EngineConfig(
             draft="eagle3",
             topk=topk,
             num_steps=NUM_STEPS,
             num_draft_tokens=NUM_NODES,
+            attend=attend,
             max_running_requests=BATCH,
             prefix_cache=False,
         )
     )
-    engine.drafter._attends_columns = attend == "columns"
-    return engine
 
 
 if __name__ == "__main__":
