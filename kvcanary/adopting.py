@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvcanary.groups import slots_in
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror, no_records, two_words
@@ -41,9 +42,12 @@ def adopt(
     chains = ledger.truths(request, pool.pool_id, int(positions.max()) + 1)
     if chains is None:
         return
-    slots = np.array([ledger.slot(request, int(position)) for position in positions])
+    names = np.array([ledger.slot(request, int(position)) for position in positions])
+    slots = slots_in(pool.view, names)
+    held = slots >= pool.view.null_slots  # a window may have left the others
+    positions, slots, names = positions[held], slots[held], names[held]
     tokens = np.array(request.tokens, np.int64)[positions + offset].view(np.uint64)
-    generations = ledger.generations[slots // state.page_size].view(np.uint64)
+    generations = ledger.generations[names // state.page_size].view(np.uint64)
     records = no_records(len(slots))
     records[:, TOKEN_POSITION] = two_words(tokens, positions.view(np.uint64))
     records[:, CHAIN] = chains[positions]

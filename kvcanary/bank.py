@@ -57,6 +57,10 @@ class SubstepBank:
         """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`."""
         if self._is_armed:
             raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
+        if pool in self._state.by_name and self._state.by_name[pool].is_partial:
+            raise PlanError(
+                f"pool {pool!r} must have neither slot_map nor window in a static substep: judge it by substep()"
+            )
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
         if len(self._in_order) == self._capacity:

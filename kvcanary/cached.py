@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from kvcanary.config import share_of
 from kvcanary.content import find_changed
-from kvcanary.entries import Entries
+from kvcanary.entries import Entries, named
+from kvcanary.groups import Ints, slots_in
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
-from kvcanary.state import CanaryState
+from kvcanary.state import CanaryState, PoolState
 
 
 class CachedSweep:
@@ -43,16 +44,21 @@ class CachedSweep:
             return []
         size = self._state.page_size
         slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
-        nobody = np.full(len(slots), -1)
-        entries = Entries(slots, nobody, nobody, (), self.read_at[slots // size])
         self.longest_wait = max(self.longest_wait, step - int(self.read_at[list(pages)].min()))
-        where = torch.from_numpy(slots).to(self._state.records.device)
         hits: list[HitBatch] = []
         for pool in self._state.pools:
-            hits += find_changed(pool, where, lambda: entries, ("sweep", 1), step, both_lanes=False)
-            self.bytes_read += len(slots) * pool.view.slot_bytes
+            hits += self._look_in(pool, slots, step)
         self.read_at[list(pages)] = step
         return hits
+
+    def _look_in(self, pool: PoolState, names: Ints, step: int) -> list[HitBatch]:
+        slots = slots_in(pool.view, names)
+        held = slots >= pool.view.null_slots  # a window may have left the others
+        slots, names, nobody = slots[held], names[held], np.full(int(held.sum()), -1)
+        self.bytes_read += len(slots) * pool.view.slot_bytes
+        entries = Entries(slots, nobody, nobody, (), self.read_at[names // self._state.page_size], named(pool, names))
+        where = torch.from_numpy(slots).to(self._state.records.device)
+        return find_changed(pool, where, lambda: entries, ("sweep", 1), step, both_lanes=False)
 
     def left(self, pages: Sequence[int], step: int) -> None:
         """Rows have left these pages after a last look at their bytes: what a cache still holds waits from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,43 +13,56 @@ from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed, slots_are_right
 from kvcanary.entries import Entries, join_entries, written_entries
-from kvcanary.forward import Forward
+from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
 from kvcanary.lanes import joined
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
-from kvcanary.moving import Mover, Slots
+from kvcanary.moving import Move, Mover, Slots
+from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries
 from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.sweep import Sweeper
-from kvcanary.truths import judge_lengths, judge_mask, judge_tokens
+from kvcanary.tokens import Oracle, judge_tokens
+from kvcanary.truths import judge_lengths, judge_mask, judge_starts
 from kvcanary.writing import judge_layers
 from kvcanary_kernels.record import TOKEN_POSITION
+
+
+class Rewritten(NamedTuple):
+    """Slots of a pool, [n] int64, whose bytes are no longer those that pending forwards have read."""
+
+    pool: PoolState
+    slots: Slots
 
 
 class StepChecks:
     """What waits to be judged, and what fired.
 
-    hits: checks that fired since somebody took them
+    hits:   checks that fired since somebody took them
+    oracle: who knows tokens that the host does not know yet; None: nobody
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
         self.mirror = Mirror(state)
-        self._sealer = Sealer(self.mirror, state.page_size, ledger.generations)
+        self._sealer = Sealer(self.mirror, ledger)
         self._stages = {pool: Stage(state, pool) for pool in state.pools}
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, compares_content=moves)
+        self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self.sweeper = Sweeper(state, ledger, config.budget)
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
+        self.oracle: Oracle | None = None
 
     def open(self, forward: Forward) -> Stage | None:
         """The stage of this forward's values; None where nobody compares a draft's bytes."""
@@ -64,8 +78,8 @@ class StepChecks:
         stage.open(forward)
         return stage
 
-    def settle(self) -> None:
-        """Seal and judge all pending forwards."""
+    def settle(self, rewritten: Rewritten | None = None) -> None:
+        """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""
         if not self._pending:
             self.mirror.flush()
             return
@@ -74,7 +88,7 @@ class StepChecks:
             self.publish_pages()
             for forward in forwards:
                 forward.read_rows()
-                self.hits += [*judge_layers(forward), *judge_tokens(forward), *judge_mask(forward)]
+                self.hits += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
             self.hits += self._sealer.seal(forwards)
             self._ledger.pages.wrote(self._sealer.pages)
             self.mirror.flush()
@@ -82,12 +96,12 @@ class StepChecks:
                 if forward.room or forward.lanes:
                     self._stages[forward.pool].keep(forward)
             for forward in forwards:
-                self.hits += judge_lengths(forward)
+                self.hits += [*judge_lengths(forward), *judge_starts(forward)]
                 _note_rows(forward)
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:
-                    self._judge(pool, own)
+                    self._judge(pool, own, rewritten)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -99,7 +113,12 @@ class StepChecks:
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         granted, size = set(pages), self._state.page_size
-        if any(slot // size in granted for forward in self._pending for slot in forward.write_slots):
+        if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
+            self.settle()
+
+    def settle_rows_of(self, request: Request) -> None:
+        """How far its rows are written is told by the forwards that have run, judged or not."""
+        if any(request is other for forward in self._pending for other in forward.requests):
             self.settle()
 
     def roll(self, step: int) -> None:
@@ -128,15 +147,33 @@ class StepChecks:
                 self.hits += self.sweeper.last_look(request, step)
 
     def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int, guesses: bool) -> None:
-        """Records follow bytes."""
+        """Records follow bytes; what a slot map sends nowhere has none."""
         has_lanes = not guesses or self._config.content == "full"
+        origins, places = slots_in(source.view, src), slots_in(pool.view, dst)
+        lies = (origins >= source.view.null_slots) & (places >= pool.view.null_slots)
+        if not lies.all():
+            src, dst, origins, places = src[lies], dst[lies], origins[lies], places[lies]
         with torch.inference_mode():
-            self.settle()
-            self.hits += self._mover.apply(self._stages[source], self._stages[pool], src, dst, step, has_lanes)
-        if guesses:
-            return
-        positions = self.mirror.table[pool.base + dst, TOKEN_POSITION] >> 32
-        self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
+            self.settle(Rewritten(pool, places))
+            move = Move(origins, places, src, dst)
+            self.hits += self._mover.apply(self._stages[source], self._stages[pool], move, step, has_lanes)
+        if len(dst) and not guesses:
+            positions = self.mirror.table[pool.base + places, TOKEN_POSITION] >> 32
+            self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
+
+    def pack(self, pages: Sequence[int]) -> Parcel:
+        """What is known of pages whose bytes leave."""
+        self.settle()
+        with torch.inference_mode():
+            self._fingerprint()
+            return self._parcels.pack(pages)
+
+    def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
+        """Bytes are back, and their records follow; the caller has settled."""
+        with torch.inference_mode():
+            self._fingerprint()
+            self.publish_pages()
+            self.hits += self._parcels.unpack(parcel, request, pages, length, step)
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""
@@ -152,18 +189,20 @@ class StepChecks:
         """What was judged on these pages is judged anew, should the row go on."""
         size = self._state.page_size
         for pool in self._state.pools:
+            if pool.is_partial:
+                continue  # judged in every forward
             for page in pages:
                 first = pool.base + page * size
                 self.mirror.judged[first : first + size] = False
 
-    def _judge(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
+    def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None) -> None:
         verdict = self._reader.judge(pool, forwards)
         if self._config.content == "full" and self._compares_content:
-            verdict.hits += self._check_all_bytes(pool, forwards, verdict)
+            verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
         coverage = self._coverage
         coverage.forwards += len(forwards)
-        coverage.slots_checked += sum(forward.bounds[-1] for forward in forwards)
+        coverage.slots_checked += sum(forward.bounds[-1] - sum(forward.skipped) for forward in forwards)
         coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
@@ -171,16 +210,28 @@ class StepChecks:
         for stage in self._stages.values():
             stage.fingerprint()
 
-    def _check_all_bytes(self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict) -> list[HitBatch]:
-        """content=full: every byte that these forwards have read or written."""
+    def _check_all_bytes(
+        self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict, rewritten: Rewritten | None
+    ) -> list[HitBatch]:
+        """content=full: every byte that these forwards have read or written, and that is still there."""
         self._stages[pool].fingerprint()
-        slots = joined([self._reader.slots(verdict.segments), *(forward.slots for forward in forwards)])
+        slots = joined([self._reader.slots(verdict.segments), *(forward.pool_slots for forward in forwards)])
+        kept: slice | Ints = slice(None)
+        if rewritten is not None and rewritten.pool is pool:
+            kept = own = np.flatnonzero(~np.isin(on_host(slots), rewritten.slots))
+            self._coverage.skip("entries rewritten by a move before their bytes were read", len(slots) - len(own))
+            slots = slots[torch.from_numpy(own).to(slots.device)]
         self._coverage.bytes_checked += len(slots) * pool.view.slot_bytes
         hits: list[HitBatch] = []
         if not slots_are_right(pool, slots):
             last = forwards[-1]
             hits = find_changed(
-                pool, slots, lambda: self._entries_of(forwards, verdict), last.site, last.step, both_lanes=False
+                pool,
+                slots,
+                lambda: self._entries_of(forwards, verdict).at(kept),
+                last.site,
+                last.step,
+                both_lanes=False,
             )
         step = forwards[-1].step
         for request in {request.uid: request for forward in forwards for request in forward.requests}.values():
@@ -208,5 +259,5 @@ def _note_rows(forward: Forward) -> None:
     for number, request in enumerate(forward.requests):
         length = forward.prefixes[number] + forward.written[number * width]
         if forward.kind == "extend":
-            length = min(length, request.committed_len)  # what lies beyond is junk
+            length = min(length, request.most_final(pool_id))  # what lies beyond is junk
         request.row_lens[pool_id] = length

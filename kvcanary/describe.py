@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvcanary.codes import CODES
 from kvcanary.diagnosis import rank_causes
 from kvcanary.facts import Facts, expected_and_found, tokens_of
 from kvcanary.findings import Finding
+from kvcanary.groups import slots_in
 from kvcanary.history import PageEvent
 from kvcanary.hits import Hit, fair_share, join_hits
 from kvcanary.intake import HitGroup
@@ -131,7 +134,8 @@ class Describer:
         if hit.code not in _CONTENT or not hit.layers or hit.fingerprint_hit:
             return ()
         end = 0 if reader is None else min(len(reader.pages) * self._state.page_size, SEARCHED_SLOTS)
-        row = [] if reader is None else self._ledger.slots(reader, 0, end)
+        names = [] if reader is None else self._ledger.slots(reader, 0, end)
+        row = [slot for slot in slots_in(hit.pool.view, np.array(names, np.int64)).tolist() if slot >= 0]
         return whose_bytes(hit.pool, hit.slot, hit.layers[0], first=row)
 
     def _readers(self, incident: Sequence[Hit], owner: str | None) -> list[Request]:

@@ -85,6 +85,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("W5",), writes.tree_positions),
     (("W5",), writes.stale_positions),
     (("W6",), _fixed("order", "built on a step whose tokens were not known yet, or on those of another row")),
+    (("W6",), writes.no_token),
     (("W6",), writes.unshifted_token),
     (("W2", "W7"), rows.read_after_free),
     (("W2",), rows.wrong_entry),

@@ -24,6 +24,7 @@ class Entries:
     positions: [n] int64 in their rows; -1: not known
     rows:      [n] int64 into `request_ids`; -1: nobody's
     last_good: [n] int64, step in which the entry was last known good; -1: not known, None: of none of them
+    names:     [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
     """
 
     slots: Ints
@@ -31,6 +32,7 @@ class Entries:
     rows: Ints
     request_ids: Sequence[str]
     last_good: Ints | None = None
+    names: Ints | None = None
 
     @property
     def known_good(self) -> Ints:
@@ -48,28 +50,42 @@ class Entries:
     ) -> HitBatch:
         """One check at those of them that `which` numbers, rising; `evidence`: arrays with a row for each entry."""
         own = slice(None) if len(which) == len(self.slots) else which
+        some = self.at(own)
         return HitBatch(
             code,
             pool,
             site,
             step,
-            self.slots[own],
-            self.positions[own],
-            self.rows[own],
-            self.request_ids,
-            last_good=None if self.last_good is None else self.last_good[own],
+            some.slots,
+            some.positions,
+            some.rows,
+            some.request_ids,
+            last_good=some.last_good,
+            names=some.names,
             **{name: values[own] for name, values in evidence.items()},
         )
+
+    def at(self, which: slice | Ints) -> Entries:
+        """Some of them."""
+        columns = (self.slots[which], self.positions[which], self.rows[which])
+        good, names = (None if column is None else column[which] for column in (self.last_good, self.names))
+        return Entries(*columns, self.request_ids, good, names)
 
 
 def written_entries(forward: Forward) -> Entries:
     """The write plan of a forward, with the slots that it asked for."""
-    slots, rows = forward.planned.slots, np.arange(len(forward.written)) // forward.width
+    slots, names, rows = forward.planned.slots, forward.slot_names, np.arange(len(forward.written)) // forward.width
     if forward.refused is not None:
-        slots = slots.copy()
-        slots[forward.refused.entries] = forward.refused.ids
-    names = [request.request_id for request in forward.requests]
-    return Entries(slots, forward.planned.positions, np.repeat(rows, forward.written), names)
+        slots, names = slots.copy(), names.copy()
+        slots[forward.refused.entries], names[forward.refused.entries] = forward.refused.ids, forward.refused.names
+    requests = [request.request_id for request in forward.requests]
+    rows = np.repeat(rows, forward.written)
+    return Entries(slots, forward.planned.positions, rows, requests, names=named(forward.pool, names))
+
+
+def named(pool: PoolState, names: Ints) -> Ints | None:
+    """What a plan calls its slots, where that is not what the pool calls them."""
+    return None if pool.view.slot_map is None else names
 
 
 def join_entries(parts: Sequence[Entries]) -> Entries:
@@ -81,6 +97,7 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
         np.concatenate([part.rows + first for part, first in zip(parts, firsts, strict=False)]),
         [name for part in parts for name in part.request_ids],
         np.concatenate([part.known_good for part in parts]),
+        None if parts[0].names is None else np.concatenate([part.names for part in parts if part.names is not None]),
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvcanary.groups import slots_in
 from kvcanary.history import PageEvent
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger, Request
@@ -75,9 +77,11 @@ class Facts:
         pool, offset = self.hit.pool, self.hit.pool.view.token_offset
         slots = torch.tensor(self.hit.row_slots, device=pool.records.device)
         held = (pool.records[slots, record.TOKEN_POSITION] & MASK_32).cpu()
-        wanted = torch.tensor(self.reader.tokens[offset : offset + len(slots)], dtype=torch.int64) & MASK_32
+        begin = (self.hit.position or 0) + 1 - len(slots)  # a window may hide what lies before
+        tokens = self.reader.tokens[begin + offset : begin + offset + len(slots)]
+        wanted = torch.tensor(tokens, dtype=torch.int64) & MASK_32
         differs = (held[: len(wanted)] != wanted).nonzero().flatten()
-        return int(differs[0]) if len(differs) else None
+        return begin + int(differs[0]) if len(differs) else None
 
     def whose_is(self, *kinds: str) -> Whose | None:
         """The best answer of one of these kinds."""
@@ -104,11 +108,17 @@ def tokens_of(facts: Facts) -> tuple[Values, Values]:
 
 
 def _range(facts: Facts) -> tuple[Values, Values]:
-    return {"slot": f"0 to {facts.hit.pool.view.num_slots - 1}"}, {"slot": facts.hit.slot}
+    return {"slot": f"0 to {facts.hit.pool.view.num_slots - 1}"}, _slot(facts)
 
 
 def _not_null(facts: Facts) -> tuple[Values, Values]:
-    return {"slot": f"{facts.hit.pool.view.null_slots} or more"}, {"slot": facts.hit.slot}
+    return {"slot": f"{facts.hit.pool.view.null_slots} or more"}, _slot(facts)
+
+
+def _slot(facts: Facts) -> Values:
+    """The slot, and where a slot map led to it the slot of the full group."""
+    hit = facts.hit
+    return {"slot": hit.slot} if hit.named is None else {"slot": hit.slot, "slot_map_of": hit.named}
 
 
 def _one_write(facts: Facts) -> tuple[Values, Values]:
@@ -151,8 +161,9 @@ def _continued_chain(facts: Facts, found: Record) -> int | None:
         return None
     before = reader.root(hit.pool.pool_id)
     if hit.position:
-        slot = facts.ledger.slot(reader, hit.position - 1)
-        if slot < 0:
+        name = np.array([facts.ledger.slot(reader, hit.position - 1)])
+        slot = int(slots_in(hit.pool.view, name)[0])
+        if slot < hit.pool.view.null_slots:
             return None
         before = record.read_record(hit.pool.records, slot).chain
     return chain_host([found.token], found.position, before, hit.pool.keys)[0]

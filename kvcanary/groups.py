@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
@@ -18,6 +20,7 @@ from kvcanary.errors import PlanError
 if TYPE_CHECKING:
     from kvcanary.views import PoolView
 
+Ints = NDArray[np.int64]
 FULL_GROUP = "full"
 NOWHERE = -1  # in a slot map, and in what is translated by one
 
@@ -54,6 +57,26 @@ def to_pool_slots(view: PoolView, full_slots: Tensor) -> Tensor:
     size = view.slot_map.shape[0]
     found = view.slot_map.index_select(0, full_slots.clamp(0, size - 1))
     return torch.where((full_slots >= 0) & (full_slots < size), found, NOWHERE)
+
+
+def slots_in(view: PoolView, full_slots: Ints) -> Ints:
+    """`to_pool_slots` for slots that the host knows; -1 also where the map names no slot of the pool."""
+    if view.slot_map is None:
+        return full_slots
+    slots, outside = locate_slots(view, torch.from_numpy(full_slots).to(view.device))
+    return torch.where(outside, NOWHERE, slots).cpu().numpy()
+
+
+def locate_slots(view: PoolView, full_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] int64 and [n] bool: their slots in the pool, -1 where nowhere, and which of them may be used by nobody.
+
+    Those are ids outside the full group, and entries of the map outside the pool. Nowhere alone is no such id.
+    """
+    slots = to_pool_slots(view, full_slots)
+    if view.slot_map is None:
+        return slots, (slots < 0) | (slots >= view.num_slots)
+    foreign = (full_slots < 0) | (full_slots >= view.slot_map.shape[0])
+    return slots, foreign | (slots >= view.num_slots) | ((slots < 0) & (slots != NOWHERE))
 
 
 def map_faults(view: PoolView, full_slots: Tensor) -> list[MapFault]:

@@ -29,6 +29,7 @@ class Hit:
     found_position:  for R4, the position that the record has
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
     others:    requests besides whose rows read the same place, with the same result
     expected, found: what the report should say, where the code alone does not tell it
     """
@@ -47,13 +48,15 @@ class Hit:
     found_position: int | None = None
     row_slots: Sequence[int] | Ints = ()
     fingerprint_hit: bool = False
+    named: int | None = None
     others: tuple[str, ...] = ()
     expected: dict[str, Any] | None = None
     found: dict[str, Any] | None = None
 
     @property
     def page(self) -> int:
-        return self.slot // self.pool.view.page_size
+        """Whose grant, owner and state count for the slot."""
+        return (self.slot if self.named is None else self.named) // self.pool.view.page_size
 
     @property
     def place(self) -> tuple[int, int]:

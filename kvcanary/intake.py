@@ -29,6 +29,7 @@ class HitBatch:
     found_positions:  [n] int64, for R4
     parent_positions: [n] int64, for W5
     fingerprint_hits: [n] bool, for R3
+    names:            [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
     """
 
     code: str
@@ -44,6 +45,7 @@ class HitBatch:
     found_positions: Ints | None = None
     parent_positions: Ints | None = None
     fingerprint_hits: NDArray[np.bool_] | None = None
+    names: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -65,6 +67,7 @@ class HitBatch:
             parent_position=None if self.parent_positions is None else int(self.parent_positions[number]),
             found_position=_known(self.found_positions, number),
             fingerprint_hit=self.fingerprint_hits is not None and bool(self.fingerprint_hits[number]),
+            named=None if self.names is None else int(self.names[number]),
         )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvcanary.errors import LifetimeError, PageReferenceError
 from kvcanary.pages import Array
 from kvcanary.quarantine import Quarantine
-from kvcanary.requests import NO_PAGE, Judged, ReadQueue, Request, TruthChain
+from kvcanary.requests import NO_PAGE, Judged, ReadQueue, Request, Role, TruthChain
 from kvcanary.rows import RowBook
 from kvcanary_kernels.record import SHARED, Keys
 
-__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "TruthChain"]
+__all__ = ["NO_PAGE", "Judged", "Ledger", "ReadQueue", "Request", "Role", "TruthChain"]
 
 
 class Ledger(RowBook):
@@ -20,10 +20,8 @@ class Ledger(RowBook):
     Truth changes when the caller says so: `step` is only written down, for histories and for the quarantine.
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[tuple[str, int]]
-    ) -> None:
-        """`roles`: for each pool the role that its chain roots name, and its token offset."""
+    def __init__(self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[Role]) -> None:
+        """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
         self._quarantine = Quarantine()
 

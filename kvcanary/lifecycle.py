@@ -14,7 +14,8 @@ from kvcanary.config import CanaryConfig
 from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
-from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request
+from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
+from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
@@ -38,7 +39,7 @@ class Lifecycle:
             page_size=state.page_size,
             null_pages=-(-max(pool.view.null_slots for pool in state.pools) // state.page_size),
             keys=state.keys,
-            roles=[(pool.name, pool.view.token_offset) for pool in state.pools],
+            roles=[Role(pool.name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
@@ -66,15 +67,17 @@ class Lifecycle:
         self._ledger.append(request_id, token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
-        """Entries [0, committed_len) of the row are final."""
+        """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
+        self._expect_closed("commit()")
         request = self._ledger.request(request_id)
         if committed_len < request.committed_len:
             raise LifetimeError(
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
+        self._checks.settle_rows_of(request)
         self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
-        request.row_lens = [min(length, committed_len) for length in request.row_lens]  # rejected nodes lie beyond
-        for pool in self._state.pools:
+        for pool in self._state.pools:  # rejected nodes lie beyond
+            request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
             self._checks.sweeper.commit(request, pool)
         request.committed_len, request.commit_step = committed_len, self.step
         self._finalise(request)
@@ -130,6 +133,10 @@ class Lifecycle:
         self._ledger.fork(request_id, child_id, pages, self.step)
         length = min(len(pages) * self._state.page_size, parent.committed_len, len(child.tokens))
         self._inherit(child, length)
+        for pool in self._state.pools:
+            if pool.view.ahead and length == parent.committed_len:  # what its pool holds ahead lies on these pages too
+                within = min(len(pages) * self._state.page_size, len(child.tokens))
+                child.row_lens[pool.pool_id] = min(parent.final_len(pool.pool_id), within)
 
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
@@ -138,6 +145,21 @@ class Lifecycle:
         self._ledger.copy_on_write(request_id, page, copy, self.step)
         self._checks.report(self._poisoner.granted([copy], self.step))
         request = self._ledger.request(request_id)
+        request.judged = [Judged()] * len(request.judged)
+
+    def on_deduplicate(self, request_id: str, page: int, kept: int) -> None:
+        """A private final page of the row is replaced by the equal one that a prefix cache holds already, and is free.
+
+        The bytes of both are read again; that they are the same tokens is judged when the row is read.
+        """
+        request = self._ledger.request(request_id)
+        self._checks.look_again(request, self.step)
+        if self.config.content == "write":
+            self._coverage.freed_unread_bytes += self._unread_bytes(request, [page])
+        self._ledger.deduplicate(request_id, [page], [kept], self.step)
+        self.tickets.freed([page])
+        self._checks.look_at_pages([kept], self.step)
+        self._leave([page])
         request.judged = [Judged()] * len(request.judged)
 
     def on_evict(self, pages: Sequence[int]) -> None:
@@ -155,19 +177,43 @@ class Lifecycle:
         self._checks.settle()
         self._ledger.load_begin(request_id, pages, self.step)
 
-    def on_load_end(self, request_id: str, pages: Sequence[int], length: int) -> None:
-        """They have arrived: positions below `length` hold the request's own tokens, and are fingerprinted as they lie.
+    def on_offload(self, pages: Sequence[int]) -> Parcel:
+        """Bytes of these pages are about to be copied elsewhere; give the parcel to the `on_load_end` of the way back.
 
-        Nothing can tell whether they were damaged on their way: use `on_move` where source and destination are known.
+        The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
+        return self._checks.pack(pages)
+
+    def on_load_end(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel | None = None) -> None:
+        """They have arrived: positions below `length` hold the request's own tokens.
+
+        `parcel`: of `on_offload`, of as many pages in the same order: the records of then come back, and bytes that
+        are not those of then are T1. Without it bytes are fingerprinted as they lie: nothing can tell whether they
+        were damaged on their way.
+        """
+        if parcel is not None:
+            expect_fits(parcel, pages)
         self._checks.settle()
         self._ledger.load_end(request_id, pages, self.step)
-        self._adopt(request_id, pages, length)
+        if parcel is None:
+            self._adopt(request_id, pages, length)
+        else:
+            self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
+
+    def on_restore(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel) -> None:
+        """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
+
+        As `on_load_begin` and `on_load_end` with a parcel, where nothing can read the pages in between.
+        """
+        expect_fits(parcel, pages)
+        self._checks.settle()
+        self._ledger.restore(request_id, pages, self.step)
+        self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
     def before_move(self) -> None:
         """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""
@@ -177,7 +223,8 @@ class Lifecycle:
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
 
-        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1).
+        `to`: another pool of equal rows, where `dst` are slots of it. What arrived is read again at once (T1). Under
+        content=full what pending forwards have read in `dst` is lost, where nobody called `before_move`.
         `guesses`: entries of draft forwards, which lengthen no row; their bytes are read under content "full" alone.
         """
         self._expect_closed("on_move()")
@@ -200,6 +247,8 @@ class Lifecycle:
     def _finalise(self, request: Request) -> None:
         """Pages that lie wholly in what is final in every pool are not written again."""
         length = min(request.final_len(pool.pool_id) for pool in self._state.pools)
+        if request.owned_len is not None:
+            length = min(length, request.owned_len)
         self._ledger.commit(request.request_id, length, self.step)
 
     def _inherit(self, request: Request, length: int) -> None:

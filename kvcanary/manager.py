@@ -13,7 +13,7 @@ from kvcanary.certificate import certificate
 from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
-from kvcanary.errors import CanaryConfigError, HookOrderError, PlanError
+from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.forward import Forward
 from kvcanary.graphs import StaticChecks
@@ -27,6 +27,7 @@ from kvcanary.staging import Stage
 from kvcanary.state import CanaryState
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
+from kvcanary.tokens import Oracle, TokenOf
 from kvcanary.views import PoolView
 
 
@@ -59,6 +60,13 @@ class CanaryManager(Lifecycle):
     def detach(self) -> None:
         """The engine is gone: its pools may have another canary."""
         self._attachment.release()
+
+    def set_oracle(self, token_of: TokenOf | None, judges_guesses: bool = False) -> None:
+        """W6 judges what the host does not know yet by `token_of(request_id, position)`; None: by nobody, as at first.
+
+        The function gives None where it does not know. `judges_guesses`: draft forwards and tree nodes too.
+        """
+        self._checks.oracle = None if token_of is None else Oracle(token_of, judges_guesses)
 
     # the step
 
@@ -117,19 +125,35 @@ class CanaryManager(Lifecycle):
         audit(self._ledger)
         return self._act()
 
-    def release(self, request_id: str) -> bool:
+    def release(self, request_id: str, committed_len: int | None = None) -> bool:
         """The request ends, before its last tokens leave: judge what is pending, and look at all its bytes again.
 
+        committed_len: where it ended inside what was accepted (a stop string), entries that are its own: pages behind
+                       them are not final, and no cache may take them. Forwards that still have the request in their
+                       batch are judged by all that was committed, until its pages are freed.
         Mode abort: False where these are not what was written; the request ends as corrupted, without those tokens.
         """
         self._expect_closed("release()")
         request = self._ledger.request(request_id)
+        if committed_len is not None and not 0 <= committed_len <= request.committed_len:
+            raise LifetimeError(
+                f"committed_len of {request_id!r} must be in [0, {request.committed_len}] when it ends, got "
+                f"{committed_len}: commit first"
+            )
         self._checks.look_again(request, self.step)
+        if committed_len is not None:
+            request.owned_len = committed_len
+            request.final_pages = min(request.final_pages, committed_len // self._state.page_size)
         is_intact = request_id not in self._act()
         request.released = True
         return is_intact
 
     # what was found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that records, fingerprints and page states take; they never grow."""
+        return self._state.num_bytes
 
     @property
     def findings(self) -> list[Finding]:

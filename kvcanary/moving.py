@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,6 +21,20 @@ from kvcanary_kernels.record import CONTENT_B, MASK_32, REQUEST_GENERATION, SEAL
 Slots = NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Entries that were moved, all [n] int64: where they lay and lie, and what plans call these slots."""
+
+    src: Slots
+    dst: Slots
+    src_names: Slots
+    dst_names: Slots
+
+    def without_stays(self) -> Move:
+        moves = self.src != self.dst
+        return Move(self.src[moves], self.dst[moves], self.src_names[moves], self.dst_names[moves])
+
+
 class Mover:
     """Applies declared moves to records and fingerprints, within a pool or from one to another."""
 
@@ -26,14 +42,14 @@ class Mover:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._compares_content = compares_content
 
-    def apply(self, source: Stage, stage: Stage, src: Slots, dst: Slots, step: int, has_lanes: bool) -> list[Hit]:
+    def apply(self, source: Stage, stage: Stage, move: Move, step: int, has_lanes: bool) -> list[Hit]:
         """T1 where bytes that arrived are not those that were written at the source.
 
-        Every source was read before any destination was written; `src` and `dst` are slots, `dst` distinct ones.
+        Every source was read before any destination was written; destinations are distinct.
         `has_lanes`: the content of the sources was kept when they were written.
         """
-        moves = (src != dst) | (source is not stage)
-        src, dst = src[moves], dst[moves]
+        move = move.without_stays() if source is stage else move
+        src, dst = move.src, move.dst
         if not len(dst):
             return []
         origin, pool, device = source.pool, stage.pool, stage.pool.records.device
@@ -43,7 +59,7 @@ class Mover:
             source.fingerprint()
         found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
         content_a = origin.content_a.index_select(1, from_rows) if has_lanes and not waits else None
-        self._mirror.write(pool.base + dst, self._moved(origin, pool, src, dst, step))
+        self._mirror.write(pool.base + dst, self._moved(origin, pool, move, step))
         if content_a is not None:
             stage.forget(dst.tolist())
             self._mirror.flush()
@@ -52,14 +68,15 @@ class Mover:
             self._mirror.flush()
             damage = found - expected  # a damaged source stays damaged
             pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
-        return self._arrived(stage, to_rows, waits, step) if has_lanes and self._compares_content else []
+        compares = has_lanes and self._compares_content
+        return self._arrived(stage, to_rows, move.dst_names, waits, step) if compares else []
 
-    def _moved(self, origin: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int) -> Words:
+    def _moved(self, origin: PoolState, pool: PoolState, move: Move, step: int) -> Words:
         """Token, position, chain and layers of the sources under the grants and owners of the destinations' pages."""
-        records = self._mirror.table[origin.base + src]
-        pages, grants = dst // self._state.page_size, self._ledger.generations.view(np.uint64)
+        records = self._mirror.table[origin.base + move.src]
+        pages, grants = move.dst_names // self._state.page_size, self._ledger.generations.view(np.uint64)
         writers = records[:, REQUEST_GENERATION]
-        stale = writers >> 32 != grants[src // self._state.page_size]  # a move makes nothing current
+        stale = writers >> 32 != grants[move.src_names // self._state.page_size]  # a move makes nothing current
         owners = self._ledger.owners[pages]
         uids = np.where(owners >= 0, owners.view(np.uint64), writers & MASK_32)
         records[:, REQUEST_GENERATION] = two_words(uids, np.where(stale, 0, grants[pages]))
@@ -68,7 +85,7 @@ class Mover:
         records[:, SEAL] = pool.seal_term
         return records
 
-    def _arrived(self, stage: Stage, slots: Tensor, waits: bool, step: int) -> list[Hit]:
+    def _arrived(self, stage: Stage, slots: Tensor, names: Slots, waits: bool, step: int) -> list[Hit]:
         """The destination's bytes, against the values that wait for their lanes, or against the lanes."""
         pool = stage.pool
         if waits:
@@ -79,11 +96,11 @@ class Mover:
         else:
             differs = lane_a_of_slots(pool, slots) != pool.content_a.index_select(1, slots)
         wrong = differs.any(0).nonzero().flatten().tolist()
-        return [self._hit(pool, int(slots[number]), differs[:, number], step) for number in wrong]
+        return [self._hit(pool, int(slots[n]), int(names[n]), differs[:, n], step) for n in wrong]
 
-    def _hit(self, pool: PoolState, slot: int, differs: Tensor, step: int) -> Hit:
+    def _hit(self, pool: PoolState, slot: int, name: int, differs: Tensor, step: int) -> Hit:
         position = int(self._mirror.table[pool.base + slot, TOKEN_POSITION]) >> 32
         layers = tuple(differs.nonzero().flatten().tolist())
-        return Hit(
-            "T1", pool, slot, position, self._ledger.owner_of(slot // self._state.page_size), ("move", 0), step, layers
-        )
+        owner = self._ledger.owner_of(name // self._state.page_size)
+        named = None if pool.view.slot_map is None else name
+        return Hit("T1", pool, slot, position, owner, ("move", 0), step, layers, named=named)

@@ -21,13 +21,17 @@ BATCH_SLOTS = 64  # that are worth a launch
 
 
 class Poisoner:
-    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode."""
+    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode.
+
+    A pool behind a slot map has free slots of its own, which nobody tells of: they are left alone, and counted.
+    """
 
     def __init__(self, state: CanaryState, pattern: str, coverage: Coverage) -> None:
         """`pattern`: finite, nan or off."""
         self._state, self._coverage = state, coverage
         self._is_off, self._nan = pattern == "off", pattern == "nan"
-        self._slot_bytes = sum(pool.view.slot_bytes for pool in state.pools)
+        self._pools = [pool for pool in state.pools if pool.view.slot_map is None]
+        self._slot_bytes = sum(pool.view.slot_bytes for pool in self._pools)
         self._budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
         self._ops = ops_for(state.records.device)
         self._credit = 0
@@ -37,7 +41,10 @@ class Poisoner:
     def freed(self, pages: Iterable[int]) -> None:
         """These pages belong to nobody; `tick` will fill them."""
         if not self._is_off:
-            self._waiting.update(dict.fromkeys(pages))
+            fresh = dict.fromkeys(pages)
+            self._waiting.update(fresh)
+            mapped = len(self._state.pools) - len(self._pools)
+            self._coverage.skip("freed pages behind a slot map, not poisoned", mapped * len(fresh))
 
     def tick(self) -> None:
         """A step has passed: fill what its budget, and what was saved of it, allow."""
@@ -63,7 +70,7 @@ class Poisoner:
         if not poisoned:
             return []
         self._poisoned.difference_update(poisoned)
-        hits = [hit for pool in self._state.pools for hit in self._check(pool, poisoned, step)]
+        hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step)]
         if self._nan:
             self._zero(poisoned)
         return hits
@@ -73,7 +80,7 @@ class Poisoner:
             del self._waiting[page]
         self._poisoned.update(pages)
         slots = self._slots(pages)
-        for pool in self._state.pools:
+        for pool in self._pools:
             self._ops.poison_fill(pool.rows, slots, nan=self._nan)
 
     def _check(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
@@ -91,7 +98,7 @@ class Poisoner:
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""
         slots = self._slots(pages)
-        for pool in self._state.pools:
+        for pool in self._pools:
             words = torch.zeros(len(slots), pool.rows.words_per_row, dtype=torch.int32, device=slots.device)
             for layer in range(pool.view.num_layers):
                 pool.rows.scatter_layer(layer, slots, words)

@@ -38,7 +38,7 @@ from kvcanary_kernels.record import (
     bitmap_columns,
     signed,
 )
-from kvcanary_kernels.verify import verify_torch
+from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify_torch
 
 
 @dataclass(slots=True)
@@ -72,13 +72,15 @@ class Reader:
         for forward in forwards:
             if forward.write_slots and min(forward.write_slots) < pool.view.null_slots and "R2" in self._active:
                 hits.append(_null_writes(forward))
+        if pool.view.slot_map is not None and "R8" in self._active:
+            hits += _shared_slots(forwards, [*prefixes, *rows.suspects])
         return Verdict(hits, prefixes + rows.suspects, self._unknown_truths)
 
     def slots(self, segments: Sequence[Segment]) -> Tensor:
         """[n] int64: the slots of all segments."""
         if not segments:
             return self._state.arange[:0]
-        return joined([segment.forward.indices.narrow(0, segment.start, segment.length) for segment in segments])
+        return joined([s.forward.pool_indices.narrow(0, s.start, s.length) for s in segments])
 
     # right rows
 
@@ -90,44 +92,48 @@ class Reader:
         """Those that are not their request's own row; what was judged before and was not rewritten still is."""
         right: list[Segment] = []
         untrue: list[Segment] = []
-        new: list[tuple[Segment, Ints, NDArray[np.uint64]]] = []
+        new: list[tuple[Segment, int, NDArray[np.uint64]]] = []
         for segment in segments:
-            known, length = self._known(pool, segment), segment.length
-            chains = self._ledger.truths(segment.request, pool.pool_id, length) if known < length else None
+            known, end = self._known(pool, segment), segment.end_position
+            chains = self._ledger.truths(segment.request, pool.pool_id, end) if known < end else None
             if chains is not None:
-                rows = segment.forward.ids[segment.start + known : segment.start + length] + pool.base
-                new.append((segment, rows, chains[known:length]))
+                new.append((segment, known - segment.first_position, chains[known:end]))
             else:
-                (untrue if known < length else right).append(segment)
+                (untrue if known < end else right).append(segment)
         written = self._are_written(pool, new) if new else []
-        for (segment, rows, _), are_written in zip(new, written, strict=True):
-            self._mirror.judged[rows] |= are_written
+        for (segment, first, _), are_written in zip(new, written, strict=True):
+            if not pool.is_partial:
+                self._mirror.judged[segment.slots[first:] + pool.base] |= are_written
             (right if are_written else untrue).append(segment)
         for segment in right:
-            judged = Judged(max(self._known(pool, segment), segment.length), segment.forward.step, self._mirror.epoch)
+            judged = Judged(
+                max(self._known(pool, segment), segment.end_position), segment.forward.step, self._mirror.epoch
+            )
             segment.request.judged[pool.pool_id] = judged
         return untrue
 
     def _known(self, pool: PoolState, segment: Segment) -> int:
-        """How many entries of this row were judged and not rewritten since."""
+        """The position up to which this row was judged and not rewritten since."""
+        if pool.is_partial:
+            return segment.first_position
         judged = segment.request.judged[pool.pool_id]
         return judged.length if judged.epoch == self._mirror.epoch else 0
 
-    def _are_written(self, pool: PoolState, new: Sequence[tuple[Segment, Ints, NDArray[np.uint64]]]) -> list[bool]:
-        """By segment, whether its rows hold these chains, written by every layer, under the current grants."""
-        rows = np.concatenate([rows for _, rows, _ in new])
-        written = self._mirror.table[rows]
-        grants = self._ledger.generations[(rows - pool.base) // self._state.page_size].view(np.uint64)
+    def _are_written(self, pool: PoolState, new: Sequence[tuple[Segment, int, NDArray[np.uint64]]]) -> list[bool]:
+        """By segment, whether it holds these chains from some entry on, of every layer, under the current grants."""
+        written = self._mirror.table[np.concatenate([segment.slots[first:] for segment, first, _ in new]) + pool.base]
+        names = np.concatenate([segment.names[first:] for segment, first, _ in new])
+        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
         low, high = bitmap_columns(pool.full_layers)
         right = written[:, CHAIN] == np.concatenate([chains for *_, chains in new])
         right &= written[:, REQUEST_GENERATION] >> 32 == grants
-        steps = np.repeat([segment.forward.step for segment, *_ in new], [len(rows) for _, rows, _ in new])
+        steps = np.repeat([segment.forward.step for segment, *_ in new], [len(chains) for *_, chains in new])
         right &= (steps - written[:, STEP_SITE].view(np.int64)).astype(np.int32) >= 0  # low words, with a sign
         right &= written[:, LAYERS_LOW] == low
         right &= written[:, LAYERS_HIGH] == high
         if right.all():
             return [True] * len(new)
-        ends = np.cumsum([len(rows) for _, rows, _ in new])
+        ends = np.cumsum([len(chains) for *_, chains in new])
         return [bool(part.all()) for part in np.split(right, ends[:-1])]
 
     # suspects
@@ -154,29 +160,35 @@ class Reader:
             return _on_device(np.repeat(np.fromiter(values, np.int64, len(segments)), repeats), slots)
 
         lengths = spread(1 if segment.first_written >= 0 else segment.length for segment in segments)
+        names = joined([segment.forward.indices.narrow(0, segment.start, segment.length) for segment in segments])
+        continued = [self._continued(pool, segment) for segment in segments]
         verify_torch(
             pool.records,
             slots,
             starts=lengths.cumsum(0) - lengths,
             lengths=lengths,
             first_positions=_on_device(np.concatenate([s.judged_positions for s in segments]), slots),
-            predecessors=spread(segment.predecessor for segment in segments),
-            seeds=spread(signed(segment.request.root(pool.pool_id)) for segment in segments),
-            generations=state.generations[: pool.view.num_pages],
+            predecessors=spread(predecessor for predecessor, _ in continued),
+            seeds=spread(signed(seed) for _, seed in continued),
             layers=pool.layers,
-            page_size=state.page_size,
             null_slots=pool.view.null_slots,
             pool_id=pool.pool_id,
             keys=pool.keys,
             codes=codes,
-            states=state.page_states[: pool.view.num_pages],
-            owners=state.owners[: pool.view.num_pages],
+            **state.page_truth(pool, slots, names),
             readers=spread(segment.request.uid for segment in segments),
             step=state.ints([step]),
         )
         overwritten = (pool.records.index_select(0, slots) != pool.expected.index_select(0, slots)).any(1)
         codes[overwritten & (codes == 0)] = R3_RECORD_DAMAGED  # words that the seal does not cover
         return codes
+
+    def _continued(self, pool: PoolState, segment: Segment) -> tuple[int, int]:
+        """The predecessor of a segment and the chain that it seeds: that of the request's tokens before a window."""
+        if segment.predecessor != ROOT:
+            return segment.predecessor, 0
+        truth = self._ledger.truth(segment.request, pool.pool_id, segment.first_position)
+        return (NO_PREDECESSOR, 0) if truth is None else (ROOT, truth)
 
     def _hits_of(self, forward: Forward, segments: Sequence[Segment], bits: Ints) -> list[Hit | HitBatch]:
         """One batch a check for these segments of one forward; R5 and R6 by row, where no other check fires."""
@@ -188,7 +200,7 @@ class Reader:
                 own[refused[segment.start : segment.start + segment.length]] = 0  # R1 was reported at open
             if segment.first_written >= 0:
                 hits += self._judge_own(segment, own)
-            elif segment.first_position == 0 and segment.length and not own.any():
+            elif segment.predecessor == ROOT and segment.length and not own.any():
                 hits += self._judge_truth(segment)
         fired = int(np.bitwise_or.reduce(bits))
         if fired:
@@ -198,8 +210,8 @@ class Reader:
 
     def _judge_truth(self, segment: Segment) -> list[Hit]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""
-        pool, length = segment.forward.pool, segment.length
-        truth = self._ledger.truth(segment.request, pool.pool_id, length)
+        pool, end = segment.forward.pool, segment.end_position
+        truth = self._ledger.truth(segment.request, pool.pool_id, end)
         if truth is None:
             self._unknown_truths += 1
         if truth is None or not self._judges_truth:
@@ -207,8 +219,8 @@ class Reader:
         slots = segment.slots
         if int(pool.records[slots[-1], record.CHAIN]) == signed(truth):
             return []
-        end = replace(segment, start=segment.start + length - 1, length=1, first_position=length - 1)
-        hit = _batch("R6", segment.forward, read_entries(pool, [end]), np.ones(1)).hit(0)
+        last = replace(segment, start=segment.start + segment.length - 1, length=1, first_position=end - 1)
+        hit = _batch("R6", segment.forward, read_entries(pool, [last]), np.ones(1)).hit(0)
         hit.row_slots = slots
         return [hit]
 
@@ -230,6 +242,21 @@ def _batch(code: str, forward: Forward, entries: Entries, fired: NDArray[Any]) -
     if code == "R4":
         evidence["found_positions"] = _held(forward.pool, entries.slots, record.TOKEN_POSITION) >> 32
     return entries.fired(code, forward.pool, forward.site, forward.step, np.flatnonzero(fired), **evidence)
+
+
+def _shared_slots(forwards: Sequence[Forward], segments: Sequence[Segment]) -> list[HitBatch]:
+    """R8 for every entry whose slot holds another slot of the full group too, as far as these forwards read."""
+    if not segments:
+        return []
+    pool = forwards[0].pool
+    entries = read_entries(pool, segments)
+    names = np.concatenate([segment.names for segment in segments])
+    pairs = np.unique(np.stack([entries.slots, names]), axis=1)
+    slots, holders = np.unique(pairs[0], return_counts=True)
+    shared = slots[(holders > 1) & (slots >= pool.view.null_slots)]
+    which = np.flatnonzero(np.isin(entries.slots, shared))
+    last = forwards[-1]
+    return [entries.fired("R8", pool, last.site, last.step, which)] if len(which) else []
 
 
 def _held(pool: PoolState, slots: Ints, column: int) -> Ints:

@@ -84,6 +84,18 @@ class Judged(NamedTuple):
     epoch: int = 0
 
 
+class Role(NamedTuple):
+    """What one pool holds of a request: the name in its chain roots, and how its entries relate to tokens and lengths.
+
+    token_offset: the slot of position p holds token p + token_offset
+    ahead:        entries that a row holds beyond the committed length
+    """
+
+    name: str
+    token_offset: int = 0
+    ahead: int = 0
+
+
 @dataclass
 class Request:
     """One request: what it is, what it owns, and how much of it is final.
@@ -93,9 +105,11 @@ class Request:
     committed_len: entries [0, committed_len) are final
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
     commit_step:   step of the last commit
+    owned_len:     entries that are the request's own when it has ended inside what was accepted; None: all are
     row_lens:      by pool, entries that a prefill, decode, verify or extend has written
     reads:         by pool, when the bytes of each committed position were last known good
     judged:        by pool, how much of the row was judged clean
+    ahead:         by pool, entries that its row may hold beyond the committed length
     growth:        (step, tokens known after it)
     """
 
@@ -106,17 +120,26 @@ class Request:
     row_lens: list[int]
     reads: list[ReadQueue]
     judged: list[Judged]
+    ahead: tuple[int, ...]
     pages: list[int] = field(default_factory=list)
     row: bytes = b""
     committed_len: int = 0
     final_pages: int = 0
     commit_step: int = 0
     released: bool = False
+    owned_len: int | None = None
     growth: list[tuple[int, int]] = field(default_factory=list)
 
-    def final_len(self, pool_id: int) -> int:
-        """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess."""
-        return min(self.committed_len, self.row_lens[pool_id])
+    def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
+        """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
+
+        committed_len: as it was at some time; None: as it is now
+        """
+        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
+
+    def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
+        """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
+        return (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
 
     def root(self, pool_id: int) -> int:
         """The chain value that position 0 of this request continues in a pool, unsigned: role, salt and adapter."""
@@ -139,17 +162,16 @@ class Request:
 class RequestBook:
     """The live requests, by id."""
 
-    def __init__(self, keys: Keys, roles: Sequence[tuple[str, int]]) -> None:
-        """`roles`: for each pool the role that its chain roots name, and its token offset."""
+    def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
         self.requests: dict[str, Request] = {}
-        self._uids, self._keys, self._roles = Uids(), keys, tuple(roles)
+        self._uids, self._keys, self._roles = Uids(), keys, [Role(*role) for role in roles]
 
     def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
         tokens = [int(token) for token in token_ids]
-        roots = [(chain_root(self._keys, role, salt, adapter), offset) for role, offset in self._roles]
+        roots = [(chain_root(self._keys, role.name, salt, adapter), role.token_offset) for role in self._roles]
         request = Request(
             request_id,
             self._uids.new(request_id),
@@ -158,6 +180,7 @@ class RequestBook:
             row_lens=[0] * len(roots),
             reads=[ReadQueue() for _ in roots],
             judged=[Judged()] * len(roots),
+            ahead=tuple(role.ahead for role in self._roles),
             growth=[(step, len(tokens))],
         )
         self.requests[request_id] = request

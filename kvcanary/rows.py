@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcanary.errors import LifetimeError, PageGenerationError, PageOwnerError, PageReferenceError
 from kvcanary.pages import Array, Pages
-from kvcanary.requests import NO_PAGE, Request, RequestBook
+from kvcanary.requests import NO_PAGE, Request, RequestBook, Role
 from kvcanary_kernels.record import Keys
 
 SLOT_BYTES = 8  # of a slot number in `Request.row`
@@ -21,9 +21,7 @@ class RowBook(RequestBook):
     history:                                 the newest events of each page
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[tuple[str, int]]
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[Role]) -> None:
         super().__init__(keys, roles)
         self.page_size, self.null_pages = page_size, null_pages
         self.pages = Pages(num_pages, null_pages)

@@ -32,6 +32,16 @@ def stale_positions(facts: Facts) -> Cause | None:
     return Cause("graphs", "a replayed batch kept positions of an earlier one", "inferred")
 
 
+def no_token(facts: Facts) -> Cause | None:
+    size, record = facts.hit.pool.view.vocab_size, facts.record
+    if size is None or record is None or not record.site or record.token < size:
+        return None
+    evidence = (f"what was fed is no token id below {size}",)
+    return Cause(
+        "uninitialised", "an input buffer was read before it was filled, or a mark of padding", "inferred", evidence
+    )
+
+
 def unshifted_token(facts: Facts) -> Cause | None:
     if not facts.hit.pool.view.token_offset:
         return None

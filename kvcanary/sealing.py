@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
+from kvcanary.ledger import Ledger
 from kvcanary.mirror import Mirror, Rows, Words, no_records, two_words
 from kvcanary.sites import pack_site
 from kvcanary_kernels.record import (
@@ -28,9 +29,8 @@ from kvcanary_kernels.record import (
 class Sealer:
     """All entries of a step in a few numpy operations; only the chain goes forward by forward."""
 
-    def __init__(self, mirror: Mirror, page_size: int, grants: NDArray[np.int64]) -> None:
-        """`grants`: the generation of each page, as it is granted now."""
-        self._mirror, self._page_size, self._grants = mirror, page_size, grants
+    def __init__(self, mirror: Mirror, ledger: Ledger) -> None:
+        self._mirror, self._ledger = mirror, ledger
         self.pages: NDArray[np.int64] = np.empty(0, np.int64)  # that the last `seal` wrote to
 
     def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
@@ -45,8 +45,8 @@ class Sealer:
 
         records = no_records(len(slots))
         records[:, TOKEN_POSITION] = two_words(tokens, positions.view(np.uint64))
-        self.pages = slots // self._page_size
-        generations = self._grants[self.pages].view(np.uint64)
+        self.pages = np.concatenate([forward.slot_names for forward in forwards]) // self._ledger.page_size
+        generations = self._ledger.generations[self.pages].view(np.uint64)
         records[:, REQUEST_GENERATION] = two_words(np.repeat(_uids(forwards), per_row), generations)
         records[:, STEP_SITE] = np.repeat(_sites(forwards), per_row)
         records[:, CONTENT_B:] = np.repeat(_tails(forwards), entries, axis=0)
@@ -88,9 +88,18 @@ class Sealer:
         roots = np.array([r.root(pool_id) for r in forward.requests for _ in range(width)], np.uint64)
         if not len(forward.ids):
             return roots
-        begins, owns = np.array(forward.begins), np.array(forward.owns)
+        owns = np.array(forward.owns)
+        reads_none = owns == np.array(forward.bounds[:-1])
+        if reads_none.any() and any(forward.starts):
+            self._continue_tokens(forward, roots, np.flatnonzero(reads_none).tolist())
         chains = self._mirror.table[forward.ids[owns - 1] + forward.pool.base, CHAIN]  # of row 0's none, any
-        return np.where(begins > 0, chains, roots)
+        return np.where(reads_none, roots, chains)
+
+    def _continue_tokens(self, forward: Forward, roots: Words, rows: Sequence[int]) -> None:
+        """Rows of a window that shows nothing before their own entries continue what the host knows."""
+        for row in rows:
+            truth = self._ledger.truth(forward.request_of(row), forward.pool.pool_id, forward.begins[row])
+            roots[row] = 0 if truth is None else truth
 
 
 def _row_chains(forward: Forward, above: Words, mixed: Words) -> Words | list[int]:

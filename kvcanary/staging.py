@@ -116,7 +116,7 @@ class Stage:
         self._used = 0
 
     def _take_from_pool(self, forward: Forward, layer: int) -> None:
-        rows = self.pool.rows.gather_layer(layer, forward.slots)
+        rows = self.pool.rows.gather_layer(layer, forward.pool_slots)
         if not forward.room:
             forward.lanes[layer] = lanes_of_layer(self.pool, layer, rows)
             return

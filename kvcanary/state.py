@@ -60,6 +60,11 @@ class PoolState:
     def name(self) -> str:
         return self.view.name
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether rows may begin behind position 0, or a slot map may change under them: all is judged each time."""
+        return self.view.slot_map is not None or self.view.window is not None
+
 
 class CanaryState:
     """Everything that is allocated once, when the canary is attached."""
@@ -82,6 +87,13 @@ class CanaryState:
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
 
+    @property
+    def num_bytes(self) -> int:
+        """What the canary keeps beside the pools, in bytes."""
+        pages = (self.generations, self.owners, self.page_states)
+        tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
+        return sum(tensor.nbytes for tensor in tensors)
+
     def ints(self, values: Iterable[int]) -> Tensor:
         """[n] int64 on the device of the state."""
         buffer = array("q", values)
@@ -89,6 +101,22 @@ class CanaryState:
             return self.arange[:0]
         host = torch.frombuffer(buffer, dtype=torch.int64)
         return host if self.arange.is_cpu else host.to(self.arange.device)
+
+    def page_truth(self, pool: PoolState, slots: Tensor, names: Tensor) -> dict[str, Any]:
+        """What is true of the pages behind these slots, as `verify` takes it: generations, states, owners, page_size.
+
+        names: [n] int64, what plans call the slots; behind a slot map every slot counts as a page of its own
+        """
+        columns = {"generations": self.generations, "states": self.page_states, "owners": self.owners}
+        if pool.view.slot_map is None:
+            return {name: values[: pool.view.num_pages] for name, values in columns.items()} | {
+                "page_size": self.page_size
+            }
+        pages = names // self.page_size
+        spread = {name: values.new_zeros(pool.view.num_slots) for name, values in columns.items()}
+        for name, values in columns.items():
+            spread[name].index_copy_(0, slots, values.index_select(0, pages))
+        return spread | {"page_size": 1}
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvcanary.config import share_of
 from kvcanary.content import find_changed, slots_are_right
-from kvcanary.entries import Entries
+from kvcanary.entries import Entries, named
+from kvcanary.groups import slots_in, window_start
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger, Request
 from kvcanary.state import CanaryState, PoolState
@@ -118,28 +119,41 @@ class Sweeper:
 
     def _bytes_of(self, requests: Iterable[Request]) -> int:
         return sum(
-            request.final_len(pool.pool_id) * pool.view.slot_bytes for request in requests for pool in self._state.pools
+            (end - window_start(pool.view, end)) * pool.view.slot_bytes
+            for request in requests
+            for pool in self._state.pools
+            if (end := request.final_len(pool.pool_id))
         )
 
     def _look(
         self, pool: PoolState, looks: Iterable[Look], site: tuple[str, int], step: int, both_lanes: bool
     ) -> list[HitBatch]:
         slots: list[int] = []
-        looks = list(looks)
+        looks = [self._in_window(pool, look) for look in looks]
         for look in looks:
             for start, end, read in look.ranges:
                 slots += self._ledger.slots(look.request, start, end)
                 self.longest_wait = max(self.longest_wait, step - read)
+        if pool.view.slot_map is not None:
+            places = slots_in(pool.view, np.array(slots, np.int64))
+            slots = places[places >= pool.view.null_slots].tolist()
         if not slots:
             return []
         self.bytes_read += len(slots) * pool.view.slot_bytes
         where = self._state.ints(slots)
         if not both_lanes and slots_are_right(pool, where):
             return []
-        return find_changed(pool, where, lambda: _entries_of(looks), site, step, both_lanes)
+        return find_changed(pool, where, lambda: _entries_of(pool, looks), site, step, both_lanes)
+
+    def _in_window(self, pool: PoolState, look: Look) -> Look:
+        """Without what the next forward of the row does not see: nobody's bytes, once a window has left them."""
+        if pool.view.window is None:
+            return look
+        first = window_start(pool.view, look.request.final_len(pool.pool_id))
+        return Look(look.request, [(max(start, first), end, read) for start, end, read in look.ranges if end > first])
 
 
-def _entries_of(looks: Sequence[Look]) -> Entries:
+def _entries_of(pool: PoolState, looks: Sequence[Look]) -> Entries:
     """What is known of every slot that is looked at."""
     columns = []
     for row, look in enumerate(looks):
@@ -148,7 +162,8 @@ def _entries_of(looks: Sequence[Look]) -> Entries:
             slots = granted[start:end]
             n = len(slots)
             columns.append((slots, np.arange(start, start + n), np.full(n, row), np.full(n, read)))
-    slots, positions, rows, last_good = map(np.concatenate, zip(*columns, strict=True))
-    held = slots >= 0  # freed ones have none
-    names = [look.request.request_id for look in looks]
-    return Entries(slots[held], positions[held], rows[held], names, last_good[held])
+    names, positions, rows, last_good = map(np.concatenate, zip(*columns, strict=True))
+    slots = slots_in(pool.view, names)
+    held = slots >= pool.view.null_slots  # freed ones have none, nor those that a slot map sends nowhere
+    requests = [look.request.request_id for look in looks]
+    return Entries(slots[held], positions[held], rows[held], requests, last_good[held], named(pool, names[held]))

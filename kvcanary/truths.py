@@ -1,62 +1,60 @@
-"""W6, R10, R13 and H1: what forwards and commits say, against what the host knows of the requests."""
+"""R10, R13 and H1: what forwards and commits say, against what the host knows of the requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvcanary.entries import fired_writes
-from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.forward import Forward, on_host
+from kvcanary.groups import window_start
 from kvcanary.hits import Hit
-from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 
-
-def judge_tokens(forward: Forward) -> list[HitBatch]:
-    """W6 for every entry whose input the host knows and that is another token. Draft guesses have no truth."""
-    if forward.kind == "draft":
-        return []
-    wrong: list[Ints] = []
-    tokens, offset, first = forward.planned.tokens.tolist(), forward.pool.view.token_offset, 0
-    for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
-        known = forward.request_of(row).tokens[begin + offset : begin + offset + count]
-        if forward.parents is None:
-            if tokens[first : first + len(known)] != known:
-                own = forward.planned.tokens[first : first + len(known)]
-                wrong.append(first + np.flatnonzero(own != np.array(known)))
-        elif known and count and tokens[first] != known[0]:  # of a tree the root alone, its first node, is no guess
-            wrong.append(np.array([first]))
-        first += count
-    return [fired_writes("W6", forward, np.concatenate(wrong))] if wrong else []
+Values = dict[str, Any]
 
 
 def judge_lengths(forward: Forward) -> list[Hit]:
-    """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written."""
+    """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written.
+
+    Behind it a row of draft[i] reads i ancestors, and no other row anything but what the forward writes.
+    """
     hits = []
-    pool_id = forward.pool.pool_id
+    pool_id, width, ancestors = forward.pool.pool_id, forward.width, forward.index if forward.kind == "draft" else 0
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
-        truth = min(forward.committed[number], request.row_lens[pool_id])
+        truth, rows = request.final_len(pool_id, forward.committed[number]), range(number * width, (number + 1) * width)
         if prefix != truth:
-            row = number * forward.width
-            place = forward.bounds[row] + max(prefix - 1, 0)
-            slot = int(forward.ids[place]) if place < len(forward.ids) else 0
-            hits.append(
-                Hit(
-                    "R10",
-                    forward.pool,
-                    slot,
-                    max(prefix - 1, 0),
-                    request.request_id,
-                    forward.site,
-                    forward.step,
-                    expected={"length": truth},
-                    found={"length": prefix},
-                )
-            )
+            position = max(prefix - 1, 0)
+            hits.append(_wrong_length(forward, rows[0], position, {"length": truth}, {"length": prefix}))
+            continue
+        for row in rows:
+            if (begin := forward.begins[row]) != (wanted := prefix + ancestors):
+                hits.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
     return hits
+
+
+def judge_starts(forward: Forward) -> list[Hit]:
+    """R10 for every row that begins behind the first position that its own entries must see."""
+    hits: list[Hit] = []
+    if not any(forward.starts):
+        return hits
+    for row, start in enumerate(forward.starts):
+        if start > (wanted := window_start(forward.pool.view, forward.begins[row])):
+            hits.append(_wrong_length(forward, row, start, {"first_position": wanted}, {"first_position": start}))
+    return hits
+
+
+def _wrong_length(forward: Forward, row: int, position: int, expected: Values, found: Values) -> Hit:
+    place = min(forward.bounds[row] + max(position - forward.starts[row], 0), len(forward.ids) - 1)
+    slot, named = (0, None) if place < 0 else (int(forward.ids[place]), int(forward.names[place]))
+    name, site = forward.request_of(row).request_id, forward.site
+    hit = Hit("R10", forward.pool, slot, position, name, site, forward.step, expected=expected, found=found)
+    hit.named = None if forward.pool.view.slot_map is None else named
+    return hit
 
 
 def judge_mask(forward: Forward) -> list[Hit]:
@@ -83,7 +81,7 @@ def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: in
     hits = []
     for pool in pools:
         expected, seen = committed_len, request.row_lens[pool.pool_id]
-        if pool.view.token_offset == 0 and seen < expected:
+        if pool.view.token_offset == pool.view.ahead == 0 and seen < expected:
             hits.append(
                 Hit(
                     "H1",

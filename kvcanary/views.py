@@ -26,6 +26,9 @@ class PoolView:
                   views of one tensor. Elements of 1, 2, 4 or 8 bytes. V may have another head_dim than K
                   v None or empty: latent rows (MLA), which K holds alone
     token_offset: 1 where the slot of position p holds (token p + 1, hidden p), as EAGLE drafts do
+    ahead:        entries that a row holds beyond the committed length: 1 for a draft model of its own, which keeps
+                  token p in the slot of position p and has been fed the newest token when the next step begins
+    vocab_size:   token ids are below it; None: not known, and not judged
     null_slots:   slots [0, null_slots) are where padding may write and read; page 0 unless stated
     layout:       "NHD" or "HND"
     extras:       side buffers that are protected as well (scales, index keys), by name or in order: each one tensor a
@@ -50,6 +53,8 @@ class PoolView:
     group: str = FULL_GROUP
     slot_map: Tensor | None = None
     window: int | None = None
+    ahead: int = 0
+    vocab_size: int | None = None
     parts: tuple[Part, ...] = field(init=False, repr=False)
     rows: PoolRows = field(init=False, repr=False)
 
@@ -127,6 +132,10 @@ class ReadPlan:
     prefix_lens:      [requests] int64, committed length that the plan believes
     num_written:      entries at the end of each row that this forward writes, an int or [rows] int64
     tree_mask:        [requests, N, N] bool, node n of a tree sees node m; None where the rows are no trees
+    starts:           [rows] int64, position of each row's first entry, `window_start` of the first entry that it writes
+                      or less; what lies before that window is not judged. None: every row begins at position 0
+
+    In a pool with a slot map `indices` name slots of the full group, as the plans of writes do.
     """
 
     indptr: Tensor
@@ -136,6 +145,7 @@ class ReadPlan:
     prefix_lens: Tensor
     num_written: int | Tensor
     tree_mask: Tensor | None = None
+    starts: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.requests) * self.rows_per_request
@@ -146,6 +156,8 @@ class ReadPlan:
             _expect_int64("num_written", self.num_written, rows)
         elif self.num_written < 0:
             raise PlanError(f"num_written must not be negative, got {self.num_written}")
+        if self.starts is not None:
+            _expect_int64("starts", self.starts, rows)
         mask = self.tree_mask
         if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 3 or mask.shape[1] != mask.shape[2]):
             raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
@@ -192,10 +204,13 @@ def _check_numbers(view: PoolView) -> None:
     for name, low, remedy in (
         ("page_size", 1, "1 where the pool has no pages"),
         ("token_offset", 0, "1 for a draft that is one token ahead"),
+        ("ahead", 0, "1 for a draft that is fed the newest token before the next step"),
         ("null_slots", -1, "leave it out where page 0 is padding's"),
     ):
         if getattr(view, name) < low:
             raise PlanError(f"{name} must be at least {low}, got {getattr(view, name)}: {remedy}")
+    if view.vocab_size is not None and view.vocab_size < 1:
+        raise PlanError(f"vocab_size must be at least 1, got {view.vocab_size}: leave it out where it is not known")
     if view.null_slots == 0:
         raise PlanError("null_slots must be at least 1, got 0: refused ids and padding need a slot that nobody owns")
 

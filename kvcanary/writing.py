@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.entries import Entries, fired_writes
-from kvcanary.forward import Forward, Ints
+from kvcanary.entries import Entries, fired_writes, named
+from kvcanary.forward import Forward, Ints, Refused
 from kvcanary.intake import HitBatch
 
 
@@ -14,10 +14,10 @@ def judge_slots(forward: Forward) -> list[HitBatch]:
     """W1 and R1 for ids outside the pool, W4 for every slot that an earlier entry of this forward writes."""
     hits = []
     if forward.refused is not None:
-        entries, _, codes = forward.refused
+        entries, codes = forward.refused.entries, forward.refused.codes
         hits += [fired_writes(code, forward, entries[codes == code]) for code in np.unique(codes).tolist()]
     if forward.refused_reads is not None:
-        hits.append(_refused_reads(forward, forward.refused_reads.entries, forward.refused_reads.ids))
+        hits.append(_refused_reads(forward, forward.refused_reads))
     if len(set(forward.write_slots)) < len(forward.write_slots):
         hits.append(fired_writes("W4", forward, _repeated(forward)))
     return hits
@@ -52,10 +52,11 @@ def _repeated(forward: Forward) -> Ints:
     return np.flatnonzero((first[slots] != entries) & (slots >= forward.pool.view.null_slots))
 
 
-def _refused_reads(forward: Forward, entries: Ints, ids: Ints) -> HitBatch:
+def _refused_reads(forward: Forward, refused: Refused) -> HitBatch:
     """R1 for every entry whose id is outside the pool."""
-    bounds = np.array(forward.bounds)
+    bounds, entries = np.array(forward.bounds), refused.entries
     rows = np.searchsorted(bounds[1:], entries, side="right")
+    positions = entries - bounds[rows] + np.array(forward.starts, np.int64)[rows]
     names = [request.request_id for request in forward.requests]
-    read = Entries(ids, entries - bounds[rows], rows // forward.width, names)
-    return read.fired("R1", forward.pool, forward.site, forward.step, np.arange(len(ids)))
+    read = Entries(refused.ids, positions, rows // forward.width, names, names=named(forward.pool, refused.names))
+    return read.fired("R1", forward.pool, forward.site, forward.step, np.arange(len(entries)))

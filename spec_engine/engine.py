@@ -5,34 +5,36 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvcanary import CanaryConfig, PoolView
+from kvcanary.faults import arm_from_environment
 from kvcanary.invariants import (
     check_commit,
     check_known_tokens,
     check_page_sizes,
     check_pool_slots,
-    check_reserve,
 )
 from spec_engine.acceptance.acceptor import Acceptor
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.acceptance.stops import Kept, StopScan
-from spec_engine.config import ConfigError, EngineConfig
+from spec_engine.config import EngineConfig
+from spec_engine.drafting.adaptive import AdaptiveMetrics, AdaptivePolicy
 from spec_engine.drafting.drafter import Drafter
+from spec_engine.errors import ConfigError
 from spec_engine.hooks import Forwards
+from spec_engine.loading import dtype_of, load_models
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.sizing import draft_alloc_len, reserve_len, row_width
+from spec_engine.memory.sizes import Sizes, plan_sizes
 from spec_engine.models.config import ModelConfig
-from spec_engine.models.embedded import EMBEDDED_MODEL
-from spec_engine.models.loader import Draft, load_draft, load_target
+from spec_engine.models.decoder import Decoder
+from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
 from spec_engine.relay import Relay
 from spec_engine.request import Output, Request, TokenEvent
@@ -50,7 +52,10 @@ HOST_LAG = {"sync": 0, "overlap": 1}  # verifies that the host is behind the dev
 
 @dataclass
 class Metrics:
-    """Counters since this object was made; seconds are wall time of whole steps, canary included."""
+    """Counters since this object was made; seconds are wall time of whole steps, canary included.
+
+    adaptive: what adaptive steps chose since the engine was made, None without them.
+    """
 
     num_steps: int = 0
     verify_forwards: int = 0  # target forwards past the prefill, counted once a request
@@ -59,6 +64,7 @@ class Metrics:
     num_retractions: int = 0  # times that a running request gave up its pages and resumed later
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    adaptive: AdaptiveMetrics | None = None
 
     @property
     def accepted_length(self) -> float:
@@ -79,39 +85,44 @@ class Metrics:
 class Engine:
     """A continuous-batching engine over paged KV pools, with tree drafting and, if asked for, a canary."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model: Decoder | None = None,
+        draft: Draft | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Loads what the config names, but for what is handed over ready-made, in the config's dtype on its device.
+
+        A ``model`` comes with its ``tokenizer``, and is drafted for by a ``draft`` or the config's draft_model.
+        """
+        arm_from_environment()
         self.config = config
         self.device = _device(config.device)
-        folder = EMBEDDED_MODEL if config.model == "embedded" else Path(config.model)
-        dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.model = load_target(folder, dtype, self.device)
-        self.tokenizer = Tokenizer.from_folder(folder)
-        draft_folder = _draft_folder(config, folder)
-        self.head = None if draft_folder is None else load_draft(draft_folder, self.model, dtype, self.device)
-        self.metrics = Metrics()
+        self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
+        self.adaptive = _adaptive(config, self.head)
+        self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._scans: dict[str, StopScan] = {}  # of every request that has not ended
         self._num_requests = 0
         self._step_number = 0
         self._lag = HOST_LAG[config.schedule]
         self._pending: deque[StepResult] = deque()  # steps of which the host has not heard yet
-        self._build(dtype)
+        self._build()
 
-    def _build(self, dtype: torch.dtype) -> None:
+    def _build(self) -> None:
         config, head = self.config, self.head
-        alloc_len, max_accept = 1, 1
+        self.sizes = sizes = plan_sizes(
+            config,
+            max_positions=self.model.config.max_position_embeddings,
+            ahead=None if head is None else head.ahead,
+            lag=self._lag,
+        )
+        self.allocator = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        self.request_table = RequestTable(sizes.num_rows, sizes.row_width, config.page_size, self.device)
+        self.pools = {"target": self._pool("target", self.model.config)}
         if head is not None:
-            alloc_len = draft_alloc_len(config.page_size, config.topk, config.num_steps, config.num_draft_tokens)
-            max_accept = config.num_steps + 1
-        reserve = reserve_len(alloc_len, max_accept, self._lag)
-        longest = self.model.config.max_position_embeddings
-        context_length = min(config.context_length or longest, longest)
-        num_pages = config.max_total_tokens // config.page_size
-        self.allocator = PageAllocator(num_pages, config.canary.quarantine if config.canary.enabled else 0)
-        width = row_width(context_length, reserve, config.page_size)
-        self.request_table = RequestTable(config.max_running_requests, width, config.page_size, self.device)
-        self.pools = {"target": self._pool("target", self.model.config, 0, dtype)}
-        if head is not None:
-            self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
+            self.pools["draft"] = self._pool("draft", head.config, head.token_offset, head.ahead)
         views = [pool.view() for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
         self.memory = KVMemory(
@@ -123,26 +134,26 @@ class Engine:
         )
         self.scheduler = Scheduler(
             self.memory,
-            reserve=reserve,
+            reserve=sizes.reserve,
+            ahead=sizes.ahead,
             max_running=config.max_running_requests,
-            context_length=context_length,
+            context_length=sizes.context_length,
             chunk_tokens=config.prefill_chunk_tokens,
             least_ratio=config.new_token_ratio,
         )
-        self.relay = Relay(config.max_running_requests + 1, self.device)
+        self.relay = Relay(sizes.num_rows + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
         target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend)
         acceptor = Acceptor(
             config.acceptance,
             config.thresholds,
             vocab_size=self.model.config.vocab_size,
-            num_rows=config.max_running_requests + 1,
+            num_rows=sizes.num_rows + 1,
             device=self.device,
         )
         self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary)
-        self._max_accept = max_accept
-        check_reserve(self.scheduler.reserve, self._lag, max_accept, alloc_len)
         self._check_sizes()
+        self.sizes = self._weighed(sizes)
         if self.canary is not None:
             self.canary.arm()
 
@@ -154,7 +165,17 @@ class Engine:
             topk=self.config.topk,
             num_steps=self.config.num_steps,
             num_draft_tokens=self.config.num_draft_tokens,
+            step_choices=self.config.step_choices,
+            attend=self.config.attend,
             draws=self.config.acceptance == "rejection",
+        )
+
+    def _weighed(self, sizes: Sizes) -> Sizes:
+        return replace(
+            sizes,
+            pool_bytes={name: pool.kv.nbytes for name, pool in self.pools.items()},
+            table_bytes=self.request_table.table.nbytes,
+            canary_bytes=0 if self.canary is None else self.canary.num_bytes,
         )
 
     def _check_sizes(self) -> None:
@@ -164,7 +185,7 @@ class Engine:
         for name, pool in self.pools.items():
             check_pool_slots(name, pool.kv.shape[1], self.allocator.num_pages, pool.page_size)
 
-    def _pool(self, name: str, model: ModelConfig, token_offset: int, dtype: torch.dtype) -> KVPool:
+    def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
         return KVPool(
             name,
             num_layers=model.num_layers,
@@ -173,7 +194,8 @@ class Engine:
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             token_offset=token_offset,
-            dtype=dtype,
+            ahead=ahead,
+            dtype=dtype_of(self.config),
             device=self.device,
         )
 
@@ -295,7 +317,7 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:
         for chunk in chunks:
-            self.memory.grow(chunk.request, chunk.end, 0, self.scheduler.most_pages(chunk.request))
+            self.memory.grow(chunk.request, chunk.end, self.sizes.ahead, self.scheduler.most_pages(chunk.request))
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
@@ -306,7 +328,10 @@ class Engine:
         for request in self.running:
             most = self.scheduler.most_pages(request)
             self.memory.grow(request, request.committed_len, self.scheduler.reserve, most)
-        return self.runner.decode(self.running)
+        if self.adaptive is None:
+            return self.runner.decode(self.running)
+        num_steps = self.adaptive.choose(len(self.running))
+        return replace(self.runner.decode(self.running, num_steps), num_steps=num_steps)
 
     # -- results
 
@@ -315,6 +340,8 @@ class Engine:
         events = []
         while len(self._pending) > lag:
             result = self._pending.popleft()
+            if self.adaptive is not None and result.num_steps is not None:
+                self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             for part in result.parts:
                 if part.epoch == part.request.epoch and part.request.finish_reason is None:
                     events += self._hear(part, result)
@@ -327,7 +354,7 @@ class Engine:
         if not result.is_decode:
             return self._emit(request, request.committed_len, part) if part.tokens else []
         before, after, num_accepted = request.committed_len, part.committed_len, len(part.tokens)
-        check_commit(request.request_id, before, after, num_accepted, self._max_accept)
+        check_commit(request.request_id, before, after, num_accepted, self.sizes.max_accept)
         events = self._emit(request, part.committed_len, part)
         self.metrics.verify_forwards += 1
         self.metrics.tokens_emitted += sum(len(event.token_ids) for event in events)
@@ -406,19 +433,15 @@ def _device(name: str) -> torch.device:
     raise ConfigError(f"device {name!r} is not present, there is: {', '.join(present)}", "use --device cpu")
 
 
-def _draft_folder(config: EngineConfig, model_folder: Path) -> Path | None:
-    """Where the draft head lies; None for no drafting. ConfigError when the head asked for is not there."""
-    if config.draft == "none":
+def _adaptive(config: EngineConfig, head: Draft | None) -> AdaptivePolicy | None:
+    """What chooses T for each step. ConfigError when nothing drafts."""
+    if config.adaptive is None:
         return None
-    if config.draft_model is not None:
-        return Path(config.draft_model)
-    kinds = ("eagle3", "eagle") if config.draft == "auto" else (config.draft,)
-    for kind in kinds:
-        if (model_folder / kind / "config.json").is_file():
-            return model_folder / kind
-    if config.draft == "auto":
-        return None
-    raise ConfigError(f"{model_folder} holds no {config.draft} head", "pass draft_model=FOLDER, or draft='none'")
+    if head is None:
+        raise ConfigError(
+            "adaptive_steps needs a draft, the model has none", "pass draft_model=FOLDER, or fix num_steps"
+        )
+    return AdaptivePolicy(config.adaptive, topk=config.topk, num_steps=config.num_steps)
 
 
 def _output(request: Request | ConfigError, events: dict[str, list[TokenEvent]]) -> Output:

@@ -21,6 +21,7 @@ class Request:
     Pages cover row positions [0, len(pages) * P); the first ``num_shared`` are the prefix cache's too, up to ``node``.
 
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
+    cached_len: entries that the prefix cache had for it at its last admission.
     epoch: counts admissions; a result of an earlier one is nobody's.
     """
 
@@ -32,6 +33,7 @@ class Request:
     row: int = 0
     committed_len: int = 0
     prefill_len: int = 0
+    cached_len: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
@@ -59,7 +61,7 @@ class Request:
     def begin(self) -> None:
         """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
         self.epoch += 1
-        self.committed_len = 0
+        self.committed_len = self.cached_len = 0
         self.prefill_len = self.prompt_len + max(self.output_len - 1, 0)
 
 

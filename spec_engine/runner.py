@@ -51,6 +51,7 @@ class StepResult:
     is_decode: bool
     parts: tuple[Part, ...]
     doomed: frozenset[str]
+    num_steps: int | None = None  # T of a decode step, where it may change
 
 
 class Runner:
@@ -88,12 +89,12 @@ class Runner:
         self.relay.publish(batch.rows, ends, bonus)
         return self._finish(False, batch, ends, new, logprobs, doomed)
 
-    def decode(self, requests: Sequence[Request]) -> StepResult:
-        """One decode step for everyone: one token each, or a drafted tree."""
+    def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
+        """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured)."""
         batch = Batch.of(requests, self.relay)
         if self.drafter is None:
             return self._decode_one(batch)
-        return self._draft_step(batch, self.drafter)
+        return self._draft_step(batch, self.drafter, num_steps)
 
     # decode steps
 
@@ -104,9 +105,9 @@ class Runner:
         accepted = [Accepted([0], [token]) for token in decision.accepted.bonus.tolist()]
         return self._commit(batch, accepted, decision, doomed)
 
-    def _draft_step(self, batch: Batch, drafter: Drafter) -> StepResult:
+    def _draft_step(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> StepResult:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
-        tree = drafter.draft(batch)
+        tree = drafter.draft(batch, num_steps)
         forward = self.verify_forward(batch, tree)
         output = self._forward(forward)
         decision = self._decide(batch, output.hidden, tree, drafter.draft_probs)
@@ -227,11 +228,15 @@ class Runner:
         output: DecoderOutput,
         lens: Sequence[int],
     ) -> None:
-        following = [self.following(chunk, sampled) for chunk, sampled in zip(chunks, new, strict=True)]
-        for chunk, part in zip(chunks, following, strict=True):
-            check_chunk_feed(chunk.request.request_id, chunk.start, part, chunk.request.tokens)
+        leading = [drafter.num_leading(chunk) for chunk in chunks]
+        following = [
+            chunk.tokens[:count] + self.following(chunk, sampled)
+            for chunk, sampled, count in zip(chunks, new, leading, strict=True)
+        ]
+        for chunk, part, count in zip(chunks, following, leading, strict=True):
+            check_chunk_feed(chunk.request.request_id, chunk.start - count, part, chunk.request.tokens)
         fed = torch.tensor([token for part in following for token in part], device=self.device)
-        drafter.extend("prefill", batch, fed, drafter.features(output), lens)
+        drafter.extend("prefill", batch, fed, drafter.features(output), lens, [len(part) for part in following])
 
     def following(self, chunk: Chunk, sampled: list[int]) -> list[int]:
         """Token p + 1 for every position p of a chunk; past what is known that is the token just sampled."""

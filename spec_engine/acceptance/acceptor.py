@@ -14,9 +14,9 @@ from spec_engine.acceptance.logprobs import LogProbs, TokenLogProb, log_probs
 from spec_engine.acceptance.penalties import RowCounts, TokenCounts, adjust_logits
 from spec_engine.acceptance.rejection import reject_chain
 from spec_engine.acceptance.settings import SamplingBatch
+from spec_engine.acceptance.thresholds import Thresholds
 from spec_engine.acceptance.tree_sampling import sample_tree
 from spec_engine.acceptance.walk import Acceptance, match, single
-from spec_engine.config import Thresholds
 from spec_engine.drafting.tree import Tree
 from spec_engine.request import Request
 from spec_engine.sampling import SamplingParams, choose

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from spec_engine.acceptance.distribution import draw, finite_probs, node_row
+from spec_engine.acceptance.thresholds import Thresholds
 from spec_engine.acceptance.walk import Acceptance, descend, follow, last_nodes, sound_parents
-from spec_engine.config import Thresholds
 
 EXACT = Thresholds()
 

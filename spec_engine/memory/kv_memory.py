@@ -52,7 +52,7 @@ class KVMemory:
         for other in running:
             if other is not request and self._helps(other, request, known):
                 self._publish(other)
-        request.committed_len = self.cache.acquire(request, known, request.salt)
+        request.committed_len = request.cached_len = self.cache.acquire(request, known, request.salt)
         if self.canary is not None and request.pages:
             self.canary.on_acquire(request.request_id, request.pages)
 
@@ -83,7 +83,7 @@ class KVMemory:
         ``publish``: the prefix cache keeps the whole pages of what is committed.
         """
         name, pages = request.request_id, request.pages
-        is_intact = self.canary is None or self.canary.release(name)
+        is_intact = self.canary is None or self.canary.release(name, request.committed_len)
         if publish and is_intact and self.caches_prefixes:
             result = self.cache.retire(request, *self._final(request), request.salt)
             self._tell_shared(name, result.added)

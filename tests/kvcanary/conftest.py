@@ -202,6 +202,7 @@ class FakeEngine:
         num_pages: int = 128,
         seed: int = 0,
         draft_layers: int = 1,
+        vocab_size: int | None = None,
         layout: str = "stacked",
         **config: object,
     ) -> None:
@@ -210,6 +211,7 @@ class FakeEngine:
         self.torch_random = torch.Generator().manual_seed(seed)
         self.num_slots = num_pages * page_size
         shape = {"num_pages": num_pages, "page_size": page_size, "heads": heads, "dim": head_dim, "dtype": dtype}
+        shape["vocab_size"] = vocab_size
         self.pools = {
             "target": make_fake_pool(layout, name="target", layers=layers, **shape),
             "draft": make_fake_pool(layout, name="draft", layers=draft_layers, token_offset=1, **shape),

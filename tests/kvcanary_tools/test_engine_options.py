@@ -27,9 +27,10 @@ FLAGS = {
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
     *("--sample-min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--logit-bias"),
     *("--stop", "--stop-token-id", "--logprobs", "--acceptance", "--threshold-single", "--threshold-acc"),
-    *("--attention-backend", "--schedule", "--max-total-tokens", "--max-running-requests", "--context-length"),
+    *("--adaptive-steps", "--attend", "--attention-backend", "--schedule", "--max-total-tokens"),
+    *("--max-running-requests", "--context-length"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
-    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--json"),
+    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--reenact", "--json"),
 }
 
 
@@ -136,7 +137,11 @@ def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--draft", "standalone"], r"standalone small model .* is not built yet"),
+        (["--draft", "medusa"], r"draft must be one of auto, eagle3, eagle, standalone, none, got 'medusa'"),
+        (["--adaptive-steps"], r"adaptive_steps needs topk 1, got 4"),
+        (["--attend", "siblings"], r"attend must be one of ancestors, columns, got 'siblings'"),
+        (["--page-size", "12"], r"page_size must be a power of two, got 12"),
+        (["--topk", "1", "--num-draft-tokens", "3"], r"num_draft_tokens must be num_steps \+ 1 = 6 where topk is 1"),
         (["--schedule", "async"], "schedule must be one of sync, overlap, got 'async'"),
         (["--attention-backend", "flashinfer"], r"attention_backend must be one of torch, .*, got 'flashinfer'"),
         (["--kv-canary", "heal"], r"mode 'heal' does not exist yet"),

@@ -10,6 +10,7 @@ import torch
 
 from kvcanary_tools.cli import EXAMPLE
 from spec_engine import Engine
+from spec_engine.models.embedded import EMBEDDED_MODEL
 
 PROMPT = "def add(a, b):\n    return a"
 SHORT = ("--max-new-tokens", "12", "--max-total-tokens", "1024")
@@ -67,6 +68,45 @@ def test_generate_json_has_the_published_keys(kvcanary) -> None:
     assert run["accepted_length"] >= 1.0
     assert run["tokens_per_second"] > 0
     assert run["canary"] is None
+
+
+def test_generate_says_what_it_allocated(kvcanary) -> None:
+    """A line at the start names row width, pools, table and canary; stdout has no word of it."""
+    result = kvcanary("generate", "--prompt", PROMPT, *SHORT, "--kv-canary", "--context-length", "100")
+    assert result.stderr.startswith("8 rows of 243 columns (context 100, reserve 128), 64 pages of 16 slots: ")
+    line = result.stderr.partition("\n")[0]
+    assert [part.split()[-1] for part in line.split(": ")[1].split(", ")] == ["MB", "kB", "kB", "kB"]
+    assert [part.rsplit(" ", 2)[0] for part in line.split(": ")[1].split(", ")] == [
+        "target pool",
+        "draft pool",
+        "table",
+        "canary",
+    ]
+    assert "rows of" not in result.stdout
+
+
+def test_generate_with_adaptive_steps_says_what_it_chose(kvcanary) -> None:
+    """Numbers of steps and how often, in JSON and in the summary; without the option its place is null."""
+    chains = ("generate", "--prompt", PROMPT, *SHORT, "--topk", "1", "--adaptive-steps", "--num-steps", "3")
+    adaptive = json.loads(kvcanary(*chains, "--json").stdout)["adaptive"]
+    assert adaptive["switches"] == 0
+    [(steps, count)] = adaptive["batches"].items()
+    assert steps == "3"
+    assert count >= 3
+    assert adaptive["ema"] > 0
+    assert f"drafts by step: 3 in {count} steps, 0 changes" in kvcanary(*chains).stderr
+    assert json.loads(kvcanary(*chains[:-3], "--json").stdout)["adaptive"] is None
+
+
+def test_generate_drafts_with_a_small_model(kvcanary) -> None:
+    """The embedded model as its own standalone draft; without a folder the sentence says what is missing."""
+    chains = ("generate", "--prompt", PROMPT, *SHORT, "--topk", "1", "--num-steps", "3", "--draft", "standalone")
+    run = json.loads(kvcanary(*chains, "--draft-model", str(EMBEDDED_MODEL), "--kv-canary", "--json").stdout)
+    assert run["canary"]["findings"] == []
+    assert run["accepted_length"] > 3
+    refused = kvcanary(*chains)
+    assert refused.exit_code == 2
+    assert "draft 'standalone' needs draft_model, got none" in refused.stderr
 
 
 def test_generate_json_is_alone_on_stdout(kvcanary_process) -> None:

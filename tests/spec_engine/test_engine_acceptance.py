@@ -99,15 +99,17 @@ VOCAB, NUM_DRAWS, PROMPT = 6, 1000, [3, 1, 4, 1]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch):
+def small():
     """Engines over a random model of six tokens with a random EAGLE head."""
     target = random_model(4, vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=64, logit_scale=0.7)
     head = with_random_weights(Eagle(target.config, target), 8)
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: target)
-    monkeypatch.setattr("spec_engine.engine.load_draft", lambda *args: head)
-    monkeypatch.setattr("spec_engine.engine.Tokenizer.from_folder", lambda *args: MockTokenizer())
     settings = {"dtype": "float64", "max_total_tokens": 16384, "max_running_requests": 250, "page_size": 1}
-    return target, lambda **rule: Engine(EngineConfig(num_steps=2, **(settings | rule)))
+
+    def build(**rule) -> Engine:
+        config = EngineConfig(num_steps=2, **(settings | rule))
+        return Engine(config, model=target, draft=head, tokenizer=MockTokenizer())
+
+    return target, build
 
 
 def p_value(engine: Engine, exact: torch.Tensor, num_draws: int) -> float:

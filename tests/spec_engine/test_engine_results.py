@@ -19,14 +19,16 @@ SETTINGS = {"dtype": "float64", "max_total_tokens": 4096, "context_length": 256,
 
 
 @pytest.fixture(params=["sync", "overlap"])
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+def make(request: pytest.FixtureRequest):
     """Engines on a MockModel whose every verify accepts four tokens; token 5 is the text `5 `."""
-    target = MockModel(ORACLE)
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: target)
-    monkeypatch.setattr("spec_engine.engine.load_draft", lambda *args: MockDraft(target, 4))
-    monkeypatch.setattr("spec_engine.engine.Tokenizer.from_folder", lambda *args: MockTokenizer())
-    settings = SETTINGS | {"schedule": request.param, "canary": CanaryConfig(mode="raise")}
-    return lambda **others: Engine(EngineConfig(**(settings | others)))
+    target, settings = MockModel(ORACLE), SETTINGS | {"schedule": request.param, "canary": CanaryConfig(mode="raise")}
+
+    def build(**others) -> Engine:
+        config = EngineConfig(**(settings | others))
+        draft = None if config.draft == "none" else MockDraft(target, 4)
+        return Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
+
+    return build
 
 
 def text(token_ids: list[int]) -> str:
@@ -136,14 +138,17 @@ def test_parameters_that_no_prompt_can_use_are_refused_as_a_whole(make):
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch):
+def small():
     """Engines over a random model with a random EAGLE head, float64."""
     target = random_model(4, vocab_size=31)
     head = with_random_weights(Eagle(target.config, target), 8)
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: target)
-    monkeypatch.setattr("spec_engine.engine.load_draft", lambda *args: head)
-    monkeypatch.setattr("spec_engine.engine.Tokenizer.from_folder", lambda *args: MockTokenizer())
-    return target, lambda **others: Engine(EngineConfig(**(SETTINGS | {"prefill_chunk_tokens": 4} | others)))
+
+    def build(**others) -> Engine:
+        config = EngineConfig(**(SETTINGS | {"prefill_chunk_tokens": 4} | others))
+        draft = None if config.draft == "none" else head
+        return Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
+
+    return target, build
 
 
 DRAWN = SamplingParams(max_new_tokens=16, temperature=0.9, seed=2, presence_penalty=0.5, logprobs=3)

@@ -40,6 +40,13 @@ json_option = click.option(
 )
 
 
+reenact_option = click.option(
+    "--reenact",
+    metavar="NAME",
+    help="Undo one fix, to see the check that replaced it: kvcanary faults lists the names.",
+)
+
+
 class Whole(click.ParamType):
     """A text that an environment variable holds whole: it is not cut at blanks."""
 
@@ -206,7 +213,11 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             metavar="auto|eagle3|eagle|standalone|none",
             help="What drafts; auto takes the best head that the model has.",
         ),
-        _engine_option("--draft-model", metavar="DIR", help="Folder of the draft head, if not the model's own."),
+        _engine_option(
+            "--draft-model",
+            metavar="DIR",
+            help="Folder of the draft head, if not the model's own, or of the small model that standalone needs.",
+        ),
         _engine_option("--page-size", type=int, metavar="P", help="Slots a page of the KV pools."),
         _engine_option("--topk", "--speculative-eagle-topk", type=int, metavar="K", help="Width of the draft tree."),
         _engine_option(
@@ -235,6 +246,16 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             type=float,
             metavar="X",
             help="Tree sampling divides the probability of siblings by it; 1 is exact.",
+        ),
+        _engine_option(
+            "--adaptive-steps",
+            is_flag=True,
+            help="Draft more steps where drafts are accepted and fewer where not, from --num-steps on; for --topk 1.",
+        ),
+        _engine_option(
+            "--attend",
+            metavar="ancestors|columns",
+            help="What draft branches read: the ancestors of their tokens, or what their number wrote before.",
         ),
         _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
         _engine_option("--device", metavar="DEVICE", help="Where it runs."),

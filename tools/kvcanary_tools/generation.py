@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvcanary import Report
     from spec_engine import ConfigError, Engine, SamplingParams, TokenEvent
     from spec_engine.acceptance.logprobs import TokenLogProb
+    from spec_engine.drafting.adaptive import AdaptiveMetrics
 
 #: Why a request ended that a finding stopped.
 CORRUPTION = "kv_corruption"
@@ -54,15 +55,19 @@ class Generation:
 
     refusals: of prompts that could never run; their completions are there too.
     tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded.
+    num_retractions: times that a request gave up its pages for want of others, and resumed.
+    adaptive: which numbers of steps the engine chose since it was made, None where it may not choose.
     """
 
     completions: list[Completion]
     tokens_emitted: int
     verify_forwards: int
     decode_seconds: float
+    num_retractions: int
     certificate: dict[str, Any] | None
     report: Report | None
     refusals: list[ConfigError] = field(default_factory=list)
+    adaptive: AdaptiveMetrics | None = None
 
     @property
     def accepted_length(self) -> float:
@@ -87,6 +92,8 @@ class Generation:
             "outputs": [completion.as_dict() for completion in self.completions],
             "accepted_length": self.accepted_length,
             "tokens_per_second": self.tokens_per_second,
+            "adaptive": None if self.adaptive is None else self.adaptive.as_dict(),
+            "num_retractions": self.num_retractions,
             "canary": self.certificate,
         }
 
@@ -122,9 +129,11 @@ def generate(
         tokens_emitted=engine.metrics.tokens_emitted - before.tokens_emitted,
         verify_forwards=engine.metrics.verify_forwards - before.verify_forwards,
         decode_seconds=engine.metrics.decode_seconds - before.decode_seconds,
+        num_retractions=engine.metrics.num_retractions - before.num_retractions,
         certificate=None if engine.canary is None else engine.canary.certificate(),
         report=report,
         refusals=refusals,
+        adaptive=engine.metrics.adaptive,
     )
 
 

@@ -17,6 +17,7 @@ from kvcanary_tools.engine_options import (
     engine_config,
     engine_options,
     json_option,
+    reenact_option,
     sampling_options,
     sampling_params,
     usage_failures,
@@ -25,6 +26,7 @@ from kvcanary_tools.engine_options import (
 if TYPE_CHECKING:
     from kvcanary_tools.generation import Completion, Generation
     from spec_engine import TokenEvent
+    from spec_engine.memory.sizes import Sizes
 
 
 @click.command("generate", context_settings=CONTEXT, short_help="Complete prompts.")
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 @click.argument("more_files", nargs=-1, metavar="")
 @engine_options
 @sampling_options
+@reenact_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
@@ -64,12 +67,15 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     config, params = engine_config(options), sampling_params(options)
 
     from kvcanary_tools.generation import generate
+    from kvcanary_tools.reenactment import reenacting
     from spec_engine import Engine
 
     console.log_to_stderr()
     printer = _Printer(len(prompts))
-    with usage_failures():
-        generation = generate(Engine(config), prompts, params, None if as_json else printer)
+    with usage_failures(), reenacting(options["reenact"], as_json):
+        engine = Engine(config)
+        console.say(_sizes_line(engine.sizes))
+        generation = generate(engine, prompts, params, None if as_json else printer)
     if as_json:
         console.data_json(generation.as_dict())
     else:
@@ -98,6 +104,16 @@ def _read_file(name: str) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise UsageFailure(f"cannot read the prompt file {name!r}: it is not UTF-8 text", "give a text file") from error
+
+
+def _sizes_line(sizes: Sizes) -> str:
+    """What an operator wants to know at the start: row width, and the bytes of pools, table and canary."""
+    pools = ", ".join(f"{name} pool {console.size(count)}" for name, count in sizes.pool_bytes.items())
+    return (
+        f"{sizes.num_rows} rows of {sizes.row_width} columns (context {sizes.context_length}, "
+        f"reserve {sizes.reserve}), {sizes.num_pages} pages of {sizes.page_size} slots: {pools}, "
+        f"table {console.size(sizes.table_bytes)}, canary {console.size(sizes.canary_bytes)}"
+    )
 
 
 class _Printer:
@@ -161,5 +177,11 @@ def _summarise(generation: Generation) -> None:
     console.say(
         f"{tokens}, accepted length {generation.accepted_length:.2f}, {generation.tokens_per_second:.0f} tokens/s"
     )
+    if generation.adaptive is not None:
+        batches = sorted(generation.adaptive.batches.items())
+        chosen = ", ".join(f"{steps} in {console.numbered(count, 'step')}" for steps, count in batches)
+        console.say(f"drafts by step: {chosen}, {console.numbered(generation.adaptive.switches, 'change')}")
+    if generation.num_retractions:
+        console.say(f"{console.numbered(generation.num_retractions, 'retraction')} for want of pages")
     if generation.certificate is not None:
         console.say(certificate_line(generation.certificate))

@@ -1,0 +1,225 @@
+"""Bytes that come back from a host tier with their records, and pages that are replaced by equal ones of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError, PlanError
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_forwards import ToyRow
+
+TOKENS = list(range(100, 110))
+
+
+@pytest.fixture
+def make_toy() -> Iterator[Callable[..., ToyEngine]]:
+    """A toy engine by settings of CanaryConfig."""
+    with torch.inference_mode():
+        yield lambda **settings: ToyEngine(CanaryConfig(**{"content": "full", "seed": 7, **settings}))
+
+
+def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
+    """The findings with which a call is stopped."""
+    with pytest.raises(KVCorruptionError) as caught:
+        run(*arguments)
+    return list(caught.value.findings)
+
+
+class Tier:
+    """The pages of a request of TOKENS that has ended: their bytes by pool, and the canary's parcel."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self.engine = engine
+        engine.start("away", TOKENS)
+        engine.draft()
+        row = engine.rows["away"]
+        self.slots = row.slots[:8].copy()
+        self.parcel = engine.canary.on_offload(row.pages[:2])
+        self.bytes = {name: pool.kv[:, self.slots].clone() for name, pool in engine.pools.items()}
+        engine.finish("away")
+
+    def bring_back(self, name: str = "back", tokens: list[int] = TOKENS) -> ToyRow:
+        """A request whose first two pages are these."""
+        engine = self.engine
+        engine.begin()
+        engine.admit(name, tokens)
+        row = engine.rows[name]
+        row.pages = engine.pages.take(2, engine.num_steps)
+        row.slots = engine._slots_of(row.pages)
+        engine.canary.on_alloc(name, row.pages, for_load=True)
+        for pool, kept in self.bytes.items():
+            engine.pools[pool].kv[:, row.slots] = kept
+        engine.canary.on_restore(name, row.pages, 8, self.parcel)
+        return row
+
+    def go_on(self, name: str = "back") -> None:
+        self.engine.rows[name].committed = 8
+        self.engine.canary.commit(name, 8)
+        self.engine.prefill({name: 10})
+        self.engine.draft()
+
+
+@pytest.mark.parametrize("content", ["full", "rolling", "write"])
+def test_restored_pages_are_right(make_toy, content):
+    """They are read, committed, published and drafted behind like pages that forwards have written."""
+    tier = Tier(make_toy(content=content))
+    tier.bring_back()
+    tier.go_on()
+    assert tier.engine.share("back") >= 2
+    tier.engine.decode()
+    tier.engine.finish("back")
+    assert tier.engine.canary.findings == []
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_bytes_that_came_back_changed_are_found_at_once(make_toy, pool):
+    """T1, at the slot and layer, before a forward reads them; not when moves are not compared."""
+    tier = Tier(make_toy())
+    tier.bytes[pool].view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
+    row = tier.bring_back()
+    (finding,) = found(tier.engine.canary.check)
+    assert (finding.code, finding.pool, finding.slot, finding.position) == ("T1", pool, int(row.slots[5]), 5)
+    assert (finding.layers, finding.owner) == ((0,), "back")
+
+
+def test_bytes_that_changed_before_they_left_are_found_too(make_toy):
+    """The fingerprints are those of the stores, not of what was put away."""
+    engine = make_toy(content="rolling")
+    finish = engine.finish
+    engine.finish = lambda name: None
+    tier = Tier(engine)
+    word = engine.pools["target"].kv.view(torch.int32)[1, tier.slots[3], 0, 0]
+    word ^= 1
+    tier.bytes["target"] = engine.pools["target"].kv[:, tier.slots].clone()
+    word ^= 1
+    finish("away")
+    tier.bring_back()
+    (finding,) = found(engine.canary.check)
+    assert (finding.code, finding.position, finding.layers) == ("T1", 3, (1,))
+
+
+@pytest.mark.parametrize("settings", [{"disable": {"T1"}}, {"content": "write"}], ids=str)
+def test_without_t1_nothing_is_compared(make_toy, settings):
+    """The certificate says that moves are not compared."""
+    tier = Tier(make_toy(**settings))
+    tier.bytes["target"].view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
+    tier.bring_back()
+    tier.engine.canary.check()
+    assert "T1" not in tier.engine.canary.certificate()["classes"]
+
+
+def test_pages_of_another_prefix_are_another_row(make_toy):
+    """Whole pages of other tokens, restored for this request: its first forward says so."""
+    tier = Tier(make_toy())
+    tier.bring_back("other", [1, *TOKENS[1:]])
+    tier.engine.rows["other"].committed = 8
+    tier.engine.canary.commit("other", 8)
+    assert {finding.code for finding in found(tier.engine.prefill, {"other": 10})} & {"R5", "R6"}
+
+
+def test_pages_that_came_back_exchanged_are_found(make_toy):
+    """Each page has its own records, so its bytes are those of another one."""
+    tier = Tier(make_toy())
+    tier.bytes = {name: kept.roll(4, 1) for name, kept in tier.bytes.items()}
+    tier.bring_back()
+    assert {finding.code for finding in found(tier.engine.canary.check)} == {"T1"}
+
+
+def test_a_slot_that_was_never_written_is_not_restored(make_toy):
+    """Of a page that is not full the entries that were written come back, and a row may not reach further."""
+    engine = make_toy()
+    engine.start("away", 6)
+    parcel = engine.canary.on_offload(engine.rows["away"].pages)
+    assert parcel.contents[0].current.tolist() == [True] * 6 + [False] * 2
+
+
+def test_each_page_has_its_own_records(make_toy):
+    """A number of pages that does not fit is a mistake of the caller."""
+    engine = make_toy()
+    engine.start("only", 6)
+    parcel = engine.canary.on_offload(engine.rows["only"].pages)
+    with pytest.raises(PlanError, match="got 1 for 2: pack and load the same pages"):
+        engine.canary.on_restore("only", [3], 4, parcel)
+
+
+def test_only_pages_that_hold_nothing_are_restored(make_toy):
+    """A page that was written already keeps its records."""
+    engine = make_toy()
+    engine.start("only", 6)
+    parcel = engine.canary.on_offload(engine.rows["only"].pages)
+    with pytest.raises(LifetimeError, match="restore only into pages that hold nothing yet"):
+        engine.canary.on_restore("only", engine.rows["only"].pages, 6, parcel)
+
+
+# deduplication
+
+
+def twice(engine: ToyEngine) -> tuple[int, int]:
+    """Two requests that computed the same tokens; the first page of the second, and the cache's equal one."""
+    engine.start("first", TOKENS)
+    engine.share("first")
+    engine.start("second", TOKENS)
+    return engine.rows["second"].pages[0], engine.rows["first"].pages[0]
+
+
+def deduplicate(engine: ToyEngine, page: int, kept: int) -> None:
+    row = engine.rows["second"]
+    place = row.pages.index(page)
+    engine.canary.on_deduplicate("second", page, kept)
+    row.pages[place], row.slots[4 * place : 4 * place + 4] = kept, engine._slots_of([kept])
+    engine.pages.hold([kept])
+    engine.pages.drop([page], engine.num_steps)
+
+
+@pytest.mark.parametrize("content", ["full", "rolling", "write"])
+def test_a_page_that_the_cache_has_already_is_replaced(make_toy, content):
+    """The row goes on over the cache's page; its own is free, and may be granted again."""
+    engine = make_toy(content=content)
+    page, kept = twice(engine)
+    deduplicate(engine, page, kept)
+    assert engine.canary._ledger.refcounts[kept] == 2
+    for name in ("second", "first"):
+        engine.draft()
+        engine.finish(name)
+    assert engine.canary.findings == []
+    freed = engine.canary.certificate()["freed_unread_bytes"]
+    assert (freed > 0) == (content == "write")
+
+
+def test_a_page_that_is_given_up_is_read_before(make_toy):
+    """Nothing is freed unread."""
+    engine = make_toy(content="rolling")
+    page, kept = twice(engine)
+    engine.pools["target"].kv[0, 4 * page + 1] += 1
+    deduplicate(engine, page, kept)
+    (finding,) = found(engine.canary.check)
+    assert (finding.code, finding.slot) == ("R9", 4 * page + 1)
+
+
+def test_the_page_that_is_kept_is_read(make_toy):
+    """A row takes over no damage of the cache."""
+    engine = make_toy(content="rolling")
+    page, kept = twice(engine)
+    engine.pools["target"].kv[0, 4 * kept + 1] += 1
+    deduplicate(engine, page, kept)
+    assert ("R9", 4 * kept + 1) in {(finding.code, finding.slot) for finding in found(engine.canary.check)}
+
+
+def test_a_page_that_is_not_equal_is_another_row(make_toy):
+    """The cache's page holds other tokens: the row's next forward says so."""
+    engine = make_toy()
+    page, _ = twice(engine)
+    deduplicate(engine, page, engine.rows["first"].pages[1])
+    assert {finding.code for finding in found(engine.draft, "second")} & {"R4", "R5"}
+
+
+def test_a_page_is_replaced_by_a_published_one_only(make_toy):
+    """Another request's private page is nobody's to name."""
+    engine = make_toy()
+    engine.start("first", TOKENS)
+    engine.start("second", TOKENS)
+    with pytest.raises(LifetimeError, match="must be SHARED to be acquired"):
+        engine.canary.on_deduplicate("second", engine.rows["second"].pages[0], engine.rows["first"].pages[0])
