@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.acceptance import rejection, tree_sampling
 from spec_engine.mock import MockTokenizer, random_model, with_random_weights
 from spec_engine.models.eagle import Eagle
+from spec_engine.models.standalone import Standalone
 
 PROMPTS = ["def add(a, b):\n    return a", "import os\n", "class A:\n    def"]
 PENALISED = {
@@ -37,6 +40,15 @@ def run(kind: str, **settings) -> tuple[list[tuple[int, ...]], Engine]:
     return tokens, engine
 
 
+def tokens_by_request(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """What all that is submitted puts out, to the end."""
+    tokens: dict[str, tuple[int, ...]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] = tokens.get(event.request_id, ()) + event.token_ids
+    return tokens
+
+
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[tuple[int, ...]]]:
     """Tokens without drafting, one request at a time, by kind."""
@@ -59,11 +71,12 @@ def test_the_penalties_change_what_is_drawn(plain):
 
 
 @pytest.mark.parametrize("rule", ["tree", "rejection"])
-def test_overlap_equals_sync(rule):
-    """A host that lags draws nothing else, and both accept drafts."""
+def test_overlap_equals_sync(plain, rule):
+    """A host that lags draws nothing else; drafts are accepted, and not by comparing them with draws."""
     kind = "drawn, penalised"
     tokens, engine = run(kind, **RULES[rule])
     assert run(kind, schedule="overlap", **RULES[rule])[0] == tokens
+    assert tokens != plain[kind]
     assert engine.metrics.accepted_length > 1.3
 
 
@@ -75,10 +88,7 @@ def test_greedy_requests_walk_greedily_beside_drawn_ones(plain, rule):
     for seed, prompt in enumerate(PROMPTS):
         for kind in ({"temperature": 1.0, "seed": seed}, {}):
             names.append(engine.submit(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True, **kind)))
-    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
-    while engine.has_work:
-        for event in engine.step():
-            tokens[event.request_id] += event.token_ids
+    tokens = tokens_by_request(engine)
     assert [tokens[name] for name in names[1::2]] == plain["greedy"]
     assert engine.metrics.accepted_length > 1.3
 
@@ -93,6 +103,38 @@ def test_a_retracted_request_keeps_its_counts(plain, rule, num_slots, schedule):
     assert engine.metrics.num_retractions > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_drawn_from_the_target_itself_all_stay(temperature):
+    """With q = p nothing is ever rejected, so that every step emits T + 1 tokens: q belongs to the draft it is for."""
+    target = random_model(4, vocab_size=31)
+    draft, config = Standalone(target, target), EngineConfig(dtype="float64", num_steps=3, **RULES["rejection"])
+    engine = Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
+    for seed in range(3):
+        params = SamplingParams(max_new_tokens=21, temperature=temperature, top_p=0.9, seed=seed)
+        engine.submit([seed, 1, 4], params)
+    while engine.has_work:
+        engine.step()
+    assert engine.metrics.accepted_length == 4
+
+
+def test_chains_of_any_length_may_be_drawn():
+    """Adaptive steps, 0 among them, under rejection sampling: all runs whole, and greedy output stays what it was."""
+    target = random_model(4, vocab_size=31)
+    head = with_random_weights(Eagle(replace(target.config, num_layers=1), target), 8)
+    tokens = []
+    for adaptive in (None, {1: (0, 1, 3)}):
+        canary = CanaryConfig(mode="raise")
+        settings = {"dtype": "float64", "num_steps": 3, "adaptive_steps": adaptive or False, "canary": canary}
+        config = EngineConfig(**settings, **RULES["rejection"])
+        engine = Engine(config, model=target, draft=head, tokenizer=MockTokenizer())
+        for temperature in (0.0, 0.7):
+            engine.submit([5, 6], SamplingParams(max_new_tokens=60, temperature=temperature))
+        tokens.append(tokens_by_request(engine)["req-0"])
+    assert len(tokens[0]) == 60
+    assert tokens[0] == tokens[1]
+    assert engine.metrics.adaptive.batches[0] > 0
+
+
 # the distribution, through prefill, drafting, verify and extend
 
 VOCAB, NUM_DRAWS, PROMPT = 6, 1000, [3, 1, 4, 1]
@@ -102,7 +144,7 @@ VOCAB, NUM_DRAWS, PROMPT = 6, 1000, [3, 1, 4, 1]
 def small():
     """Engines over a random model of six tokens with a random EAGLE head."""
     target = random_model(4, vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=64, logit_scale=0.7)
-    head = with_random_weights(Eagle(target.config, target), 8)
+    head = with_random_weights(Eagle(replace(target.config, num_layers=1), target), 8)
     settings = {"dtype": "float64", "max_total_tokens": 16384, "max_running_requests": 250, "page_size": 1}
 
     def build(**rule) -> Engine:
@@ -116,11 +158,7 @@ def p_value(engine: Engine, exact: torch.Tensor, num_draws: int) -> float:
     """Of Pearson's chi-square of the second and third token against the exact joint distribution."""
     for seed in range(num_draws):
         engine.submit(PROMPT, SamplingParams(max_new_tokens=3, seed=seed, temperature=1.0))
-    drawn: dict[str, tuple[int, ...]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            drawn[event.request_id] = drawn.get(event.request_id, ()) + event.token_ids
-    pairs = torch.tensor([tokens[1] * VOCAB + tokens[2] for tokens in drawn.values()])
+    pairs = torch.tensor([tokens[1] * VOCAB + tokens[2] for tokens in tokens_by_request(engine).values()])
     expected = exact * num_draws
     assert expected.min() > 5
     statistic = ((torch.bincount(pairs, minlength=VOCAB**2) - expected) ** 2 / expected).sum()
