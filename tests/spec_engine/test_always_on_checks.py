@@ -149,7 +149,7 @@ def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     )
 
 
-OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `accept` sees the tree
+OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `to_host` sees the tree
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_an_engine_that_nobody_breaks_runs_to_its_end(engine):
 def test_an_accepted_path_longer_than_the_draft_is_refused(engine, monkeypatch):
     """A step commits at most every drafted token and the bonus."""
     path = Accepted(list(range(5)), [1, 2, 3, 4, 5])
-    monkeypatch.setattr(runner_module, "accept", lambda tree, chosen, requests: [path, path])
+    monkeypatch.setattr(runner_module, "to_host", lambda tree, accepted, requests: [path, path])
     monkeypatch.setattr(engine.runner, "compact", lambda *a: None)
     error = error_of(engine)
     assert type(error) is invariants.CommitError
@@ -231,9 +231,8 @@ def test_a_row_narrower_than_what_is_owned_is_refused(toy_model):
 
 def test_tokens_that_were_not_accepted_are_refused(engine):
     """Output that grows by more than what was committed leaves more than the bonus token pending."""
-    request = engine.running[0]
-    accept = request.accept
-    request.accept = lambda tokens, eos: accept([*tokens, 5], eos)
+    hear = engine._emit
+    engine._emit = lambda request, length, part: hear(request, length, replace(part, tokens=[*part.tokens, 5]))
     error = error_of(engine)
     assert type(error) is invariants.CommitError
     assert str(error).endswith(" = 2 tokens pending, must be exactly 1")
