@@ -100,8 +100,11 @@ class KVMemory:
     # sharing what running requests have
 
     def _helps(self, other: Request, request: Request, known: Sequence[int]) -> bool:
-        """Whether a running request has more whole pages of these tokens than the cache."""
-        if other.salt != request.salt or not other.is_prefilled:
+        """Whether a running request has more whole pages of these tokens than the cache.
+
+        One that is admitted in the same step, but later, has none yet, whatever its lengths were before.
+        """
+        if other.salt != request.salt or not other.pages or not other.is_prefilled:
             return False
         tree = self.cache.tree
         return (
