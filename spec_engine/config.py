@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcanary import CanaryConfig
+from spec_engine.acceptance.thresholds import Thresholds
 from spec_engine.attention.backends import BACKENDS, TREE_BACKENDS
 from spec_engine.drafting.adaptive import AdaptiveConfig
 from spec_engine.errors import ConfigError
@@ -17,6 +18,7 @@ ATTEND = ("ancestors", "columns")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 ATTENTION_BACKENDS = tuple(BACKENDS)
 SCHEDULES = ("sync", "overlap")
+ACCEPTANCES = ("match", "tree", "rejection")
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
 
@@ -41,6 +43,10 @@ class EngineConfig:
     prefill_chunk_tokens: most prompt tokens in one forward.
     schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
     prefix_cache: keep the pages of finished requests for prompts that begin alike.
+    acceptance: how requests with a temperature accept drafts. "match": drafts that equal the seeded draw, so that
+        drafting changes no token; "tree": target-only tree sampling; "rejection": chain rejection sampling, of drafts
+        that are drawn. All three keep the target's distribution; greedy requests accept what the target takes.
+    threshold_single, threshold_acc: of acceptance "tree", see `Thresholds`.
     new_token_ratio: share of max_new_tokens that admission counts with; below 1 requests may be retracted and resume.
     """
 
@@ -63,6 +69,9 @@ class EngineConfig:
     prefill_chunk_tokens: int = 512
     prefix_cache: bool = True
     new_token_ratio: float = 1.0
+    acceptance: str = "match"
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
     canary: CanaryConfig = field(default_factory=lambda: CanaryConfig(mode="off"))
 
     def __post_init__(self) -> None:
@@ -80,6 +89,8 @@ class EngineConfig:
         _require_one_of("schedule", self.schedule, SCHEDULES)
         if not 0.0 <= self.new_token_ratio <= 1.0:
             raise ConfigError(f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}")
+        _require_one_of("acceptance", self.acceptance, ACCEPTANCES)
+        self._check_acceptance()
         if self.draft != "none":
             check_backend(self.attention_backend, self.topk, self.page_size)
             self._check_tree()
@@ -137,6 +148,27 @@ class EngineConfig:
     def most_nodes(self) -> int | None:
         """The longest draft's N; None without drafting."""
         return self.num_draft_tokens if self.adaptive is None else self.most_steps + 1
+
+    def _check_acceptance(self) -> None:
+        if self.thresholds != Thresholds() and self.acceptance != "tree":
+            raise ConfigError(
+                f"threshold_single and threshold_acc must be 1 with acceptance {self.acceptance!r}, got "
+                f"{self.threshold_single} and {self.threshold_acc}: only tree sampling has thresholds",
+                "use acceptance 'tree'",
+            )
+        if self.acceptance != "match" and self.draft == "none":
+            raise ConfigError(
+                f"acceptance {self.acceptance!r} needs drafts to accept, got draft 'none'", "use acceptance 'match'"
+            )
+        if self.acceptance == "rejection" and self.topk != 1:
+            raise ConfigError(
+                f"topk must be 1 with acceptance 'rejection', got {self.topk}: drafts are drawn in a chain",
+                "use topk 1, or acceptance 'tree'",
+            )
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return Thresholds(self.threshold_single, self.threshold_acc)
 
     @property
     def num_candidates(self) -> int:

@@ -17,7 +17,11 @@ from kvcanary.invariants import (
     check_known_tokens,
     check_page_sizes,
     check_pool_slots,
+    check_step_estimate,
 )
+from spec_engine.acceptance.acceptor import Acceptor
+from spec_engine.acceptance.logprobs import TokenLogProb
+from spec_engine.acceptance.stops import Kept, StopScan
 from spec_engine.config import EngineConfig
 from spec_engine.drafting.adaptive import AdaptiveMetrics, AdaptivePolicy
 from spec_engine.drafting.drafter import Drafter
@@ -32,7 +36,7 @@ from spec_engine.memory.sizes import Sizes, plan_sizes
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
-from spec_engine.models.tokenizer import TextStream, Tokenizer
+from spec_engine.models.tokenizer import Tokenizer
 from spec_engine.relay import Relay
 from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.runner import Part, Runner, StepResult
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from kvcanary import CanaryManager
 
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
+REFUSED = "refused"  # finish reason of a prompt that could never run
 HOST_LAG = {"sync": 0, "overlap": 1}  # verifies that the host is behind the device, by schedule
 
 
@@ -99,7 +104,7 @@ class Engine:
         self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
         self.adaptive = _adaptive(config, self.head)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
-        self._texts: dict[str, TextStream] = {}
+        self._scans: dict[str, StopScan] = {}  # of every request that has not ended
         self._num_requests = 0
         self._step_number = 0
         self._lag = HOST_LAG[config.schedule]
@@ -140,7 +145,14 @@ class Engine:
         self.relay = Relay(sizes.num_rows + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
         target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend)
-        self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, self.canary)
+        acceptor = Acceptor(
+            config.acceptance,
+            config.thresholds,
+            vocab_size=self.model.config.vocab_size,
+            num_rows=sizes.num_rows + 1,
+            device=self.device,
+        )
+        self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary)
         self._check_sizes()
         self.sizes = self._weighed(sizes)
         if self.canary is not None:
@@ -156,6 +168,7 @@ class Engine:
             num_draft_tokens=self.config.num_draft_tokens,
             step_choices=self.config.step_choices,
             attend=self.config.attend,
+            draws=self.config.acceptance == "rejection",
         )
 
     def _weighed(self, sizes: Sizes) -> Sizes:
@@ -203,16 +216,7 @@ class Engine:
         Requests of higher ``priority`` are admitted first and retracted last. Cached prefixes are shared among
         requests of one ``salt`` only.
         """
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size = self.model.config.vocab_size
-        stray = [token for token in prompt_ids if not 0 <= token < vocab_size]
-        if stray:
-            raise ConfigError(f"prompt token {stray[0]} is out of the vocabulary of {vocab_size} tokens")
-        request = Request(f"req-{self._num_requests}", prompt_ids, params, priority, salt)
-        self.scheduler.submit(request)
-        self._num_requests += 1
-        self._texts[request.request_id] = self.tokenizer.stream()
-        return request.request_id
+        return self._enqueue(prompt, params, priority, salt).request_id
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now and free all that it holds; its last event, or None when it is not there any more."""
@@ -222,21 +226,41 @@ class Engine:
         return None
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Output]:
-        """Complete every prompt; outputs come in the order of the prompts."""
-        outputs: dict[str, list[TokenEvent]] = {}
-        requests = self._submit_all(prompts, params)
+        """Complete every prompt; outputs come in the order of the prompts. One that is refused does not stop others."""
+        params.check_vocabulary(self.model.config.vocab_size)
+        events: dict[str, list[TokenEvent]] = {}
+        requests = [self._try(prompt, params) for prompt in prompts]
         for event in self._events():
-            outputs.setdefault(event.request_id, []).append(event)
-        return [_output(request, outputs.get(request.request_id, [])) for request in requests]
+            events.setdefault(event.request_id, []).append(event)
+        return [_output(request, events) for request in requests]
 
     def stream(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> Iterator[TokenEvent]:
         """Complete every prompt, tokens as they come."""
-        self._submit_all(prompts, params)
+        for prompt in prompts:
+            self.submit(prompt, params)
         return self._events()
 
-    def _submit_all(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Request]:
-        names = {self.submit(prompt, params) for prompt in prompts}
-        return [request for request in self.scheduler.waiting if request.request_id in names]
+    def _try(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | ConfigError:
+        try:
+            return self._enqueue(prompt, params, 0, "")
+        except ConfigError as error:
+            return error
+
+    def _enqueue(self, prompt: str | Sequence[int], params: SamplingParams, priority: int, salt: str) -> Request:
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab_size = self.model.config.vocab_size
+        params.check_vocabulary(vocab_size)
+        stray = [token for token in prompt_ids if not 0 <= token < vocab_size]
+        if stray:
+            raise ConfigError(f"prompt token {stray[0]} is out of the vocabulary of {vocab_size} tokens")
+        request = Request(f"req-{self._num_requests}", prompt_ids, params, priority, salt)
+        self.scheduler.submit(request)
+        self._num_requests += 1
+        self._scans[request.request_id] = self._scan(params)
+        return request
+
+    def _scan(self, params: SamplingParams) -> StopScan:
+        return StopScan(params, self.tokenizer.eos_ids, self.tokenizer.stream())
 
     def _events(self) -> Iterator[TokenEvent]:
         while self.has_work:
@@ -302,9 +326,12 @@ class Engine:
         return result
 
     def _decode(self) -> StepResult:
-        for request in self.running:
-            most = self.scheduler.most_pages(request)
-            self.memory.grow(request, request.committed_len, self.scheduler.reserve, most)
+        estimate = self.scheduler.decode_estimate(self.running)
+        taken = sum(
+            self.memory.grow(request, request.committed_len, self.sizes.reserve, self.scheduler.most_pages(request))
+            for request in self.running
+        )
+        check_step_estimate(self.config.schedule, estimate, taken, len(self.running), self.config.page_size)
         if self.adaptive is None:
             return self.runner.decode(self.running)
         num_steps = self.adaptive.choose(len(self.running))
@@ -329,27 +356,38 @@ class Engine:
         if request.request_id in result.doomed:
             return [self._end(request, KV_CORRUPTION)]
         if not result.is_decode:
-            return self._emit(request, request.committed_len, part.tokens) if part.tokens else []
+            return self._emit(request, request.committed_len, part) if part.tokens else []
         before, after, num_accepted = request.committed_len, part.committed_len, len(part.tokens)
         check_commit(request.request_id, before, after, num_accepted, self.sizes.max_accept)
-        events = self._emit(request, part.committed_len, part.tokens)
+        events = self._emit(request, part.committed_len, part)
         self.metrics.verify_forwards += 1
         self.metrics.tokens_emitted += sum(len(event.token_ids) for event in events)
         return events
 
-    def _emit(self, request: Request, committed_len: int, tokens: list[int]) -> list[TokenEvent]:
-        """[0, committed_len) is final, ``tokens`` follow; finishes the request where they end it."""
-        appended = request.accept(tokens, self.tokenizer.eos_ids)
+    def _emit(self, request: Request, committed_len: int, part: Part) -> list[TokenEvent]:
+        """[0, committed_len) is final, the part's tokens follow; finishes the request where they end it."""
+        kept = self._scans[request.request_id].push(part.tokens)
+        tokens = part.tokens[: kept.num_tokens]
+        request.output_ids += tokens
+        request.finish_reason = kept.finish_reason
         # a stop inside the accepted chain caps what is owned
         num_outputs, finished = request.output_len, request.finish_reason is not None
         request.committed_len = min(committed_len, request.prompt_len + num_outputs)
         check_known_tokens(request.request_id, request.committed_len, request.prompt_len, num_outputs, finished)
         if finished and not self._finish(request):
-            del request.output_ids[num_outputs - len(appended) :]
-            appended, request.finish_reason = [], KV_CORRUPTION
-        if not appended and request.finish_reason is None:
+            return [self._withdraw(request, kept)]
+        if not tokens and not finished:
             return []
-        return [self._event(request, appended)]
+        return [self._event(request, tokens, kept.text, part.logprobs)]
+
+    def _withdraw(self, request: Request, kept: Kept) -> TokenEvent:
+        """End a request whose bytes were damaged as it ended: what it was to keep does not leave, text before does."""
+        del request.output_ids[request.output_len - kept.num_tokens :]
+        request.finish_reason = KV_CORRUPTION
+        num_shown = self._scans[request.request_id].num_shown - len(kept.text)
+        scan = self._scan(request.params)
+        text = scan.push(request.output_ids).text + scan.close()
+        return self._event(request, [], text[num_shown:])
 
     def _end(self, request: Request, reason: str) -> TokenEvent:
         """End a request that is not done: what it holds comes back, what waited of its text goes out."""
@@ -358,12 +396,19 @@ class Engine:
             self.scheduler.waiting.remove(request)
         else:
             self._finish(request)
-        return self._event(request, [])
+        return self._event(request, [], self._scans[request.request_id].close())
 
-    def _event(self, request: Request, tokens: list[int]) -> TokenEvent:
-        is_final = request.finish_reason is not None
-        stream = self._texts.pop(request.request_id) if is_final else self._texts[request.request_id]
-        return TokenEvent(request.request_id, tuple(tokens), stream.push(tokens, final=is_final), request.finish_reason)
+    def _event(
+        self,
+        request: Request,
+        tokens: list[int],
+        text: str,
+        logprobs: tuple[TokenLogProb, ...] | None = None,
+    ) -> TokenEvent:
+        if request.finish_reason is not None:
+            del self._scans[request.request_id]
+        logprobs = None if logprobs is None else logprobs[: len(tokens)]
+        return TokenEvent(request.request_id, tuple(tokens), text, request.finish_reason, logprobs)
 
     def _finish(self, request: Request) -> bool:
         """Give everything back; whether its bytes were to the end what had been written."""
@@ -403,11 +448,19 @@ def _adaptive(config: EngineConfig, head: Draft | None) -> AdaptivePolicy | None
     return AdaptivePolicy(config.adaptive, topk=config.topk, num_steps=config.num_steps)
 
 
-def _output(request: Request, events: Sequence[TokenEvent]) -> Output:
+def _output(request: Request | ConfigError, events: dict[str, list[TokenEvent]]) -> Output:
+    if isinstance(request, ConfigError):
+        return Output("", "", (), REFUSED, 0, error=str(request))
+    own = events.get(request.request_id, [])
     return Output(
         request_id=request.request_id,
-        text="".join(event.text for event in events),
+        text="".join(event.text for event in own),
         token_ids=tuple(request.output_ids),
         finish_reason=request.finish_reason or "",
         prompt_len=request.prompt_len,
+        logprobs=None if request.params.logprobs is None else _listed(own),
     )
+
+
+def _listed(events: Sequence[TokenEvent]) -> tuple[TokenLogProb, ...]:
+    return tuple(entry for event in events for entry in event.logprobs or ())

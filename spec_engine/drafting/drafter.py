@@ -16,6 +16,7 @@ from kvcanary.faults import seam
 from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
+from spec_engine.drafting.drawn import DrawnDrafts
 from spec_engine.drafting.layout import branch_positions, branch_stride
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
@@ -34,6 +35,7 @@ class Drafter:
     step_choices: every T that a step may have; None: num_steps alone.
     attend: "ancestors", or "columns": survivor b attends what was written for branch b before, whoever its ancestors
         are. Other engines do that; it mixes paths of the tree, which costs acceptance and never correctness.
+    draws: drafts are drawn (topk 1 only) rather than the likeliest, for chain rejection sampling.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Drafter:
         num_draft_tokens: int,
         step_choices: Sequence[int] | None = None,
         attend: str = "ancestors",
+        draws: bool = False,
     ) -> None:
         self.head = head
         self.forwards = forwards
@@ -60,6 +63,7 @@ class Drafter:
         num_rows, device = len(table.table), table.table.device
         self._chains = _chains(topk, step_choices or (num_steps,), table.num_rows, device)
         self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
+        self._drawn = DrawnDrafts(head, num_rows, device) if draws else None
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.kv.dtype, device=device)
@@ -69,6 +73,11 @@ class Drafter:
         """Target layers whose input the head wants to see."""
         return self.head.tap_layers
 
+    @property
+    def draft_probs(self) -> Tensor | None:
+        """``[bs, T, V] float64``, what the drafts of the last `draft` were drawn from; None unless drafts are drawn."""
+        return None if self._drawn is None else self._drawn.probs
+
     def draft(self, batch: Batch, num_steps: int | None = None) -> Tree:
         """T selections with T-1 forwards, then the tree of the N-1 likeliest candidates and the root.
 
@@ -76,6 +85,8 @@ class Drafter:
         """
         num_steps = self.num_steps if num_steps is None else num_steps
         self._consume(batch)
+        if self._drawn is not None:
+            self._drawn.begin(batch)
         growth = new_growth(self.topk, len(batch), self._chains.get(num_steps))
         if num_steps:
             self._grow(growth, batch.shifted([self.head.ahead] * len(batch)), num_steps)
@@ -96,7 +107,7 @@ class Drafter:
             forward = draft_forward(batch, step, prefixes, path, tokens)
             with self.forwards.open(forward) as attention:
                 hidden = self.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
-            probs, children = self._propose(hidden)
+            probs, children = self._propose(hidden, batch, forward.positions, is_first=False)
             growth.add(probs.view(bs, -1, self.topk), children.view(bs, -1, self.topk))
             hidden = hidden.view(bs, self.topk, -1)
 
@@ -121,7 +132,8 @@ class Drafter:
             hidden = self.head(tokens, features, forward.positions, attention)
         last = torch.tensor(written, device=tokens.device).cumsum(0) - 1
         hidden = hidden[last]
-        self._probs[batch.rows], self._tokens[batch.rows] = self._propose(hidden)
+        proposed = self._propose(hidden, batch, forward.positions[last], is_first=True)
+        self._probs[batch.rows], self._tokens[batch.rows] = proposed
         self._hidden[batch.rows] = hidden
         self._publish(batch, new_lens)
 
@@ -145,9 +157,16 @@ class Drafter:
         for request, length in zip(batch.requests, batch.lens, strict=True):
             check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
 
-    def _propose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The K likeliest continuations of each row: probabilities and target-vocabulary ids, both [n, K]."""
-        probs, ids = torch.softmax(self.head.logits(hidden).float(), -1).topk(self.topk, -1)
+    def _propose(self, hidden: Tensor, batch: Batch, positions: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """K continuations of each row, the likeliest or drawn: probabilities and target-vocabulary ids, both [n, K].
+
+        positions [n]: of the head's rows; is_first: the proposals wait for the next step.
+        """
+        logits = self.head.logits(hidden)
+        if self._drawn is not None:
+            propose = self._drawn.first if is_first else self._drawn.extend
+            return propose(logits, batch, positions + self.head.token_offset + 1)
+        probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
         return probs, self.head.to_target_ids(ids)
 
     def _branch_slots(self, batch: Batch, num_steps: int) -> Tensor:

@@ -56,8 +56,11 @@ class KVMemory:
         if self.canary is not None and request.pages:
             self.canary.on_acquire(request.request_id, request.pages)
 
-    def grow(self, request: Request, end: int, reserve: int, most: int) -> None:
-        """Own the pages of row positions [0, end + reserve); ``most`` is what admission counted with."""
+    def grow(self, request: Request, end: int, reserve: int, most: int) -> int:
+        """Own the pages of row positions [0, end + reserve); how many were taken for it.
+
+        ``most``: what admission counted with.
+        """
         missing = step_pages(end, len(request.pages), reserve, self.page_size)
         if missing:
             self.make_room(missing)
@@ -69,6 +72,7 @@ class KVMemory:
         taken, name = len(request.pages), request.request_id
         check_estimate(name, taken, end, reserve, self.page_size, most)
         check_lengths(name, end, taken * self.page_size, self.table.width)
+        return missing
 
     def make_room(self, count: int) -> bool:
         """Let cached pages go until ``count`` are free; whether so many can be granted in this very step."""

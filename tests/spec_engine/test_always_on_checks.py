@@ -104,7 +104,11 @@ def underestimate_at_admission(engine: Engine) -> None:
 
 
 def shrink_the_reserve(engine: Engine) -> None:
-    engine.scheduler.reserve = 0
+    engine.sizes = replace(engine.sizes, reserve=0)
+
+
+def estimate_with_another_reserve(engine: Engine) -> None:
+    engine.scheduler.reserve += PAGE_SIZE
 
 
 def lose_a_running_request(engine: Engine) -> None:
@@ -149,7 +153,7 @@ def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     )
 
 
-OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `accept` sees the tree
+OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `to_host` sees the tree
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,11 @@ OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given,
         (consume_twice, invariants.RelayError, "but the proposals of row 1 are nobody's"),
         (underestimate_at_admission, invariants.EstimateError, "it was admitted for 2 of 4 slots at most"),
         (shrink_the_reserve, invariants.EstimateError, " + reserve 0 slots at page_size 4 need "),
+        (
+            estimate_with_another_reserve,
+            invariants.EstimateMismatchError,
+            "a decode step of 2 requests was estimated at ",
+        ),
         (lose_a_running_request, invariants.NotRunningError, "finished, but it is none of the 1 running requests"),
         (release_a_row_twice, invariants.RowOwnershipError, "of 1 to 8 used, but no request holds it"),
         (drop_a_read_index, invariants.IndexLengthError, "verify[0] of pool 'target': kv_indices has "),
@@ -192,7 +201,7 @@ def test_an_engine_that_nobody_breaks_runs_to_its_end(engine):
 def test_an_accepted_path_longer_than_the_draft_is_refused(engine, monkeypatch):
     """A step commits at most every drafted token and the bonus."""
     path = Accepted(list(range(5)), [1, 2, 3, 4, 5])
-    monkeypatch.setattr(runner_module, "accept", lambda tree, chosen, requests: [path, path])
+    monkeypatch.setattr(runner_module, "to_host", lambda tree, accepted, requests: [path, path])
     monkeypatch.setattr(engine.runner, "compact", lambda *a: None)
     error = error_of(engine)
     assert type(error) is invariants.CommitError
@@ -231,9 +240,8 @@ def test_a_row_narrower_than_what_is_owned_is_refused(toy_model):
 
 def test_tokens_that_were_not_accepted_are_refused(engine):
     """Output that grows by more than what was committed leaves more than the bonus token pending."""
-    request = engine.running[0]
-    accept = request.accept
-    request.accept = lambda tokens, eos: accept([*tokens, 5], eos)
+    hear = engine._emit
+    engine._emit = lambda request, length, part: hear(request, length, replace(part, tokens=[*part.tokens, 5]))
     error = error_of(engine)
     assert type(error) is invariants.CommitError
     assert str(error).endswith(" = 2 tokens pending, must be exactly 1")

@@ -28,6 +28,14 @@ from spec_engine import ConfigError, EngineConfig
         ),
         ({"topk": 2, "num_steps": 1, "num_draft_tokens": 4}, r"num_draft_tokens must lie in \[2, 3\], got 4"),
         ({"num_draft_tokens": 1}, "num_draft_tokens must lie in"),
+        ({"acceptance": "guess"}, "acceptance must be one of match, tree, rejection, got 'guess'"),
+        ({"acceptance": "tree", "threshold_acc": -0.1}, r"threshold_acc must lie in \[0, 1\], got -0.1"),
+        ({"threshold_single": 0.5}, "must be 1 with acceptance 'match', got 0.5 and 1.0: only tree sampling has"),
+        ({"acceptance": "rejection", "topk": 2}, "topk must be 1 with acceptance 'rejection', got 2: drafts are drawn"),
+        (
+            {"acceptance": "rejection", "draft": "none"},
+            "acceptance 'rejection' needs drafts to accept, got",
+        ),
         (
             {"topk": 1, "num_steps": 3, "num_draft_tokens": 3},
             r"num_draft_tokens must be num_steps \+ 1 = 4 where topk is 1, got 3: a chain is verified whole",

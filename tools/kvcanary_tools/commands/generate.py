@@ -59,7 +59,9 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     The text goes to stdout as it comes, everything else to stderr. Every option can be given in the environment
     too, as KVCANARY_ and its name: KVCANARY_PAGE_SIZE=4, KVCANARY_KV_CANARY=log.
 
-    Exit codes: 0 clean, 1 the canary found a violation, 2 wrong usage, 3 kvcanary itself failed.
+    A prompt that is refused, being empty or too long, does not stop the others.
+
+    Exit codes: 0 clean, 1 the canary found a violation, 2 wrong usage or a refused prompt, 3 kvcanary itself failed.
     """
     prompts = _read_prompts(options["prompt"], options["prompt_file"], options["more_files"])
     config, params = engine_config(options), sampling_params(options)
@@ -79,7 +81,8 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     else:
         printer.end(generation)
         _summarise(generation)
-    ctx.exit(console.EXIT_FINDING if generation.findings else console.EXIT_CLEAN)
+    _tell_refused(generation)
+    ctx.exit(_exit_code(generation))
 
 
 def _read_prompts(prompts: tuple[str, ...], files: tuple[str, ...], more_files: tuple[str, ...]) -> list[str]:
@@ -128,7 +131,8 @@ class _Printer:
     def end(self, generation: Generation) -> None:
         """What a finding stopped is shown as far as it came."""
         if self.num_prompts == 1:
-            console.data("")
+            if not generation.refusals:
+                console.data("")
             return
         for completion in generation.completions:
             if completion.finish_reason == "kv_corruption":
@@ -140,9 +144,31 @@ class _Printer:
         console.data(completion.text)
 
 
+def _tell_refused(generation: Generation) -> None:
+    """A sentence for each refused prompt, then the hints."""
+    many = len(generation.completions) > 1
+    for number, completion in enumerate(generation.completions, 1):
+        if completion.error is not None:
+            which = f"prompt {number} of {len(generation.completions)} is refused: " if many else ""
+            console.say(f"kvcanary: {which}{completion.error}", fg="red")
+    hints = dict.fromkeys(error.hint for error in generation.refusals if error.hint)
+    if hints:
+        console.say()
+    for hint in hints:
+        console.say(f"hint: {hint}")
+
+
+def _exit_code(generation: Generation) -> int:
+    if generation.findings:
+        return console.EXIT_FINDING
+    return console.EXIT_USAGE if generation.refusals else console.EXIT_CLEAN
+
+
 def _summarise(generation: Generation) -> None:
     from kvcanary_tools.certificate import certificate_line
 
+    if len(generation.refusals) == len(generation.completions):
+        return
     console.say()
     if generation.report is not None:
         console.say(generation.report.text())
