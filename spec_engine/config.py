@@ -38,6 +38,7 @@ class EngineConfig:
     prefill_chunk_tokens: most prompt tokens in one forward.
     schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
     prefix_cache: keep the pages of finished requests for prompts that begin alike.
+    host_pages: pages of host memory in which a retracted request keeps what it had computed; 0: it computes it again.
     new_token_ratio: share of max_new_tokens that admission counts with; below 1 requests may be retracted and resume.
     """
 
@@ -57,6 +58,7 @@ class EngineConfig:
     context_length: int | None = None
     prefill_chunk_tokens: int = 512
     prefix_cache: bool = True
+    host_pages: int = 0
     new_token_ratio: float = 1.0
     canary: CanaryConfig = field(default_factory=lambda: CanaryConfig(mode="off"))
 
@@ -70,6 +72,8 @@ class EngineConfig:
         _require_one_of("dtype", self.dtype, DTYPES)
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _require_one_of("schedule", self.schedule, SCHEDULES)
+        if not isinstance(self.host_pages, int) or self.host_pages < 0:
+            raise ConfigError(f"host_pages must be a whole number, 0 or more, got {self.host_pages!r}")
         if not 0.0 <= self.new_token_ratio <= 1.0:
             raise ConfigError(f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}")
         if self.draft != "none":

@@ -23,6 +23,7 @@ from spec_engine.config import ConfigError, EngineConfig
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.hooks import Forwards
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.host_tier import HostTier, LoadFailedError
 from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
@@ -36,6 +37,7 @@ from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.runner import Part, Runner, StepResult
 from spec_engine.sampling import SamplingParams
 from spec_engine.scheduler import Chunk, Scheduler
+from spec_engine.streams import Event, Streams
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
@@ -53,6 +55,7 @@ class Metrics:
     tokens_emitted: int = 0  # by those forwards
     prefill_tokens: int = 0
     num_retractions: int = 0  # times that a running request gave up its pages and resumed later
+    restored_tokens: int = 0  # that came back from the host instead of being prefilled again
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -89,7 +92,7 @@ class Engine:
         self._num_requests = 0
         self._step_number = 0
         self._lag = HOST_LAG[config.schedule]
-        self._pending: deque[StepResult] = deque()  # steps of which the host has not heard yet
+        self._pending: deque[tuple[StepResult, Event | None]] = deque()  # steps of which the host has not heard yet
         self._build(dtype)
 
     def _build(self, dtype: torch.dtype) -> None:
@@ -110,12 +113,14 @@ class Engine:
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
         views = [pool.view() for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
+        self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
         self.memory = KVMemory(
             self.allocator,
             self.request_table,
             self.canary,
             is_drafting=head is not None,
             caches_prefixes=config.prefix_cache,
+            tier=self._host_tier() if config.host_pages else None,
         )
         self.scheduler = Scheduler(
             self.memory,
@@ -144,6 +149,9 @@ class Engine:
             num_steps=self.config.num_steps,
             num_draft_tokens=self.config.num_draft_tokens,
         )
+
+    def _host_tier(self) -> HostTier:
+        return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary)
 
     def _check_sizes(self) -> None:
         """Allocator, scheduler, request table and pools count the same pages."""
@@ -259,20 +267,42 @@ class Engine:
         """Some requests give up their pages, and resume later with the tokens that they have."""
         plan = self.scheduler.retract()
         for request in plan.retracted:
-            self.memory.release(request, publish=False)
+            self.memory.retract(request)
         self.metrics.num_retractions += len(plan.retracted)
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
     def _launch(self, chunks: list[Chunk]) -> None:
         """Run the next forward, of prompts if some wait; the host hears of it when its turn comes."""
-        if chunks:
-            self._pending.append(self._prefill(chunks))
-        elif self.running:
-            self._pending.append(self._decode())
+        ready = [chunk for chunk in chunks if self._prepare(chunk)]
+        if ready:
+            self._pending.append((self._prefill(ready), self.streams.launched()))
+        elif self.running and not chunks:
+            self._pending.append((self._decode(), self.streams.launched()))
+
+    def _prepare(self, chunk: Chunk) -> bool:
+        """Own the pages of a chunk, and have what lies before it; False where that did not come back from the host."""
+        request = chunk.request
+        is_restored = self.memory.expects_block(request)
+        if chunk.start != request.chunk_start:  # the block was evicted: the next step begins earlier
+            return False
+        self.memory.grow(request, chunk.end, 0, self.scheduler.most_pages(request))
+        return not is_restored or self._restore(request)
+
+    def _restore(self, request: Request) -> bool:
+        before = request.committed_len
+        try:
+            self.memory.restore(request)
+        except LoadFailedError:
+            self.memory.release(request, publish=False)
+            self.scheduler.send_back(request)
+            self.metrics.num_retractions += 1
+            return False
+        self.relay.seed(request.row, request.committed_len)
+        self.metrics.restored_tokens += request.committed_len - before
+        self.streams.main.use("prefill", request.pages)
+        return True
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:
-        for chunk in chunks:
-            self.memory.grow(chunk.request, chunk.end, 0, self.scheduler.most_pages(chunk.request))
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
@@ -291,7 +321,8 @@ class Engine:
         """Let the host hear of all steps but the last ``lag``: tokens leave, requests end."""
         events = []
         while len(self._pending) > lag:
-            result = self._pending.popleft()
+            result, event = self._pending.popleft()
+            self.streams.heard(event)
             for part in result.parts:
                 if part.epoch == part.request.epoch and part.request.finish_reason is None:
                     events += self._hear(part, result)
@@ -329,6 +360,7 @@ class Engine:
         request.finish_reason = reason
         if request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
+            self.memory.drop_block(request)
         else:
             self._finish(request)
         return self._event(request, [])

@@ -105,7 +105,7 @@ class Scheduler:
         chunks = []
         budget = self.chunk_tokens
         for request in requests:
-            start = request.committed_len
+            start = request.chunk_start
             if start < request.prefill_len and budget:
                 end = min(request.prefill_len, start + budget)
                 budget -= end - start
@@ -122,13 +122,17 @@ class Scheduler:
         """Choose running requests that give up their pages; they wait in front of all of their priority."""
         plan = plan_retraction(self.running, self._fits)
         for request in plan.retracted:
-            self.running.remove(request)
-            self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
+            self.send_back(request)
         if plan.kept:
             output_lens = [request.output_len for request in plan.kept]
             ratio = new_token_ratio(output_lens, [request.params.max_new_tokens for request in plan.kept])
             self._ratio = max(self._ratio, ratio)
         return plan
+
+    def send_back(self, request: Request) -> None:
+        """A running request waits again, in front of all of its priority."""
+        self.running.remove(request)
+        self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
 
     def _fits(self, kept: Sequence[Request], retracted: Sequence[Request]) -> bool:
         return self.pages_needed(kept) <= self.memory.num_available + self.memory.cache.num_released_by(retracted)

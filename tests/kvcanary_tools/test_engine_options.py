@@ -25,7 +25,8 @@ FLAGS = {
     *("--page-size", "--topk", "--num-steps", "--num-draft-tokens"),
     *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
-    *("--attention-backend", "--schedule", "--max-total-tokens", "--max-running-requests", "--context-length"),
+    *("--attention-backend", "--schedule", "--max-total-tokens", "--host-pages", "--max-running-requests"),
+    "--context-length",
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--json"),
 }
