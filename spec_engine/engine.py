@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcanary import CanaryConfig, PoolView
+from kvcanary.faults import arm_from_environment, seam
 from kvcanary.invariants import (
     check_commit,
     check_known_tokens,
@@ -79,6 +80,7 @@ class Engine:
     """A continuous-batching engine over paged KV pools, with tree drafting and, if asked for, a canary."""
 
     def __init__(self, config: EngineConfig) -> None:
+        arm_from_environment()
         self.config = config
         self.device = _device(config.device)
         folder = EMBEDDED_MODEL if config.model == "embedded" else Path(config.model)
@@ -107,6 +109,9 @@ class Engine:
         num_pages = config.max_total_tokens // config.page_size
         self.allocator = PageAllocator(num_pages, config.canary.quarantine if config.canary.enabled else 0)
         width = row_width(context_length, reserve, config.page_size)
+        if head is not None:
+            nodes = config.num_draft_tokens
+            width = seam("bounds.row_width", width, context_length=context_length, num_draft_tokens=nodes)
         self.request_table = RequestTable(config.max_running_requests, width, config.page_size, self.device)
         self.pools = {"target": self._pool("target", self.model.config, 0, dtype)}
         if head is not None:

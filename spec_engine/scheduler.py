@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_running
 from spec_engine.config import ConfigError
 from spec_engine.memory.kv_memory import KVMemory
-from spec_engine.memory.sizing import pages_for, step_pages
+from spec_engine.memory.sizing import pages_for, step_pages, worst_case_step_pages
 from spec_engine.request import Request
 from spec_engine.retraction import Retraction, new_token_ratio, plan_retraction
 
@@ -114,9 +115,17 @@ class Scheduler:
 
     def pages_needed(self, requests: Sequence[Request]) -> int:
         """Pages that the next forward of these running requests takes beyond those that they own."""
-        spans = [(chunk.request, chunk.end, 0) for chunk in self.next_chunks(requests)]
-        spans = spans or [(request, request.committed_len, self.reserve) for request in requests]
-        return sum(step_pages(end, len(request.pages), reserve, self.page_size) for request, end, reserve in spans)
+        chunks = self.next_chunks(requests)
+        if chunks:
+            return sum(self._missing_pages(chunk.request, chunk.end, 0) for chunk in chunks)
+        return seam(
+            "lengths.worst_case_estimate",
+            sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests),
+            worst_case=lambda: worst_case_step_pages(len(requests), self.reserve, self.page_size),
+        )
+
+    def _missing_pages(self, request: Request, end: int, reserve: int) -> int:
+        return step_pages(end, len(request.pages), reserve, self.page_size)
 
     def retract(self) -> Retraction[Request]:
         """Choose running requests that give up their pages; they wait in front of all of their priority."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
 from spec_engine.config import ConfigError
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
@@ -51,7 +52,8 @@ class Drafter:
             raise ConfigError(f"attend must be one of {', '.join(ATTEND)}, got {attend!r}")
         self._attends_columns = attend == "columns"
         self._copies = forwards.backend.reads_pages and topk > 1 and table.page_size > 1
-        self._index_width = draft_index_width(table.num_rows, topk, table.width)
+        width = draft_index_width(table.num_rows, topk, table.width)
+        self._index_width = seam("bounds.kv_indices_without_topk", width, topk=topk)
         check_flat_indices("draft index buffer", 1, self._index_width)
         num_rows, device = len(table.table), table.table.device
         self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
@@ -149,7 +151,7 @@ class Drafter:
             ancestors, copies = ancestor_copies(slots, parents, step)
             if step:
                 self.forwards.move(ancestors.flatten(), copies.flatten(), guesses=True)
-            return slots[:, :, : step + 1]
+            return slots[:, :, : seam("bounds.page_table_scatter", step + 1, num_steps=self.num_steps)]
         path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
         return torch.cat((path, slots[:, :, step : step + 1]), -1)
 

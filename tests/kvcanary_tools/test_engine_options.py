@@ -28,7 +28,7 @@ FLAGS = {
     *("--attention-backend", "--schedule", "--max-total-tokens", "--host-pages", "--max-running-requests"),
     "--context-length",
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
-    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--json"),
+    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--reenact", "--json"),
 }
 
 

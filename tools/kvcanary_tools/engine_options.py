@@ -40,6 +40,13 @@ json_option = click.option(
 )
 
 
+reenact_option = click.option(
+    "--reenact",
+    metavar="NAME",
+    help="Undo one fix, to see the check that replaced it: kvcanary faults lists the names.",
+)
+
+
 class Whole(click.ParamType):
     """A text that an environment variable holds whole: it is not cut at blanks."""
 

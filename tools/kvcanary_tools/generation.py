@@ -40,12 +40,14 @@ class Generation:
     """Everything that one run produced; `report` is set when a finding stopped it.
 
     tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded.
+    num_retractions: times that a request gave up its pages for want of others, and resumed.
     """
 
     completions: list[Completion]
     tokens_emitted: int
     verify_forwards: int
     decode_seconds: float
+    num_retractions: int
     certificate: dict[str, Any] | None
     report: Report | None
 
@@ -72,6 +74,7 @@ class Generation:
             "outputs": [completion.as_dict() for completion in self.completions],
             "accepted_length": self.accepted_length,
             "tokens_per_second": self.tokens_per_second,
+            "num_retractions": self.num_retractions,
             "canary": self.certificate,
         }
 
@@ -105,6 +108,7 @@ def generate(
         tokens_emitted=engine.metrics.tokens_emitted - before.tokens_emitted,
         verify_forwards=engine.metrics.verify_forwards - before.verify_forwards,
         decode_seconds=engine.metrics.decode_seconds - before.decode_seconds,
+        num_retractions=engine.metrics.num_retractions - before.num_retractions,
         certificate=None if engine.canary is None else engine.canary.certificate(),
         report=report,
     )

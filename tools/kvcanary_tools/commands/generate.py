@@ -17,6 +17,7 @@ from kvcanary_tools.engine_options import (
     engine_config,
     engine_options,
     json_option,
+    reenact_option,
     sampling_options,
     sampling_params,
     usage_failures,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 @click.argument("more_files", nargs=-1, metavar="")
 @engine_options
 @sampling_options
+@reenact_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
@@ -62,11 +64,12 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     config, params = engine_config(options), sampling_params(options)
 
     from kvcanary_tools.generation import generate
+    from kvcanary_tools.reenactment import reenacting
     from spec_engine import Engine
 
     console.log_to_stderr()
     printer = _Printer(len(prompts))
-    with usage_failures():
+    with usage_failures(), reenacting(options["reenact"], as_json):
         generation = generate(Engine(config), prompts, params, None if as_json else printer)
     if as_json:
         console.data_json(generation.as_dict())
@@ -135,5 +138,7 @@ def _summarise(generation: Generation) -> None:
     console.say(
         f"{tokens}, accepted length {generation.accepted_length:.2f}, {generation.tokens_per_second:.0f} tokens/s"
     )
+    if generation.num_retractions:
+        console.say(f"{console.numbered(generation.num_retractions, 'retraction')} for want of pages")
     if generation.certificate is not None:
         console.say(certificate_line(generation.certificate))
