@@ -33,6 +33,7 @@ from spec_engine.models.config import ModelConfig
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.loader import Draft, load_draft, load_target
 from spec_engine.models.tokenizer import TextStream, Tokenizer
+from spec_engine.recurrence import num_kv_layers, recurrent_pool, settings_for
 from spec_engine.relay import Relay
 from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.runner import Part, Runner, StepResult
@@ -81,11 +82,11 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         arm_from_environment()
-        self.config = config
         self.device = _device(config.device)
         folder = EMBEDDED_MODEL if config.model == "embedded" else Path(config.model)
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model = load_target(folder, dtype, self.device)
+        self.config = config = settings_for(self.model, config)
         self.tokenizer = Tokenizer.from_folder(folder)
         draft_folder = _draft_folder(config, folder)
         self.head = None if draft_folder is None else load_draft(draft_folder, self.model, dtype, self.device)
@@ -114,6 +115,7 @@ class Engine:
             width = seam("bounds.row_width", width, context_length=context_length, num_draft_tokens=nodes)
         self.request_table = RequestTable(config.max_running_requests, width, config.page_size, self.device)
         self.pools = {"target": self._pool("target", self.model.config, 0, dtype)}
+        states = recurrent_pool(self.model, config, dtype, self.device)
         if head is not None:
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
         views = [pool.view() for pool in self.pools.values()]
@@ -138,7 +140,7 @@ class Engine:
         self.relay = Relay(config.max_running_requests + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
         target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend)
-        self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, self.canary)
+        self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, self.canary, states)
         self._max_accept = max_accept
         check_reserve(self.scheduler.reserve, self._lag, max_accept, alloc_len)
         self._check_sizes()
@@ -168,7 +170,7 @@ class Engine:
     def _pool(self, name: str, model: ModelConfig, token_offset: int, dtype: torch.dtype) -> KVPool:
         return KVPool(
             name,
-            num_layers=model.num_layers,
+            num_layers=num_kv_layers(self.model) if name == "target" else model.num_layers,
             num_pages=self.allocator.num_pages,
             page_size=self.config.page_size,
             kv_heads=model.num_kv_heads,
@@ -244,7 +246,7 @@ class Engine:
         started = time.perf_counter()
         for request in self.scheduler.admit():
             self.memory.admit(request, self.running)
-            self.relay.seed(request.row, request.committed_len)
+            self.runner.begin(request.row, request.committed_len)
         events = self._make_room()
         chunks = self.scheduler.next_chunks(self.running)
         if self.memory.make_room(self.scheduler.pages_needed(self.running)):
@@ -302,7 +304,7 @@ class Engine:
             self.scheduler.send_back(request)
             self.metrics.num_retractions += 1
             return False
-        self.relay.seed(request.row, request.committed_len)
+        self.runner.begin(request.row, request.committed_len)
         self.metrics.restored_tokens += request.committed_len - before
         self.streams.main.use("prefill", request.pages)
         return True

@@ -17,6 +17,7 @@ from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
 from spec_engine.hooks import Forwards
+from spec_engine.memory.recurrent import ChainStates, RecurrentPool, TreeStates
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import Decoder, DecoderOutput
 from spec_engine.relay import Relay
@@ -59,10 +60,19 @@ class Runner:
         table: RequestTable,
         relay: Relay,
         canary: CanaryManager | None,
+        states: RecurrentPool | None = None,
     ) -> None:
+        """``states``: of a model with recurrent layers, by request-table row."""
+        self.states = states
         self.model, self.forwards, self.drafter = model, forwards, drafter
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
+
+    def begin(self, row: int, committed_len: int) -> None:
+        """A request takes this row with ``committed_len`` entries that are there already."""
+        self.relay.seed(row, committed_len)
+        if self.states is not None:
+            self.states.reset(row)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
         """Forward prompt chunks; a row whose last token is not known yet samples its first one."""
@@ -72,7 +82,7 @@ class Runner:
         batch = Batch.of([chunk.request for chunk in chunks], self.relay)
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens))
+        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
         sampled = self._first_tokens(chunks, output, lens)
         if self.drafter is not None:
             self._extend_prompts(self.drafter, batch, chunks, sampled, output, lens)
@@ -94,7 +104,7 @@ class Runner:
 
     def _decode_one(self, batch: Batch) -> StepResult:
         forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
-        chosen = self._choose(batch, self._forward(forward).hidden, batch.lens_tensor[:, None])
+        chosen = self._choose(batch, self._forward(forward, batch).hidden, batch.lens_tensor[:, None])
         doomed = self._judge()
         return self._commit(batch, [Accepted([0], tokens) for tokens in chosen.tolist()], doomed)
 
@@ -102,12 +112,14 @@ class Runner:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
         tree = drafter.draft(batch)
         forward = self.verify_forward(batch, tree)
-        output = self._forward(forward)
+        output = self._forward(forward, batch, tree)
         chosen = self._choose(batch, output.hidden, forward.positions.view(len(batch), -1))
         doomed = self._judge()
         accepted = accept(tree, chosen, batch.ids)
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in doomed]
         self.compact(forward, accepted, going)
+        if self.states is not None:
+            self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
         result = self._commit(batch, accepted, doomed)
         if going:
             self._extend(batch, drafter, output, accepted, going)
@@ -174,10 +186,11 @@ class Runner:
 
     # parts of both
 
-    def _forward(self, forward: ForwardBatch) -> DecoderOutput:
+    def _forward(self, forward: ForwardBatch, batch: Batch, tree: Tree | None = None) -> DecoderOutput:
         taps = () if self.drafter is None else self.drafter.tap_layers
+        states = () if self.states is None else (_open_states(self.states, forward, batch, tree),)
         with self.forwards.open(forward) as attention:
-            return self.model(forward.tokens, forward.positions, attention, taps)
+            return self.model(forward.tokens, forward.positions, attention, taps, *states)
 
     def _choose(self, batch: Batch, hidden: Tensor, positions: Tensor) -> Tensor:
         """The target's choice after every node: hidden [bs * nodes, H], positions [bs, nodes] -> [bs, nodes]."""
@@ -233,3 +246,11 @@ class Runner:
                     self.canary.append(part.request.request_id, part.tokens)
                     self.canary.commit(part.request.request_id, part.committed_len)
         return StepResult(is_decode, parts, doomed)
+
+
+def _open_states(
+    states: RecurrentPool, forward: ForwardBatch, batch: Batch, tree: Tree | None
+) -> ChainStates | TreeStates:
+    """What recurrent layers go on from: each token's predecessor, in a verify each node's parent."""
+    rows = batch.rows.tolist()
+    return states.chain(rows, forward.new_lens) if tree is None else states.tree(rows, tree.parents)
