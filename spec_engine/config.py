@@ -34,6 +34,7 @@ class EngineConfig:
     attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
         draft trees on pages; "dense" is the slow reference.
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
+    max_window_tokens: slots of the target's pool where its layers have a sliding window; by default enough for all rows.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
     schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
@@ -54,6 +55,7 @@ class EngineConfig:
     attention_backend: str = "torch"
     schedule: str = "sync"
     max_total_tokens: int = 16384
+    max_window_tokens: int | None = None
     max_running_requests: int = 8
     context_length: int | None = None
     prefill_chunk_tokens: int = 512
@@ -66,8 +68,9 @@ class EngineConfig:
         for name in ("page_size", "topk", "num_steps", "max_total_tokens", "max_running_requests"):
             _require_positive(name, getattr(self, name))
         _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)
-        if self.context_length is not None:
-            _require_positive("context_length", self.context_length)
+        for name in ("context_length", "max_window_tokens"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
         _require_one_of("draft", self.draft, DRAFTS, {"standalone": "drafting with a standalone small model"})
         _require_one_of("dtype", self.dtype, DTYPES)
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)

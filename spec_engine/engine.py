@@ -29,6 +29,8 @@ from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import draft_alloc_len, reserve_len, row_width
+from spec_engine.memory.window_pool import WindowRow
+from spec_engine.memory.window_report import RowDivergence, WindowReports
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.loader import Draft, load_draft, load_target
@@ -39,6 +41,7 @@ from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.runner import Part, Runner, StepResult
 from spec_engine.sampling import SamplingParams
 from spec_engine.scheduler import Chunk, Scheduler
+from spec_engine.sliding import window_pool
 from spec_engine.streams import Event, Streams
 
 if TYPE_CHECKING:
@@ -108,17 +111,20 @@ class Engine:
         longest = self.model.config.max_position_embeddings
         context_length = min(config.context_length or longest, longest)
         num_pages = config.max_total_tokens // config.page_size
-        self.allocator = PageAllocator(num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        pages = PageAllocator(num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        self.windows = window_pool(pages, config, self.model.config.sliding_window, reserve, self.device)
+        self.allocator = pages if self.windows is None else self.windows
         width = row_width(context_length, reserve, config.page_size)
         if head is not None:
             nodes = config.num_draft_tokens
             width = seam("bounds.row_width", width, context_length=context_length, num_draft_tokens=nodes)
         self.request_table = RequestTable(config.max_running_requests, width, config.page_size, self.device)
+        self._window_reports = None if self.windows is None else WindowReports(self.windows)
         self.pools = {"target": self._pool("target", self.model.config, 0, dtype)}
         states = recurrent_pool(self.model, config, dtype, self.device)
         if head is not None:
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
-        views = [pool.view() for pool in self.pools.values()]
+        views = [self._view(pool) for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
         self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
         self.memory = KVMemory(
@@ -139,7 +145,9 @@ class Engine:
         )
         self.relay = Relay(config.max_running_requests + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
-        target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend)
+        target = Forwards(
+            self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend, self.windows
+        )
         self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, self.canary, states)
         self._max_accept = max_accept
         check_reserve(self.scheduler.reserve, self._lag, max_accept, alloc_len)
@@ -158,20 +166,30 @@ class Engine:
         )
 
     def _host_tier(self) -> HostTier:
-        return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary)
+        maps = {} if self.windows is None else {"target": self.windows.slot_map}
+        return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
+
+    def _num_pages(self, pool: str) -> int:
+        """Pages of a pool: the target's are those of its window, where it has one."""
+        is_window = self.windows is not None and pool == "target"
+        return self.windows.num_window_pages if is_window else self.allocator.num_pages
+
+    def _view(self, pool: KVPool) -> PoolView:
+        is_window = self.windows is not None and pool.name == "target"
+        return self.windows.view(pool) if is_window else pool.view()
 
     def _check_sizes(self) -> None:
         """Allocator, scheduler, request table and pools count the same pages."""
         sizes = {"scheduler": self.scheduler.page_size, "request table": self.request_table.page_size}
         check_page_sizes(sizes | {f"pool {name!r}": pool.page_size for name, pool in self.pools.items()})
         for name, pool in self.pools.items():
-            check_pool_slots(name, pool.kv.shape[1], self.allocator.num_pages, pool.page_size)
+            check_pool_slots(name, pool.kv.shape[1], self._num_pages(name), pool.page_size)
 
     def _pool(self, name: str, model: ModelConfig, token_offset: int, dtype: torch.dtype) -> KVPool:
         return KVPool(
             name,
             num_layers=num_kv_layers(self.model) if name == "target" else model.num_layers,
-            num_pages=self.allocator.num_pages,
+            num_pages=self._num_pages(name),
             page_size=self.config.page_size,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
@@ -247,6 +265,7 @@ class Engine:
         for request in self.scheduler.admit():
             self.memory.admit(request, self.running)
             self.runner.begin(request.row, request.committed_len)
+        self.memory.slide(self.running)
         events = self._make_room()
         chunks = self.scheduler.next_chunks(self.running)
         if self.memory.make_room(self.scheduler.pages_needed(self.running)):
@@ -257,6 +276,12 @@ class Engine:
         if not self.has_work:
             self._idle()
         return events
+
+    def window_report(self) -> list[RowDivergence]:
+        """The windows of running requests through the map, compared with the books; ConfigError without a window."""
+        if self.windows is None:
+            raise ConfigError("window_report needs a model with a sliding window, this one sees everything")
+        return self._window_reports.compare([WindowRow(r.request_id, r.pages, r.committed_len) for r in self.running])
 
     # -- launching
 

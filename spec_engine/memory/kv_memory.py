@@ -12,6 +12,7 @@ from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import PrefixTree
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import pages_for, step_pages
+from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.request import Request
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class KVMemory:
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        allocator: PageAllocator | WindowPool,
         table: RequestTable,
         canary: CanaryManager | None,
         *,
@@ -33,6 +34,7 @@ class KVMemory:
     ) -> None:
         """``tier``: where what retracted requests had computed is put away; None: it is computed again."""
         self.allocator, self.table, self.canary, self.tier = allocator, table, canary, tier
+        self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
         self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
@@ -53,6 +55,14 @@ class KVMemory:
             self._acquire(request, known[: request.prefill_len], running)
         if request.block is not None and request.block.length <= request.committed_len:
             self.drop_block(request)
+        if self.windows is not None:
+            self.windows.start(request.request_id, request.committed_len)
+
+    def slide(self, requests: Iterable[Request]) -> None:
+        """Give back the window pages of positions that no forward sees any more."""
+        if self.windows is not None:
+            for request in requests:
+                self.windows.slide(_window_row(request))
 
     def grow(self, request: Request, end: int, reserve: int, most: int) -> None:
         """Own the pages of row positions [0, end + reserve); ``most`` is what admission counted with."""
@@ -65,6 +75,8 @@ class KVMemory:
         taken, name = len(request.pages), request.request_id
         check_estimate(name, taken, end, reserve, self.page_size, most)
         check_lengths(name, end, taken * self.page_size, self.table.width)
+        if self.windows is not None:
+            self.windows.check_mapped(_window_row(request))
 
     def make_room(self, count: int) -> bool:
         """Let cached pages go until ``count`` are free; whether so many can be granted in this very step."""
@@ -87,6 +99,8 @@ class KVMemory:
             self._tell_shared(name, result.added)
         else:
             self.cache.release(request)
+        if self.windows is not None:
+            self.windows.forget(name)
         if self.canary is not None:
             self.canary.on_free(name, pages)
         return is_intact
@@ -166,8 +180,8 @@ class KVMemory:
 
     def _acquire(self, request: Request, known: list[int], running: Iterable[Request]) -> None:
         for other in running:
-            if other is not request and self._helps(other, request, known):
-                self._publish(other)
+            if other is not request and self.windows is None and self._helps(other, request, known):
+                self._publish(other)  # a window pool keeps no pages that other rows gave up for their equals
         request.committed_len = self.cache.acquire(request, known, request.salt)
         if self.canary is not None and request.pages:
             self.canary.on_acquire(request.request_id, request.pages)
@@ -198,6 +212,10 @@ class KVMemory:
     def _tell_shared(self, name: str, pages: list[int]) -> None:
         if pages and self.canary is not None:
             self.canary.on_share(name, pages)
+
+
+def _window_row(request: Request) -> WindowRow:
+    return WindowRow(request.request_id, request.pages, request.committed_len)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

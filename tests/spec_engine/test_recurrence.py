@@ -43,15 +43,16 @@ def expected() -> list[tuple[int, ...]]:
         return tokens_of(hybrid_engine(monkeypatch, drafts=False))
 
 
-@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (2, 2), (3, 3)])
-@pytest.mark.parametrize("max_total_tokens", [1024, 88])
+@pytest.mark.parametrize(
+    ("topk", "num_steps", "max_total_tokens"), [(1, 3, 1024), (3, 3, 1024), (1, 3, 64), (2, 2, 112), (3, 3, 112)]
+)
 def test_drafting_does_not_change_what_a_hybrid_model_says(monkeypatch, expected, topk, num_steps, max_total_tokens):
     """Chains and trees, prompts in chunks, and a pool in which requests are retracted; the canary is silent."""
     engine = hybrid_engine(
         monkeypatch, topk=topk, num_steps=num_steps, max_total_tokens=max_total_tokens, new_token_ratio=0.0
     )
     assert tokens_of(engine) == expected
-    assert (engine.metrics.num_retractions > 0) == (max_total_tokens == 88)
+    assert (engine.metrics.num_retractions > 0) == (max_total_tokens < 1024)
     assert engine.canary.certificate()["findings"] == []
 
 
