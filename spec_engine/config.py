@@ -34,7 +34,7 @@ class EngineConfig:
     attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
         draft trees on pages; "dense" is the slow reference.
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
-    max_window_tokens: slots of the target's pool where its layers have a sliding window; by default enough for all rows.
+    max_window_tokens: slots of the target's pool where its layers have a sliding window; by default enough for all.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
     schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.

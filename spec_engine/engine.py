@@ -41,7 +41,7 @@ from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.runner import Part, Runner, StepResult
 from spec_engine.sampling import SamplingParams
 from spec_engine.scheduler import Chunk, Scheduler
-from spec_engine.sliding import window_pool
+from spec_engine.sliding import check_draft_window, window_pool
 from spec_engine.streams import Event, Streams
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class Engine:
         self.pools = {"target": self._pool("target", self.model.config, 0, dtype)}
         states = recurrent_pool(self.model, config, dtype, self.device)
         if head is not None:
+            check_draft_window(head.config.sliding_window)
             self.pools["draft"] = self._pool("draft", head.config, 1, dtype)
         views = [self._view(pool) for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None

@@ -92,10 +92,10 @@ class Scheduler:
         """Move waiting requests to running, first come first served, while rows and pages last."""
         admitted = []
         self._ratio = max(self._ratio - RATIO_DECAY, self._least_ratio)
-        expected = sum(self._expected_pages(request) - len(request.pages) for request in self.running)
+        expected = [(request, self._expected_pages(request)) for request in self.running]
         while self.waiting and len(self.running) < self.max_running:
-            expected += self._expected_pages(self.waiting[0])
-            if expected > self.memory.num_available and self.running:
+            expected.append((self.waiting[0], self._expected_pages(self.waiting[0])))
+            if self.running and not self.memory.can_hold(expected, self.reserve):
                 break
             admitted.append(self.waiting.popleft())
             self.running.append(admitted[-1])

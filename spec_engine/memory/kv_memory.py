@@ -11,7 +11,7 @@ from spec_engine.memory.host_tier import HostBlock, HostTier
 from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import PrefixTree
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.sizing import pages_for, step_pages
+from spec_engine.memory.sizing import pages_for, step_pages, window_row_pages
 from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.request import Request
 
@@ -44,6 +44,19 @@ class KVMemory:
         """Pages that could be granted: free, waiting in quarantine, or cached and used by nobody."""
         return self.cache.num_available
 
+    def can_hold(self, expected: Sequence[tuple[Request, int]], reserve: int) -> bool:
+        """Whether requests could own so many pages each; of a window pool they need no more than their rows hold."""
+        missing = sum(count - len(request.pages) for request, count in expected)
+        if self.windows is None:
+            return missing <= self.num_available
+        most = window_row_pages(self.windows.window, reserve, self.page_size)
+        in_windows = sum(
+            max(0, min(count, most) - self.windows.num_held(request.request_id, request.pages))
+            for request, count in expected
+        )
+        tree = self.cache.tree
+        return self.windows.can_grant(missing, in_windows, tree.evictable_pages())
+
     def admit(self, request: Request, running: Iterable[Request] = ()) -> None:
         """Take a row for a request and begin it with what is cached of its tokens, by now or by the ``running``."""
         request.begin()
@@ -59,10 +72,15 @@ class KVMemory:
             self.windows.start(request.request_id, request.committed_len)
 
     def slide(self, requests: Iterable[Request]) -> None:
-        """Give back the window pages of positions that no forward sees any more."""
+        """Give back the window pages of positions that no forward sees any more.
+
+        What can be seen from the end of the last whole page stays, so that a request can go on from there if the page
+        is cached.
+        """
         if self.windows is not None:
             for request in requests:
-                self.windows.slide(_window_row(request))
+                row = _window_row(request)
+                self.windows.slide(row._replace(committed_len=row.committed_len // self.page_size * self.page_size))
 
     def grow(self, request: Request, end: int, reserve: int, most: int) -> None:
         """Own the pages of row positions [0, end + reserve); ``most`` is what admission counted with."""

@@ -74,8 +74,18 @@ class WindowPool:
 
     def num_free_with(self, num_cached: int, cached: Callable[[], Collection[int]]) -> int:
         """Free pages if these cached ones were evicted: not each of them has a window page to give back."""
-        mapped = sum(page in self._page_of for page in cached()) if num_cached else 0
+        mapped = self._num_mapped(cached()) if num_cached else 0
         return min(self._full.num_free + num_cached, self._pages.num_free + mapped)
+
+    def can_grant(self, num_full: int, num_window: int, cached: Collection[int]) -> bool:
+        """Whether so many pages of each pool could be had if these cached ones were evicted."""
+        return num_full <= self._full.num_free + len(cached) and num_window <= self._pages.num_free + self._num_mapped(
+            cached
+        )
+
+    def num_held(self, request_id: str, pages: Sequence[int]) -> int:
+        """Window pages of a row; none of a request that waits."""
+        return len(pages) - self._evicted_lens.get(request_id, 0) // self.page_size
 
     @property
     def num_pages(self) -> int:
@@ -197,6 +207,9 @@ class WindowPool:
     def mapped_slots(self, pages: Sequence[int]) -> Tensor:
         """``[len(pages) * page_size] int64`` on the host: what the map says of these pages."""
         return self.slot_map[slots_of(pages, self.page_size).to(self.slot_map.device)].cpu()
+
+    def _num_mapped(self, pages: Collection[int]) -> int:
+        return sum(page in self._page_of for page in pages)
 
     def _unmap(self, pages: Sequence[int]) -> None:
         if pages:

@@ -26,7 +26,7 @@ FLAGS = {
     *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
     *("--attention-backend", "--schedule", "--max-total-tokens", "--host-pages", "--max-running-requests"),
-    "--context-length",
+    *("--context-length", "--max-window-tokens"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--reenact", "--json"),
 }

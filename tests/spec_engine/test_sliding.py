@@ -93,13 +93,29 @@ def test_a_window_pool_changes_no_token(monkeypatch, expected, settings):
 
 @pytest.mark.parametrize("host_pages", [0, 64])
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_window_pool_under_pressure_loses_no_token(monkeypatch, expected, prefix_cache, host_pages):
-    """Its pages decide who is retracted; what comes back from the host comes back through the map."""
-    settings = {"max_window_tokens": 72, "host_pages": host_pages, "prefix_cache": prefix_cache}
+def test_a_pressed_pool_loses_no_token(monkeypatch, expected, prefix_cache, host_pages):
+    """Retracted requests resume with the same tokens; what comes back from the host comes back through the map."""
+    settings = {"max_total_tokens": 112, "host_pages": host_pages, "prefix_cache": prefix_cache}
     engine = window_engine(monkeypatch, **settings, new_token_ratio=0.0)
     assert tokens_of(engine) == expected
     assert engine.metrics.num_retractions
     assert bool(engine.metrics.restored_tokens) == bool(host_pages)
+    assert engine.canary.certificate()["findings"] == []
+
+
+@pytest.mark.parametrize("prefill_chunk_tokens", [8, 16])
+def test_a_small_window_pool_lets_fewer_run(monkeypatch, expected, prefill_chunk_tokens):
+    """Its pages count at admission, as many as a row ever holds, however long it gets."""
+    engine = window_engine(monkeypatch, max_window_tokens=48, prefill_chunk_tokens=prefill_chunk_tokens)
+    for prompt in PROMPTS:
+        engine.submit(prompt, GREEDY)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.running))
+    assert most == 2
+    assert engine.metrics.num_retractions == 0
+    assert tokens_of(engine) == expected
     assert engine.canary.certificate()["findings"] == []
 
 
@@ -118,9 +134,12 @@ def test_a_cached_prefix_is_used_as_far_as_its_window_is_there(monkeypatch):
 def test_pages_that_are_still_seen_are_missed(monkeypatch, expected):
     """A window pool that slides too far fails the check before the forward."""
     inner = WindowPool.slide
-    monkeypatch.setattr(
-        WindowPool, "slide", lambda pool, row: inner(pool, row._replace(committed_len=row.committed_len + 8))
-    )
+
+    def slide(pool, row):
+        end = min(row.committed_len + 8, len(row.pages) * pool.page_size)
+        return inner(pool, row._replace(committed_len=end))
+
+    monkeypatch.setattr(WindowPool, "slide", slide)
     with pytest.raises(Exception, match="has no window page, but readers see positions from"):
         tokens_of(window_engine(monkeypatch))
 
@@ -142,8 +161,19 @@ def test_the_report_names_the_row_whose_map_is_wrong(monkeypatch):
 
 def test_what_cannot_read_windows_is_refused(monkeypatch):
     """A sentence for the backend, and for a report without a window."""
+    with monkeypatch.context() as patch:
+        patch.setitem(HEAD, "architectures", ["MistralForCausalLM"])
+        with pytest.raises(ConfigError, match="a draft model must see everything, got one with a sliding window of 10"):
+            window_engine(patch)
     with pytest.raises(ConfigError, match="'paged' reads no sliding windows, the model has one of 10 positions"):
         window_engine(monkeypatch, attention_backend="paged")
     monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: random_model())
     with pytest.raises(ConfigError, match="window_report needs a model with a sliding window"):
         Engine(EngineConfig(draft="none")).window_report()
+
+
+def test_a_window_pool_holds_a_row_and_a_chunk(monkeypatch):
+    """A smaller one could never run a request alone; the sentence says what it takes."""
+    with pytest.raises(ConfigError, match="max_window_tokens must be at least 40, got 36: a window of 10 positions"):
+        window_engine(monkeypatch, max_window_tokens=36)
+    window_engine(monkeypatch, max_window_tokens=40)
