@@ -87,6 +87,13 @@ class CanaryState:
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
 
+    @property
+    def num_bytes(self) -> int:
+        """What the canary keeps beside the pools, in bytes."""
+        pages = (self.generations, self.owners, self.page_states)
+        tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
+        return sum(tensor.nbytes for tensor in tensors)
+
     def ints(self, values: Iterable[int]) -> Tensor:
         """[n] int64 on the device of the state."""
         buffer = array("q", values)

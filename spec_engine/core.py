@@ -46,6 +46,13 @@ class Batch:
             self.bonus[chosen],
         )
 
+    def shifted(self, shifts: Sequence[int]) -> Batch:
+        """The same requests in a pool whose rows hold so many final entries more than are committed."""
+        if not any(shifts):
+            return self
+        lens = tuple(length + shift for length, shift in zip(self.lens, shifts, strict=True))
+        return replace(self, lens=lens, lens_tensor=torch.tensor(lens, device=self.rows.device))
+
     def __len__(self) -> int:
         return len(self.requests)
 

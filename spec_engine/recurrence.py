@@ -11,7 +11,8 @@ from dataclasses import replace
 import structlog
 import torch
 
-from spec_engine.config import ConfigError, EngineConfig
+from spec_engine.config import EngineConfig
+from spec_engine.errors import ConfigError
 from spec_engine.memory.recurrent import RecurrentPool
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.hybrid import HybridDecoder

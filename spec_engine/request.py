@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from spec_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from spec_engine.acceptance.logprobs import TokenLogProb
     from spec_engine.memory.host_tier import HostBlock
     from spec_engine.memory.prefix_tree import Node
 
@@ -21,6 +22,7 @@ class Request:
     Pages cover row positions [0, len(pages) * P); the first ``num_shared`` are the prefix cache's too, up to ``node``.
 
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
+    cached_len: entries that the prefix cache had for it at its last admission, or the host.
     epoch: counts admissions; a result of an earlier one is nobody's.
     block: where what a retracted request had computed waits on the host, until it is back in its pages.
     """
@@ -33,6 +35,7 @@ class Request:
     row: int = 0
     committed_len: int = 0
     prefill_len: int = 0
+    cached_len: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
@@ -71,36 +74,24 @@ class Request:
     def begin(self) -> None:
         """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
         self.epoch += 1
-        self.committed_len, self.prefill_len = 0, self.known_len
-
-    def accept(self, token_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
-        """Append tokens up to the first that ends the request; returns those appended."""
-        stops = set(self.params.stop_token_ids) | (set() if self.params.ignore_eos else set(eos_ids))
-        appended: list[int] = []
-        for token in token_ids:
-            if token in stops:
-                self.finish_reason = "stop"
-                break
-            appended.append(token)
-            if len(self.output_ids) + len(appended) == self.params.max_new_tokens:
-                self.finish_reason = "length"
-                break
-        self.output_ids += appended
-        return appended
+        self.committed_len = self.cached_len = 0
+        self.prefill_len = self.known_len
 
 
 @dataclass(frozen=True)
 class TokenEvent:
     """Tokens that left the engine in one step for one request.
 
-    text: what they add to the request's text; finish_reason: "stop", "length", "cancelled" or "kv_corruption" with the
-    last event, else None.
+    text: what they add to the request's text, which may lag behind the tokens; finish_reason: "stop", "length",
+    "cancelled", "out_of_pages" or "kv_corruption" with the last event, else None; logprobs: one entry a token, where
+    the request asks for them.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogProb, ...] | None = None
 
     @property
     def finished(self) -> bool:
@@ -109,10 +100,15 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request."""
+    """A finished request, or a prompt that was refused: finish_reason "refused", and ``error`` says why.
+
+    logprobs: one entry a token, where the request asks for them.
+    """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     prompt_len: int
+    logprobs: tuple[TokenLogProb, ...] | None = None
+    error: str | None = None

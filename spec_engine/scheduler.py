@@ -30,6 +30,11 @@ class Chunk:
         return self.request.tokens[self.start : self.end]
 
     @property
+    def is_first(self) -> bool:
+        """Whether what lies before the chunk came from the prefix cache, or is nothing."""
+        return self.start == self.request.cached_len
+
+    @property
     def samples(self) -> bool:
         """Whether the token after the chunk is not known yet."""
         return self.end == len(self.request.tokens)
@@ -48,12 +53,13 @@ class Scheduler:
         memory: KVMemory,
         *,
         reserve: int,
+        ahead: int = 0,
         max_running: int,
         context_length: int,
         chunk_tokens: int,
         least_ratio: float,
     ) -> None:
-        self.memory, self.reserve = memory, reserve
+        self.memory, self.reserve, self.ahead = memory, reserve, ahead
         self.page_size = memory.page_size
         self.max_running, self.context_length, self.chunk_tokens = max_running, context_length, chunk_tokens
         self._least_ratio = self._ratio = least_ratio
@@ -117,7 +123,7 @@ class Scheduler:
         """Pages that the next forward of these running requests takes beyond those that they own."""
         chunks = self.next_chunks(requests)
         if chunks:
-            return sum(self._missing_pages(chunk.request, chunk.end, 0) for chunk in chunks)
+            return sum(self._missing_pages(chunk.request, chunk.end, self.ahead) for chunk in chunks)
         return seam(
             "lengths.worst_case_estimate",
             sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from spec_engine.attention.backends import BACKENDS, WINDOW_BACKENDS
-from spec_engine.config import ConfigError, EngineConfig
+from spec_engine.config import EngineConfig
+from spec_engine.errors import ConfigError
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.sizing import pages_for, window_row_pages
 from spec_engine.memory.window_pool import WindowPool

@@ -161,7 +161,7 @@ class KVMemory:
         tier.finish(load)
         if self.canary is not None:
             self.canary.commit(name, block.length)
-        request.committed_len = block.length
+        request.committed_len = request.cached_len = block.length
         self.drop_block(request)
 
     def drop_block(self, request: Request) -> None:
@@ -200,13 +200,16 @@ class KVMemory:
         for other in running:
             if other is not request and self.windows is None and self._helps(other, request, known):
                 self._publish(other)  # a window pool keeps no pages that other rows gave up for their equals
-        request.committed_len = self.cache.acquire(request, known, request.salt)
+        request.committed_len = request.cached_len = self.cache.acquire(request, known, request.salt)
         if self.canary is not None and request.pages:
             self.canary.on_acquire(request.request_id, request.pages)
 
     def _helps(self, other: Request, request: Request, known: Sequence[int]) -> bool:
-        """Whether a running request has more whole pages of these tokens than the cache."""
-        if other.salt != request.salt or not other.is_prefilled:
+        """Whether a running request has more whole pages of these tokens than the cache.
+
+        One that is admitted in the same step, but later, has none yet, whatever its lengths were before.
+        """
+        if other.salt != request.salt or not other.pages or not other.is_prefilled:
             return False
         tree = self.cache.tree
         return (

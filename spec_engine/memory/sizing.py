@@ -35,9 +35,12 @@ def draft_alloc_len(page_size: int, topk: int, num_steps: int, num_draft_tokens:
     return max(worst_branch * topk, num_draft_tokens)
 
 
-def reserve_len(alloc_len: int, max_accept: int, lag: int) -> int:
-    """Slots to hold past the length the host knows; ``lag`` is how many verifies the host is behind (0 or 1)."""
-    return lag * max_accept + alloc_len
+def reserve_len(alloc_len: int, max_accept: int, lag: int, ahead: int = 0) -> int:
+    """Slots to hold past the length the host knows; ``lag`` is how many verifies the host is behind (0 or 1).
+
+    ahead: entries that the draft pool holds beyond the committed length.
+    """
+    return lag * max_accept + alloc_len + ahead
 
 
 def row_width(context_length: int, reserve: int, page_size: int) -> int:

@@ -16,6 +16,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import engine as engine_module
 from spec_engine import runner as runner_module
 from spec_engine.drafting import drafter as drafter_module
+from spec_engine.memory import sizes
 from spec_engine.verify import Accepted
 
 PAGE_SIZE = 4
@@ -137,8 +138,8 @@ def write_one_slot_less(engine: Engine) -> None:
 def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     draft = engine.drafter.draft
 
-    def broken(batch):
-        tree = draft(batch)
+    def broken(*step):
+        tree = draft(*step)
         tree.parents[1, node] = parent
         return tree
 
@@ -148,7 +149,7 @@ def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     )
 
 
-OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `accept` sees the tree
+OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `to_host` sees the tree
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_an_engine_that_nobody_breaks_runs_to_its_end(engine):
 def test_an_accepted_path_longer_than_the_draft_is_refused(engine, monkeypatch):
     """A step commits at most every drafted token and the bonus."""
     path = Accepted(list(range(5)), [1, 2, 3, 4, 5])
-    monkeypatch.setattr(runner_module, "accept", lambda tree, chosen, requests: [path, path])
+    monkeypatch.setattr(runner_module, "to_host", lambda tree, accepted, requests: [path, path])
     monkeypatch.setattr(engine.runner, "compact", lambda *a: None)
     error = error_of(engine)
     assert type(error) is invariants.CommitError
@@ -208,7 +209,7 @@ def test_branches_that_overlap_are_refused(engine, monkeypatch):
 
 def test_a_verify_window_beyond_what_is_owned_is_refused(toy_model, monkeypatch):
     """An allocation that counts the branches and forgets the tree is found before the target writes there."""
-    monkeypatch.setattr(engine_module, "draft_alloc_len", lambda page_size, topk, num_steps, nodes: num_steps)
+    monkeypatch.setattr(sizes, "draft_alloc_len", lambda page_size, topk, num_steps, nodes: num_steps)
     engine = make_engine(toy_model, page_size=1, topk=1)
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
     error = error_of(engine)
@@ -230,9 +231,8 @@ def test_a_row_narrower_than_what_is_owned_is_refused(toy_model):
 
 def test_tokens_that_were_not_accepted_are_refused(engine):
     """Output that grows by more than what was committed leaves more than the bonus token pending."""
-    request = engine.running[0]
-    accept = request.accept
-    request.accept = lambda tokens, eos: accept([*tokens, 5], eos)
+    hear = engine._emit
+    engine._emit = lambda request, length, part: hear(request, length, replace(part, tokens=[*part.tokens, 5]))
     error = error_of(engine)
     assert type(error) is invariants.CommitError
     assert str(error).endswith(" = 2 tokens pending, must be exactly 1")
@@ -266,7 +266,7 @@ def test_a_chunk_that_feeds_the_draft_another_token_is_refused(toy_model, monkey
 
 def test_a_reserve_below_one_step_is_refused_at_start(toy_model, monkeypatch):
     """An engine whose reserve does not hold a drafting step does not start."""
-    monkeypatch.setattr(engine_module, "reserve_len", lambda alloc_len, max_accept, lag: alloc_len - 1)
+    monkeypatch.setattr(sizes, "reserve_len", lambda alloc_len, max_accept, lag, ahead: alloc_len - 1)
     with pytest.raises(invariants.ReserveError, match="size it by the longest draft"):
         make_engine(toy_model)
 

@@ -24,12 +24,10 @@ def hybrid_engine(monkeypatch: pytest.MonkeyPatch, drafts: bool = True, **settin
     """Two of four layers are recurrent; the draft is a random EAGLE head."""
     target = with_random_weights(HybridDecoder(CONFIG, (0, 2), 12), seed=5)
     head = with_random_weights(Eagle(replace(CONFIG, num_layers=1), target), seed=6)
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: target)
-    monkeypatch.setattr("spec_engine.engine.load_draft", lambda *args: head)
-    monkeypatch.setattr("spec_engine.engine.Tokenizer.from_folder", lambda *args: MockTokenizer())
     defaults = {"dtype": "float64", "max_total_tokens": 1024, "prefill_chunk_tokens": 8, "page_size": 4}
     defaults |= {"canary": CanaryConfig(mode="raise", content="full"), "draft": "auto" if drafts else "none"}
-    return Engine(EngineConfig(**defaults | settings))
+    config = EngineConfig(**defaults | settings)
+    return Engine(config, model=target, draft=None if config.draft == "none" else head, tokenizer=MockTokenizer())
 
 
 def tokens_of(engine: Engine) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ import torch
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
 from spec_engine.memory.window_pool import WindowPool
-from spec_engine.mock import MockTokenizer, random_model, with_random_weights
+from spec_engine.mock import MockTokenizer, with_random_weights
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
@@ -36,12 +36,10 @@ def window_engine(monkeypatch: pytest.MonkeyPatch, **settings) -> Engine:
     """Two layers with a window of ten positions; the draft is a random EAGLE head, which sees everything."""
     target = with_random_weights(Decoder(parse_config(RAW)), seed=3)
     head = with_random_weights(Eagle(parse_config(HEAD), target), seed=4)
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: target)
-    monkeypatch.setattr("spec_engine.engine.load_draft", lambda *args: head)
-    monkeypatch.setattr("spec_engine.engine.Tokenizer.from_folder", lambda *args: MockTokenizer())
     defaults = {"dtype": "float64", "max_total_tokens": 1024, "max_running_requests": 3, "page_size": 4}
     defaults |= {"canary": CanaryConfig(mode="raise", content="full"), "topk": 1, "num_steps": 3}
-    return Engine(EngineConfig(**defaults | {"prefill_chunk_tokens": 16} | settings))
+    config = EngineConfig(**defaults | {"prefill_chunk_tokens": 16} | settings)
+    return Engine(config, model=target, draft=None if config.draft == "none" else head, tokenizer=MockTokenizer())
 
 
 class WindowKV:
@@ -167,7 +165,6 @@ def test_what_cannot_read_windows_is_refused(monkeypatch):
             window_engine(patch)
     with pytest.raises(ConfigError, match="'paged' reads no sliding windows, the model has one of 10 positions"):
         window_engine(monkeypatch, attention_backend="paged")
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: random_model())
     with pytest.raises(ConfigError, match="window_report needs a model with a sliding window"):
         Engine(EngineConfig(draft="none")).window_report()
 

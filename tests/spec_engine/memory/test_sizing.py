@@ -36,9 +36,10 @@ def test_draft_alloc_len_matches_worked_numbers(page_size, topk, num_steps, node
 
 
 def test_reserve_and_row_width_match_worked_numbers():
-    """The reserve is one step, plus one verify when the host lags; a row holds context, reserve and rounding."""
+    """The reserve is one step, one verify more when the host lags, one entry more where the draft pool is ahead."""
     assert reserve_len(16, 4, lag=0) == 16
     assert reserve_len(16, 4, lag=1) == 20
+    assert reserve_len(16, 4, lag=1, ahead=1) == 21
     assert row_width(100, 16, 4) == 119
 
 
