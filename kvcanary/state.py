@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
-from kvcanary.groups import check_groups
+from kvcanary.groups import check_groups, full_group_slots
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
 from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
@@ -74,7 +74,7 @@ class CanaryState:
         device = views[0].device
         self.page_size = views[0].page_size
         self.num_slots = max(view.num_slots for view in views)
-        num_pages = max(view.num_pages for view in views)
+        num_pages = max(-(-full_group_slots(views) // self.page_size), max(view.num_pages for view in views))
         total = sum(view.num_slots for view in views)
         with torch.inference_mode(False):
             self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)

@@ -39,10 +39,12 @@ class EngineConfig:
     attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
         draft trees on pages; "dense" is the slow reference.
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
+    max_window_tokens: slots of the target's pool where its layers have a sliding window; by default enough for all.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
     schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
     prefix_cache: keep the pages of finished requests for prompts that begin alike.
+    host_pages: pages of host memory in which a retracted request keeps what it had computed; 0: it computes it again.
     acceptance: how requests with a temperature accept drafts. "match": drafts that equal the seeded draw, so that
         drafting changes no token; "tree": target-only tree sampling; "rejection": chain rejection sampling, of drafts
         that are drawn. All three keep the target's distribution; greedy requests accept what the target takes.
@@ -64,10 +66,12 @@ class EngineConfig:
     attention_backend: str = "torch"
     schedule: str = "sync"
     max_total_tokens: int = 16384
+    max_window_tokens: int | None = None
     max_running_requests: int = 8
     context_length: int | None = None
     prefill_chunk_tokens: int = 512
     prefix_cache: bool = True
+    host_pages: int = 0
     new_token_ratio: float = 1.0
     acceptance: str = "match"
     threshold_single: float = 1.0
@@ -78,15 +82,18 @@ class EngineConfig:
         for name in ("page_size", "topk", "num_steps", "max_total_tokens", "max_running_requests"):
             _require_positive(name, getattr(self, name))
         _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)
+        for name in ("context_length", "max_window_tokens"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}", "use 1, 2, 4, 8, 16, 32 or 64")
-        if self.context_length is not None:
-            _require_positive("context_length", self.context_length)
         _require_one_of("draft", self.draft, DRAFTS)
         _require_one_of("attend", self.attend, ATTEND)
         _require_one_of("dtype", self.dtype, DTYPES)
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _require_one_of("schedule", self.schedule, SCHEDULES)
+        if not isinstance(self.host_pages, int) or self.host_pages < 0:
+            raise ConfigError(f"host_pages must be a whole number, 0 or more, got {self.host_pages!r}")
         if not 0.0 <= self.new_token_ratio <= 1.0:
             raise ConfigError(f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}")
         _require_one_of("acceptance", self.acceptance, ACCEPTANCES)

@@ -29,19 +29,25 @@ from spec_engine.errors import ConfigError
 from spec_engine.hooks import Forwards
 from spec_engine.loading import dtype_of, load_models
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.host_tier import HostTier, LoadFailedError
 from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizes import Sizes, plan_sizes
+from spec_engine.memory.window_pool import WindowRow
+from spec_engine.memory.window_report import RowDivergence, WindowReports
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
+from spec_engine.recurrence import num_kv_layers, recurrent_pool, settings_for
 from spec_engine.relay import Relay
 from spec_engine.request import Output, Request, TokenEvent
 from spec_engine.runner import Part, Runner, StepResult
 from spec_engine.sampling import SamplingParams
 from spec_engine.scheduler import Chunk, Scheduler
+from spec_engine.sliding import check_draft_window, window_pool
+from spec_engine.streams import Event, Streams
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
@@ -63,6 +69,7 @@ class Metrics:
     tokens_emitted: int = 0  # by those forwards
     prefill_tokens: int = 0
     num_retractions: int = 0  # times that a running request gave up its pages and resumed later
+    restored_tokens: int = 0  # that came back from the host instead of being prefilled again
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     adaptive: AdaptiveMetrics | None = None
@@ -99,16 +106,16 @@ class Engine:
         A ``model`` comes with its ``tokenizer``, and is drafted for by a ``draft`` or the config's draft_model.
         """
         arm_from_environment()
-        self.config = config
         self.device = _device(config.device)
         self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
+        self.config = config = settings_for(self.model, config)
         self.adaptive = _adaptive(config, self.head)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._scans: dict[str, StopScan] = {}  # of every request that has not ended
         self._num_requests = 0
         self._step_number = 0
         self._lag = HOST_LAG[config.schedule]
-        self._pending: deque[StepResult] = deque()  # steps of which the host has not heard yet
+        self._pending: deque[tuple[StepResult, Event | None]] = deque()  # steps of which the host has not heard yet
         self._build()
 
     def _build(self) -> None:
@@ -119,19 +126,26 @@ class Engine:
             ahead=None if head is None else head.ahead,
             lag=self._lag,
         )
-        self.allocator = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        pages = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        self.windows = window_pool(pages, config, self.model.config.sliding_window, sizes.reserve, self.device)
+        self._window_reports = None if self.windows is None else WindowReports(self.windows)
+        self.allocator = pages if self.windows is None else self.windows
         self.request_table = RequestTable(sizes.num_rows, sizes.row_width, config.page_size, self.device)
         self.pools = {"target": self._pool("target", self.model.config)}
         if head is not None:
+            check_draft_window(head.config.sliding_window)
             self.pools["draft"] = self._pool("draft", head.config, head.token_offset, head.ahead)
-        views = [pool.view() for pool in self.pools.values()]
+        states = recurrent_pool(self.model, config, dtype_of(config), self.device)
+        views = [self._view(pool) for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
+        self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
         self.memory = KVMemory(
             self.allocator,
             self.request_table,
             self.canary,
             is_drafting=head is not None,
             caches_prefixes=config.prefix_cache,
+            tier=self._host_tier() if config.host_pages else None,
         )
         self.scheduler = Scheduler(
             self.memory,
@@ -144,7 +158,8 @@ class Engine:
         )
         self.relay = Relay(sizes.num_rows + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
-        target = Forwards(self.pools["target"], self.model.config.num_heads, self.canary, config.attention_backend)
+        heads, backend = self.model.config.num_heads, config.attention_backend
+        target = Forwards(self.pools["target"], heads, self.canary, backend, self.windows)
         acceptor = Acceptor(
             config.acceptance,
             config.thresholds,
@@ -152,7 +167,9 @@ class Engine:
             num_rows=sizes.num_rows + 1,
             device=self.device,
         )
-        self.runner = Runner(self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary)
+        self.runner = Runner(
+            self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary, states
+        )
         self._check_sizes()
         self.sizes = self._weighed(sizes)
         if self.canary is not None:
@@ -179,18 +196,31 @@ class Engine:
             canary_bytes=0 if self.canary is None else self.canary.num_bytes,
         )
 
+    def _host_tier(self) -> HostTier:
+        maps = {} if self.windows is None else {"target": self.windows.slot_map}
+        return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
+
+    def _num_pages(self, pool: str) -> int:
+        """Pages of a pool: the target's are those of its window, where it has one."""
+        is_window = self.windows is not None and pool == "target"
+        return self.windows.num_window_pages if is_window else self.allocator.num_pages
+
+    def _view(self, pool: KVPool) -> PoolView:
+        is_window = self.windows is not None and pool.name == "target"
+        return self.windows.view(pool) if is_window else pool.view()
+
     def _check_sizes(self) -> None:
         """Allocator, scheduler, request table and pools count the same pages."""
         sizes = {"scheduler": self.scheduler.page_size, "request table": self.request_table.page_size}
         check_page_sizes(sizes | {f"pool {name!r}": pool.page_size for name, pool in self.pools.items()})
         for name, pool in self.pools.items():
-            check_pool_slots(name, pool.kv.shape[1], self.allocator.num_pages, pool.page_size)
+            check_pool_slots(name, pool.kv.shape[1], self._num_pages(name), pool.page_size)
 
     def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
         return KVPool(
             name,
-            num_layers=model.num_layers,
-            num_pages=self.allocator.num_pages,
+            num_layers=num_kv_layers(self.model) if name == "target" else model.num_layers,
+            num_pages=self._num_pages(name),
             page_size=self.config.page_size,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
@@ -277,7 +307,8 @@ class Engine:
         started = time.perf_counter()
         for request in self.scheduler.admit():
             self.memory.admit(request, self.running)
-            self.relay.seed(request.row, request.committed_len)
+            self.runner.begin(request.row, request.committed_len)
+        self.memory.slide(self.running)
         events = self._make_room()
         chunks = self.scheduler.next_chunks(self.running)
         if self.memory.make_room(self.scheduler.pages_needed(self.running)):
@@ -288,6 +319,12 @@ class Engine:
         if not self.has_work:
             self._idle()
         return events
+
+    def window_report(self) -> list[RowDivergence]:
+        """The windows of running requests through the map, compared with the books; ConfigError without a window."""
+        if self.windows is None:
+            raise ConfigError("window_report needs a model with a sliding window, this one sees everything")
+        return self._window_reports.compare([WindowRow(r.request_id, r.pages, r.committed_len) for r in self.running])
 
     # -- launching
 
@@ -305,20 +342,42 @@ class Engine:
         """Some requests give up their pages, and resume later with the tokens that they have."""
         plan = self.scheduler.retract()
         for request in plan.retracted:
-            self.memory.release(request, publish=False)
+            self.memory.retract(request)
         self.metrics.num_retractions += len(plan.retracted)
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
     def _launch(self, chunks: list[Chunk]) -> None:
         """Run the next forward, of prompts if some wait; the host hears of it when its turn comes."""
-        if chunks:
-            self._pending.append(self._prefill(chunks))
-        elif self.running:
-            self._pending.append(self._decode())
+        ready = [chunk for chunk in chunks if self._prepare(chunk)]
+        if ready:
+            self._pending.append((self._prefill(ready), self.streams.launched()))
+        elif self.running and not chunks:
+            self._pending.append((self._decode(), self.streams.launched()))
+
+    def _prepare(self, chunk: Chunk) -> bool:
+        """Own the pages of a chunk, and have what lies before it; False where that did not come back from the host."""
+        request = chunk.request
+        is_restored = self.memory.expects_block(request)
+        if chunk.start != request.chunk_start:  # the block was evicted: the next step begins earlier
+            return False
+        self.memory.grow(request, chunk.end, self.sizes.ahead, self.scheduler.most_pages(request))
+        return not is_restored or self._restore(request)
+
+    def _restore(self, request: Request) -> bool:
+        before = request.committed_len
+        try:
+            self.memory.restore(request)
+        except LoadFailedError:
+            self.memory.release(request, publish=False)
+            self.scheduler.send_back(request)
+            self.metrics.num_retractions += 1
+            return False
+        self.runner.begin(request.row, request.committed_len)
+        self.metrics.restored_tokens += request.committed_len - before
+        self.streams.main.use("prefill", request.pages)
+        return True
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:
-        for chunk in chunks:
-            self.memory.grow(chunk.request, chunk.end, self.sizes.ahead, self.scheduler.most_pages(chunk.request))
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
@@ -343,7 +402,8 @@ class Engine:
         """Let the host hear of all steps but the last ``lag``: tokens leave, requests end."""
         events = []
         while len(self._pending) > lag:
-            result = self._pending.popleft()
+            result, event = self._pending.popleft()
+            self.streams.heard(event)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             for part in result.parts:
@@ -394,6 +454,7 @@ class Engine:
         request.finish_reason = reason
         if request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
+            self.memory.drop_block(request)
         else:
             self._finish(request)
         return self._event(request, [], self._scans[request.request_id].close())

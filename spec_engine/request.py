@@ -9,6 +9,7 @@ from spec_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from spec_engine.acceptance.logprobs import TokenLogProb
+    from spec_engine.memory.host_tier import HostBlock
     from spec_engine.memory.prefix_tree import Node
 
 
@@ -21,8 +22,9 @@ class Request:
     Pages cover row positions [0, len(pages) * P); the first ``num_shared`` are the prefix cache's too, up to ``node``.
 
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
-    cached_len: entries that the prefix cache had for it at its last admission.
+    cached_len: entries that the prefix cache had for it at its last admission, or the host.
     epoch: counts admissions; a result of an earlier one is nobody's.
+    block: where what a retracted request had computed waits on the host, until it is back in its pages.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     epoch: int = 0
+    block: HostBlock | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -58,11 +61,21 @@ class Request:
         """Whether everything that is known but the bonus token has been forwarded."""
         return self.committed_len >= self.prefill_len
 
+    @property
+    def known_len(self) -> int:
+        """Tokens that can be forwarded before drafting: all that are known, but a bonus token."""
+        return self.prompt_len + max(self.output_len - 1, 0)
+
+    @property
+    def chunk_start(self) -> int:
+        """Where its prefill goes on: behind what is committed, and what is to come back from the host before."""
+        return self.committed_len if self.block is None else self.block.length
+
     def begin(self) -> None:
         """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
         self.epoch += 1
         self.committed_len = self.cached_len = 0
-        self.prefill_len = self.prompt_len + max(self.output_len - 1, 0)
+        self.prefill_len = self.known_len
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
 from spec_engine.hooks import Forwards
+from spec_engine.memory.recurrent import ChainStates, RecurrentPool, TreeStates
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import Decoder, DecoderOutput
 from spec_engine.relay import Relay
@@ -66,10 +67,19 @@ class Runner:
         relay: Relay,
         acceptor: Acceptor,
         canary: CanaryManager | None,
+        states: RecurrentPool | None = None,
     ) -> None:
+        """``states``: of a model with recurrent layers, by request-table row."""
         self.model, self.forwards, self.drafter, self.acceptor = model, forwards, drafter, acceptor
+        self.states = states
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
+
+    def begin(self, row: int, committed_len: int) -> None:
+        """A request takes this row with ``committed_len`` entries that are there already."""
+        self.relay.seed(row, committed_len)
+        if self.states is not None:
+            self.states.reset(row)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
         """Forward prompt chunks; a row whose last token is not known yet samples its first one."""
@@ -79,7 +89,7 @@ class Runner:
         batch = Batch.of([chunk.request for chunk in chunks], self.relay)
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens))
+        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
         new, logprobs = self._first_tokens(chunks, batch, output, lens)
         if self.drafter is not None:
             self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
@@ -100,7 +110,7 @@ class Runner:
 
     def _decode_one(self, batch: Batch) -> StepResult:
         forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
-        decision = self._decide(batch, self._forward(forward).hidden)
+        decision = self._decide(batch, self._forward(forward, batch).hidden)
         doomed = self._judge()
         accepted = [Accepted([0], [token]) for token in decision.accepted.bonus.tolist()]
         return self._commit(batch, accepted, decision, doomed)
@@ -109,12 +119,14 @@ class Runner:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
         tree = drafter.draft(batch, num_steps)
         forward = self.verify_forward(batch, tree)
-        output = self._forward(forward)
+        output = self._forward(forward, batch, tree)
         decision = self._decide(batch, output.hidden, tree, drafter.draft_probs)
         doomed = self._judge()
         accepted = to_host(tree, decision.accepted, batch.ids)
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in doomed]
         self.compact(forward, accepted, going)
+        if self.states is not None:
+            self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
         result = self._commit(batch, accepted, decision, doomed)
         if going:
             self._extend(batch, drafter, output, accepted, going)
@@ -185,10 +197,11 @@ class Runner:
 
     # parts of both
 
-    def _forward(self, forward: ForwardBatch) -> DecoderOutput:
+    def _forward(self, forward: ForwardBatch, batch: Batch, tree: Tree | None = None) -> DecoderOutput:
         taps = () if self.drafter is None else self.drafter.tap_layers
+        states = () if self.states is None else (_open_states(self.states, forward, batch, tree),)
         with self.forwards.open(forward) as attention:
-            return self.model(forward.tokens, forward.positions, attention, taps)
+            return self.model(forward.tokens, forward.positions, attention, taps, *states)
 
     def _decide(
         self, batch: Batch, hidden: Tensor, tree: Tree | None = None, draft_probs: Tensor | None = None
@@ -266,3 +279,11 @@ class Runner:
                     self.canary.append(part.request.request_id, part.tokens)
                     self.canary.commit(part.request.request_id, part.committed_len)
         return StepResult(is_decode, parts, doomed)
+
+
+def _open_states(
+    states: RecurrentPool, forward: ForwardBatch, batch: Batch, tree: Tree | None
+) -> ChainStates | TreeStates:
+    """What recurrent layers go on from: each token's predecessor, in a verify each node's parent."""
+    rows = batch.rows.tolist()
+    return states.chain(rows, forward.new_lens) if tree is None else states.tree(rows, tree.parents)

@@ -98,10 +98,10 @@ class Scheduler:
         """Move waiting requests to running, first come first served, while rows and pages last."""
         admitted = []
         self._ratio = max(self._ratio - RATIO_DECAY, self._least_ratio)
-        expected = sum(self._expected_pages(request) - len(request.pages) for request in self.running)
+        expected = [(request, self._expected_pages(request)) for request in self.running]
         while self.waiting and len(self.running) < self.max_running:
-            expected += self._expected_pages(self.waiting[0])
-            if expected > self.memory.num_available and self.running:
+            expected.append((self.waiting[0], self._expected_pages(self.waiting[0])))
+            if self.running and not self.memory.can_hold(expected, self.reserve):
                 break
             admitted.append(self.waiting.popleft())
             self.running.append(admitted[-1])
@@ -112,7 +112,7 @@ class Scheduler:
         chunks = []
         budget = self.chunk_tokens
         for request in requests:
-            start = request.committed_len
+            start = request.chunk_start
             if start < request.prefill_len and budget:
                 end = min(request.prefill_len, start + budget)
                 budget -= end - start
@@ -141,13 +141,17 @@ class Scheduler:
         """Choose running requests that give up their pages; they wait in front of all of their priority."""
         plan = plan_retraction(self.running, self._fits)
         for request in plan.retracted:
-            self.running.remove(request)
-            self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
+            self.send_back(request)
         if plan.kept:
             output_lens = [request.output_len for request in plan.kept]
             ratio = new_token_ratio(output_lens, [request.params.max_new_tokens for request in plan.kept])
             self._ratio = max(self._ratio, ratio)
         return plan
+
+    def send_back(self, request: Request) -> None:
+        """A running request waits again, in front of all of its priority."""
+        self.running.remove(request)
+        self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
 
     def _fits(self, kept: Sequence[Request], retracted: Sequence[Request]) -> bool:
         return self.pages_needed(kept) <= self.memory.num_available + self.memory.cache.num_released_by(retracted)

@@ -58,6 +58,14 @@ def pages_for(committed_len: Length, reserve: int, page_size: int) -> Length:
     return cdiv(committed_len + reserve, page_size)
 
 
+def window_row_pages(window: int, reserve: int, page_size: int) -> int:
+    """Most pages that a row in decode holds of a window pool: what its last whole page sees, itself, and the reserve.
+
+    Both ends may lie anywhere in a page.
+    """
+    return pages_for(page_size + window, reserve, page_size) + 1
+
+
 def step_pages(committed_len: Length, num_pages: Length, reserve: int, page_size: int) -> Length:
     """Pages that a request which owns ``num_pages`` takes for its next step: none when it owns enough."""
     missing = pages_for(committed_len, reserve, page_size) - num_pages

@@ -262,6 +262,15 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         _engine_option("--attention-backend", metavar="NAME", help="Which kernels read the cache."),
         _engine_option("--schedule", metavar="sync|overlap", help="How host and device take turns."),
         _engine_option("--max-total-tokens", type=int, metavar="N", help="Slots of each KV pool."),
+        _engine_option(
+            "--max-window-tokens",
+            type=int,
+            metavar="N",
+            help="Slots of the target's pool where its layers have a sliding window; by default enough for all.",
+        ),
+        _engine_option(
+            "--host-pages", type=int, metavar="N", help="Pages of host memory for requests that wait again; 0: none."
+        ),
         _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),
         _engine_option(
             "--context-length",
