@@ -17,6 +17,7 @@ from kvcanary.invariants import (
     check_known_tokens,
     check_page_sizes,
     check_pool_slots,
+    check_step_estimate,
 )
 from spec_engine.acceptance.acceptor import Acceptor
 from spec_engine.acceptance.logprobs import TokenLogProb
@@ -384,9 +385,12 @@ class Engine:
         return result
 
     def _decode(self) -> StepResult:
-        for request in self.running:
-            most = self.scheduler.most_pages(request)
-            self.memory.grow(request, request.committed_len, self.scheduler.reserve, most)
+        estimate = self.scheduler.decode_estimate(self.running)
+        taken = sum(
+            self.memory.grow(request, request.committed_len, self.sizes.reserve, self.scheduler.most_pages(request))
+            for request in self.running
+        )
+        check_step_estimate(self.config.schedule, estimate, taken, len(self.running), self.config.page_size)
         if self.adaptive is None:
             return self.runner.decode(self.running)
         num_steps = self.adaptive.choose(len(self.running))

@@ -126,9 +126,13 @@ class Scheduler:
             return sum(self._missing_pages(chunk.request, chunk.end, self.ahead) for chunk in chunks)
         return seam(
             "lengths.worst_case_estimate",
-            sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests),
+            self.decode_estimate(requests),
             worst_case=lambda: worst_case_step_pages(len(requests), self.reserve, self.page_size),
         )
+
+    def decode_estimate(self, requests: Sequence[Request]) -> int:
+        """Pages, to the last one, that a decode step of these requests takes."""
+        return sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests)
 
     def _missing_pages(self, request: Request, end: int, reserve: int) -> int:
         return step_pages(end, len(request.pages), reserve, self.page_size)

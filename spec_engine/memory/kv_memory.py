@@ -82,8 +82,11 @@ class KVMemory:
                 row = _window_row(request)
                 self.windows.slide(row._replace(committed_len=row.committed_len // self.page_size * self.page_size))
 
-    def grow(self, request: Request, end: int, reserve: int, most: int) -> None:
-        """Own the pages of row positions [0, end + reserve); ``most`` is what admission counted with."""
+    def grow(self, request: Request, end: int, reserve: int, most: int) -> int:
+        """Own the pages of row positions [0, end + reserve); how many were taken for it.
+
+        ``most``: what admission counted with.
+        """
         missing = step_pages(end, len(request.pages), reserve, self.page_size)
         if missing:
             self.make_room(missing)
@@ -95,6 +98,7 @@ class KVMemory:
         check_lengths(name, end, taken * self.page_size, self.table.width)
         if self.windows is not None:
             self.windows.check_mapped(_window_row(request))
+        return missing
 
     def make_room(self, count: int) -> bool:
         """Let cached pages go until ``count`` are free; whether so many can be granted in this very step."""

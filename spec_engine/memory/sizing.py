@@ -72,23 +72,6 @@ def step_pages(committed_len: Length, num_pages: Length, reserve: int, page_size
     return missing * (missing > 0)
 
 
-def plain_step_pages(committed_len: Length, num_pages: Length, page_size: int) -> Length:
-    """``step_pages`` without drafting: one token, so a page for those whose last one is full."""
-    return step_pages(committed_len, num_pages, 1, page_size)
-
-
-def sync_step_pages(committed_len: Length, num_pages: Length, alloc_len: int, page_size: int) -> Length:
-    """``step_pages`` with drafting, when the host knows the committed length before each step."""
-    return step_pages(committed_len, num_pages, reserve_len(alloc_len, 0, lag=0), page_size)
-
-
-def overlap_step_pages(
-    committed_len: Length, num_pages: Length, alloc_len: int, max_accept: int, page_size: int
-) -> Length:
-    """``step_pages`` with drafting, when the host's committed length is one verify behind the device's."""
-    return step_pages(committed_len, num_pages, reserve_len(alloc_len, max_accept, lag=1), page_size)
-
-
 def worst_case_step_pages(num_requests: int, reserve: int, page_size: int) -> int:
     """An upper bound of ``step_pages`` that looks at no request: a whole reserve for each, from a page's last slot.
 

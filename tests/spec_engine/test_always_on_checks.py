@@ -104,7 +104,11 @@ def underestimate_at_admission(engine: Engine) -> None:
 
 
 def shrink_the_reserve(engine: Engine) -> None:
-    engine.scheduler.reserve = 0
+    engine.sizes = replace(engine.sizes, reserve=0)
+
+
+def estimate_with_another_reserve(engine: Engine) -> None:
+    engine.scheduler.reserve += PAGE_SIZE
 
 
 def lose_a_running_request(engine: Engine) -> None:
@@ -167,6 +171,11 @@ OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given,
         (consume_twice, invariants.RelayError, "but the proposals of row 1 are nobody's"),
         (underestimate_at_admission, invariants.EstimateError, "it was admitted for 2 of 4 slots at most"),
         (shrink_the_reserve, invariants.EstimateError, " + reserve 0 slots at page_size 4 need "),
+        (
+            estimate_with_another_reserve,
+            invariants.EstimateMismatchError,
+            "a decode step of 2 requests was estimated at ",
+        ),
         (lose_a_running_request, invariants.NotRunningError, "finished, but it is none of the 1 running requests"),
         (release_a_row_twice, invariants.RowOwnershipError, "of 1 to 8 used, but no request holds it"),
         (drop_a_read_index, invariants.IndexLengthError, "verify[0] of pool 'target': kv_indices has "),
