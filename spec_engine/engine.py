@@ -357,8 +357,8 @@ class Engine:
     def _prepare(self, chunk: Chunk) -> bool:
         """Own the pages of a chunk, and have what lies before it; False where that did not come back from the host."""
         request = chunk.request
-        is_restored = self.memory.expects_block(request)
-        if chunk.start != request.chunk_start:  # the block was evicted: the next step begins earlier
+        is_restored = request.block is not None
+        if is_restored and not self.memory.expects_block(request):  # evicted: the next step begins earlier
             return False
         self.memory.grow(request, chunk.end, self.sizes.ahead, self.scheduler.most_pages(request))
         return not is_restored or self._restore(request)

@@ -22,7 +22,10 @@ ROLLING = {"mode": "raise"}
 def make_engine(folder, canary: dict | None = None, **settings) -> Engine:
     """An engine with a canary, whose pool is too small for all that it admits."""
     config = CanaryConfig(**(ROLLING if canary is None else canary))
-    return Engine(EngineConfig(model=str(folder), dtype="float64", canary=config, **TREE | PRESSED | settings))
+    settings = TREE | PRESSED | settings
+    if settings["draft"] == "standalone":
+        settings["draft_model"] = str(folder)
+    return Engine(EngineConfig(model=str(folder), dtype="float64", canary=config, **settings))
 
 
 def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
@@ -43,6 +46,7 @@ def expected(toy_model) -> list[tuple[int, ...]]:
         {"schedule": "overlap", "prefix_cache": False, "max_total_tokens": 144},
         {"schedule": "overlap", "page_size": 8, "topk": 1, "draft": "eagle", "max_total_tokens": 112},
         {"schedule": "sync", "draft": "none", "max_total_tokens": 64},
+        {"schedule": "overlap", "draft": "standalone", "topk": 1, "max_total_tokens": 96},
         {"schedule": "overlap", "draft": "none", "max_total_tokens": 64, "prefix_cache": False},
     ],
 )

@@ -7,11 +7,13 @@ import torch
 
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
+from spec_engine.memory.pool import KVPool
 from spec_engine.memory.window_pool import WindowPool
 from spec_engine.mock import MockTokenizer, with_random_weights
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
+from spec_engine.models.standalone import Standalone
 
 WINDOW = 10
 RAW = {
@@ -86,6 +88,34 @@ def test_a_window_pool_changes_no_token(monkeypatch, expected, settings):
     assert engine.canary.certificate()["findings"] == []
     assert engine.pools["target"].num_slots < engine.config.max_total_tokens
     assert tokens_of(engine) == expected  # prefixes come from the cache where their windows are still there
+    assert engine.canary.certificate()["findings"] == []
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_accepted_nodes_move_within_the_window_pool(monkeypatch, expected, schedule):
+    """Both ends of a move go through the map; the draft has the target's weights but no window."""
+    target, seeing_all = (
+        with_random_weights(Decoder(parse_config(raw)), seed=3)
+        for raw in (RAW, RAW | {"architectures": ["LlamaForCausalLM"]})
+    )
+    moved, inner = [], KVPool.move
+
+    def move(pool, source, destination):
+        moved.extend(source.tolist() if pool.name == "target" else ())
+        inner(pool, source, destination)
+
+    monkeypatch.setattr(KVPool, "move", move)
+    settings = {"dtype": "float64", "max_total_tokens": 1024, "page_size": 4, "topk": 3, "num_draft_tokens": 10}
+    config = EngineConfig(
+        **settings,
+        num_steps=3,
+        schedule=schedule,
+        canary=CanaryConfig(mode="raise", content="full"),
+        draft="standalone",
+    )
+    engine = Engine(config, model=target, draft=Standalone(seeing_all, target), tokenizer=MockTokenizer())
+    assert tokens_of(engine) == expected
+    assert len(moved) >= 5
     assert engine.canary.certificate()["findings"] == []
 
 
