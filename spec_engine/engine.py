@@ -5,92 +5,34 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
-from kvcanary import CanaryConfig, PoolView
-from kvcanary.faults import arm_from_environment
-from kvcanary.invariants import (
-    check_commit,
-    check_known_tokens,
-    check_page_sizes,
-    check_pool_slots,
-    check_step_estimate,
-)
-from spec_engine.acceptance.acceptor import Acceptor
+from kvcanary.invariants import check_commit, check_known_tokens, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.acceptance.stops import Kept, StopScan
+from spec_engine.assembly import Assembly
 from spec_engine.config import EngineConfig
-from spec_engine.drafting.adaptive import AdaptiveMetrics, AdaptivePolicy
-from spec_engine.drafting.drafter import Drafter
 from spec_engine.errors import ConfigError
-from spec_engine.hooks import Forwards
-from spec_engine.loading import dtype_of, load_models
-from spec_engine.memory.allocator import PageAllocator
-from spec_engine.memory.host_tier import HostTier, LoadFailedError
-from spec_engine.memory.kv_memory import KVMemory
-from spec_engine.memory.pool import KVPool
-from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.sizes import Sizes, plan_sizes
+from spec_engine.memory.host_tier import LoadFailedError
 from spec_engine.memory.window_pool import WindowRow
-from spec_engine.memory.window_report import RowDivergence, WindowReports
-from spec_engine.models.config import ModelConfig
+from spec_engine.memory.window_report import RowDivergence
+from spec_engine.metrics import Metrics
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
-from spec_engine.recurrence import num_kv_layers, recurrent_pool, settings_for
-from spec_engine.relay import Relay
 from spec_engine.request import Output, Request, TokenEvent
-from spec_engine.runner import Part, Runner, StepResult
+from spec_engine.runner import Part, StepResult
 from spec_engine.sampling import SamplingParams
-from spec_engine.scheduler import Chunk, Scheduler
-from spec_engine.sliding import check_draft_window, window_pool
-from spec_engine.streams import Event, Streams
-
-if TYPE_CHECKING:
-    from kvcanary import CanaryManager
+from spec_engine.scheduler import Chunk
+from spec_engine.streams import Event
 
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 REFUSED = "refused"  # finish reason of a prompt that could never run
-HOST_LAG = {"sync": 0, "overlap": 1}  # verifies that the host is behind the device, by schedule
 
 
-@dataclass
-class Metrics:
-    """Counters since this object was made; seconds are wall time of whole steps, canary included.
-
-    adaptive: what adaptive steps chose since the engine was made, None without them.
-    """
-
-    num_steps: int = 0
-    verify_forwards: int = 0  # target forwards past the prefill, counted once a request
-    tokens_emitted: int = 0  # by those forwards
-    prefill_tokens: int = 0
-    num_retractions: int = 0  # times that a running request gave up its pages and resumed later
-    restored_tokens: int = 0  # that came back from the host instead of being prefilled again
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    adaptive: AdaptiveMetrics | None = None
-
-    @property
-    def accepted_length(self) -> float:
-        """Tokens emitted a target verify forward, bonus included, prefill excluded."""
-        return self.tokens_emitted / self.verify_forwards if self.verify_forwards else 0.0
-
-    def add_seconds(self, seconds: float, is_prefill: bool) -> None:
-        if is_prefill:
-            self.prefill_seconds += seconds
-        else:
-            self.decode_seconds += seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_emitted / self.decode_seconds if self.decode_seconds else 0.0
-
-
-class Engine:
+class Engine(Assembly):
     """A continuous-batching engine over paged KV pools, with tree drafting and, if asked for, a canary."""
 
     def __init__(
@@ -105,130 +47,13 @@ class Engine:
 
         A ``model`` comes with its ``tokenizer``, and is drafted for by a ``draft`` or the config's draft_model.
         """
-        arm_from_environment()
-        self.device = _device(config.device)
-        self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
-        self.config = config = settings_for(self.model, config)
-        self.adaptive = _adaptive(config, self.head)
+        super().__init__(config, model, draft, tokenizer)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._scans: dict[str, StopScan] = {}  # of every request that has not ended
         self._num_requests = 0
         self._step_number = 0
-        self._lag = HOST_LAG[config.schedule]
         self._pending: deque[tuple[StepResult, Event | None]] = deque()  # steps of which the host has not heard yet
         self._build()
-
-    def _build(self) -> None:
-        config, head = self.config, self.head
-        self.sizes = sizes = plan_sizes(
-            config,
-            max_positions=self.model.config.max_position_embeddings,
-            ahead=None if head is None else head.ahead,
-            lag=self._lag,
-        )
-        pages = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
-        self.windows = window_pool(pages, config, self.model.config.sliding_window, sizes.reserve, self.device)
-        self._window_reports = None if self.windows is None else WindowReports(self.windows)
-        self.allocator = pages if self.windows is None else self.windows
-        self.request_table = RequestTable(sizes.num_rows, sizes.row_width, config.page_size, self.device)
-        self.pools = {"target": self._pool("target", self.model.config)}
-        if head is not None:
-            check_draft_window(head.config.sliding_window)
-            self.pools["draft"] = self._pool("draft", head.config, head.token_offset, head.ahead)
-        states = recurrent_pool(self.model, config, dtype_of(config), self.device)
-        views = [self._view(pool) for pool in self.pools.values()]
-        self.canary = _attach(config.canary, views) if config.canary.enabled else None
-        self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
-        self.memory = KVMemory(
-            self.allocator,
-            self.request_table,
-            self.canary,
-            is_drafting=head is not None,
-            caches_prefixes=config.prefix_cache,
-            tier=self._host_tier() if config.host_pages else None,
-        )
-        self.scheduler = Scheduler(
-            self.memory,
-            reserve=sizes.reserve,
-            ahead=sizes.ahead,
-            max_running=config.max_running_requests,
-            context_length=sizes.context_length,
-            chunk_tokens=config.prefill_chunk_tokens,
-            least_ratio=config.new_token_ratio,
-        )
-        self.relay = Relay(sizes.num_rows + 1, self.device)
-        self.drafter = None if head is None else self._make_drafter(head)
-        heads, backend = self.model.config.num_heads, config.attention_backend
-        target = Forwards(self.pools["target"], heads, self.canary, backend, self.windows)
-        acceptor = Acceptor(
-            config.acceptance,
-            config.thresholds,
-            vocab_size=self.model.config.vocab_size,
-            num_rows=sizes.num_rows + 1,
-            device=self.device,
-        )
-        self.runner = Runner(
-            self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary, states
-        )
-        self._check_sizes()
-        self.sizes = self._weighed(sizes)
-        if self.canary is not None:
-            self.canary.arm()
-
-    def _make_drafter(self, head: Draft) -> Drafter:
-        return Drafter(
-            head,
-            Forwards(self.pools["draft"], head.config.num_heads, self.canary, self.config.attention_backend),
-            self.request_table,
-            topk=self.config.topk,
-            num_steps=self.config.num_steps,
-            num_draft_tokens=self.config.num_draft_tokens,
-            step_choices=self.config.step_choices,
-            attend=self.config.attend,
-            draws=self.config.acceptance == "rejection",
-        )
-
-    def _weighed(self, sizes: Sizes) -> Sizes:
-        return replace(
-            sizes,
-            pool_bytes={name: pool.kv.nbytes for name, pool in self.pools.items()},
-            table_bytes=self.request_table.table.nbytes,
-            canary_bytes=0 if self.canary is None else self.canary.num_bytes,
-        )
-
-    def _host_tier(self) -> HostTier:
-        maps = {} if self.windows is None else {"target": self.windows.slot_map}
-        return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
-
-    def _num_pages(self, pool: str) -> int:
-        """Pages of a pool: the target's are those of its window, where it has one."""
-        is_window = self.windows is not None and pool == "target"
-        return self.windows.num_window_pages if is_window else self.allocator.num_pages
-
-    def _view(self, pool: KVPool) -> PoolView:
-        is_window = self.windows is not None and pool.name == "target"
-        return self.windows.view(pool) if is_window else pool.view()
-
-    def _check_sizes(self) -> None:
-        """Allocator, scheduler, request table and pools count the same pages."""
-        sizes = {"scheduler": self.scheduler.page_size, "request table": self.request_table.page_size}
-        check_page_sizes(sizes | {f"pool {name!r}": pool.page_size for name, pool in self.pools.items()})
-        for name, pool in self.pools.items():
-            check_pool_slots(name, pool.kv.shape[1], self._num_pages(name), pool.page_size)
-
-    def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
-        return KVPool(
-            name,
-            num_layers=num_kv_layers(self.model) if name == "target" else model.num_layers,
-            num_pages=self._num_pages(name),
-            page_size=self.config.page_size,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            token_offset=token_offset,
-            ahead=ahead,
-            dtype=dtype_of(self.config),
-            device=self.device,
-        )
 
     # -- what callers use
 
@@ -313,7 +138,7 @@ class Engine:
         chunks = self.scheduler.next_chunks(self.running)
         if self.memory.make_room(self.scheduler.pages_needed(self.running)):
             self._launch(chunks)
-        events += self._deliver(self._lag if self.running else 0)
+        events += self._deliver(self.lag if self.running else 0)
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
         if not self.has_work:
@@ -324,7 +149,7 @@ class Engine:
         """The windows of running requests through the map, compared with the books; ConfigError without a window."""
         if self.windows is None:
             raise ConfigError("window_report needs a model with a sliding window, this one sees everything")
-        return self._window_reports.compare([WindowRow(r.request_id, r.pages, r.committed_len) for r in self.running])
+        return self.window_reports.compare([WindowRow(r.request_id, r.pages, r.committed_len) for r in self.running])
 
     # -- launching
 
@@ -407,7 +232,7 @@ class Engine:
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             for part in result.parts:
-                if part.epoch == part.request.epoch and part.request.finish_reason is None:
+                if part.request.finish_reason is None:
                     events += self._hear(part, result)
         return events
 
@@ -481,32 +306,6 @@ class Engine:
         self.memory.check_accounting([])
         if self.canary is not None:
             self.canary.drain()
-
-
-def _attach(config: CanaryConfig, views: Sequence[PoolView]) -> CanaryManager:
-    """A canary over these pools; an engine without one never loads what it is made of."""
-    from kvcanary import CanaryManager
-
-    return CanaryManager(config, views, holds_back=True)
-
-
-def _device(name: str) -> torch.device:
-    """The device of that name; ConfigError where there is none."""
-    present = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if name in present or (name == "cuda" and len(present) > 1):
-        return torch.device(name)
-    raise ConfigError(f"device {name!r} is not present, there is: {', '.join(present)}", "use --device cpu")
-
-
-def _adaptive(config: EngineConfig, head: Draft | None) -> AdaptivePolicy | None:
-    """What chooses T for each step. ConfigError when nothing drafts."""
-    if config.adaptive is None:
-        return None
-    if head is None:
-        raise ConfigError(
-            "adaptive_steps needs a draft, the model has none", "pass draft_model=FOLDER, or fix num_steps"
-        )
-    return AdaptivePolicy(config.adaptive, topk=config.topk, num_steps=config.num_steps)
 
 
 def _output(request: Request | ConfigError, events: dict[str, list[TokenEvent]]) -> Output:

@@ -23,7 +23,6 @@ class Request:
 
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
     cached_len: entries that the prefix cache had for it at its last admission, or the host.
-    epoch: counts admissions; a result of an earlier one is nobody's.
     block: where what a retracted request had computed waits on the host, until it is back in its pages.
     """
 
@@ -41,7 +40,6 @@ class Request:
     node: Node | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    epoch: int = 0
     block: HostBlock | None = None
 
     @property
@@ -73,7 +71,6 @@ class Request:
 
     def begin(self) -> None:
         """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
-        self.epoch += 1
         self.committed_len = self.cached_len = 0
         self.prefill_len = self.known_len
 

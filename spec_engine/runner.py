@@ -39,7 +39,6 @@ class Part:
     """
 
     request: Request
-    epoch: int
     committed_len: int
     tokens: list[int]
     logprobs: tuple[TokenLogProb, ...] | None = None
@@ -270,7 +269,7 @@ class Runner:
     ) -> StepResult:
         """Truth advances with acceptance: the canary learns it now, the host when it reads the result."""
         parts = tuple(
-            Part(request, request.epoch, length, new, listed)
+            Part(request, length, new, listed)
             for request, length, new, listed in zip(batch.requests, lens, tokens, logprobs, strict=True)
         )
         if self.canary is not None:

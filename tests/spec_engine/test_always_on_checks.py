@@ -13,7 +13,7 @@ import torch
 
 from kvcanary import invariants
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine import engine as engine_module
+from spec_engine import assembly as assembly_module
 from spec_engine import runner as runner_module
 from spec_engine.drafting import drafter as drafter_module
 from spec_engine.memory import sizes
@@ -282,16 +282,16 @@ def test_a_reserve_below_one_step_is_refused_at_start(toy_model, monkeypatch):
 
 def test_a_pool_without_the_null_page_is_refused_at_start(toy_model, monkeypatch):
     """A pool that is one page short would lose the allocator's last page."""
-    build = engine_module.KVPool
-    monkeypatch.setattr(engine_module, "KVPool", lambda *a, num_pages, **kw: build(*a, num_pages=num_pages - 1, **kw))
+    build = assembly_module.KVPool
+    monkeypatch.setattr(assembly_module, "KVPool", lambda *a, num_pages, **kw: build(*a, num_pages=num_pages - 1, **kw))
     with pytest.raises(invariants.PoolSizeError, match="pool 'target' has 1024 slots, 256 pages and the null page"):
         make_engine(toy_model)
 
 
 def test_parts_with_different_page_sizes_are_refused_at_start(toy_model, monkeypatch):
     """Scheduler, request table and pools must count the same pages."""
-    build = engine_module.RequestTable
-    monkeypatch.setattr(engine_module, "RequestTable", lambda n, width, size, device: build(n, width, 2, device))
+    build = assembly_module.RequestTable
+    monkeypatch.setattr(assembly_module, "RequestTable", lambda n, width, size, device: build(n, width, 2, device))
     with pytest.raises(invariants.PageSizeError, match="scheduler 2, request table 2, pool 'target' 4"):
         make_engine(toy_model)
 

@@ -5,7 +5,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.engine import Metrics
+from spec_engine.metrics import Metrics
 
 PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
