@@ -11,22 +11,22 @@ import torch
 from kvcanary.cached import CachedSweep
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
-from kvcanary.content import find_changed, slots_are_right
+from kvcanary.content import find_changed
 from kvcanary.entries import Entries, join_entries, written_entries
 from kvcanary.forward import Forward, Ints, on_host
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
-from kvcanary.lanes import joined
+from kvcanary.lanes import joined, slots_are_right
 from kvcanary.ledger import Ledger, Request
-from kvcanary.mirror import Mirror
-from kvcanary.moving import Move, Mover, Slots
+from kvcanary.mirror import Mirror, Move
+from kvcanary.moving import Mover, Slots
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries
-from kvcanary.staging import Stage
 from kvcanary.state import CanaryState, PoolState
+from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tokens import Oracle, judge_tokens
 from kvcanary.truths import judge_lengths, judge_mask, judge_starts
@@ -52,7 +52,6 @@ class StepChecks:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
         self.mirror = Mirror(state)
         self._sealer = Sealer(self.mirror, ledger)
-        self._stages = {pool: Stage(state, pool) for pool in state.pools}
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
@@ -64,19 +63,11 @@ class StepChecks:
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
 
-    def open(self, forward: Forward) -> Stage | None:
-        """The stage of this forward's values; None where nobody compares a draft's bytes."""
+    def open(self, forward: Forward) -> None:
+        """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
         self._pending.append(forward)
-        if forward.kind == "draft" and self._config.content != "full":
-            return None
-        stage = self._stages[forward.pool]
-        if not stage.fits(len(forward.write_slots)):
-            self._pending.pop()
-            self.settle()
-            self._pending.append(forward)
-            stage.fingerprint()
-        stage.open(forward)
-        return stage
+        if forward.num_entries and (forward.kind != "draft" or self._config.content == "full"):
+            expect_values(forward)
 
     def settle(self, rewritten: Rewritten | None = None) -> None:
         """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""
@@ -86,18 +77,20 @@ class StepChecks:
         forwards, self._pending = self._pending, []
         with torch.inference_mode():
             self.publish_pages()
+            hits: list[Hit | HitBatch] = []
             for forward in forwards:
                 forward.read_rows()
-                self.hits += [*judge_layers(forward), *judge_tokens(forward, self.oracle), *judge_mask(forward)]
-            self.hits += self._sealer.seal(forwards)
-            self._ledger.pages.wrote(self._sealer.pages)
+                hits += judge_layers(forward)
+                hits += judge_tokens(forward, self.oracle)
+                hits += judge_mask(forward)
+            hits += self._sealer.seal(forwards)
             self.mirror.flush()
             for forward in forwards:
-                if forward.room or forward.lanes:
-                    self._stages[forward.pool].keep(forward)
-            for forward in forwards:
-                self.hits += [*judge_lengths(forward), *judge_starts(forward)]
+                keep_lanes(forward)
+                hits += judge_lengths(forward)
+                hits += judge_starts(forward)
                 _note_rows(forward)
+            self.hits += hits
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:
@@ -105,10 +98,7 @@ class StepChecks:
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
-        pages = self._ledger.pages.changes()
-        if len(pages):
-            ledger = self._ledger
-            self._state.set_pages(pages, ledger.generations[pages], ledger.owners[pages], ledger.states[pages])
+        self._state.publish(self._ledger.pages)
 
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
@@ -125,7 +115,6 @@ class StepChecks:
         """One slice of the rolling check, where one is due; under `full` it comes to the rows that nobody steps."""
         if self._config.content != "write" and self._compares_content and self.sweeper.is_due(step):
             with torch.inference_mode():
-                self._fingerprint()
                 self.hits += self.sweeper.slice(step)
                 self.hits += self.cached.slice(step, self.sweeper.stride)
 
@@ -143,7 +132,6 @@ class StepChecks:
         self.settle()
         if self._config.content != "write" and self._compares_content:
             with torch.inference_mode():
-                self._fingerprint()
                 self.hits += self.sweeper.last_look(request, step)
 
     def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int, guesses: bool) -> None:
@@ -156,7 +144,7 @@ class StepChecks:
         with torch.inference_mode():
             self.settle(Rewritten(pool, places))
             move = Move(origins, places, src, dst)
-            self.hits += self._mover.apply(self._stages[source], self._stages[pool], move, step, has_lanes)
+            self.hits += self._mover.apply(source, pool, move, step, has_lanes)
         if len(dst) and not guesses:
             positions = self.mirror.table[pool.base + places, TOKEN_POSITION] >> 32
             self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
@@ -165,13 +153,11 @@ class StepChecks:
         """What is known of pages whose bytes leave."""
         self.settle()
         with torch.inference_mode():
-            self._fingerprint()
             return self._parcels.pack(pages)
 
     def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
         """Bytes are back, and their records follow; the caller has settled."""
         with torch.inference_mode():
-            self._fingerprint()
             self.publish_pages()
             self.hits += self._parcels.unpack(parcel, request, pages, length, step)
 
@@ -179,7 +165,6 @@ class StepChecks:
         """All bytes of these pages, which no row names."""
         if self._config.content != "write" and self._compares_content:
             with torch.inference_mode():
-                self._fingerprint()
                 self.hits += self.cached.look(pages, step)
 
     def report(self, hits: Sequence[Hit | HitBatch]) -> None:
@@ -203,18 +188,13 @@ class StepChecks:
         coverage = self._coverage
         coverage.forwards += len(forwards)
         coverage.slots_checked += sum(forward.bounds[-1] - sum(forward.skipped) for forward in forwards)
-        coverage.slots_sealed += sum(len(forward.write_slots) for forward in forwards)
+        coverage.slots_sealed += sum(forward.num_entries for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
-
-    def _fingerprint(self) -> None:
-        for stage in self._stages.values():
-            stage.fingerprint()
 
     def _check_all_bytes(
         self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict, rewritten: Rewritten | None
     ) -> list[HitBatch]:
         """content=full: every byte that these forwards have read or written, and that is still there."""
-        self._stages[pool].fingerprint()
         slots = joined([self._reader.slots(verdict.segments), *(forward.pool_slots for forward in forwards)])
         kept: slice | Ints = slice(None)
         if rewritten is not None and rewritten.pool is pool:

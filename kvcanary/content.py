@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvcanary.entries import Entries
 from kvcanary.forward import on_host
 from kvcanary.intake import HitBatch
-from kvcanary.lanes import lane_a_of_slots, lanes_of_slots
+from kvcanary.lanes import lanes_of_slots
 from kvcanary.state import PoolState
 from kvcanary_kernels.record import CONTENT_B
 
@@ -42,11 +41,6 @@ def find_changed(
         is_record = np.broadcast_to(code == "R3", len(layers))
         hits.append(entries.fired(code, pool, site, step, which, layers=layers, fingerprint_hits=is_record))
     return hits
-
-
-def slots_are_right(pool: PoolState, slots: Tensor) -> bool:
-    """Lane a of all layers of these slots, at once."""
-    return slots.numel() == 0 or torch.equal(lane_a_of_slots(pool, slots), pool.content_a.index_select(1, slots))
 
 
 def _differences(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:

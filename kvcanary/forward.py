@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-from kvcanary.groups import window_start
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 from kvcanary.views import ReadPlan, WritePlan
@@ -46,32 +46,27 @@ class Planned(NamedTuple):
 SLOT_BYTES = 8  # of a slot id in an index array
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Forward:
     """What a forward was told to read and write, and what it stored.
 
     width:          rows a request: 1, or the tree width of a draft substep
-    planned:        the entries that it writes
+    num_entries:    that it writes;  num_rows: that it reads
+    plan:           both plans on the host, all int64 and one after another, filled by `loops.take_plan`: slots, tokens,
+                    positions and parents [num_entries]; bounds [num_rows + 1]; written, starts, owns, begins and
+                    skipped [num_rows]; prefixes [requests]. The lists of these names are made when somebody asks
+    has_parents:    whether the entries are nodes of trees;  has_starts: whether rows may begin behind position 0
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
-    names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes
-    slot_names:     [n] int64, `slots` as integers
-    bounds:         by row and one more, where rows begin in `indices`
-    starts:         by row, the position of its first entry
-    skipped:        by row, entries at its head that lie before its window: they are not judged
     tree_mask:      [requests, N, N] bool, or None
-    prefixes:       by request, entries of each of its rows that earlier forwards wrote and acceptance made final, as
-                    the plan has it; `committed` is what acceptance has made final
-    written:        by row, entries at its end that this forward writes
-    owns, begins:   by row, where these begin in `indices`, and their first position
-    write_slots:    `pool_slots` as plain integers
-    parents:        by entry of the write plan, its tree parent in the plan or -1; None: every row is a chain
+    committed:      by request, what acceptance had made final
     refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
     refused_reads:  entries of `indices` that were refused (R1)
+    lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
+                    address
     stored:         bitmap of the layers that have stored
-    room, lanes:    by layer, where K, V and extras are copied to, or their lanes where these are taken at once; neither
-                    where nobody will compare the bytes
-    stage_row:      of the stage, where `room` begins
+    names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
+                    `host_names`, `host_ids`: where the loops read them
     """
 
     kind: str
@@ -80,97 +75,172 @@ class Forward:
     step: int
     requests: list[Request]
     width: int
+    num_entries: int
+    num_rows: int
+    plan: Ints
+    has_parents: bool
+    has_starts: bool
     indices: Tensor
     slots: Tensor
-    planned: Planned
-    tree_mask: Tensor | None
-    bounds: list[int]
-    starts: list[int]
-    prefixes: list[int]
-    committed: list[int]
-    written: list[int]
-    owns: list[int]
-    begins: list[int]
-    write_slots: list[int]
-    parents: list[int] | None
     pool_indices: Tensor
     pool_slots: Tensor
-    slot_names: Ints
-    skipped: list[int]
+    tree_mask: Tensor | None
+    committed: list[int]
     refused: Refused | None = None
     refused_reads: Refused | None = None
-    room: list[tuple[Tensor, ...]] = field(default_factory=list)
-    stage_row: int = 0
-    lanes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    lanes: Tensor | None = None
+    lanes_at: int = 0
     stored: int = 0
     raw: bytes = b""
-    names: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    names: Ints = field(init=False)
+    ids: Ints = field(init=False)
+    host_names: Tensor = field(init=False)
+    host_ids: Tensor = field(init=False)
 
     @property
     def site(self) -> tuple[str, int]:
         return self.kind, self.index
 
+    @cached_property
+    def uids(self) -> Ints:
+        """[requests]"""
+        return np.array([request.uid for request in self.requests], np.int64)
+
+    # the write plan
+
+    @cached_property
+    def planned(self) -> Planned:
+        """The entries that it writes."""
+        n = self.num_entries
+        return Planned(self.plan[:n], self.plan[n : 2 * n], self.plan[2 * n : 3 * n])
+
+    @cached_property
+    def write_slots(self) -> list[int]:
+        """`planned.slots` as plain integers."""
+        return self.planned.slots.tolist()
+
+    @cached_property
+    def slot_names(self) -> Ints:
+        """[n] int64: what the plan calls these slots."""
+        return self.planned.slots
+
+    @cached_property
+    def parents(self) -> list[int] | None:
+        """By entry of the write plan, its tree parent in the plan or -1; None: every row is a chain."""
+        return self.plan[3 * self.num_entries : 4 * self.num_entries].tolist() if self.has_parents else None
+
+    # by row
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """By row and one more, where rows begin in `indices`."""
+        first = 4 * self.num_entries
+        return self.plan[first : first + self.num_rows + 1].tolist()
+
+    @cached_property
+    def written(self) -> list[int]:
+        """Entries at the row's end that this forward writes."""
+        return self._by_row(0)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The position of the row's first entry."""
+        return self._by_row(1)
+
+    @cached_property
+    def owns(self) -> list[int]:
+        """Where the entries that this forward writes begin in `indices`."""
+        return self._by_row(2)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The position of the first of them."""
+        return self._by_row(3)
+
+    @cached_property
+    def skipped(self) -> list[int]:
+        """Entries at the row's head that lie before its window: they are not judged."""
+        return self._by_row(4)
+
+    @cached_property
+    def prefixes(self) -> list[int]:
+        """By request, entries of its rows that earlier forwards wrote and acceptance made final, says the plan."""
+        return self.plan[len(self.plan) - len(self.requests) :].tolist()
+
     def read_rows(self) -> None:
         """Take the slot ids of all rows to the host."""
-        self.raw = on_host(self.indices).tobytes()
+        self.host_names = self.host_ids = dense(self.indices)
+        self.raw = self.host_names.numpy().tobytes()
         self.names = self.ids = np.frombuffer(self.raw, np.int64)
         if self.pool.view.slot_map is not None:
-            self.ids = on_host(self.pool_indices)
+            self.host_ids = dense(self.pool_indices)
+            self.ids = self.host_ids.numpy()
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
+
+    def _by_row(self, number: int) -> list[int]:
+        first = 4 * self.num_entries + self.num_rows + 1 + number * self.num_rows
+        return self.plan[first : first + self.num_rows].tolist()
 
 
 def plan_forward(
     kind: str, index: int, pool: PoolState, step: int, requests: list[Request], read: ReadPlan, write: WritePlan
 ) -> Forward:
-    """Read both plans to the host once; refuse plans that contradict themselves."""
-    if isinstance(read.num_written, Tensor):
-        written = read.num_written.tolist()
-    else:
-        written = [read.num_written] * (len(requests) * read.rows_per_request)
-    bounds = read.indptr.tolist()
-    owns = [end - count for end, count in zip(bounds[1:], written, strict=True)]
-    starts = [0] * len(owns) if read.starts is None else read.starts.tolist()
-    begins = [start + own - bound for start, own, bound in zip(starts, owns, bounds, strict=False)]
-    planned = Planned(*(on_host(values).copy() for values in (write.slots, write.tokens, write.positions)))
+    """Read both plans to the host once, an engine may reuse its tensors; refuse plans that contradict themselves."""
+    width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
+    n, num_rows = write.slots.shape[0], len(requests) * width
+    plan = np.empty(4 * n + 6 * num_rows + 1 + len(requests), np.int64)
     forward = Forward(
         kind,
         index,
         pool,
         step,
         requests,
-        read.rows_per_request,
+        width,
+        n,
+        num_rows,
+        plan,
+        parents is not None,
+        starts is not None,
         read.indices,
         write.slots,
-        planned,
-        read.tree_mask,
-        bounds,
-        starts,
-        read.prefix_lens.tolist(),
+        read.indices,
+        write.slots,
+        mask,
         [request.committed_len for request in requests],
-        written,
-        owns,
-        begins,
-        write.slots.tolist(),
-        None if write.parents is None else write.parents.tolist(),
-        read.indices,
-        write.slots,
-        planned.slots,
-        _before_window(pool, starts, begins),
     )
-    _check_sizes(forward)
-    _check_parents(forward)
+    slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
+    indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
+    written = dense(read.num_written) if isinstance(read.num_written, Tensor) else None
+    parents = None if parents is None else dense(parents)
+    starts = None if starts is None else dense(starts)
+    contradicts = pool.loops.take_plan(
+        slots.data_ptr(),
+        tokens.data_ptr(),
+        positions.data_ptr(),
+        0 if parents is None else parents.data_ptr(),
+        n,
+        indptr.data_ptr(),
+        0 if written is None else written.data_ptr(),
+        0 if written is not None else read.num_written,
+        0 if starts is None else starts.data_ptr(),
+        num_rows,
+        prefixes.data_ptr(),
+        width,
+        read.indices.shape[0],
+        pool.view.window or 0,
+        -1 if mask is None else mask.shape[1],
+        plan,
+    )
+    if contradicts or (mask is not None and len(mask) != num_rows):
+        refuse_contradiction(forward)
     return forward
 
 
-def _before_window(pool: PoolState, starts: list[int], begins: list[int]) -> list[int]:
-    """By row, how many of its entries the first one that it writes does not see."""
-    if pool.view.window is None:
-        return [0] * len(starts)
-    firsts = [window_start(pool.view, begin) for begin in begins]
-    return [max(0, first - start) for first, start in zip(firsts, starts, strict=True)]
+def dense(values: Tensor) -> Tensor:
+    """In host memory, one after another."""
+    return values if values.is_cpu and values.is_contiguous() else values.cpu().contiguous()
 
 
 def on_host(values: Tensor) -> Ints:
@@ -178,12 +248,20 @@ def on_host(values: Tensor) -> Ints:
     return (values if values.is_cpu else values.cpu()).numpy()
 
 
+def refuse_contradiction(forward: Forward) -> None:
+    """PlanError for what `loops.take_plan` has seen."""
+    _check_sizes(forward)
+    _check_parents(forward)
+
+
 def _check_sizes(forward: Forward) -> None:
-    bounds, entries, n = forward.bounds, forward.indices.shape[0], len(forward.write_slots)
+    bounds, entries, n = forward.bounds, forward.indices.shape[0], forward.num_entries
     if bounds[0] != 0 or bounds[-1] != entries:
         raise PlanError(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
     if sum(forward.written) != n:
         raise PlanError(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
+    if min(forward.written, default=0) < 0:
+        raise PlanError(f"num_written must not be negative, got {min(forward.written)}")
     mask = forward.tree_mask
     if mask is not None and (len(mask) != len(forward.written) or set(forward.written) - {mask.shape[1]}):
         raise PlanError(

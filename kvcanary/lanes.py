@@ -1,61 +1,43 @@
-"""Content lanes of stored values and of slots, in few operations.
-
-The arithmetic is that of `fingerprint_torch`. So many layers are taken at a time that their float64 copy stays in the
-cache.
-"""
+"""Content lanes of slots: by a compiled loop in host memory, by the kernel on a GPU; and of one layer's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvcanary.state import PoolState
-from kvcanary_kernels.fingerprint import join, keyed_sums
-from kvcanary_kernels.record import signed
-
-PORTION_BYTES = 1 << 20  # of the float64 copy
-
-
-def lanes_of_rows(pool: PoolState, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Lane a by layer [layers, n] and lane b over all layers [n] of rows [layers, n, words_per_row] int32."""
-    return _started(pool, _lanes(pool, rows.shape[1], rows.__getitem__, pool.keys.pieces))
-
-
-def lanes_of_layer(pool: PoolState, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Lane a [n] of one layer's rows [n, words_per_row] int32, and what they add to lane b [n]."""
-    table = pool.keys.pieces[layer : layer + 1]
-    lane_a, lane_b = _lanes(pool, len(rows), rows[None].__getitem__, table)[0].unbind(1)
-    return lane_a + pool.keys.start_a[layer], lane_b
+from kvcanary_kernels.fingerprint import fingerprint, join, keyed_sums
 
 
 def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Lane a [layers, n] and lane b [n] of the bytes that lie in the pool now."""
-    return _started(pool, _lanes(pool, len(slots), lambda layers: pool.rows.gather(slots, layers), pool.keys.pieces))
+    lane_a, lane_b = slots.new_empty(pool.view.num_layers, len(slots)), slots.new_empty(len(slots))
+    host = pool.host
+    if host is None:
+        fingerprint(pool.rows, slots, pool.keys, lane_a=lane_a, lane_b=lane_b)
+    else:
+        rows = host.address, host.layout, host.layer_keys[0], host.words, host.start_a
+        pool.loops.sum_slots(*rows, host.start_b, slots.contiguous().numpy(), lane_a.numpy(), lane_b.numpy())
+    return lane_a, lane_b
 
 
-def lane_a_of_slots(pool: PoolState, slots: Tensor) -> Tensor:
-    """[layers, n]: lane a alone."""
-    table = pool.keys.pieces[:, :, : pool.keys.pieces.shape[2] // 2]
-    lanes = _lanes(pool, len(slots), lambda layers: pool.rows.gather(slots, layers), table)
-    return lanes[:, :, 0].add_(pool.keys.start_a[:, None])
+def slots_are_right(pool: PoolState, slots: Tensor) -> bool:
+    """Whether lane a of every layer is the one that is kept, for all of these slots."""
+    host = pool.host
+    if host is None:
+        return torch.equal(lanes_of_slots(pool, slots)[0], pool.content_a.index_select(1, slots))
+    rows = host.address, host.layout, host.layer_keys[0], host.words, host.start_a
+    return pool.loops.match_slots(*rows, slots.contiguous().numpy(), host.content_a)
 
 
-def _lanes(pool: PoolState, n: int, rows_of: Callable[[slice], Tensor], table: Tensor) -> Tensor:
-    """[layers, n, lanes] without starts; `rows_of` gives the rows [some, n, words_per_row] of some of the layers."""
-    layers, words, _ = table.shape
-    num_pieces = pool.keys.pieces.shape[2] // 2  # of one lane's keys
-    step = max(1, PORTION_BYTES // (8 * words * max(n, 1)))
-    portions = [slice(first, first + step) for first in range(0, layers, step)]
-    sums = joined([keyed_sums(rows_of(portion), table[portion]) for portion in portions])
-    return torch.stack([join(lane, pool.keys) for lane in sums.split(num_pieces, 2)], 2)
-
-
-def _started(pool: PoolState, lanes: Tensor) -> tuple[Tensor, Tensor]:
-    """Both lanes from their sums [layers, n, 2]."""
-    lane_a, lane_b = lanes.unbind(2)
-    return lane_a + pool.keys.start_a[:, None], lane_b.sum(0).add_(signed(pool.keys.start_b))
+def lanes_of_layer(pool: PoolState, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Lane a [n] of one layer's rows [n, words_per_row] int32, and what they add to lane b [n]."""
+    keys = pool.keys
+    lanes = keyed_sums(rows[None], keys.pieces[layer : layer + 1])[0].chunk(2, 1)
+    lane_a, lane_b = (join(lane, keys) for lane in lanes)
+    return lane_a + keys.start_a[layer], lane_b
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -23,7 +23,6 @@ from kvcanary.lifecycle import Lifecycle
 from kvcanary.refusing import refuse
 from kvcanary.response import Response
 from kvcanary.sites import SUBSTEP_KINDS
-from kvcanary.staging import Stage
 from kvcanary.state import CanaryState
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
@@ -76,8 +75,8 @@ class CanaryManager(Lifecycle):
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.step = self.tickets.step = step
-        self._checks.publish_pages()
         if self._static is not None:
+            self._checks.publish_pages()
             self._static.bank.begin_step(step)
         if self._quarantine:
             self._ledger.leave_quarantine(step, self._quarantine)
@@ -176,15 +175,13 @@ class CanaryManager(Lifecycle):
         except KeyError:
             return [self._ledger.request(request_id) for request_id in request_ids]
 
-    def refuse(self, forward: Forward) -> None:
-        refuse(forward, self._ledger.pages, self.config.disable)
+    def refuse(self, forward: Forward) -> list[HitBatch]:
+        return refuse(forward, self._ledger.pages, self.config.disable)
 
-    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> Stage | None:
-        """The stage of this forward's values; None where nobody compares them."""
-        stage = self._checks.open(forward)
+    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> None:
+        self._checks.open(forward)
         self._open = substep
         self.report_hits(hits)
-        return stage
 
     def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.state import CanaryState
-from kvcanary_kernels.record import COLUMNS, MASK_32, SEAL
-from kvcanary_kernels.seal import identity_words, seal_values
+from kvcanary.errors import PlanError
+from kvcanary.forward import Forward
+from kvcanary.host import REWRITTEN
+from kvcanary.pages import Pages
+from kvcanary.sites import pack_site
+from kvcanary.state import CanaryState, PoolState, stored_columns
+from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32
 
 Words = NDArray[np.uint64]
 Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Entries that were moved, all [n] int64: where they lay and lie, and what plans call these slots."""
+
+    src: Rows
+    dst: Rows
+    src_names: Rows
+    dst_names: Rows
+
+    def without_stays(self) -> Move:
+        moves = self.src != self.dst
+        return Move(self.src[moves], self.dst[moves], self.src_names[moves], self.dst_names[moves])
 
 
 class Mirror:
@@ -21,30 +40,98 @@ class Mirror:
 
     An engine's stray write can reach `state.records`, which is compared with `state.expected` whenever it is read.
 
-    table:  [rows, 8] the records as written; content_b comes later, and a fresh record's seal is only what its pool
-            adds to it. On a CPU this is the memory of `state.expected`
+    table:  [rows, 8] the records as written; content_b comes later. On a CPU this is the memory of `state.expected`
+    memory: the same with signs
     judged: [rows] the entries that were found to be their requests' truth
     epoch:  counts up when one of them is written again, so that every row is judged anew
     """
 
     def __init__(self, state: CanaryState) -> None:
         self._state = state
-        expected = state.expected
-        self.table: Words = (expected if expected.is_cpu else expected.cpu()).numpy().view(np.uint64)
-        self.judged: NDArray[np.bool_] = np.zeros(len(self.table), np.bool_)
+        self._is_host = state.expected.is_cpu
+        self.memory: Rows = state.expected.cpu().numpy()
+        self.table: Words = self.memory.view(np.uint64)
+        self.judged: NDArray[np.bool_] = np.zeros(len(self.memory), np.bool_)
         self.epoch = 0
+        live = state.records.numpy() if self._is_host else self.memory
+        self._memory = state.keys.constants.cpu().numpy(), self.memory, live, self.judged
+        self._loops = state.pools[0].loops
+        self._no_content = np.empty((0, 0), np.int64)
         self._fresh: list[Rows] = []
 
     def write(self, rows: Rows, records: Words) -> None:
-        """These records are new; the device has them from `flush` on. Of equal rows the last counts."""
-        if not len(rows):
-            return
-        if self.judged[rows].any():
-            self.epoch += 1
-            self.judged[:] = False
-        self.table[rows] = records
-        if len(rows):
+        """These records are new, with what their pool adds in the place of the seal. Of equal rows the last counts.
+
+        A device has them from `flush` on.
+        """
+        self._note(self._loops.write_records(rows, records.view(np.int64), *self._memory))
+        if not self._is_host:
             self._fresh.append(rows)
+
+    def seal(self, forward: Forward, roots: Words, pages: Pages) -> int:
+        """A record for all that a forward has written; what `loops.seal_plan` gives."""
+        pool, names, ids = forward.pool, forward.slot_names, forward.host_ids
+        seen = self._loops.seal_plan(
+            forward.plan,
+            forward.num_entries,
+            forward.num_rows,
+            forward.width,
+            forward.has_parents,
+            names,
+            ids.data_ptr(),
+            ids.shape[0],
+            forward.uids,
+            roots.view(np.int64),
+            pages.generations,
+            pages.states,
+            pool.view.page_size,
+            two_words(forward.step, pack_site(*forward.site)),
+            *(pool.all_layers if forward.stored == pool.full_layers else stored_columns(forward.stored)),
+            pool.base,
+            pool.view.num_slots,
+            pool.view.null_slots,
+            pool.signed_term,
+            *self._memory,
+        )
+        self._note(seen & REWRITTEN)
+        if not self._is_host:
+            slots = forward.planned.slots
+            self._fresh.append(slots[slots >= pool.view.null_slots] + pool.base)
+        return seen
+
+    def move(
+        self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, grants: Rows, owners: Rows
+    ) -> None:
+        """Records follow moved entries, in host memory fingerprints and damage too; `loops.move_records`.
+
+        PlanError for slots that the pools do not have: nothing is written then.
+        """
+        contents = [self._no_content if p.host is None else p.host.content_a for p in (origin, pool)]
+        seen = self._loops.move_records(
+            *map(np.ascontiguousarray, (move.src, move.dst, move.src_names, move.dst_names)),
+            *(origin.base, origin.view.num_slots, pool.base, pool.view.num_slots),
+            grants,
+            owners,
+            self._state.page_size,
+            two_words(step, pack_site("move", 0)),
+            pool.signed_term,
+            *contents,
+            has_lanes,
+            *self._memory,
+        )
+        if seen < 0:
+            raise PlanError(
+                f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
+                f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
+            )
+        self._note(seen)
+        if not self._is_host:
+            self._fresh.append(pool.base + move.dst)
+
+    def forget_null_chains(self, forward: Forward) -> None:
+        """Null slots have no records: their chains were for what follows in the same step."""
+        slots = forward.planned.slots
+        self.table[slots[slots < forward.pool.view.null_slots] + forward.pool.base, CHAIN] = 0
 
     def flush(self) -> None:
         """Write what is new to the device."""
@@ -53,10 +140,15 @@ class Mirror:
         state, rows = self._state, np.concatenate(self._fresh)
         records = torch.from_numpy(self.table[rows].view(np.int64)).to(state.records.device)
         where = torch.from_numpy(rows).to(state.records.device)
-        records[:, SEAL] += seal_values(identity_words(records), where, 0, state.keys)
         state.records.index_copy_(0, where, records)
         state.expected.index_copy_(0, where, records)
         self._fresh.clear()
+
+    def _note(self, rewritten: int) -> None:
+        """Whether an entry that was judged is another one now."""
+        if rewritten:
+            self.epoch += 1
+            self.judged[:] = False
 
 
 def two_words(low: Any, high: Any) -> Any:

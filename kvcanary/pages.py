@@ -94,6 +94,7 @@ class Pages:
     refcounts:   int64, rows that name the page; a cache's own hold on a published page does not count
     published:   bool, a prefix cache holds the page
     writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
+    is_changed:  whether something has happened to any page since the last `changes`
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:
@@ -107,6 +108,7 @@ class Pages:
         self.writers[:null_pages] = NO_OWNER  # padding may write here
         self.history = History()
         self._changed = np.zeros(num_pages, dtype=np.bool_)
+        self.is_changed = False
         self._holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
 
     def __len__(self) -> int:
@@ -185,7 +187,7 @@ class Pages:
         if (states != WRITTEN).any():
             fresh = pages[_IS_WRITABLE.take(states)]
             self.states[fresh] = WRITTEN
-            self._changed[fresh] = True
+            self._changed[fresh] = self.is_changed = True
 
     def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.
@@ -200,10 +202,15 @@ class Pages:
         uids = np.broadcast_to(uids, pages.shape)
         return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
 
+    def take_changes(self) -> tuple[Array, Array, Array, Array]:
+        """Which pages have changed, for a loop that copies and clears them, and generations, owners and states."""
+        self.is_changed = False
+        return self._changed, self.generations, self.owners, self.states
+
     def changes(self) -> Array:
         """[n] int64, ascending: pages to which something has happened since the last call, for a copy of the arrays."""
         changed = self._changed.nonzero()[0]
-        self._changed[changed] = False
+        self._changed[changed] = self.is_changed = False
         return changed
 
     def _write_code(self, page: int, uid: int) -> str:
@@ -217,7 +224,7 @@ class Pages:
         self, event: str, pages: Array, after: Array, owners: Array | int, step: int, request_id: str | None
     ) -> None:
         self.states[pages] = after
-        self._changed[pages] = True
+        self._changed[pages] = self.is_changed = True
         self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
         self.history.add(event, pages.tolist(), step, request_id)
 

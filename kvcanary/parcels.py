@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcanary.errors import PlanError
 from kvcanary.groups import slots_in, window_start
 from kvcanary.hits import Hit
-from kvcanary.lanes import lane_a_of_slots
+from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror, Words, two_words
 from kvcanary.sites import pack_site
@@ -58,7 +58,7 @@ class Parcel:
 
 
 class Parcels:
-    """Packs and unpacks; everything that was written must be sealed and fingerprinted before."""
+    """Packs and unpacks; everything that was written must be sealed before."""
 
     def __init__(self, state: CanaryState, mirror: Mirror, ledger: Ledger, compares_content: bool) -> None:
         self._state, self._mirror, self._ledger = state, mirror, ledger
@@ -127,7 +127,7 @@ class Parcels:
         self._ledger.note_moved(pool.pool_id, names, positions)
         if not self._compares_content:
             return []
-        differs = (lane_a_of_slots(pool, where) != lane_a).cpu()
+        differs = (lanes_of_slots(pool, where)[0] != lane_a).cpu()
         wrong = differs.any(0).nonzero().flatten().tolist()
         return [
             Hit(

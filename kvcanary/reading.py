@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.entries import Entries, fired_writes
-from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.forward import SLOT_BYTES, Forward, Ints, on_host
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.lanes import joined
@@ -28,14 +28,8 @@ from kvcanary.segments import Segment, read_entries, sort_rows
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels import record
 from kvcanary_kernels.record import (
-    CHAIN,
     CODE_BITS,
-    LAYERS_HIGH,
-    LAYERS_LOW,
     R3_RECORD_DAMAGED,
-    REQUEST_GENERATION,
-    STEP_SITE,
-    bitmap_columns,
     signed,
 )
 from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify_torch
@@ -85,30 +79,27 @@ class Reader:
     # right rows
 
     def _records_are_intact(self, pool: PoolState, segments: Sequence[Segment]) -> bool:
-        slots = self.slots(segments)
-        return torch.equal(pool.records.index_select(0, slots), pool.expected.index_select(0, slots))
+        host = pool.host
+        if host is None:
+            slots = self.slots(segments)
+            return torch.equal(pool.records.index_select(0, slots), pool.expected.index_select(0, slots))
+        match = pool.loops.match_records
+        places = [s.forward.host_ids.data_ptr() + s.start * SLOT_BYTES for s in segments]
+        return all(
+            match(place, s.length, host.records, host.expected) for place, s in zip(places, segments, strict=True)
+        )
 
     def _untrue(self, pool: PoolState, segments: Sequence[Segment]) -> list[Segment]:
         """Those that are not their request's own row; what was judged before and was not rewritten still is."""
-        right: list[Segment] = []
         untrue: list[Segment] = []
-        new: list[tuple[Segment, int, NDArray[np.uint64]]] = []
         for segment in segments:
             known, end = self._known(pool, segment), segment.end_position
-            chains = self._ledger.truths(segment.request, pool.pool_id, end) if known < end else None
-            if chains is not None:
-                new.append((segment, known - segment.first_position, chains[known:end]))
-            else:
-                (untrue if known < end else right).append(segment)
-        written = self._are_written(pool, new) if new else []
-        for (segment, first, _), are_written in zip(new, written, strict=True):
-            if not pool.is_partial:
-                self._mirror.judged[segment.slots[first:] + pool.base] |= are_written
-            (right if are_written else untrue).append(segment)
-        for segment in right:
-            judged = Judged(
-                max(self._known(pool, segment), segment.end_position), segment.forward.step, self._mirror.epoch
-            )
+            if known < end:
+                chains = self._ledger.truths(segment.request, pool.pool_id, end)
+                if chains is None or not self._is_written(pool, segment, known, chains[known:end]):
+                    untrue.append(segment)
+                    continue
+            judged = Judged(max(known, end), segment.forward.step, self._mirror.epoch)
             segment.request.judged[pool.pool_id] = judged
         return untrue
 
@@ -119,22 +110,23 @@ class Reader:
         judged = segment.request.judged[pool.pool_id]
         return judged.length if judged.epoch == self._mirror.epoch else 0
 
-    def _are_written(self, pool: PoolState, new: Sequence[tuple[Segment, int, NDArray[np.uint64]]]) -> list[bool]:
-        """By segment, whether it holds these chains from some entry on, of every layer, under the current grants."""
-        written = self._mirror.table[np.concatenate([segment.slots[first:] for segment, first, _ in new]) + pool.base]
-        names = np.concatenate([segment.names[first:] for segment, first, _ in new])
-        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
-        low, high = bitmap_columns(pool.full_layers)
-        right = written[:, CHAIN] == np.concatenate([chains for *_, chains in new])
-        right &= written[:, REQUEST_GENERATION] >> 32 == grants
-        steps = np.repeat([segment.forward.step for segment, *_ in new], [len(chains) for *_, chains in new])
-        right &= (steps - written[:, STEP_SITE].view(np.int64)).astype(np.int32) >= 0  # low words, with a sign
-        right &= written[:, LAYERS_LOW] == low
-        right &= written[:, LAYERS_HIGH] == high
-        if right.all():
-            return [True] * len(new)
-        ends = np.cumsum([len(chains) for *_, chains in new])
-        return [bool(part.all()) for part in np.split(right, ends[:-1])]
+    def _is_written(self, pool: PoolState, segment: Segment, known: int, chains: NDArray[np.uint64]) -> bool:
+        """Whether it holds these chains from a position on, of every layer, under the current grants; then judged."""
+        forward, place = segment.forward, (segment.start + known - segment.first_position) * SLOT_BYTES
+        return pool.loops.are_written(
+            forward.host_ids.data_ptr() + place,
+            forward.host_names.data_ptr() + place,
+            chains.view(np.int64),
+            self._ledger.generations,
+            self._state.page_size,
+            pool.base,
+            pool.view.num_slots,
+            forward.step,
+            *pool.all_layers,
+            self._mirror.memory,
+            self._mirror.judged,
+            not pool.is_partial,
+        )
 
     # suspects
 

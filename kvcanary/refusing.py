@@ -6,23 +6,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.forward import Forward, Ints, Refused, on_host
+from kvcanary.forward import Forward, Ints, Refused, dense, on_host
 from kvcanary.groups import NOWHERE, locate_slots
+from kvcanary.intake import HitBatch
 from kvcanary.pages import Pages
+from kvcanary.writing import judge_slots
 from kvcanary_kernels.record import NO_OWNER
 
 
-def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> None:
+def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> list[HitBatch]:
     """R1 and W1 for ids outside the pool; W2, W3, W7 and W8 for pages that the entry's request may not write.
 
     A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`
     gives back. Switched off, W2, W3, W7 and W8 refuse nothing; W1 always does.
     """
+    if nothing_to_refuse(forward, pages):
+        return []
     if forward.pool.view.slot_map is not None:
         _translate(forward)
     _refuse_reads(forward)
-    if forward.write_slots:
+    if forward.num_entries:
         _refuse_writes(forward, pages, disabled)
+    return judge_slots(forward)
+
+
+def nothing_to_refuse(forward: Forward, pages: Pages) -> bool:
+    """Whether all that follows finds nothing, as nearly always; never told behind a slot map, which must be read."""
+    pool, indices = forward.pool, dense(forward.indices)
+    return pool.view.slot_map is None and pool.loops.nothing_to_refuse(
+        indices.data_ptr(),
+        indices.shape[0],
+        pool.view.num_slots,
+        forward.plan,
+        forward.num_entries,
+        forward.num_rows,
+        forward.width,
+        forward.uids,
+        pages.writers,
+        pool.view.page_size,
+        pool.view.null_slots,
+        pool.seen,
+    )
 
 
 def _translate(forward: Forward) -> None:
@@ -30,8 +54,8 @@ def _translate(forward: Forward) -> None:
     view = forward.pool.view
     forward.pool_indices, _ = locate_slots(view, forward.indices)
     forward.pool_slots, _ = locate_slots(view, forward.slots)
-    forward.planned = forward.planned._replace(slots=on_host(forward.pool_slots).copy())
-    forward.write_slots = forward.planned.slots.tolist()
+    forward.slot_names = forward.planned.slots.copy()
+    forward.planned.slots[:] = on_host(forward.pool_slots)
 
 
 def _refuse_reads(forward: Forward) -> None:
@@ -91,7 +115,7 @@ def _replace(forward: Forward, slots: Ints, refused: dict[int, str]) -> None:
     forward.refused = Refused(entries, *asked, np.array([refused[entry] for entry in entries.tolist()], np.str_))
     slots, names = slots.copy(), forward.slot_names.copy()
     slots[entries] = names[entries] = 0
-    forward.planned, forward.slot_names = forward.planned._replace(slots=slots), names
+    forward.planned.slots[:], forward.slot_names = slots, names
     device = forward.slots.device
     forward.slots, forward.pool_slots = torch.from_numpy(names).to(device), torch.from_numpy(slots).to(device)
     forward.write_slots = slots.tolist()

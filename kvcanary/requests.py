@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError
 from kvcanary.uids import Uids
-from kvcanary_kernels.record import Keys, chain_host, chain_root
+from kvcanary_kernels.record import Keys, chain_root, signed
 
 NO_PAGE = -1
 
@@ -25,6 +25,7 @@ class TruthChain:
     root: int
     token_offset: int
     values: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    _room: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))  # `values` are its head
 
     def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
         """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
@@ -32,9 +33,15 @@ class TruthChain:
         if length + offset > len(tokens):
             return None
         if first < length:
-            new = tokens[first + offset : length + offset]
+            from kvcanary.loops import chain_tokens
+
+            new = np.array(tokens[first + offset : length + offset], np.int64)
             last = int(self.values[-1]) if first else self.root
-            self.values = np.append(self.values, np.array(chain_host(new, first, last, keys), np.uint64))
+            if length > len(self._room):
+                self._room = np.concatenate([self.values, np.empty(length, np.uint64)])
+            self.values = self._room[:length]
+            factors = signed(keys.multiplier), signed(keys.mix_key)
+            chain_tokens(new, first, signed(last), *factors, self.values[first:].view(np.int64))
         return self.values
 
 

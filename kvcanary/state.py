@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from torch import Tensor
 from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups, full_group_slots
+from kvcanary.host import HostPool, host_pool
+from kvcanary.pages import Pages
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
-from kvcanary_kernels.record import Keys, chain_root, layers_bitmap, make_keys
+from kvcanary_kernels.record import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
 from kvcanary_kernels.rows import PoolRows
 from kvcanary_kernels.seal import seal_offset, seal_torch
 
@@ -34,7 +37,11 @@ class PoolState:
     expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
     content_a:  [layers, num_slots] int64
     seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
-                count from its base
+                count from its base;  signed_term: the same as a signed number
+    all_layers: the two columns of a record that every layer has written, signed
+    host:       the same for the compiled loops; None on a GPU
+    loops:      the compiled loops, loaded with the first pool
+    seen:       [num_slots] bool, all False: a loop's own
     """
 
     view: PoolView
@@ -49,6 +56,11 @@ class PoolState:
     layers: Tensor
     full_layers: int
     seal_term: int
+    signed_term: int
+    all_layers: tuple[int, int]
+    host: HostPool | None
+    loops: ModuleType
+    seen: NDArray[np.bool_]
 
     def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
         """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
@@ -86,6 +98,8 @@ class CanaryState:
             self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
+        columns = self.generations, self.owners, self.page_states
+        self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
 
     @property
     def num_bytes(self) -> int:
@@ -118,6 +132,16 @@ class CanaryState:
             spread[name].index_copy_(0, slots, values.index_select(0, pages))
         return spread | {"page_size": 1}
 
+    def publish(self, pages: Pages) -> None:
+        """What has happened to pages since the last time is true from now on."""
+        if not pages.is_changed:
+            return
+        if self._host_pages:
+            self.pools[0].loops.publish_pages(*pages.take_changes(), *self._host_pages)
+        else:
+            where = pages.changes()
+            self.set_pages(where, pages.generations[where], pages.owners[where], pages.states[where])
+
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
         where = torch.from_numpy(pages).to(self.records.device)
@@ -125,12 +149,16 @@ class CanaryState:
             column.index_copy_(0, where, torch.from_numpy(values).to(column))
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
+        from kvcanary import loops
+
         view = views[number]
         keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=self.records.device)
         base = sum(other.num_slots for other in views[:number])
         records = self.records[base : base + view.num_slots]
         _seal_as_never_written(records, number, keys)
         expected = self.expected[base : base + view.num_slots].copy_(records)
+        content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
+        seal_term = seal_offset(keys, number, base)
         return PoolState(
             view=view,
             pool_id=number,
@@ -140,11 +168,22 @@ class CanaryState:
             root=chain_root(keys, view.name),
             records=records,
             expected=expected,
-            content_a=torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device),
+            content_a=content_a,
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
-            seal_term=seal_offset(keys, number, base),
+            seal_term=seal_term,
+            signed_term=signed(seal_term),
+            all_layers=stored_columns((1 << view.num_layers) - 1),
+            host=host_pool(view, keys, content_a, records, expected),
+            loops=loops,
+            seen=np.zeros(view.num_slots, np.bool_),
         )
+
+
+def stored_columns(layers: int) -> tuple[int, int]:
+    """`bitmap_columns` as signed numbers."""
+    low, high = bitmap_columns(layers)
+    return signed(low), signed(high)
 
 
 def _seal_as_never_written(records: Tensor, pool_id: int, keys: Keys) -> None:

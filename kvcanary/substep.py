@@ -9,10 +9,10 @@ from torch import Tensor
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Forward, plan_forward
 from kvcanary.sites import site_name
-from kvcanary.staging import Stage
 from kvcanary.state import PoolState
+from kvcanary.storing import take_lanes
 from kvcanary.views import ReadPlan, WritePlan, wrong_values
-from kvcanary.writing import judge_layer, judge_slots
+from kvcanary.writing import judge_layer
 
 if TYPE_CHECKING:
     from kvcanary.manager import CanaryManager
@@ -23,7 +23,7 @@ NEW, OPEN, CLOSED = "not opened", "open", "closed"
 class SubstepCanary:
     """One forward of one pool; the manager hands it out."""
 
-    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes", "_stage")
+    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes")
 
     def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
         self._manager, self._kind, self._index, self._pool = manager, kind, index, pool
@@ -31,7 +31,6 @@ class SubstepCanary:
         self._phase = NEW
         self._forward: Forward
         self._shapes: list[tuple[int, ...]]
-        self._stage: Stage | None
 
     def __str__(self) -> str:
         return f"{site_name(self._kind, self._index)} of the {self._pool.name} pool"
@@ -46,10 +45,9 @@ class SubstepCanary:
         manager, pool = self._manager, self._pool
         requests = manager.requests_of(read.requests)
         forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write)
-        manager.refuse(forward)
-        self._stage = manager.opened(self, forward, judge_slots(forward))
+        manager.opened(self, forward, manager.refuse(forward))
         self._forward, self._phase = forward, OPEN
-        self._shapes = pool.view.value_shapes(len(forward.write_slots))
+        self._shapes = pool.view.value_shapes(forward.num_entries)
         return forward.indices, forward.slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
@@ -68,13 +66,13 @@ class SubstepCanary:
             values = (k, *extras) if v is None else (k, v, *extras)
             shapes = [value.shape for value in values]
         if shapes != self._shapes:
-            raise PlanError(f"{self} {wrong_values(self._pool.view, len(self._forward.write_slots), values)}")
+            raise PlanError(f"{self} {wrong_values(self._pool.view, self._forward.num_entries, values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
             self._manager.report_hits(judge_layer(forward, layer))
         forward.stored |= 1 << layer
-        if self._stage is not None:
-            self._stage.store(forward, layer, *values)
+        if forward.lanes is not None:
+            take_lanes(forward, forward.lanes, layer, values)
 
     def close(self) -> None:
         """The body has run."""

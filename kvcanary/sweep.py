@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcanary.config import share_of
-from kvcanary.content import find_changed, slots_are_right
+from kvcanary.content import find_changed
 from kvcanary.entries import Entries, named
 from kvcanary.groups import slots_in, window_start
 from kvcanary.intake import HitBatch
+from kvcanary.lanes import slots_are_right
 from kvcanary.ledger import Ledger, Request
 from kvcanary.state import CanaryState, PoolState
 

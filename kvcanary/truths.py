@@ -40,7 +40,7 @@ def judge_lengths(forward: Forward) -> list[Hit]:
 def judge_starts(forward: Forward) -> list[Hit]:
     """R10 for every row that begins behind the first position that its own entries must see."""
     hits: list[Hit] = []
-    if not any(forward.starts):
+    if not forward.has_starts or not any(forward.starts):
         return hits
     for row, start in enumerate(forward.starts):
         if start > (wanted := window_start(forward.pool.view, forward.begins[row])):

@@ -25,7 +25,7 @@ def judge_slots(forward: Forward) -> list[HitBatch]:
 
 def judge_layer(forward: Forward, layer: int) -> list[HitBatch]:
     """W4 at the first slot of the forward for a layer whose bit in the bitmap is set already."""
-    if not forward.write_slots or not forward.stored >> layer & 1:
+    if not forward.num_entries or not forward.stored >> layer & 1:
         return []
     return [fired_writes("W4", forward, np.array([0]), layers=_layers(forward, 1 << layer))]
 
@@ -41,12 +41,12 @@ def judge_layers(forward: Forward) -> list[HitBatch]:
 def _layers(forward: Forward, bitmap: int) -> NDArray[np.bool_]:
     """[n, layers] bool: the same layers for every entry."""
     layers = [bool(bitmap >> layer & 1) for layer in range(forward.pool.view.num_layers)]
-    return np.broadcast_to(layers, (len(forward.write_slots), len(layers)))
+    return np.broadcast_to(layers, (forward.num_entries, len(layers)))
 
 
 def _repeated(forward: Forward) -> Ints:
     """Entries whose slot an earlier one writes; padding may share null slots."""
-    slots, entries = forward.planned.slots, np.arange(len(forward.write_slots))
+    slots, entries = forward.planned.slots, np.arange(forward.num_entries)
     first = np.empty(forward.pool.view.num_slots, np.int64)
     first[slots[::-1]] = entries[::-1]  # of equal slots the last assignment counts
     return np.flatnonzero((first[slots] != entries) & (slots >= forward.pool.view.null_slots))

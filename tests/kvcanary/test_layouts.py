@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError, PlanError, ReadPlan, WritePlan
-from kvcanary.content import find_changed, slots_are_right
+from kvcanary.content import find_changed
 from kvcanary.entries import Entries
-from kvcanary.lanes import lanes_of_layer, lanes_of_rows, lanes_of_slots
+from kvcanary.lanes import lanes_of_layer, lanes_of_slots, slots_are_right
 from kvcanary.locate import locate_word
 from kvcanary.repair import repair_slot
 from kvcanary.state import CanaryState
+from kvcanary_kernels.fingerprint import fingerprint_torch
+from kvcanary_kernels.record import signed
 
 SLOW = pytest.mark.slow
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32", "float64"]
@@ -46,7 +48,6 @@ def sealed_by(make_engine, layout: str, **settings: object) -> list[torch.Tensor
     engine = make_engine(layout=layout, content="full", **settings)
     traffic(engine)
     engine.canary.drain()
-    engine.canary._checks._fingerprint()
     return [tensor for pool in engine.canary._state.pools for tensor in (pool.records, pool.content_a)]
 
 
@@ -67,7 +68,6 @@ def test_stored_values_have_the_lanes_of_the_slots(make_engine, layout, dtype):
     engine.start("long", 300)
     engine.start("short", 9)
     engine.canary.drain()
-    engine.canary._checks._fingerprint()
     slots = torch.tensor([engine.slot("long", p) for p in range(300)] + [engine.slot("short", p) for p in range(9)])
     for pool in engine.canary._state.pools:
         lane_a, lane_b = lanes_of_slots(pool, slots)
@@ -77,18 +77,19 @@ def test_stored_values_have_the_lanes_of_the_slots(make_engine, layout, dtype):
 
 
 def test_rows_of_all_layers_and_of_each_have_one_sum(layout, make_fake_pool):
-    """Lanes of all layers at once are those of one layer after the other."""
+    """The compiled loop over slots gives the lanes of the torch reference, and those of one layer after the other."""
     fake = make_fake_pool(layout, layers=3)
     fake.fill(torch.Generator().manual_seed(1))
     pool = CanaryState([fake.view], 5).pools[0]
     slots = torch.tensor([11, 4, 7])
-    rows = pool.rows.gather(slots)
-    lane_a, lane_b = lanes_of_rows(pool, rows)
-    single = [lanes_of_layer(pool, layer, rows[layer]) for layer in range(3)]
+    lane_a, lane_b = lanes_of_slots(pool, slots)
+    expected = torch.empty_like(lane_a), torch.empty_like(lane_b)
+    fingerprint_torch(pool.rows, slots, pool.keys, lane_a=expected[0], lane_b=expected[1])
+    assert torch.equal(lane_a, expected[0])
+    assert torch.equal(lane_b, expected[1])
+    single = [lanes_of_layer(pool, layer, pool.rows.gather_layer(layer, slots)) for layer in range(3)]
     assert torch.equal(lane_a, torch.stack([a for a, _ in single]))
-    zero = torch.zeros(3, 1, rows.shape[2], dtype=torch.int32)
-    assert torch.equal(lane_b - lanes_of_rows(pool, zero)[1], sum(b for _, b in single))
-    assert all(torch.equal(a, b) for a, b in zip(lanes_of_slots(pool, slots), (lane_a, lane_b), strict=True))
+    assert torch.equal(lane_b, sum(b for _, b in single) + signed(pool.keys.start_b))
 
 
 # one flipped bit

@@ -1,0 +1,197 @@
+"""Compiled loops: what they are given, and that they give what the torch references and the plain rules give."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import kvcanary.forward as forwards
+from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
+from kvcanary.forward import plan_forward, refuse_contradiction
+from kvcanary.lanes import lanes_of_slots
+from kvcanary.ledger import Ledger, Role, TruthChain
+from kvcanary.mirror import Mirror, Move
+from kvcanary.state import CanaryState
+from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host
+
+SLOTS = 40
+
+
+def stored(values, dtype=torch.float32):
+    """The canary's lanes of values [n, 2, 8] that went through a store, and those of the same bytes in the pool."""
+    kv = torch.zeros(2, SLOTS, 2, 8, dtype=dtype)
+    view = PoolView("target", [kv[0]], [kv[1]], 4)
+    canary = CanaryManager(CanaryConfig(mode="raise", content="full", seed=1), [view])
+    canary.arm()
+    canary.begin_step(1)
+    n = len(values[0])
+    canary.admit("only", list(range(n)))
+    canary.on_alloc("only", [1, 2])
+    substep, slots = canary.substep("prefill", 0, "target"), torch.arange(4, 4 + n)
+    read = ReadPlan(torch.tensor([0, n]), slots, ("only",), 1, torch.tensor([0]), n)
+    substep.open(read, WritePlan(slots, slots - 4, slots - 4))
+    substep.store(0, *values)
+    for part, value in zip(kv, values, strict=True):
+        part[slots] = value.to(dtype)
+    substep.close()
+    canary.check()
+    pool = canary._state.pools[0]
+    canary.detach()
+    return (pool.content_a[:, slots], pool.records[slots, 4]), lanes_of_slots(pool, slots)
+
+
+def split(product):
+    return product[:, 1:3], product[:, 4:6]
+
+
+VALUES = {
+    "dense": lambda x: (x[:, :2].contiguous(), x[:, 2:4].contiguous()),
+    "views of one product": split,
+    "transposed": lambda x: tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in split(x)),
+    "of another type": lambda x: tuple(part.double() for part in split(x)),
+    "a row repeated": lambda x: (x[:1, :2].expand(len(x), 2, 8), x[:, 2:4]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("given", VALUES)
+@pytest.mark.parametrize("n", [1, 5])
+def test_values_of_any_strides_have_the_lanes_of_the_bytes_that_they_become(given, dtype, n):
+    """Rows that lie apart, in another order or in another type are fingerprinted as the pool will hold them."""
+    product = torch.randint(0, 250, (n, 6, 8), generator=torch.Generator().manual_seed(3)).to(dtype)
+    taken, lie = stored(VALUES[given](product), dtype)
+    assert all(torch.equal(a, b) for a, b in zip(taken, lie, strict=True))
+
+
+def test_values_at_an_address_that_is_no_word_are_read_all_the_same():
+    """Half-word elements may begin in the middle of a 32-bit word."""
+    flat = torch.arange(1 + 5 * 34, dtype=torch.bfloat16)[1:].view(5, 34)
+    taken, lie = stored((flat[:, :16].view(5, 2, 8), flat[:, 16:32].view(5, 2, 8)), torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(taken, lie, strict=True))
+
+
+# plans
+
+
+def new_pool():
+    """A pool of ten pages of four, and pages of which the first six belong to two requests."""
+    kv = torch.zeros(2, SLOTS, 1, 1)
+    pool = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3).pools[0]
+    ledger = Ledger(10, 4, 1, pool.keys, [Role("target")])
+    for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+        ledger.admit(name, [0] * 12, 0)
+        ledger.grant(name, pages, 0)
+    return pool, ledger
+
+
+def random_plan(rng):
+    """A plan of two rows that is right, but for what is sometimes changed in it."""
+    written, prefixes = [rng.randrange(4) for _ in "ab"], [rng.randrange(5) for _ in "ab"]
+    firsts, rows = (4, 16), []
+    for first, prefix, count in zip(firsts, prefixes, written, strict=True):
+        rows.append(list(range(first, first + prefix + count)))
+    slots = [slot for row, count in zip(rows, written, strict=True) for slot in row[len(row) - count :]]
+    parents = [-1 if not i or rng.random() < 0.3 else rng.randrange(i) for count in written for i in range(count)]
+    parents = [p if p < 0 else p + (i >= written[0]) * written[0] for i, p in enumerate(parents)]
+    plan = {
+        "indptr": [0, len(rows[0]), len(rows[0]) + len(rows[1])],
+        "indices": rows[0] + rows[1],
+        "prefixes": prefixes,
+        "written": written,
+        "starts": [0, 0],
+        "slots": slots,
+        "parents": parents,
+    }
+    if rng.random() < 0.7:
+        values = plan[rng.choice(list(plan))]
+        if values:
+            values[rng.randrange(len(values))] += rng.choice([-40, -7, -2, -1, 1, 2, 5, 12, 36, 1 << 40])
+    return plan
+
+
+def forward_of(pool, ledger, plan, mask):
+    tensors = {name: torch.tensor(values, dtype=torch.int64) for name, values in plan.items()}
+    n = len(plan["slots"])
+    read = ReadPlan(
+        tensors["indptr"],
+        tensors["indices"],
+        ("a", "b"),
+        1,
+        tensors["prefixes"],
+        tensors["written"],
+        tree_mask=torch.ones(2, mask, mask, dtype=torch.bool) if mask else None,
+        starts=tensors["starts"],
+    )
+    write = WritePlan(tensors["slots"], torch.zeros(n, dtype=torch.int64), torch.arange(n), tensors["parents"])
+    return plan_forward("verify", 0, pool, 1, [ledger.request("a"), ledger.request("b")], read, write)
+
+
+def test_a_plan_is_well_exactly_where_the_rules_find_nothing(monkeypatch):
+    """The compiled looks through a plan, and the rules that name what is wrong with it, are of one mind."""
+    pool, ledger = new_pool()
+    seen, rng = {"contradiction": 0, "refused": 0, "well": 0}, random.Random(5)
+    for _ in range(3000):
+        plan, named = random_plan(rng), []
+        mask = plan["written"][0] if rng.random() < 0.1 and plan["written"][0] > 0 else 0
+        monkeypatch.setattr(forwards, "refuse_contradiction", named.append)
+        forward = forward_of(pool, ledger, plan, min(mask, 5))
+        try:
+            refuse_contradiction(forward)
+        except PlanError:
+            assert named, plan
+            seen["contradiction"] += 1
+            continue
+        assert not named, plan
+        well = refusing.nothing_to_refuse(forward, ledger.pages)
+        with monkeypatch.context() as patch:
+            patch.setattr(refusing, "nothing_to_refuse", lambda *_: False)
+            hits = refusing.refuse(forward, ledger.pages, frozenset())
+        assert well == (not hits and forward.refused is None and forward.refused_reads is None), plan
+        assert not pool.seen.any()
+        seen["well" if well else "refused"] += 1
+    assert min(seen.values()) > 100, seen
+
+
+# records
+
+
+def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
+    """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
+    keys, rng = make_keys(7, 1, 2), random.Random(2)
+    tokens = [rng.randrange(1 << 31) for _ in range(40)]
+    truth = TruthChain(root=keys.root_key, token_offset=1)
+    expected = chain_host(tokens[1:], 0, keys.root_key, keys)
+    for length in (0, 1, 2, 9, 8, 39):
+        assert truth.up_to(length, tokens, keys)[:length].tolist() == expected[:length]
+    assert truth.up_to(40, tokens, keys) is None
+
+
+def test_records_are_sealed_as_the_plain_formula_says():
+    """Seal and record of every slot, in both copies, whatever bits its fields have."""
+    pool, _ = new_pool()
+    state = CanaryState([pool.view], 3)
+    pool, mirror, rng = state.pools[0], Mirror(state), random.Random(4)
+    rows = np.array([5, 39, 4, 17])
+    records = np.array([[rng.getrandbits(64) for _ in range(8)] for _ in rows], np.uint64)
+    records[:, SEAL] = pool.seal_term
+    mirror.write(rows, records)
+    for row, given in zip(rows.tolist(), records, strict=True):
+        record = read_record(pool.records, row)
+        assert record.seal == seal_host(record, row, pool.pool_id, pool.keys)
+        assert pool.records[row, :SEAL].tolist() == given[:SEAL].view(np.int64).tolist()
+    assert torch.equal(pool.records, pool.expected)
+
+
+@pytest.mark.parametrize("slot", [-1, SLOTS])
+def test_a_move_of_slots_that_are_none_is_refused(slot):
+    """Whoever names memory outside the pool is told so, before anything is written there."""
+    pool, ledger = new_pool()
+    state = CanaryState([pool.view], 3)
+    before = state.records.clone()
+    move = Move(*(np.array(slots) for slots in ([5, 6], [7, slot], [5, 6], [7, 8])))
+    with pytest.raises(PlanError, match=f"of {SLOTS} and {SLOTS} slots, got"):
+        Mirror(state).move(state.pools[0], state.pools[0], move, 1, True, ledger.generations, ledger.owners)
+    assert torch.equal(state.records, before)
