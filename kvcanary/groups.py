@@ -115,21 +115,26 @@ def check_group(view: PoolView) -> None:
 
 def check_groups(views: Sequence[PoolView]) -> None:
     """PlanError where the pools of a group differ in their map, or a map has not one entry a full slot."""
-    full_slots = max((view.num_slots for view in views if view.group == FULL_GROUP), default=None)
+    full_slots = full_group_slots(views)
     for view in views:
         if view.slot_map is None:
             continue
-        if full_slots is None or view.slot_map.shape[0] != full_slots:
-            wanted = "there is no pool in it" if full_slots is None else f"it has {full_slots}"
+        if view.slot_map.shape[0] != full_slots:
             raise PlanError(
                 f"slot_map of pool {view.name!r} must have one entry a slot of the full group, "
-                f"got {view.slot_map.shape[0]}: {wanted}"
+                f"got {view.slot_map.shape[0]}: it has {full_slots}"
             )
         for other in views:
             if other.group == view.group and other.slot_map is not view.slot_map:
                 raise PlanError(
                     f"pools {view.name!r} and {other.name!r} of group {view.group!r} must have one slot_map"
                 )
+
+
+def full_group_slots(views: Sequence[PoolView]) -> int:
+    """Slots that plans may name: those of the pools without a map, or where all have one the entries of a map."""
+    own = [view.num_slots for view in views if view.group == FULL_GROUP]
+    return max(own or [view.num_slots if view.slot_map is None else view.slot_map.shape[0] for view in views])
 
 
 def _name_faults(view: PoolView, full_slots: Sequence[int], slots: Sequence[int]) -> list[MapFault]:

@@ -150,6 +150,11 @@ class CanaryManager(Lifecycle):
     # what was found
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that records, fingerprints and page states take; they never grow."""
+        return self._state.num_bytes
+
+    @property
     def findings(self) -> list[Finding]:
         """The first finding of every incident."""
         return self._response.log.findings

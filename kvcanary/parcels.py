@@ -38,6 +38,11 @@ class Contents:
     lane_b: Tensor
     current: NDArray[np.bool_]
 
+    def behind(self, slot: int) -> Contents:
+        """All but the first ``slot`` slots."""
+        own = self.records[slot:], self.damage[slot:], self.lane_a[:, slot:], self.lane_b[slot:], self.current[slot:]
+        return Contents(*own)
+
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
@@ -45,6 +50,11 @@ class Parcel:
 
     num_pages: int
     contents: tuple[Contents, ...]
+
+    def behind(self, page: int) -> Parcel:
+        """The parcel of all but the first ``page`` pages, which need not come back."""
+        parts = (contents.behind(page * len(contents.lane_b) // self.num_pages) for contents in self.contents)
+        return Parcel(self.num_pages - page, tuple(parts))
 
 
 class Parcels:

@@ -42,7 +42,7 @@ class Poisoner:
         """These pages belong to nobody; `tick` will fill them."""
         if not self._is_off:
             fresh = dict.fromkeys(pages)
-            self._waiting.update(fresh)
+            self._waiting.update(fresh if self._pools else {})
             mapped = len(self._state.pools) - len(self._pools)
             self._coverage.skip("freed pages behind a slot map, not poisoned", mapped * len(fresh))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcanary.aliasing import first_overlap
 from kvcanary.errors import PlanError
-from kvcanary.groups import check_groups
+from kvcanary.groups import check_groups, full_group_slots
 from kvcanary.host import HostPool, host_pool
 from kvcanary.pages import Pages
 from kvcanary.views import PoolView
@@ -86,7 +86,7 @@ class CanaryState:
         device = views[0].device
         self.page_size = views[0].page_size
         self.num_slots = max(view.num_slots for view in views)
-        num_pages = max(view.num_pages for view in views)
+        num_pages = max(-(-full_group_slots(views) // self.page_size), max(view.num_pages for view in views))
         total = sum(view.num_slots for view in views)
         with torch.inference_mode(False):
             self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
@@ -100,6 +100,13 @@ class CanaryState:
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
         columns = self.generations, self.owners, self.page_states
         self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
+
+    @property
+    def num_bytes(self) -> int:
+        """What the canary keeps beside the pools, in bytes."""
+        pages = (self.generations, self.owners, self.page_states)
+        tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
+        return sum(tensor.nbytes for tensor in tensors)
 
     def ints(self, values: Iterable[int]) -> Tensor:
         """[n] int64 on the device of the state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,13 @@ class Batch:
             self.bonus[chosen],
         )
 
+    def shifted(self, shifts: Sequence[int]) -> Batch:
+        """The same requests in a pool whose rows hold so many final entries more than are committed."""
+        if not any(shifts):
+            return self
+        lens = tuple(length + shift for length, shift in zip(self.lens, shifts, strict=True))
+        return replace(self, lens=lens, lens_tensor=torch.tensor(lens, device=self.rows.device))
+
     def __len__(self) -> int:
         return len(self.requests)
 
@@ -72,6 +79,8 @@ class ForwardBatch:
     positions: Tensor  # [n] int64
     parents: Tensor | None = None  # [n] int64, index of the tree parent in this forward or -1; None: chains
     tree_mask: Tensor | None = None  # [requests, N, N] bool, node sees node; None: causal
+    window: int | None = None  # tokens that a reader sees, itself included; None: all
+    starts: Tensor | None = None  # [rows] int64, position of each row's first entry; None: 0
 
 
 def chain_forward(
@@ -98,6 +107,28 @@ def chain_forward(
         tokens=tokens,
         positions=concat(positions),
     )
+
+
+def within_window(forward: ForwardBatch, window: int) -> ForwardBatch:
+    """The same forward by the entries alone that its rows' first tokens, and so all others, can see."""
+    starts = [
+        first_visible(length - new, window) for length, new in zip(forward.kv_lens, forward.new_lens, strict=True)
+    ]
+    kv_lens = tuple(length - start for length, start in zip(forward.kv_lens, starts, strict=True))
+    rows = zip(forward.kv_indices.split(forward.kv_lens), starts, strict=True)
+    return replace(
+        forward,
+        kv_indptr=indptr(kv_lens, forward.kv_indices.device),
+        kv_indices=concat([row[start:] for row, start in rows]),
+        kv_lens=kv_lens,
+        window=window,
+        starts=torch.tensor(starts, device=forward.kv_indices.device),
+    )
+
+
+def first_visible(position: int, window: int) -> int:
+    """The first position that a reader at ``position`` sees, itself included."""
+    return max(0, position + 1 - window)
 
 
 def indptr(lens: Sequence[int], device: torch.device) -> Tensor:

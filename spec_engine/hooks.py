@@ -14,8 +14,9 @@ from torch import Tensor
 from kvcanary import ReadPlan, WritePlan
 from kvcanary.invariants import check_index_lengths
 from spec_engine.attention.backends import BACKENDS
-from spec_engine.core import ForwardBatch
+from spec_engine.core import ForwardBatch, within_window
 from spec_engine.memory.pool import KVPool
+from spec_engine.memory.window_pool import WindowPool
 from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
@@ -25,11 +26,18 @@ if TYPE_CHECKING:
 class Forwards:
     """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
-    backend: name of what reads the pool.
+    backend: name of what reads the pool; windows: behind whose map the pool lies, None: its slots are the full ones.
     """
 
-    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None, backend: str = "torch") -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        canary: CanaryManager | None,
+        backend: str = "torch",
+        windows: WindowPool | None = None,
+    ) -> None:
+        self.pool, self.windows = pool, windows
         self.num_heads = num_heads
         self.canary = canary
         self.backend = BACKENDS[backend]
@@ -39,12 +47,14 @@ class Forwards:
     def open(self, batch: ForwardBatch) -> Iterator[KVAccess]:
         """The attention of one forward; the canary sees the very arrays that it reads and writes by."""
         check_arrays(batch, self.pool.name)
+        if self.windows is not None:
+            batch = within_window(batch, self.windows.window)
         if self.canary is None:
-            yield self._attention(self.pool, batch, self.num_heads, batch.kv_indices, batch.slots, None)
+            yield self._attention(self.pool, batch, self.num_heads, *self._own(batch.kv_indices, batch.slots), None)
             return
         substep = self.canary.substep(batch.kind, batch.index, self.pool.name)
         indices, slots = substep.open(read_plan(batch), write_plan(batch))
-        yield self._attention(self.pool, batch, self.num_heads, indices, slots, substep)
+        yield self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
         substep.close()
 
     def move(self, source: Tensor, destination: Tensor, guesses: bool = False) -> None:
@@ -52,12 +62,15 @@ class Forwards:
 
         guesses: entries that draft forwards of this step have written.
         """
-        if self.canary is None:
-            self.pool.move(source, destination)
-            return
-        self.canary.before_move()
-        self.pool.move(source, destination)
-        self.canary.on_move(self.pool.name, source, destination, guesses=guesses)
+        if self.canary is not None:
+            self.canary.before_move()
+        self.pool.move(*self._own(source, destination))
+        if self.canary is not None:
+            self.canary.on_move(self.pool.name, source, destination, guesses=guesses)
+
+    def _own(self, *slots: Tensor) -> tuple[Tensor, ...]:
+        """The pool's own slots of these full ones."""
+        return slots if self.windows is None else tuple(self.windows.translate(one) for one in slots)
 
 
 def check_arrays(batch: ForwardBatch, pool: str) -> None:
@@ -79,6 +92,7 @@ def read_plan(batch: ForwardBatch) -> ReadPlan:
         prefix_lens=batch.prefix_lens,
         num_written=batch.new_lens[0] if uniform else batch.kv_indptr.new_tensor(batch.new_lens),
         tree_mask=batch.tree_mask,
+        starts=batch.starts,
     )
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from spec_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from spec_engine.acceptance.logprobs import TokenLogProb
+    from spec_engine.memory.host_tier import HostBlock
     from spec_engine.memory.prefix_tree import Node
 
 
@@ -20,7 +22,8 @@ class Request:
     Pages cover row positions [0, len(pages) * P); the first ``num_shared`` are the prefix cache's too, up to ``node``.
 
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
-    epoch: counts admissions; a result of an earlier one is nobody's.
+    cached_len: entries that the prefix cache had for it at its last admission, or the host.
+    block: where what a retracted request had computed waits on the host, until it is back in its pages.
     """
 
     request_id: str
@@ -31,12 +34,13 @@ class Request:
     row: int = 0
     committed_len: int = 0
     prefill_len: int = 0
+    cached_len: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    epoch: int = 0
+    block: HostBlock | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -55,40 +59,36 @@ class Request:
         """Whether everything that is known but the bonus token has been forwarded."""
         return self.committed_len >= self.prefill_len
 
+    @property
+    def known_len(self) -> int:
+        """Tokens that can be forwarded before drafting: all that are known, but a bonus token."""
+        return self.prompt_len + max(self.output_len - 1, 0)
+
+    @property
+    def chunk_start(self) -> int:
+        """Where its prefill goes on: behind what is committed, and what is to come back from the host before."""
+        return self.committed_len if self.block is None else self.block.length
+
     def begin(self) -> None:
         """Admitted, for the first time or again: everything known is to be forwarded, but a bonus token."""
-        self.epoch += 1
-        self.committed_len = 0
-        self.prefill_len = self.prompt_len + max(self.output_len - 1, 0)
-
-    def accept(self, token_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
-        """Append tokens up to the first that ends the request; returns those appended."""
-        stops = set(self.params.stop_token_ids) | (set() if self.params.ignore_eos else set(eos_ids))
-        appended: list[int] = []
-        for token in token_ids:
-            if token in stops:
-                self.finish_reason = "stop"
-                break
-            appended.append(token)
-            if len(self.output_ids) + len(appended) == self.params.max_new_tokens:
-                self.finish_reason = "length"
-                break
-        self.output_ids += appended
-        return appended
+        self.committed_len = self.cached_len = 0
+        self.prefill_len = self.known_len
 
 
 @dataclass(frozen=True)
 class TokenEvent:
     """Tokens that left the engine in one step for one request.
 
-    text: what they add to the request's text; finish_reason: "stop", "length", "cancelled" or "kv_corruption" with the
-    last event, else None.
+    text: what they add to the request's text, which may lag behind the tokens; finish_reason: "stop", "length",
+    "cancelled", "out_of_pages" or "kv_corruption" with the last event, else None; logprobs: one entry a token, where
+    the request asks for them.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogProb, ...] | None = None
 
     @property
     def finished(self) -> bool:
@@ -97,10 +97,15 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request."""
+    """A finished request, or a prompt that was refused: finish_reason "refused", and ``error`` says why.
+
+    logprobs: one entry a token, where the request asks for them.
+    """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     prompt_len: int
+    logprobs: tuple[TokenLogProb, ...] | None = None
+    error: str | None = None

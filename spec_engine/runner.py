@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from kvcanary.invariants import check_chunk, check_chunk_feed, check_window
+from spec_engine.acceptance.acceptor import Acceptor, Decision, Nodes
+from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
 from spec_engine.hooks import Forwards
+from spec_engine.memory.recurrent import ChainStates, RecurrentPool, TreeStates
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import Decoder, DecoderOutput
 from spec_engine.relay import Relay
 from spec_engine.request import Request
-from spec_engine.sampling import sample
 from spec_engine.scheduler import Chunk
-from spec_engine.verify import Accepted, accept
+from spec_engine.verify import Accepted, to_host
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus."""
+    """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus.
+
+    logprobs: those of ``tokens``, where the request asks for them.
+    """
 
     request: Request
-    epoch: int
     committed_len: int
     tokens: list[int]
+    logprobs: tuple[TokenLogProb, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class StepResult:
     is_decode: bool
     parts: tuple[Part, ...]
     doomed: frozenset[str]
+    num_steps: int | None = None  # T of a decode step, where it may change
 
 
 class Runner:
@@ -58,11 +64,21 @@ class Runner:
         drafter: Drafter | None,
         table: RequestTable,
         relay: Relay,
+        acceptor: Acceptor,
         canary: CanaryManager | None,
+        states: RecurrentPool | None = None,
     ) -> None:
-        self.model, self.forwards, self.drafter = model, forwards, drafter
+        """``states``: of a model with recurrent layers, by request-table row."""
+        self.model, self.forwards, self.drafter, self.acceptor = model, forwards, drafter, acceptor
+        self.states = states
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
+
+    def begin(self, row: int, committed_len: int) -> None:
+        """A request takes this row with ``committed_len`` entries that are there already."""
+        self.relay.seed(row, committed_len)
+        if self.states is not None:
+            self.states.reset(row)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
         """Forward prompt chunks; a row whose last token is not known yet samples its first one."""
@@ -72,43 +88,45 @@ class Runner:
         batch = Batch.of([chunk.request for chunk in chunks], self.relay)
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens))
-        sampled = self._first_tokens(chunks, output, lens)
+        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
+        new, logprobs = self._first_tokens(chunks, batch, output, lens)
         if self.drafter is not None:
-            self._extend_prompts(self.drafter, batch, chunks, sampled, output, lens)
+            self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
         doomed = self._judge()
         ends = [chunk.end for chunk in chunks]
-        new = [[token] if chunk.samples else [] for chunk, token in zip(chunks, sampled, strict=True)]
         bonus = [(chunk.request.tokens + token)[chunk.end] for chunk, token in zip(chunks, new, strict=True)]
         self.relay.publish(batch.rows, ends, bonus)
-        return self._finish(False, batch, ends, new, doomed)
+        return self._finish(False, batch, ends, new, logprobs, doomed)
 
-    def decode(self, requests: Sequence[Request]) -> StepResult:
-        """One decode step for everyone: one token each, or a drafted tree."""
+    def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
+        """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured)."""
         batch = Batch.of(requests, self.relay)
         if self.drafter is None:
             return self._decode_one(batch)
-        return self._draft_step(batch, self.drafter)
+        return self._draft_step(batch, self.drafter, num_steps)
 
     # decode steps
 
     def _decode_one(self, batch: Batch) -> StepResult:
         forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
-        chosen = self._choose(batch, self._forward(forward).hidden, batch.lens_tensor[:, None])
+        decision = self._decide(batch, self._forward(forward, batch).hidden)
         doomed = self._judge()
-        return self._commit(batch, [Accepted([0], tokens) for tokens in chosen.tolist()], doomed)
+        accepted = [Accepted([0], [token]) for token in decision.accepted.bonus.tolist()]
+        return self._commit(batch, accepted, decision, doomed)
 
-    def _draft_step(self, batch: Batch, drafter: Drafter) -> StepResult:
+    def _draft_step(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> StepResult:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
-        tree = drafter.draft(batch)
+        tree = drafter.draft(batch, num_steps)
         forward = self.verify_forward(batch, tree)
-        output = self._forward(forward)
-        chosen = self._choose(batch, output.hidden, forward.positions.view(len(batch), -1))
+        output = self._forward(forward, batch, tree)
+        decision = self._decide(batch, output.hidden, tree, drafter.draft_probs)
         doomed = self._judge()
-        accepted = accept(tree, chosen, batch.ids)
+        accepted = to_host(tree, decision.accepted, batch.ids)
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in doomed]
         self.compact(forward, accepted, going)
-        result = self._commit(batch, accepted, doomed)
+        if self.states is not None:
+            self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
+        result = self._commit(batch, accepted, decision, doomed)
         if going:
             self._extend(batch, drafter, output, accepted, going)
         return result
@@ -149,11 +167,15 @@ class Runner:
         source, destination = windows[rows, nodes], windows[rows, places]
         self.forwards.move(source, destination)
 
-    def _commit(self, batch: Batch, accepted: Sequence[Accepted], doomed: frozenset[str]) -> StepResult:
+    def _commit(
+        self, batch: Batch, accepted: Sequence[Accepted], decision: Decision, doomed: frozenset[str]
+    ) -> StepResult:
         lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]
         tokens = [path.tokens for path in accepted]
         self.relay.publish(batch.rows, lens, [new[-1] for new in tokens])
-        return self._finish(True, batch, lens, tokens, doomed)
+        requests = enumerate(batch.requests)
+        logprobs = [decision.logprobs_of(b, request.params, len(tokens[b])) for b, request in requests]
+        return self._finish(True, batch, lens, tokens, logprobs, doomed)
 
     def _extend(
         self,
@@ -174,41 +196,63 @@ class Runner:
 
     # parts of both
 
-    def _forward(self, forward: ForwardBatch) -> DecoderOutput:
+    def _forward(self, forward: ForwardBatch, batch: Batch, tree: Tree | None = None) -> DecoderOutput:
         taps = () if self.drafter is None else self.drafter.tap_layers
+        states = () if self.states is None else (_open_states(self.states, forward, batch, tree),)
         with self.forwards.open(forward) as attention:
-            return self.model(forward.tokens, forward.positions, attention, taps)
+            return self.model(forward.tokens, forward.positions, attention, taps, *states)
 
-    def _choose(self, batch: Batch, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The target's choice after every node: hidden [bs * nodes, H], positions [bs, nodes] -> [bs, nodes]."""
+    def _decide(
+        self, batch: Batch, hidden: Tensor, tree: Tree | None = None, draft_probs: Tensor | None = None
+    ) -> Decision:
+        """What follows the nodes of each request, ``hidden [bs * nodes, H]``; the root is its bonus token."""
         logits = self.model.logits(hidden).view(len(batch), -1, self.model.config.vocab_size)
-        return sample(logits, tuple(request.params for request in batch.requests), positions + 1)
+        nodes = Nodes(batch.requests, batch.rows, batch.lens_tensor + 1, tree, draft_probs)
+        return self.acceptor.decide(logits, nodes)
 
-    def _first_tokens(self, chunks: Sequence[Chunk], output: DecoderOutput, lens: Sequence[int]) -> list[int]:
-        last = torch.tensor(lens, device=self.device).cumsum(0) - 1
-        ends = torch.tensor([[chunk.end] for chunk in chunks], device=self.device)
-        logits = self.model.logits(output.hidden[last])[:, None]
-        return sample(logits, tuple(chunk.request.params for chunk in chunks), ends).flatten().tolist()
+    def _first_tokens(
+        self, chunks: Sequence[Chunk], batch: Batch, output: DecoderOutput, lens: Sequence[int]
+    ) -> tuple[list[list[int]], list[tuple[TokenLogProb, ...] | None]]:
+        """The first token of every chunk at whose end it is not known yet, and what is asked of its probability."""
+        new: list[list[int]] = [[] for _ in chunks]
+        logprobs: list[tuple[TokenLogProb, ...] | None] = [None] * len(chunks)
+        for chunk in chunks:
+            if chunk.end == chunk.request.prefill_len:
+                self.acceptor.begin(chunk.request)
+        ending = [c for c, chunk in enumerate(chunks) if chunk.samples]
+        if ending:
+            rows = torch.tensor(ending, device=self.device)
+            requests = [chunks[c].request for c in ending]
+            last = torch.tensor(lens, device=self.device).cumsum(0) - 1
+            positions = torch.tensor([chunks[c].end for c in ending], device=self.device)
+            logits = self.model.logits(output.hidden[last[rows]])[:, None]
+            decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
+            for number, (c, token) in enumerate(zip(ending, decision.accepted.bonus.tolist(), strict=True)):
+                new[c], logprobs[c] = [token], decision.logprobs_of(number, requests[number].params, 1)
+        return new, logprobs
 
     def _extend_prompts(
         self,
         drafter: Drafter,
         batch: Batch,
         chunks: Sequence[Chunk],
-        sampled: Sequence[int],
+        new: Sequence[list[int]],
         output: DecoderOutput,
         lens: Sequence[int],
     ) -> None:
-        following = [self.following(chunk, token) for chunk, token in zip(chunks, sampled, strict=True)]
-        for chunk, part in zip(chunks, following, strict=True):
-            check_chunk_feed(chunk.request.request_id, chunk.start, part, chunk.request.tokens)
+        leading = [drafter.num_leading(chunk) for chunk in chunks]
+        following = [
+            chunk.tokens[:count] + self.following(chunk, sampled)
+            for chunk, sampled, count in zip(chunks, new, leading, strict=True)
+        ]
+        for chunk, part, count in zip(chunks, following, leading, strict=True):
+            check_chunk_feed(chunk.request.request_id, chunk.start - count, part, chunk.request.tokens)
         fed = torch.tensor([token for part in following for token in part], device=self.device)
-        drafter.extend("prefill", batch, fed, drafter.features(output), lens)
+        drafter.extend("prefill", batch, fed, drafter.features(output), lens, [len(part) for part in following])
 
-    def following(self, chunk: Chunk, sampled: int) -> list[int]:
+    def following(self, chunk: Chunk, sampled: list[int]) -> list[int]:
         """Token p + 1 for every position p of a chunk; past what is known that is the token just sampled."""
-        known = chunk.request.tokens[chunk.start + 1 : chunk.end + 1]
-        return [*known, sampled] if chunk.samples else known
+        return chunk.request.tokens[chunk.start + 1 : chunk.end + 1] + sampled
 
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts."""
@@ -220,12 +264,13 @@ class Runner:
         batch: Batch,
         lens: Sequence[int],
         tokens: Sequence[list[int]],
+        logprobs: Sequence[tuple[TokenLogProb, ...] | None],
         doomed: frozenset[str],
     ) -> StepResult:
         """Truth advances with acceptance: the canary learns it now, the host when it reads the result."""
         parts = tuple(
-            Part(request, request.epoch, length, new)
-            for request, length, new in zip(batch.requests, lens, tokens, strict=True)
+            Part(request, length, new, listed)
+            for request, length, new, listed in zip(batch.requests, lens, tokens, logprobs, strict=True)
         )
         if self.canary is not None:
             for part in parts:
@@ -233,3 +278,11 @@ class Runner:
                     self.canary.append(part.request.request_id, part.tokens)
                     self.canary.commit(part.request.request_id, part.committed_len)
         return StepResult(is_decode, parts, doomed)
+
+
+def _open_states(
+    states: RecurrentPool, forward: ForwardBatch, batch: Batch, tree: Tree | None
+) -> ChainStates | TreeStates:
+    """What recurrent layers go on from: each token's predecessor, in a verify each node's parent."""
+    rows = batch.rows.tolist()
+    return states.chain(rows, forward.new_lens) if tree is None else states.tree(rows, tree.parents)

@@ -60,6 +60,11 @@ class SamplingParams:
         if self.logprobs is not None:
             _require_whole("logprobs", self.logprobs, 0, " (the chosen token alone)")
 
+    @property
+    def is_penalised(self) -> bool:
+        """Whether its tokens must be counted."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """ConfigError where a token id that is named lies outside of the model's vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
@@ -94,17 +99,13 @@ class SamplingParams:
                 raise ConfigError(f"stop_token_ids must hold token ids, got {token!r}")
 
 
-def sample(logits: Tensor, params: tuple[SamplingParams, ...], positions: Tensor) -> Tensor:
+def choose(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> Tensor:
     """The token that follows each node: ``logits [bs, nodes, vocab], positions [bs, nodes] -> [bs, nodes] int64``.
 
-    ``positions`` are those of the tokens to be drawn. Verification compares drafts with these draws, which keeps
-    the target's distribution exactly: every node's draw is one from the target, whatever was drafted.
+    ``positions`` are those of the tokens to be drawn; penalties and bias belong into the logits (`adjust_logits`).
+    Verification compares drafts with these draws, which keeps the target's distribution exactly: every node's draw is
+    one from the target, whatever was drafted.
     """
-    return choose(logits, SamplingBatch.of(params, logits.shape[-1], logits.device), positions)
-
-
-def choose(logits: Tensor, settings: SamplingBatch, positions: Tensor) -> Tensor:
-    """`sample` with the parameters as tensors; penalties and bias belong into the logits (`adjust_logits`)."""
     if settings.all_greedy:
         return greedy_tokens(logits)
     return draw(target_probs(logits, settings), coins(settings.seeds, positions, DRAW))

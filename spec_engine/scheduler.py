@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_running
 from spec_engine.config import ConfigError
 from spec_engine.memory.kv_memory import KVMemory
-from spec_engine.memory.sizing import pages_for, step_pages
+from spec_engine.memory.sizing import pages_for, step_pages, worst_case_step_pages
 from spec_engine.request import Request
 from spec_engine.retraction import Retraction, new_token_ratio, plan_retraction
 
@@ -27,6 +28,11 @@ class Chunk:
     @property
     def tokens(self) -> list[int]:
         return self.request.tokens[self.start : self.end]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether what lies before the chunk came from the prefix cache, or is nothing."""
+        return self.start == self.request.cached_len
 
     @property
     def samples(self) -> bool:
@@ -47,12 +53,13 @@ class Scheduler:
         memory: KVMemory,
         *,
         reserve: int,
+        ahead: int = 0,
         max_running: int,
         context_length: int,
         chunk_tokens: int,
         least_ratio: float,
     ) -> None:
-        self.memory, self.reserve = memory, reserve
+        self.memory, self.reserve, self.ahead = memory, reserve, ahead
         self.page_size = memory.page_size
         self.max_running, self.context_length, self.chunk_tokens = max_running, context_length, chunk_tokens
         self._least_ratio = self._ratio = least_ratio
@@ -91,10 +98,10 @@ class Scheduler:
         """Move waiting requests to running, first come first served, while rows and pages last."""
         admitted = []
         self._ratio = max(self._ratio - RATIO_DECAY, self._least_ratio)
-        expected = sum(self._expected_pages(request) - len(request.pages) for request in self.running)
+        expected = [(request, self._expected_pages(request)) for request in self.running]
         while self.waiting and len(self.running) < self.max_running:
-            expected += self._expected_pages(self.waiting[0])
-            if expected > self.memory.num_available and self.running:
+            expected.append((self.waiting[0], self._expected_pages(self.waiting[0])))
+            if self.running and not self.memory.can_hold(expected, self.reserve):
                 break
             admitted.append(self.waiting.popleft())
             self.running.append(admitted[-1])
@@ -105,7 +112,7 @@ class Scheduler:
         chunks = []
         budget = self.chunk_tokens
         for request in requests:
-            start = request.committed_len
+            start = request.chunk_start
             if start < request.prefill_len and budget:
                 end = min(request.prefill_len, start + budget)
                 budget -= end - start
@@ -114,21 +121,37 @@ class Scheduler:
 
     def pages_needed(self, requests: Sequence[Request]) -> int:
         """Pages that the next forward of these running requests takes beyond those that they own."""
-        spans = [(chunk.request, chunk.end, 0) for chunk in self.next_chunks(requests)]
-        spans = spans or [(request, request.committed_len, self.reserve) for request in requests]
-        return sum(step_pages(end, len(request.pages), reserve, self.page_size) for request, end, reserve in spans)
+        chunks = self.next_chunks(requests)
+        if chunks:
+            return sum(self._missing_pages(chunk.request, chunk.end, self.ahead) for chunk in chunks)
+        return seam(
+            "lengths.worst_case_estimate",
+            self.decode_estimate(requests),
+            worst_case=lambda: worst_case_step_pages(len(requests), self.reserve, self.page_size),
+        )
+
+    def decode_estimate(self, requests: Sequence[Request]) -> int:
+        """Pages, to the last one, that a decode step of these requests takes."""
+        return sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests)
+
+    def _missing_pages(self, request: Request, end: int, reserve: int) -> int:
+        return step_pages(end, len(request.pages), reserve, self.page_size)
 
     def retract(self) -> Retraction[Request]:
         """Choose running requests that give up their pages; they wait in front of all of their priority."""
         plan = plan_retraction(self.running, self._fits)
         for request in plan.retracted:
-            self.running.remove(request)
-            self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
+            self.send_back(request)
         if plan.kept:
             output_lens = [request.output_len for request in plan.kept]
             ratio = new_token_ratio(output_lens, [request.params.max_new_tokens for request in plan.kept])
             self._ratio = max(self._ratio, ratio)
         return plan
+
+    def send_back(self, request: Request) -> None:
+        """A running request waits again, in front of all of its priority."""
+        self.running.remove(request)
+        self.waiting.insert(sum(other.priority > request.priority for other in self.waiting), request)
 
     def _fits(self, kept: Sequence[Request], retracted: Sequence[Request]) -> bool:
         return self.pages_needed(kept) <= self.memory.num_available + self.memory.cache.num_released_by(retracted)

@@ -49,6 +49,15 @@ class Streams:
         side.wait(self.main.mark())
         return side
 
+    def launched(self) -> Event | None:
+        """The end of a step's work on ``main``, for ``heard``; None where it has no side stream to be ordered with."""
+        return self.main.mark() if self._sides else None
+
+    def heard(self, event: Event | None) -> None:
+        """The host has the results of a step: it is behind all that the step waited for."""
+        if event is not None:
+            self.host.wait(event)
+
     def synchronize(self) -> None:
         """The host waits for all work of all side streams."""
         for stream in self._sides.values():

@@ -1,14 +1,12 @@
-"""Acceptance for a host that waits: how far the target's own choices follow the draft tree."""
+"""Acceptance for a host that waits: the accepted paths as lists, and what is no path of its tree is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvcanary.invariants import check_parents, check_path, check_siblings
-from spec_engine.acceptance.walk import Acceptance, match
+from spec_engine.acceptance.walk import Acceptance
 from spec_engine.drafting.tree import Tree
 
 
@@ -23,32 +21,16 @@ class Accepted:
     tokens: list[int]
 
 
-def accept(tree: Tree, target_tokens: Tensor, requests: Sequence[str] = ()) -> list[Accepted]:
-    """Walk each tree by equality: ``target_tokens [bs, N]`` is what the target chose after each node.
+def to_host(tree: Tree, accepted: Acceptance, requests: Sequence[str] = ()) -> list[Accepted]:
+    """Each request's path as lists; waits for the device.
 
-    TreeShapeError, which names one of ``requests``, for a tree that is none.
+    TreeShapeError, which names one of ``requests``, for a tree that is none and for a path that is none of its tree.
     """
-    check_tree(tree, requests)
-    num_steps = int(tree.depths.max())
-    return to_host(tree, match(tree.tokens, tree.parents, target_tokens, num_steps), requests)
-
-
-def check_tree(tree: Tree, requests: Sequence[str] = ()) -> None:
-    """TreeShapeError where parents do not come before children, or siblings propose one token."""
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
-    for name, own, proposed in zip(_names(requests, len(parents)), parents, tokens, strict=True):
+    names = requests or [f"request {b} of the batch" for b in range(len(parents))]
+    paths = [Accepted(*path) for path in accepted.to_lists()]
+    for name, own, proposed, path in zip(names, parents, tokens, paths, strict=True):
         check_parents(name, own)
         check_siblings(name, own, proposed)
-
-
-def to_host(tree: Tree, accepted: Acceptance, requests: Sequence[str] = ()) -> list[Accepted]:
-    """Each request's path as lists; TreeShapeError where it is no path of its tree."""
-    parents = tree.parents.tolist()
-    paths = [Accepted(nodes, tokens) for nodes, tokens in accepted.to_lists()]
-    for name, own, path in zip(_names(requests, len(parents)), parents, paths, strict=True):
         check_path(name, path.nodes, own)
     return paths
-
-
-def _names(requests: Sequence[str], bs: int) -> Sequence[str]:
-    return requests or [f"request {b} of the batch" for b in range(bs)]

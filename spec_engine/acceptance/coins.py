@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 DRAW = "draw"  # picks a token of a distribution
+DRAFT = "draft"  # picks a draft; a position that is drafted again, after a rejection before it, may show it again
 ACCEPT = "accept"  # decides whether a drafted token stays
 _BELOW_ONE = 1 - 2.0**-24  # stays below 1 in float32 too: a coin of 1 would lie beyond every token
 

@@ -24,8 +24,8 @@ class TokenLogProb:
 class LogProbs:
     """Of the T + 1 places of a step; what lies beyond ``Acceptance.lens`` is padding.
 
-    token_ids: [bs, T + 1] int64; chosen: [bs, T + 1] float32; top_ids [bs, T + 1, n] int64 and top [bs, T + 1, n]
-    float32, likeliest first.
+    token_ids: [bs, T + 1] int64; chosen: [bs, T + 1] float64; top_ids [bs, T + 1, n] int64 and top [bs, T + 1, n]
+    float64, likeliest first.
     """
 
     token_ids: Tensor
@@ -49,7 +49,7 @@ def log_probs(logits: Tensor, accepted: Acceptance, num_top: int) -> LogProbs:
     ``num_top``: the most that a request of the batch asks for, 0 for the chosen tokens alone.
     """
     rows = accepted.nodes[:, :, None].expand(-1, -1, logits.shape[-1])
-    logprobs = torch.log_softmax(finite_logits(logits.gather(1, rows).float()), -1)
+    logprobs = torch.log_softmax(finite_logits(logits.gather(1, rows).double()), -1)
     tokens = accepted.tokens
     top, top_ids = logprobs.topk(num_top, -1)
     return LogProbs(tokens, logprobs.gather(2, tokens[:, :, None]).squeeze(2), top_ids, top)

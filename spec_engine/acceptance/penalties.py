@@ -35,6 +35,39 @@ class TokenCounts:
         self.output.scatter_add_(1, accepted.tokens, accepted.is_live.long())
 
 
+class RowCounts:
+    """`TokenCounts` of running requests by request-table row, beside the device: a host that lags has no part in them.
+
+    Nothing is allocated before the first request with a penalty.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+        self._all: TokenCounts | None = None
+
+    def begin(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Count anew what a request in ``row`` has."""
+        own = TokenCounts.of([prompt], [output], self._vocab_size, self._device)
+        self.put(torch.tensor([row], device=self._device), own)
+
+    def of(self, rows: Tensor) -> TokenCounts:
+        """A copy of the counts in ``rows [bs]``."""
+        counts = self._counts
+        return TokenCounts(counts.prompt[rows], counts.output[rows])
+
+    def put(self, rows: Tensor, counts: TokenCounts) -> None:
+        self._counts.prompt[rows] = counts.prompt
+        self._counts.output[rows] = counts.output
+
+    @property
+    def _counts(self) -> TokenCounts:
+        if self._all is None:
+            shape = (self._num_rows, self._vocab_size)
+            prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._all = TokenCounts(prompt, torch.zeros(shape, dtype=torch.int64, device=self._device))
+        return self._all
+
+
 def adjust_logits(
     logits: Tensor,
     settings: SamplingBatch,

@@ -31,7 +31,7 @@ def reject_chain(
     levels = torch.arange(num_steps + 1, device=tokens.device)
     nodes = torch.where(levels < lens[:, None], levels, 0)
     rejected = last_nodes(nodes, lens)
-    q = torch.cat((q, torch.zeros_like(q[:, :1])), 1)  # behind the whole chain nothing was drafted
+    q = torch.cat((q, torch.zeros_like(p[:, :1])), 1)  # behind the whole chain nothing was drafted
     rest = residual(node_row(p, rejected), node_row(q, rejected))
     return follow(tokens, nodes, lens, draw(rest, draw_coins.gather(1, rejected).squeeze(1)))
 

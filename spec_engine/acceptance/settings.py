@@ -57,12 +57,8 @@ class SamplingBatch:
             any_greedy=any(greedy),
             all_greedy=all(greedy),
             truncates=any(request.top_k or request.top_p < 1 or request.min_p > 0 for request in params),
-            penalises=any(_is_penalised(request) for request in params),
+            penalises=any(request.is_penalised for request in params),
         )
-
-
-def _is_penalised(request: SamplingParams) -> bool:
-    return request.repetition_penalty != 1 or request.presence_penalty != 0 or request.frequency_penalty != 0
 
 
 def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Tensor | None:

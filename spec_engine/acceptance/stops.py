@@ -41,9 +41,19 @@ class StopScan:
         self._left = params.max_new_tokens
         self._decoder = decoder
         self._held = ""
+        self.num_shown = 0  # characters of text so far
 
     def push(self, token_ids: Sequence[int]) -> Kept:
         """Offer the tokens that one step accepted, in order."""
+        kept = self._keep(token_ids)
+        self.num_shown += len(kept.text)
+        return kept
+
+    def close(self) -> str:
+        """The text still held back, for an output that is ended from outside."""
+        return self._end()[0]
+
+    def _keep(self, token_ids: Sequence[int]) -> Kept:
         kept, reason = self._cut(token_ids)
         text, at_once = "", 1 if self._stops else max(1, len(kept))
         for start in range(0, len(kept), at_once):
@@ -55,10 +65,6 @@ class StopScan:
             return Kept(len(kept), text)
         shown, stopped = self._end()
         return Kept(len(kept), text + shown, "stop" if stopped else reason)
-
-    def close(self) -> str:
-        """The text still held back, for an output that is ended from outside."""
-        return self._end()[0]
 
     def _end(self) -> tuple[str, bool]:
         shown, stopped = self._show(self._decoder.push([], final=True))

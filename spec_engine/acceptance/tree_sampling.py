@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from spec_engine.acceptance.distribution import draw, finite_probs, node_row
+from spec_engine.acceptance.thresholds import Thresholds
 from spec_engine.acceptance.walk import Acceptance, descend, follow, last_nodes, sound_parents
-from spec_engine.config import ConfigError
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What is given up of exactness for longer acceptance; both 1 is exact.
-
-    single: a draft of at least this probability is accepted whatever the coin shows; acc: the siblings' probability so
-    far is divided by it.
-    """
-
-    single: float = 1.0
-    acc: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("single", "acc"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"threshold_{name} must lie in [0, 1], got {getattr(self, name)}")
-
 
 EXACT = Thresholds()
 

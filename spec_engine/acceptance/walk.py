@@ -56,6 +56,12 @@ def match(tokens: Tensor, parents: Tensor, chosen: Tensor, num_steps: int) -> Ac
     return Acceptance(nodes, lens, chosen)
 
 
+def single(chosen: Tensor) -> Acceptance:
+    """A forward without drafts: ``chosen [bs, 1] int64`` follows, and that is all."""
+    nodes = torch.zeros_like(chosen)
+    return Acceptance(nodes, torch.ones_like(chosen[:, 0]), chosen)
+
+
 def sound_parents(tokens: Tensor, parents: Tensor) -> Tensor:
     """``[bs, N]`` parents with -1 for every node that no walk may reach: parent not before it, or an earlier twin.
 

@@ -22,12 +22,14 @@ class Backend:
     supports_tree_pages: reads the branches of a draft tree that own whole pages (topk > 1 with page_size > 1)
     reads_pages:         reads by page tables: entry p of a row must lie at offset p % P of its page, so the pages of a
                          branch must hold its ancestors and the prefix tail before they are read
+    supports_windows:    reads rows that begin behind position 0, each token within its window
     """
 
     name: str
     home: str
     supports_tree_pages: bool
     reads_pages: bool
+    supports_windows: bool
 
     def load(self) -> OpenAttention:
         """What opens the attention of each forward."""
@@ -39,10 +41,11 @@ class Backend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("torch", "spec_engine.attention.torch_backend:TorchAttention", True, False),
-        Backend("paged", "spec_engine.attention.paged:PagedAttention", True, True),
-        Backend("block-table", "spec_engine.attention.paged:BlockTableAttention", False, True),
-        Backend("dense", "spec_engine.attention.dense:DenseAttention", True, False),
+        Backend("torch", "spec_engine.attention.torch_backend:TorchAttention", True, False, True),
+        Backend("paged", "spec_engine.attention.paged:PagedAttention", True, True, False),
+        Backend("block-table", "spec_engine.attention.paged:BlockTableAttention", False, True, False),
+        Backend("dense", "spec_engine.attention.dense:DenseAttention", True, False, True),
     )
 }
 TREE_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.supports_tree_pages)
+WINDOW_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.supports_windows)

@@ -19,7 +19,8 @@ class DenseAttention(PoolAttention):
             prefix, own = slots[: len(slots) - new], slots[len(slots) - new :]
             for token in range(new):
                 ancestors = own[: token + 1] if batch.tree_mask is None else own[batch.tree_mask[row, token]]
-                self.seen.append(torch.cat((prefix, ancestors)))
+                seen = torch.cat((prefix, ancestors))
+                self.seen.append(seen if batch.window is None else seen[-batch.window :])
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         return torch.stack([self._attend(layer, query, slots) for query, slots in zip(q, self.seen, strict=True)])

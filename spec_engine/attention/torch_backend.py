@@ -56,22 +56,30 @@ class TorchAttention(PoolAttention):
         width = max(lens)
         if min(lens) != width:
             entries = _pad(entries, lens, width)
-        mask = self._mask(lens, num_new, width, batch.tree_mask, indices.device)
+        mask = self._mask(lens, num_new, width, batch, indices.device)
         return _Group(tokens, len(lens), num_new, entries, mask)
 
     def _mask(
-        self, lens: tuple[int, ...], num_new: int, width: int, tree_mask: Tensor | None, device: torch.device
+        self, lens: tuple[int, ...], num_new: int, width: int, batch: ForwardBatch, device: torch.device
     ) -> Tensor | None:
-        """What each new token sees: its row's prefix, and of the new tokens its ancestors (or those before it)."""
+        """What each new token sees: its row's prefix, and of the new tokens its ancestors (or those before it).
+
+        Of both no more than lies in its window.
+        """
         if num_new == 1 and min(lens) == width:
             return None
         prefix = torch.tensor(lens, device=device)[:, None, None] - num_new
         column = torch.arange(width, device=device) - prefix  # index among the new tokens; negative: prefix
-        if tree_mask is None:
-            visible = column <= torch.arange(num_new, device=device)[:, None]
+        node = column.clamp(0, num_new - 1).expand(-1, num_new, -1)
+        if batch.tree_mask is None:
+            depths = torch.arange(num_new, device=device).expand(len(lens), -1)
+            visible = column <= depths[:, :, None]
         else:
-            node = column.clamp(0, num_new - 1).expand(-1, num_new, -1)
-            visible = (column < 0) | (tree_mask.gather(2, node) & (column < num_new))
+            depths = batch.tree_mask.sum(-1) - 1
+            visible = (column < 0) | (batch.tree_mask.gather(2, node) & (column < num_new))
+        if batch.window is not None:
+            place = torch.where(column < 0, column, depths[:, None].expand(-1, num_new, -1).gather(2, node))
+            visible &= place > depths[:, :, None] - batch.window
         mask = torch.zeros(visible.shape, dtype=self.pool.kv.dtype, device=device).masked_fill_(~visible, -torch.inf)
         return mask.repeat(1, self.fold, 1)[:, None]
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spec_engine.config import ConfigError
+from spec_engine.errors import ConfigError
 
 DEFAULT_CANDIDATES = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
 
@@ -58,6 +58,11 @@ class AdaptiveMetrics:
     switches: int = 0  # batches drafted with another T than the batch before
     batches: Counter[int] = field(default_factory=Counter)  # by their T
     ema: float = 0.0  # accepted drafts a request, of the batch sizes seen last
+
+    def as_dict(self) -> dict[str, int | float | dict[str, int]]:
+        """Plain JSON: ``batches`` by T, ascending."""
+        batches = {str(num_steps): count for num_steps, count in sorted(self.batches.items())}
+        return {"switches": self.switches, "batches": batches, "ema": self.ema}
 
 
 class AdaptivePolicy:

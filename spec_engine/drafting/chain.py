@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.invariants import check_chain_constants, check_chain_nodes
-from spec_engine.drafting.tree import INDEX_DTYPE, Tree, TreeGrowth, build_tree, parent_list_width
+from spec_engine.drafting.tree import INDEX_DTYPE, Tree, TreeGrowth, build_tree, parent_list_width, parents_dtype
 
 
 class ChainConstants:
@@ -24,7 +24,7 @@ class ChainConstants:
         self.max_bs, self.num_steps = max_bs, num_steps
         drafts = torch.arange(num_steps, dtype=INDEX_DTYPE, device=device)
         self.selected = drafts.repeat(max_bs, 1)
-        self.parent_list = (drafts[: parent_list_width(1, num_steps)] - 1).repeat(max_bs, 1)
+        self.parent_list = (drafts[: parent_list_width(1, num_steps)] - 1).repeat(max_bs, 1).to(parents_dtype(1))
         blank = drafts.new_zeros(max_bs, num_draft_tokens)
         self._shape = build_tree(blank, self.selected, self.parent_list, 1, num_steps)
 

@@ -1,6 +1,8 @@
 """The draft model's part of a step: grow a tree before the verify, catch up with what was accepted after it.
 
-The draft pool's slot p holds K/V of the pair (token p+1, target features of position p): ``token_offset`` 1.
+The pool of a head holds K/V of the pair (token p+1, target features of position p) in slot p: ``token_offset`` 1, one
+entry for every committed position. That of a model of its own holds token p in slot p, and one entry more, the bonus
+token's: ``ahead`` 1. Everything of a step shifts by that entry, and nothing else differs.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
-from spec_engine.config import ConfigError
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
+from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
+from spec_engine.drafting.drawn import DrawnDrafts
 from spec_engine.drafting.layout import branch_positions, branch_stride
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
@@ -21,15 +25,17 @@ from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import draft_index_width
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
-
-ATTEND = ("ancestors", "columns")
+from spec_engine.scheduler import Chunk
 
 
 class Drafter:
     """Draft head, its forwards, and the relay of proposals from one step to the next, indexed by request row.
 
+    num_steps: T of a step that asks for no other; num_draft_tokens: N of its tree, of a chain always T + 1.
+    step_choices: every T that a step may have; None: num_steps alone.
     attend: "ancestors", or "columns": survivor b attends what was written for branch b before, whoever its ancestors
         are. Other engines do that; it mixes paths of the tree, which costs acceptance and never correctness.
+    draws: drafts are drawn (topk 1 only) rather than the likeliest, for chain rejection sampling.
     """
 
     def __init__(
@@ -41,20 +47,23 @@ class Drafter:
         topk: int,
         num_steps: int,
         num_draft_tokens: int,
+        step_choices: Sequence[int] | None = None,
         attend: str = "ancestors",
+        draws: bool = False,
     ) -> None:
         self.head = head
         self.forwards = forwards
         self.table = table
         self.topk, self.num_steps, self.num_draft_tokens = topk, num_steps, num_draft_tokens
-        if attend not in ATTEND:
-            raise ConfigError(f"attend must be one of {', '.join(ATTEND)}, got {attend!r}")
         self._attends_columns = attend == "columns"
         self._copies = forwards.backend.reads_pages and topk > 1 and table.page_size > 1
-        self._index_width = draft_index_width(table.num_rows, topk, table.width)
+        width = draft_index_width(table.num_rows, topk, table.width)
+        self._index_width = seam("bounds.kv_indices_without_topk", width, topk=topk)
         check_flat_indices("draft index buffer", 1, self._index_width)
         num_rows, device = len(table.table), table.table.device
+        self._chains = _chains(topk, step_choices or (num_steps,), table.num_rows, device)
         self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
+        self._drawn = DrawnDrafts(head, num_rows, device) if draws else None
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.kv.dtype, device=device)
@@ -64,17 +73,33 @@ class Drafter:
         """Target layers whose input the head wants to see."""
         return self.head.tap_layers
 
-    def draft(self, batch: Batch) -> Tree:
-        """T selections with T-1 forwards, then the tree of the N-1 likeliest candidates and the root."""
-        bs = len(batch)
+    @property
+    def draft_probs(self) -> Tensor | None:
+        """``[bs, T, V] float64``, what the drafts of the last `draft` were drawn from; None unless drafts are drawn."""
+        return None if self._drawn is None else self._drawn.probs
+
+    def draft(self, batch: Batch, num_steps: int | None = None) -> Tree:
+        """T selections with T-1 forwards, then the tree of the N-1 likeliest candidates and the root.
+
+        num_steps: T of this step, one of ``step_choices``; 0 makes a root alone.
+        """
+        num_steps = self.num_steps if num_steps is None else num_steps
         self._consume(batch)
-        slots = self._branch_slots(batch)  # [bs, K, T]
-        prefixes = self._prefixes(batch)
-        growth = TreeGrowth(self.topk)
+        if self._drawn is not None:
+            self._drawn.begin(batch)
+        growth = new_growth(self.topk, len(batch), self._chains.get(num_steps))
+        if num_steps:
+            self._grow(growth, batch.shifted([self.head.ahead] * len(batch)), num_steps)
+        return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)
+
+    def _grow(self, growth: TreeGrowth | ChainGrowth, batch: Batch, num_steps: int) -> None:
+        bs = len(batch)
+        slots = self._branch_slots(batch, num_steps)  # [bs, K, T]
+        prefixes = self._prefixes(batch, num_steps)
         growth.add(self._probs[batch.rows, None], self._tokens[batch.rows, None])
         hidden = self._hidden[batch.rows, None]  # [bs, survivors, H]
         path = slots[:, :1, :0]  # [bs, survivors, depth], the slots from the root down to each survivor
-        for step in range(self.num_steps - 1):
+        for step in range(num_steps - 1):
             tokens, parents = growth.survive()
             hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
             path = self._path(slots, path, parents, step)
@@ -82,21 +107,39 @@ class Drafter:
             forward = draft_forward(batch, step, prefixes, path, tokens)
             with self.forwards.open(forward) as attention:
                 hidden = self.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
-            probs, children = self._propose(hidden)
+            probs, children = self._propose(hidden, batch, forward.positions, is_first=False)
             growth.add(probs.view(bs, -1, self.topk), children.view(bs, -1, self.topk))
             hidden = hidden.view(bs, self.topk, -1)
-        return growth.finish(batch.bonus, self.num_draft_tokens)
 
-    def extend(self, kind: str, batch: Batch, tokens: Tensor, features: Tensor, new_lens: Sequence[int]) -> None:
-        """Write the pairs (token p+1, features p) of accepted or prompt positions, and propose from each row's last."""
-        forward = chain_forward(kind, 0, batch, self.table, tokens, new_lens)
+    def extend(
+        self,
+        kind: str,
+        batch: Batch,
+        tokens: Tensor,
+        features: Tensor,
+        new_lens: Sequence[int],
+        written: Sequence[int] | None = None,
+    ) -> None:
+        """Write the entries of accepted or prompt positions, and propose from each row's last.
+
+        new_lens: positions that become committed, by request; ``written``: entries, where they are more, see
+        `num_leading`. tokens: [sum(written)] int64; features: [sum(written), F], which a draft that is ahead ignores.
+        """
+        written = new_lens if written is None else written
+        shifts = [self.head.ahead + new - count for new, count in zip(new_lens, written, strict=True)]
+        forward = chain_forward(kind, 0, batch.shifted(shifts), self.table, tokens, written)
         with self.forwards.open(forward) as attention:
             hidden = self.head(tokens, features, forward.positions, attention)
-        last = torch.tensor(new_lens, device=tokens.device).cumsum(0) - 1
+        last = torch.tensor(written, device=tokens.device).cumsum(0) - 1
         hidden = hidden[last]
-        self._probs[batch.rows], self._tokens[batch.rows] = self._propose(hidden)
+        proposed = self._propose(hidden, batch, forward.positions[last], is_first=True)
+        self._probs[batch.rows], self._tokens[batch.rows] = proposed
         self._hidden[batch.rows] = hidden
         self._publish(batch, new_lens)
+
+    def num_leading(self, chunk: Chunk) -> int:
+        """Entries that a chunk writes before those of its positions: what lies ahead behind a row's first prefix."""
+        return self.head.ahead if chunk.is_first else 0
 
     def features(self, output: DecoderOutput, rows: Tensor | None = None) -> Tensor:
         """What the head reads of the target's forward, for all tokens or for ``rows [n]`` of them."""
@@ -114,29 +157,36 @@ class Drafter:
         for request, length in zip(batch.requests, batch.lens, strict=True):
             check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
 
-    def _propose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The K likeliest continuations of each row: probabilities and target-vocabulary ids, both [n, K]."""
-        probs, ids = torch.softmax(self.head.logits(hidden).float(), -1).topk(self.topk, -1)
+    def _propose(self, hidden: Tensor, batch: Batch, positions: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """K continuations of each row, the likeliest or drawn: probabilities and target-vocabulary ids, both [n, K].
+
+        positions [n]: of the head's rows; is_first: the proposals wait for the next step.
+        """
+        logits = self.head.logits(hidden)
+        if self._drawn is not None:
+            propose = self._drawn.first if is_first else self._drawn.extend
+            return propose(logits, batch, positions + self.head.token_offset + 1)
+        probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
         return probs, self.head.to_target_ids(ids)
 
-    def _branch_slots(self, batch: Batch) -> Tensor:
+    def _branch_slots(self, batch: Batch, num_steps: int) -> Tensor:
         page_size = self.table.page_size
         for request, length in zip(batch.requests, batch.lens, strict=True):
-            stride = branch_stride(length % page_size, self.num_steps, page_size)
+            stride = branch_stride(length % page_size, num_steps, page_size)
             allocated = len(request.pages) * page_size
-            check_branches(request.request_id, length, stride, self.topk, self.num_steps, allocated)
-        positions = branch_positions(batch.lens_tensor, topk=self.topk, num_steps=self.num_steps, page_size=page_size)
+            check_branches(request.request_id, length, stride, self.topk, num_steps, allocated)
+        positions = branch_positions(batch.lens_tensor, topk=self.topk, num_steps=num_steps, page_size=page_size)
         slots = self.table.table[batch.rows[:, None, None], positions]
-        check_branch_shape(slots.shape, len(batch), self.topk, self.num_steps)
+        check_branch_shape(slots.shape, len(batch), self.topk, num_steps)
         return slots
 
-    def _prefixes(self, batch: Batch) -> list[Tensor]:
+    def _prefixes(self, batch: Batch, num_steps: int) -> list[Tensor]:
         """By request ``[K, S] int64``: the slots from which each branch reads the prefix."""
         table = self.table.table
         lens = [(request.row, length) for request, length in zip(batch.requests, batch.lens, strict=True)]
         if not self._copies:
             return [table[row, :length].expand(self.topk, -1) for row, length in lens]
-        layout = {"topk": self.topk, "num_steps": self.num_steps, "page_size": self.table.page_size}
+        layout = {"topk": self.topk, "num_steps": num_steps, "page_size": self.table.page_size}
         tails, copies = tail_copies(table, batch.rows, batch.lens_tensor, **layout)
         self.forwards.move(tails.flatten(), copies.flatten())
         return [branch_prefix(table[row], length, **layout) for row, length in lens]
@@ -149,9 +199,16 @@ class Drafter:
             ancestors, copies = ancestor_copies(slots, parents, step)
             if step:
                 self.forwards.move(ancestors.flatten(), copies.flatten(), guesses=True)
-            return slots[:, :, : step + 1]
+            return slots[:, :, : seam("bounds.page_table_scatter", step + 1, num_steps=self.num_steps)]
         path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
         return torch.cat((path, slots[:, :, step : step + 1]), -1)
+
+
+def _chains(topk: int, step_choices: Sequence[int], max_bs: int, device: torch.device) -> dict[int, ChainConstants]:
+    """The constants of every T that a chain may have; a tree has none."""
+    if topk > 1:
+        return {}
+    return {steps: ChainConstants(max_bs, steps, steps + 1, device) for steps in step_choices}
 
 
 def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor) -> ForwardBatch:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_candidates, check_tree_array
 
 INDEX_DTYPE = torch.int64  # of chosen candidates and parent lists
@@ -89,7 +90,7 @@ class TreeGrowth:
         chosen = likeliest.sort(dim=-1).values
         nodes = torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), 1)
         root = chosen.new_full((len(chosen), int(self.num_steps > 1)), -1)
-        parent_list = torch.cat((root, *self._parents), 1).to(INDEX_DTYPE)
+        parent_list = torch.cat((root, *self._parents), 1).to(parents_dtype(self.topk))
         return build_tree(nodes, chosen, parent_list, self.topk, self.num_steps)
 
 
@@ -114,6 +115,11 @@ def build_tree(nodes: Tensor, chosen: Tensor, parent_list: Tensor, topk: int, nu
     parents = torch.cat((parents.new_full((bs, 1), -1), parents), 1)
     mask = ancestor_mask(parents, num_steps)
     return Tree(nodes, parents, mask.sum(-1) - 1, mask)
+
+
+def parents_dtype(topk: int) -> torch.dtype:
+    """Of parent lists, by constants or not: their readers step by 8 bytes an entry."""
+    return seam("draft.parents_dtype", INDEX_DTYPE, topk=topk)
 
 
 def parent_list_width(topk: int, num_steps: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from kvcanary.invariants import (
@@ -37,6 +37,14 @@ class PageAllocator:
     def num_free(self) -> int:
         """Free pages, those in quarantine included: what an estimate may count on."""
         return len(self._free) + len(self._waiting)
+
+    def num_free_with(self, num_cached: int, cached: Callable[[], Collection[int]]) -> int:
+        """Free pages if these cached ones were evicted."""
+        return self.num_free + num_cached
+
+    def usable_pages(self, pages: Sequence[int]) -> int:
+        """How many pages of a cached prefix a request can go on from: all."""
+        return len(pages)
 
     @property
     def num_quarantined(self) -> int:

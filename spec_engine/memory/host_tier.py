@@ -3,7 +3,7 @@
 What an engine does, and what the canary hears of it from here (*):
 
 offload   ``block = tier.offload(pages, length)``         * on_offload: the block keeps the canary's parcel
-          ``streams.host.wait(block.event)``, and only then ``canary.on_free`` or ``on_evict`` and ``allocator.free``
+          ``tier.wait(block)``, and only then ``canary.on_free`` or ``on_evict`` and ``allocator.free``
 restore   ``allocator.allocate``, ``canary.on_alloc(request, pages, for_load=True)``
           ``load = tier.restore(block, request, pages)``  * on_load_begin: to read these pages is R12
           ``tier.finish(load)`` before the forward        * on_load_end with the parcel: T1 where bytes have changed
@@ -68,6 +68,16 @@ class Load:
     event: Event = field(init=False)
     error: Exception | None = None
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Pages of the tier that come back: the last ones of the block."""
+        return self.block.places[-len(self.pages) :]
+
+    @property
+    def parcel(self) -> Parcel | None:
+        parcel = self.block.parcel
+        return None if parcel is None else parcel.behind(len(self.block.places) - len(self.pages))
+
 
 class HostTier:
     """Blocks of pages of all pools that share slots, the least recently used given up first.
@@ -119,18 +129,23 @@ class HostTier:
         block = self._blocks[self._number] = HostBlock(self._number, places, length, event, parcel)
         return block
 
-    def restore(self, block: HostBlock, request_id: str, pages: Sequence[int]) -> Load:
+    def wait(self, block: HostBlock) -> None:
+        """The host waits for the copy to the host: the pages that it reads may be freed."""
+        self._streams.host.wait(block.event)
+
+    def restore(self, block: HostBlock, request_id: str, pages: Sequence[int], first: int = 0) -> Load:
         """Copy a block back into pages of a request, which may be read after ``finish``.
 
+        first: pages at the begin of the block that need not come back, since a prefix cache has them.
         HostBlockError where the block is gone, or is not of so many pages.
         """
-        check_host_block(str(block), self.holds(block), len(block.places), len(pages))
+        check_host_block(str(block), self.holds(block), len(block.places) - first, len(pages))
         self._blocks.move_to_end(block.number)
         if self._canary is not None:
             self._canary.on_load_begin(request_id, pages)
         load, slots = Load(block, request_id, tuple(pages)), self._own_slots(pages)
         side = self._streams.behind_main(STREAM)
-        load.event = side.submit("restore", lambda: self._load(load, slots), reads=_names(block.places), writes=pages)
+        load.event = side.submit("restore", lambda: self._load(load, slots), reads=_names(load.places), writes=pages)
         return load
 
     def finish(self, load: Load) -> None:
@@ -143,7 +158,7 @@ class HostTier:
                 "free the pages and compute the request again"
             ) from load.error
         if self._canary is not None:
-            self._canary.on_load_end(load.request_id, load.pages, load.block.length, load.block.parcel)
+            self._canary.on_load_end(load.request_id, load.pages, load.block.length, load.parcel)
 
     def cancel(self, load: Load) -> None:
         """Nobody wants the bytes any more: the host waits for the copy, then the pages may be freed."""
@@ -170,7 +185,7 @@ class HostTier:
 
     def _load(self, load: Load, slots: Sequence[Tensor]) -> None:
         """What goes wrong here is the load's own affair: other work of the stream goes on."""
-        places = slots_of(load.block.places, self._page_size)
+        places = slots_of(load.places, self._page_size)
         try:
             for host, own in zip(self._rows, slots, strict=True):
                 host.load(places, own)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvcanary.invariants import check_estimate, check_lengths
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.host_tier import HostBlock, HostTier
 from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import PrefixTree
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.sizing import step_pages
+from spec_engine.memory.sizing import pages_for, step_pages, window_row_pages
+from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.request import Request
 
 if TYPE_CHECKING:
@@ -22,14 +24,17 @@ class KVMemory:
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        allocator: PageAllocator | WindowPool,
         table: RequestTable,
         canary: CanaryManager | None,
         *,
         is_drafting: bool,
         caches_prefixes: bool,
+        tier: HostTier | None = None,
     ) -> None:
-        self.allocator, self.table, self.canary = allocator, table, canary
+        """``tier``: where what retracted requests had computed is put away; None: it is computed again."""
+        self.allocator, self.table, self.canary, self.tier = allocator, table, canary, tier
+        self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
         self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
@@ -39,6 +44,19 @@ class KVMemory:
         """Pages that could be granted: free, waiting in quarantine, or cached and used by nobody."""
         return self.cache.num_available
 
+    def can_hold(self, expected: Sequence[tuple[Request, int]], reserve: int) -> bool:
+        """Whether requests could own so many pages each; of a window pool they need no more than their rows hold."""
+        missing = sum(count - len(request.pages) for request, count in expected)
+        if self.windows is None:
+            return missing <= self.num_available
+        most = window_row_pages(self.windows.window, reserve, self.page_size)
+        in_windows = sum(
+            max(0, min(count, most) - self.windows.num_held(request.request_id, request.pages))
+            for request, count in expected
+        )
+        tree = self.cache.tree
+        return self.windows.can_grant(missing, in_windows, tree.evictable_pages())
+
     def admit(self, request: Request, running: Iterable[Request] = ()) -> None:
         """Take a row for a request and begin it with what is cached of its tokens, by now or by the ``running``."""
         request.begin()
@@ -46,29 +64,41 @@ class KVMemory:
         known = request.tokens
         if self.canary is not None:
             self.canary.admit(request.request_id, known, salt=request.salt)
-        if not self.caches_prefixes:
-            return
-        known = known[: request.prefill_len]
-        for other in running:
-            if other is not request and self._helps(other, request, known):
-                self._publish(other)
-        request.committed_len = self.cache.acquire(request, known, request.salt)
-        if self.canary is not None and request.pages:
-            self.canary.on_acquire(request.request_id, request.pages)
+        if self.caches_prefixes:
+            self._acquire(request, known[: request.prefill_len], running)
+        if request.block is not None and request.block.length <= request.committed_len:
+            self.drop_block(request)
+        if self.windows is not None:
+            self.windows.start(request.request_id, request.committed_len)
 
-    def grow(self, request: Request, end: int, reserve: int, most: int) -> None:
-        """Own the pages of row positions [0, end + reserve); ``most`` is what admission counted with."""
+    def slide(self, requests: Iterable[Request]) -> None:
+        """Give back the window pages of positions that no forward sees any more.
+
+        What can be seen from the end of the last whole page stays, so that a request can go on from there if the page
+        is cached.
+        """
+        if self.windows is not None:
+            for request in requests:
+                row = _window_row(request)
+                self.windows.slide(row._replace(committed_len=row.committed_len // self.page_size * self.page_size))
+
+    def grow(self, request: Request, end: int, reserve: int, most: int) -> int:
+        """Own the pages of row positions [0, end + reserve); how many were taken for it.
+
+        ``most``: what admission counted with.
+        """
         missing = step_pages(end, len(request.pages), reserve, self.page_size)
         if missing:
             self.make_room(missing)
-            pages = self.allocator.allocate(missing)
-            self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
-            request.pages += pages
-            if self.canary is not None:
-                self.canary.on_alloc(request.request_id, pages)
+            loading = 0 if request.block is None else max(0, len(request.block.places) - len(request.pages))
+            self._take(request, loading, for_load=True)
+            self._take(request, missing - loading)
         taken, name = len(request.pages), request.request_id
         check_estimate(name, taken, end, reserve, self.page_size, most)
         check_lengths(name, end, taken * self.page_size, self.table.width)
+        if self.windows is not None:
+            self.windows.check_mapped(_window_row(request))
+        return missing
 
     def make_room(self, count: int) -> bool:
         """Let cached pages go until ``count`` are free; whether so many can be granted in this very step."""
@@ -82,13 +112,17 @@ class KVMemory:
 
         ``publish``: the prefix cache keeps the whole pages of what is committed.
         """
+        self.drop_block(request)
         name, pages = request.request_id, request.pages
-        is_intact = self.canary is None or self.canary.release(name, request.committed_len)
+        own = request.committed_len if publish else None  # the host may count what was refused to a corrupted one
+        is_intact = self.canary is None or self.canary.release(name, own)
         if publish and is_intact and self.caches_prefixes:
             result = self.cache.retire(request, *self._final(request), request.salt)
             self._tell_shared(name, result.added)
         else:
             self.cache.release(request)
+        if self.windows is not None:
+            self.windows.forget(name)
         if self.canary is not None:
             self.canary.on_free(name, pages)
         return is_intact
@@ -96,12 +130,90 @@ class KVMemory:
     def check_accounting(self, requests: Iterable[Request]) -> None:
         """PageLeakError unless every page is free, waits, or is held by a request or the cache."""
         self.cache.accounting(requests).check()
+        if self.tier is not None:
+            self.tier.check_accounting()
+
+    # what retracted requests had computed
+
+    def retract(self, request: Request) -> None:
+        """Take everything back of a request that is to go on later; what it has computed goes to the host, if it fits.
+
+        Where the canary found its bytes changed they are not kept, and computed again.
+        """
+        block, request.block = self._put_away(request), None
+        is_intact = self.release(request, publish=False)
+        request.block = block
+        if not is_intact:
+            self.drop_block(request)
+
+    def expects_block(self, request: Request) -> bool:
+        """Whether it waits for what is on the host; a block that was evicted for others is forgotten."""
+        if request.block is not None and not (self.tier and self.tier.holds(request.block)):
+            request.block = None
+        return request.block is not None
+
+    def restore(self, request: Request) -> None:
+        """Bring back what was put away into the request's own pages, and with it [0, its length) of the row.
+
+        LoadFailedError where it did not arrive: the pages hold nothing.
+        """
+        tier, block = self.tier, request.block
+        if tier is None or block is None:
+            return
+        name, first = request.request_id, request.num_shared
+        load = tier.restore(block, name, request.pages[first : len(block.places)], first)
+        tier.finish(load)
+        if self.canary is not None:
+            self.canary.commit(name, block.length)
+        request.committed_len = request.cached_len = block.length
+        self.drop_block(request)
+
+    def drop_block(self, request: Request) -> None:
+        """Nobody needs what was put away of the request."""
+        if self.tier is not None and self.expects_block(request):
+            self.tier.drop(request.block)
+        request.block = None
+
+    def _put_away(self, request: Request) -> HostBlock | None:
+        """The last known token stays to be forwarded: a draft proposes from it."""
+        if self.tier is None:
+            return None
+        if self.expects_block(request):  # it has not come back yet
+            return request.block
+        length = min(request.committed_len, request.known_len - 1)
+        count = pages_for(length, 0, self.page_size)
+        if not 1 <= count <= self.tier.num_pages:
+            return None
+        block = self.tier.offload(request.pages[:count], length)
+        self.tier.wait(block)
+        return block
+
+    def _take(self, request: Request, count: int, for_load: bool = False) -> None:
+        """The row goes on by ``count`` pages; ``for_load``: bytes come into them from the host."""
+        if not count:
+            return
+        pages = self.allocator.allocate(count)
+        self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
+        request.pages += pages
+        if self.canary is not None:
+            self.canary.on_alloc(request.request_id, pages, for_load)
 
     # sharing what running requests have
 
+    def _acquire(self, request: Request, known: list[int], running: Iterable[Request]) -> None:
+        for other in running:
+            if other is not request and self.windows is None and self._helps(other, request, known):
+                self._publish(other)  # a window pool keeps no pages that other rows gave up for their equals
+        request.committed_len = request.cached_len = self.cache.acquire(request, known, request.salt)
+        if self.canary is not None and request.pages:
+            self.canary.on_acquire(request.request_id, request.pages)
+
     def _helps(self, other: Request, request: Request, known: Sequence[int]) -> bool:
-        """Whether a running request has more whole pages of these tokens than the cache."""
-        if other.salt != request.salt or not other.is_prefilled:
+        """Whether a running request has more whole pages of these tokens than the cache.
+
+        One that is admitted in the same step, but later, has none yet, whatever its lengths were before.
+        """
+        if other.salt != request.salt or not other.pages or not other.is_prefilled:
             return False
         tree = self.cache.tree
         return (
@@ -125,6 +237,10 @@ class KVMemory:
     def _tell_shared(self, name: str, pages: list[int]) -> None:
         if pages and self.canary is not None:
             self.canary.on_share(name, pages)
+
+
+def _window_row(request: Request) -> WindowRow:
+    return WindowRow(request.request_id, request.pages, request.committed_len)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from kvcanary import PoolView
 class KVPool:
     """``kv [layers, slots, 2, kv_heads, head_dim]``: K at index 0 and V at index 1 of a slot's row.
 
+    token_offset: slot p of a row holds token p + token_offset; ahead: entries beyond the committed length.
     Slots [0, page_size) are the null page: padding may write and read there, no request owns it.
     """
 
@@ -23,12 +24,13 @@ class KVPool:
         kv_heads: int,
         head_dim: int,
         token_offset: int,
+        ahead: int = 0,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.name = name
         self.page_size = page_size
-        self.token_offset = token_offset
+        self.token_offset, self.ahead = token_offset, ahead
         self.num_slots = (num_pages + 1) * page_size
         self.kv = torch.zeros(num_layers, self.num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self._rows = list(self.kv)
@@ -56,5 +58,6 @@ class KVPool:
             v=tuple(self._v),
             page_size=self.page_size,
             token_offset=self.token_offset,
+            ahead=self.ahead,
             null_slots=self.page_size,
         )

@@ -14,6 +14,7 @@ from spec_engine.memory.accounting import PoolAccounting, check_holders
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.prefix_tree import InsertResult, Node, PrefixTree
 from spec_engine.memory.request_table import RequestTable
+from spec_engine.memory.window_pool import WindowPool
 
 
 class PageHolder(Protocol):
@@ -32,13 +33,13 @@ class PrefixCache:
     Nothing here tells a canary: the pages that it has to hear of are returned.
     """
 
-    def __init__(self, allocator: PageAllocator, tree: PrefixTree, table: RequestTable) -> None:
+    def __init__(self, allocator: PageAllocator | WindowPool, tree: PrefixTree, table: RequestTable) -> None:
         self.allocator, self.tree, self.table = allocator, tree, table
 
     @property
     def num_available(self) -> int:
         """Pages that can be had without taking them from a request: free, waiting, or evictable."""
-        return self.allocator.num_free + self.tree.num_evictable
+        return self.allocator.num_free_with(self.tree.num_evictable, self.tree.evictable_pages)
 
     def num_released_by(self, requests: Sequence[PageHolder]) -> int:
         """By how much ``num_available`` would grow if these were released: their tails, and heads nobody else holds."""
@@ -50,7 +51,11 @@ class PrefixCache:
 
         One token at least is left to forward. StalePageError when the tree points at a free page.
         """
-        match = self.tree.match(tokens if self.tree.bigram else tokens[:-1], salt, adapter)
+        tokens = tokens if self.tree.bigram else tokens[:-1]
+        match = self.tree.match(tokens, salt, adapter)
+        usable = self.allocator.usable_pages(match.pages)
+        if usable < len(match.pages):  # what is seen from the end of the others has left their window
+            match = self.tree.match(tokens[: usable * self.tree.page_size + self.tree.bigram], salt, adapter)
         self.allocator.share(match.pages)
         self.tree.lock(match.node)
         self.table.append_pages(request.row, 0, match.pages)
@@ -98,8 +103,10 @@ class PrefixCache:
 
         Where freed pages wait in quarantine they can be handed out in the next step only.
         """
-        evicted = self.tree.evict(count - self.allocator.num_free)
-        self.allocator.free(evicted)
+        evicted: list[int] = []
+        while pages := self.tree.evict(count - self.allocator.num_free):
+            self.allocator.free(pages)
+            evicted += pages
         return evicted
 
     def accounting(self, requests: Iterable[PageHolder]) -> PoolAccounting:

@@ -134,6 +134,16 @@ class PrefixTree:
         locks = Counter(part for node in nodes for part in _path(node))
         return sum(len(part.pages) for part, count in locks.items() if count == part.num_locks)
 
+    def evictable_pages(self) -> list[int]:
+        """The pages that could be evicted now; walks the unlocked part of the tree."""
+        found: list[int] = []
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            found += [] if node.num_locks else node.pages
+        return found
+
     def evict(self, num_pages: int) -> list[int]:
         """Give up that many pages, fewer where fewer are evictable: ends of unlocked leaves, least recently used first.
 

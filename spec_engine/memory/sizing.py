@@ -35,9 +35,12 @@ def draft_alloc_len(page_size: int, topk: int, num_steps: int, num_draft_tokens:
     return max(worst_branch * topk, num_draft_tokens)
 
 
-def reserve_len(alloc_len: int, max_accept: int, lag: int) -> int:
-    """Slots to hold past the length the host knows; ``lag`` is how many verifies the host is behind (0 or 1)."""
-    return lag * max_accept + alloc_len
+def reserve_len(alloc_len: int, max_accept: int, lag: int, ahead: int = 0) -> int:
+    """Slots to hold past the length the host knows; ``lag`` is how many verifies the host is behind (0 or 1).
+
+    ahead: entries that the draft pool holds beyond the committed length.
+    """
+    return lag * max_accept + alloc_len + ahead
 
 
 def row_width(context_length: int, reserve: int, page_size: int) -> int:
@@ -55,27 +58,18 @@ def pages_for(committed_len: Length, reserve: int, page_size: int) -> Length:
     return cdiv(committed_len + reserve, page_size)
 
 
+def window_row_pages(window: int, reserve: int, page_size: int) -> int:
+    """Most pages that a row in decode holds of a window pool: what its last whole page sees, itself, and the reserve.
+
+    Both ends may lie anywhere in a page.
+    """
+    return pages_for(page_size + window, reserve, page_size) + 1
+
+
 def step_pages(committed_len: Length, num_pages: Length, reserve: int, page_size: int) -> Length:
     """Pages that a request which owns ``num_pages`` takes for its next step: none when it owns enough."""
     missing = pages_for(committed_len, reserve, page_size) - num_pages
     return missing * (missing > 0)
-
-
-def plain_step_pages(committed_len: Length, num_pages: Length, page_size: int) -> Length:
-    """``step_pages`` without drafting: one token, so a page for those whose last one is full."""
-    return step_pages(committed_len, num_pages, 1, page_size)
-
-
-def sync_step_pages(committed_len: Length, num_pages: Length, alloc_len: int, page_size: int) -> Length:
-    """``step_pages`` with drafting, when the host knows the committed length before each step."""
-    return step_pages(committed_len, num_pages, reserve_len(alloc_len, 0, lag=0), page_size)
-
-
-def overlap_step_pages(
-    committed_len: Length, num_pages: Length, alloc_len: int, max_accept: int, page_size: int
-) -> Length:
-    """``step_pages`` with drafting, when the host's committed length is one verify behind the device's."""
-    return step_pages(committed_len, num_pages, reserve_len(alloc_len, max_accept, lag=1), page_size)
 
 
 def worst_case_step_pages(num_requests: int, reserve: int, page_size: int) -> int:

@@ -8,7 +8,7 @@ pool; that one is given back as soon as no reader can see its positions any more
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from kvcanary.invariants import (
     check_window_pages,
     check_window_slide,
 )
+from spec_engine.core import first_visible
 from spec_engine.memory.accounting import PoolAccounting
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.host_rows import slots_of
@@ -67,9 +68,33 @@ class WindowPool:
         return min(self._full.num_free, self._pages.num_free)
 
     @property
+    def num_ready(self) -> int:
+        """Pages that can be had in this very step."""
+        return min(self._full.num_ready, self._pages.num_ready)
+
+    def num_free_with(self, num_cached: int, cached: Callable[[], Collection[int]]) -> int:
+        """Free pages if these cached ones were evicted: not each of them has a window page to give back."""
+        mapped = self._num_mapped(cached()) if num_cached else 0
+        return min(self._full.num_free + num_cached, self._pages.num_free + mapped)
+
+    def can_grant(self, num_full: int, num_window: int, cached: Collection[int]) -> bool:
+        """Whether so many pages of each pool could be had if these cached ones were evicted."""
+        return num_full <= self._full.num_free + len(cached) and num_window <= self._pages.num_free + self._num_mapped(
+            cached
+        )
+
+    def num_held(self, request_id: str, pages: Sequence[int]) -> int:
+        """Window pages of a row; none of a request that waits."""
+        return len(pages) - self._evicted_lens.get(request_id, 0) // self.page_size
+
+    @property
     def num_pages(self) -> int:
         """Of the full pool."""
         return self._full.num_pages
+
+    @property
+    def num_window_pages(self) -> int:
+        return self._pages.num_pages
 
     @property
     def references(self) -> Mapping[int, int]:
@@ -183,12 +208,10 @@ class WindowPool:
         """``[len(pages) * page_size] int64`` on the host: what the map says of these pages."""
         return self.slot_map[slots_of(pages, self.page_size).to(self.slot_map.device)].cpu()
 
+    def _num_mapped(self, pages: Collection[int]) -> int:
+        return sum(page in self._page_of for page in pages)
+
     def _unmap(self, pages: Sequence[int]) -> None:
         if pages:
             self._map.write(slots_of(pages, self.page_size), 0)
             self._pages.free([self._page_of.pop(page) for page in pages])
-
-
-def first_visible(position: int, window: int) -> int:
-    """The first position that a reader at ``position`` sees, itself included."""
-    return max(0, position + 1 - window)

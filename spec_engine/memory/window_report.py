@@ -8,7 +8,8 @@ from typing import Any
 
 import structlog
 
-from spec_engine.memory.window_pool import WindowPool, WindowRow, first_visible
+from spec_engine.core import first_visible
+from spec_engine.memory.window_pool import WindowPool, WindowRow
 
 _events = structlog.get_logger("spec_engine")
 

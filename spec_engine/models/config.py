@@ -48,6 +48,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None  # tokens that every layer sees, the reader's own included; None: all
     eos_token_ids: tuple[int, ...] = ()
     # Draft heads only.
     draft_vocab_size: int = 0
@@ -140,7 +141,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
     known = TARGET_ARCHITECTURES + EAGLE_ARCHITECTURES + EAGLE3_ARCHITECTURES
     if architecture not in known:
         raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
-    _refuse_unsupported(raw, architecture)
+    _refuse_unsupported(raw)
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     return ModelConfig(
         architecture=architecture,
@@ -158,6 +159,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
         o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
         qk_norm=architecture.startswith("Qwen3"),
+        sliding_window=_parse_window(raw, architecture),
         eos_token_ids=_as_tuple(raw.get("eos_token_id")),
         draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
         target_hidden_size=raw.get("target_hidden_size") or hidden,
@@ -193,7 +195,7 @@ def _parse_taps(raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(tap + 1 for tap in taps) if taps[:1] == (1,) else taps
 
 
-def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act must be silu, got {raw['hidden_act']}")
     if raw.get("mlp_bias"):
@@ -206,13 +208,25 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor") or 1
     if partial != 1:
         raise CheckpointError(f"partial_rotary_factor must be 1, got {partial}")
+
+
+def _parse_window(raw: dict[str, Any], architecture: str) -> int | None:
+    """The window of all layers; None where it is switched off or as wide as the context."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", architecture.startswith("Mistral")) else None
     context = raw.get("max_position_embeddings", 2048)
-    if window is not None and window < context:
+    if window is None or window >= context:
+        return None
+    num_layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
+    full = kinds.count("full_attention") if kinds else min(raw.get("max_window_layers", 0), num_layers)
+    if full == num_layers:
+        return None
+    if full:
         raise CheckpointError(
-            f"sliding_window must not be narrower than the context, got {window} of {context} positions; "
-            f"lower max_position_embeddings in config.json to {window} to run with the shorter context"
+            f"sliding_window must hold for all layers or for none, got {num_layers - full} of {num_layers} layers with "
+            f"a window of {window} positions; lower max_position_embeddings in config.json to {window} to run with "
+            "the shorter context"
         )
+    return int(window)
 
 
 def _as_tuple(value: Any) -> tuple[int, ...]:

@@ -35,8 +35,6 @@ class HybridDecoder(Decoder):
     the next forward begins, so such a model runs on the synchronous schedule.
     """
 
-    has_recurrent_state = True
-
     def __init__(self, config: ModelConfig, recurrent_layers: Collection[int], state_size: int) -> None:
         super().__init__(config)
         if not set(recurrent_layers) <= set(range(config.num_layers)):

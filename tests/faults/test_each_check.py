@@ -101,7 +101,7 @@ def read_a_cousin_for_an_ancestor(engine: Engine) -> Place:
 def feed_another_token_than_leaves(engine: Engine) -> Place:
     """The draft pool is given another first token than the one that leaves, before anybody can know it."""
     following = engine.runner.following
-    engine.runner.following = lambda chunk, sampled: following(chunk, sampled ^ 1)
+    engine.runner.following = lambda chunk, sampled: following(chunk, [token ^ 1 for token in sampled])
     engine.submit(list(range(100, 130)), SamplingParams(max_new_tokens=8, ignore_eos=True))
     return None, 29
 

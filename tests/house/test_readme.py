@@ -120,3 +120,19 @@ def test_readme_quotes_what_was_found_and_what_was_not(root: Path) -> None:
     assert f"| {', '.join(figures)} |" in readme
     alarms = json.loads((results / "false_alarms.json").read_text(encoding="utf-8"))
     assert f"| {alarms['findings']} in {alarms['slots_checked']:,} |" in readme
+
+
+def test_readme_quotes_what_the_engine_was_measured_at(root: Path) -> None:
+    """Ancestors against columns, retractions and host checks are those of the records."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    reads, pressed, checks = (
+        json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        for name in ("ancestors", "retractions", "host_checks")
+    )
+    lengths = [f"{row['ancestors']:.2f} over {row['columns']:.2f}" for row in reads]
+    assert f"| {', '.join(lengths)} |" in readme
+    counts = {(row["schedule"], row["estimate"]): row["retractions"] for row in pressed}
+    figures = [f"{counts[name, 'tight']} and {counts[name, 'worst case']}" for name in ("sync", "overlap")]
+    assert f"| {', '.join(figures)} |" in readme
+    shares = [f"{row['percent_of_step']:.2f} %" for row in checks]
+    assert f"| {', '.join(shares)} |" in readme

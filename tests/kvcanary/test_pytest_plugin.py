@@ -7,6 +7,8 @@ import pytest
 SUITE = '''
 import pytest, torch
 from kvcanary import PoolView, ReadPlan, WritePlan
+from kvcanary.faults import seam
+from kvcanary.invariants import check_row_fits
 
 pytest_plugins = ["kvcanary.pytest_plugin"]
 
@@ -42,6 +44,10 @@ class Engine:
         self.k[5, 0, 2] = 7.0
 
 
+def grow(width):
+    check_row_fits(1, 0, 24, width, 4)
+
+
 def run(engine, steps=6):
     for _ in range(steps):
         engine.step()
@@ -74,6 +80,22 @@ CASES = {
         "engine = Engine(kv_canary, content='full'); run(engine); kv_fault(engine.damage, engine.step, 'R9', slot=6)",
         0,
         "expected {'code': 'R9', 'slot': 6}, found {'code': 'R9', 'slot': 5}:",
+    ),
+    "an armed fault that ends in its typed error passes": (
+        "error = kv_fault('bounds.row_width', lambda: grow(seam('bounds.row_width', 99, context_length=10, "
+        "num_draft_tokens=6)), 'RowOverflowError'); assert 'its width is 20' in str(error)",
+        1,
+        "",
+    ),
+    "an armed fault that ends in another error fails": (
+        "kv_fault('bounds.row_width', lambda: grow(10), 'LengthOrderError')",
+        0,
+        "expected {'code': 'LengthOrderError'}, found {'code': 'RowOverflowError'}:",
+    ),
+    "an armed fault that nothing finds fails": (
+        "kv_fault('bounds.row_width', lambda: None, 'RowOverflowError')",
+        0,
+        "no check fired, RowOverflowError was expected",
     ),
     "no finding where one is expected fails": (
         "engine = Engine(kv_canary); run(engine); kv_fault(lambda: None, engine.step, 'R9')",

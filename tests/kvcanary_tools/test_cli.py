@@ -55,7 +55,7 @@ def test_version_is_shown(kvcanary) -> None:
     [
         (["nonsense"], "no such command 'nonsense'", "kvcanary --help lists what there is"),
         (["demo", "--tpk"], "no such option: --tpk", "kvcanary demo --help lists what there is"),
-        (["generate", "--tpk", "2"], "no such option: --tpk", "did you mean --dtype or --topk?"),
+        (["generate", "--tpk", "2"], "no such option: --tpk", "did you mean --dtype or --stop or --topk?"),
         (
             ["generate", "--page-size", "x"],
             "invalid value for '--page-size': 'x' is not a valid integer",

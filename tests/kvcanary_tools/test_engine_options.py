@@ -25,9 +25,12 @@ FLAGS = {
     *("--page-size", "--topk", "--num-steps", "--num-draft-tokens"),
     *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
-    *("--attention-backend", "--schedule", "--max-total-tokens", "--max-running-requests", "--context-length"),
+    *("--sample-min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--logit-bias"),
+    *("--stop", "--stop-token-id", "--logprobs", "--acceptance", "--threshold-single", "--threshold-acc"),
+    *("--adaptive-steps", "--attend", "--attention-backend", "--schedule", "--max-total-tokens"),
+    *("--max-running-requests", "--context-length", "--host-pages", "--max-window-tokens"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
-    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--json"),
+    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--reenact", "--json"),
 }
 
 
@@ -94,6 +97,31 @@ def test_environment_gives_options(monkeypatch: pytest.MonkeyPatch, name: str, v
     assert read(engine_config(options()), sampling_params(options()))
 
 
+def test_sampling_options_reach_the_parameters() -> None:
+    """Each option of the draws and of the end sets its own field, and what may be given again adds up."""
+    given = options(
+        *("--sample-min-p", "0.1", "--repetition-penalty", "1.2", "--presence-penalty", "0.3"),
+        *("--frequency-penalty", "0.4", "--logit-bias", "5=-inf", "--logit-bias", "6=1.5"),
+        *("--stop", "a b", "--stop", "\n", "--stop-token-id", "7", "--stop-token-id", "8", "--logprobs", "2"),
+    )
+    assert sampling_params(given) == SamplingParams(
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias={5: float("-inf"), 6: 1.5},
+        stop=("a b", "\n"),
+        stop_token_ids=(7, 8),
+        logprobs=2,
+    )
+
+
+def test_acceptance_options_reach_the_engine() -> None:
+    """The rule and both of its thresholds are handed on."""
+    made = engine_config(options("--acceptance", "tree", "--threshold-single", "0.9", "--threshold-acc", "0.8"))
+    assert (made.acceptance, made.threshold_single, made.threshold_acc) == ("tree", 0.9, 0.8)
+
+
 def test_command_line_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is typed counts more than what is set."""
     monkeypatch.setenv("KVCANARY_PAGE_SIZE", "4")
@@ -109,7 +137,11 @@ def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--draft", "standalone"], r"standalone small model .* is not built yet"),
+        (["--draft", "medusa"], r"draft must be one of auto, eagle3, eagle, standalone, none, got 'medusa'"),
+        (["--adaptive-steps"], r"adaptive_steps needs topk 1, got 4"),
+        (["--attend", "siblings"], r"attend must be one of ancestors, columns, got 'siblings'"),
+        (["--page-size", "12"], r"page_size must be a power of two, got 12"),
+        (["--topk", "1", "--num-draft-tokens", "3"], r"num_draft_tokens must be num_steps \+ 1 = 6 where topk is 1"),
         (["--schedule", "async"], "schedule must be one of sync, overlap, got 'async'"),
         (["--attention-backend", "flashinfer"], r"attention_backend must be one of torch, .*, got 'flashinfer'"),
         (["--kv-canary", "heal"], r"mode 'heal' does not exist yet"),
@@ -119,6 +151,18 @@ def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch
         (["--num-draft-tokens", "99"], r"num_draft_tokens must lie in \[2, 69\], got 99"),
         (["--dtype", "int8"], r"dtype must be one of .*, got 'int8'"),
         (["--temperature", "-1"], r"temperature must be finite and not negative, got -1.0"),
+        (["--acceptance", "guess"], "acceptance must be one of match, tree, rejection, got 'guess'"),
+        (
+            ["--acceptance", "rejection"],
+            "topk must be 1 with acceptance 'rejection', got 4: drafts are",
+        ),
+        (["--acceptance", "tree", "--draft", "none"], "acceptance 'tree' needs drafts to accept, got draft 'none'"),
+        (["--threshold-acc", "0.5"], "threshold_single and threshold_acc must be 1 with acceptance 'match'"),
+        (["--acceptance", "tree", "--threshold-single", "2"], r"threshold_single must lie in \[0, 1\], got 2.0"),
+        (["--logit-bias", "5"], "a bias must be ID=VALUE such as 42=-1.5, got '5'"),
+        (["--logit-bias", "5=inf"], "logit_bias must map token ids to finite numbers or -inf, got 5: inf"),
+        (["--stop", ""], "stop must hold strings of at least one character, got ''"),
+        (["--logprobs", "-1"], r"logprobs must be at least 0 \(the chosen token alone\), got -1"),
         (["--sample-top-p", "2"], r"top_p must lie in \(0, 1\], got 2.0"),
         (["--kv-canary-budget", "3 apples"], r"budget must be a size such as 65536, 64KiB or 4MiB, got '3 apples'"),
         (["--kv-canary-poison", "rat"], r"poison must be one of finite, nan, off, got 'rat'"),

@@ -10,6 +10,7 @@ import torch
 
 from kvcanary_tools.cli import EXAMPLE
 from spec_engine import Engine
+from spec_engine.models.embedded import EMBEDDED_MODEL
 
 PROMPT = "def add(a, b):\n    return a"
 SHORT = ("--max-new-tokens", "12", "--max-total-tokens", "1024")
@@ -69,6 +70,45 @@ def test_generate_json_has_the_published_keys(kvcanary) -> None:
     assert run["canary"] is None
 
 
+def test_generate_says_what_it_allocated(kvcanary) -> None:
+    """A line at the start names row width, pools, table and canary; stdout has no word of it."""
+    result = kvcanary("generate", "--prompt", PROMPT, *SHORT, "--kv-canary", "--context-length", "100")
+    assert result.stderr.startswith("8 rows of 243 columns (context 100, reserve 128), 64 pages of 16 slots: ")
+    line = result.stderr.partition("\n")[0]
+    assert [part.split()[-1] for part in line.split(": ")[1].split(", ")] == ["MB", "kB", "kB", "kB"]
+    assert [part.rsplit(" ", 2)[0] for part in line.split(": ")[1].split(", ")] == [
+        "target pool",
+        "draft pool",
+        "table",
+        "canary",
+    ]
+    assert "rows of" not in result.stdout
+
+
+def test_generate_with_adaptive_steps_says_what_it_chose(kvcanary) -> None:
+    """Numbers of steps and how often, in JSON and in the summary; without the option its place is null."""
+    chains = ("generate", "--prompt", PROMPT, *SHORT, "--topk", "1", "--adaptive-steps", "--num-steps", "3")
+    adaptive = json.loads(kvcanary(*chains, "--json").stdout)["adaptive"]
+    assert adaptive["switches"] == 0
+    [(steps, count)] = adaptive["batches"].items()
+    assert steps == "3"
+    assert count >= 3
+    assert adaptive["ema"] > 0
+    assert f"drafts by step: 3 in {count} steps, 0 changes" in kvcanary(*chains).stderr
+    assert json.loads(kvcanary(*chains[:-3], "--json").stdout)["adaptive"] is None
+
+
+def test_generate_drafts_with_a_small_model(kvcanary) -> None:
+    """The embedded model as its own standalone draft; without a folder the sentence says what is missing."""
+    chains = ("generate", "--prompt", PROMPT, *SHORT, "--topk", "1", "--num-steps", "3", "--draft", "standalone")
+    run = json.loads(kvcanary(*chains, "--draft-model", str(EMBEDDED_MODEL), "--kv-canary", "--json").stdout)
+    assert run["canary"]["findings"] == []
+    assert run["accepted_length"] > 3
+    refused = kvcanary(*chains)
+    assert refused.exit_code == 2
+    assert "draft 'standalone' needs draft_model, got none" in refused.stderr
+
+
 def test_generate_json_is_alone_on_stdout(kvcanary_process) -> None:
     """As a user pipes it: stdout parses as it is, also when KVCANARY_JSON asked for it."""
     child = kvcanary_process("generate", "--prompt", PROMPT, *SHORT, "--kv-canary", KVCANARY_JSON="1")
@@ -120,6 +160,49 @@ def test_generate_shows_several_prompts_under_headings(kvcanary) -> None:
     assert sorted(headings) == ["=== req-0 (length): def add(a, b):", "=== req-1 (length): import os"]
 
 
+def test_generate_json_lists_log_probabilities(kvcanary) -> None:
+    """With --logprobs each token has its own and the likeliest beside it; without it the key is not there."""
+    arguments = ["--prompt", PROMPT, *SHORT, "--json"]
+    [output] = json.loads(kvcanary("generate", *arguments, "--logprobs", "2").stdout)["outputs"]
+    assert [entry["token_id"] for entry in output["logprobs"]] == output["token_ids"]
+    for entry in output["logprobs"]:
+        assert entry["top"][0] == [entry["token_id"], entry["logprob"]]
+        assert len(entry["top"]) == 2
+    [plain] = json.loads(kvcanary("generate", *arguments).stdout)["outputs"]
+    assert plain.keys() == {"text", "token_ids", "finish_reason"}
+
+
+def test_generate_cuts_at_a_stop_string(kvcanary) -> None:
+    """The text ends in front of it, whatever was accepted behind it."""
+    [plain] = json.loads(kvcanary("generate", "--prompt", PROMPT, *SHORT, "--json").stdout)["outputs"]
+    stop = plain["text"][5:8]
+    result = kvcanary("generate", "--prompt", PROMPT, *SHORT, "--stop", stop, "--json")
+    [output] = json.loads(result.stdout)["outputs"]
+    assert (output["text"], output["finish_reason"]) == (plain["text"][: plain["text"].index(stop)], "stop")
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
+def test_generate_goes_on_after_a_refused_prompt(kvcanary, as_json: bool) -> None:
+    """The others are completed; each refused one has a sentence on stderr, and the exit code is 2."""
+    arguments = [part for prompt in ("", PROMPT, "x" * 5000) for part in ("--prompt", prompt)]
+    result = kvcanary("generate", *arguments, *SHORT, *(["--json"] if as_json else []))
+    assert result.exit_code == 2, result.stderr
+    assert "kvcanary: prompt 1 of 3 is refused: a prompt needs at least one token, got an empty one\n" in result.stderr
+    assert "kvcanary: prompt 3 of 3 is refused: prompt of " in result.stderr
+    assert "\n\nhint: pass some text\nhint: " in result.stderr
+    alone = json.loads(kvcanary("generate", "--prompt", PROMPT, *SHORT, "--json").stdout)["outputs"][0]
+    if as_json:
+        empty, good, long = json.loads(result.stdout)["outputs"]
+        assert good == alone
+        assert (empty["finish_reason"], empty["error"]) == (
+            "refused",
+            "a prompt needs at least one token, got an empty one",
+        )
+        assert (long["finish_reason"], long["token_ids"]) == ("refused", [])
+    else:
+        assert result.stdout == f"=== req-0 (length): def add(a, b):\n{alone['text']}\n"
+
+
 def test_generate_reads_stdin(kvcanary) -> None:
     """`--prompt-file -` is the prompt that is piped in."""
     piped = kvcanary("generate", "--prompt-file", "-", *SHORT, "--json", input=PROMPT)
@@ -168,6 +251,7 @@ def test_generate_goes_on_in_log_mode(kvcanary) -> None:
         (["--prompt", PROMPT, "--max-new-tokens", "100000"], "exceeds the context length"),
         (["--prompt", PROMPT, "--max-total-tokens", "32", "--page-size", "16"], "the pool has 2"),
         (["--prompt", PROMPT, "--device", "cuda:99"], "cuda:99"),
+        (["--prompt", PROMPT, "--prompt", "", "--stop-token-id", "99999"], "stop_token_ids names token 99999, the "),
     ],
 )
 def test_generate_refuses_with_a_sentence(kvcanary, arguments: list[str], sentence: str) -> None:

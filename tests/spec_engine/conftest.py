@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,23 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _saved(Eagle3, folder / "eagle3", eagle3, generator, target)
     _save_tokenizer(folder)
     return folder
+
+
+class DenseKV:
+    """Causal attention over one forward's own rows."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        keys, values = (rows.repeat_interleave(group, 1) for rows in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), values)
+
+
+@pytest.fixture
+def dense_logits() -> Callable[[Decoder, torch.Tensor], torch.Tensor]:
+    """``(target, tokens [L]) -> [L, V]``: the target's logits without a pool, pages or drafts."""
+    return lambda target, tokens: target.logits(target(tokens, torch.arange(len(tokens)), DenseKV()).hidden)
 
 
 def _saved(kind, folder: Path, extra: dict, generator: torch.Generator, *target):

@@ -13,9 +13,10 @@ import torch
 
 from kvcanary import invariants
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine import engine as engine_module
+from spec_engine import assembly as assembly_module
 from spec_engine import runner as runner_module
 from spec_engine.drafting import drafter as drafter_module
+from spec_engine.memory import sizes
 from spec_engine.verify import Accepted
 
 PAGE_SIZE = 4
@@ -103,7 +104,11 @@ def underestimate_at_admission(engine: Engine) -> None:
 
 
 def shrink_the_reserve(engine: Engine) -> None:
-    engine.scheduler.reserve = 0
+    engine.sizes = replace(engine.sizes, reserve=0)
+
+
+def estimate_with_another_reserve(engine: Engine) -> None:
+    engine.scheduler.reserve += PAGE_SIZE
 
 
 def lose_a_running_request(engine: Engine) -> None:
@@ -137,8 +142,8 @@ def write_one_slot_less(engine: Engine) -> None:
 def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     draft = engine.drafter.draft
 
-    def broken(batch):
-        tree = draft(batch)
+    def broken(*step):
+        tree = draft(*step)
         tree.parents[1, node] = parent
         return tree
 
@@ -148,7 +153,7 @@ def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     )
 
 
-OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `accept` sees the tree
+OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `to_host` sees the tree
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,11 @@ OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given,
         (consume_twice, invariants.RelayError, "but the proposals of row 1 are nobody's"),
         (underestimate_at_admission, invariants.EstimateError, "it was admitted for 2 of 4 slots at most"),
         (shrink_the_reserve, invariants.EstimateError, " + reserve 0 slots at page_size 4 need "),
+        (
+            estimate_with_another_reserve,
+            invariants.EstimateMismatchError,
+            "a decode step of 2 requests was estimated at ",
+        ),
         (lose_a_running_request, invariants.NotRunningError, "finished, but it is none of the 1 running requests"),
         (release_a_row_twice, invariants.RowOwnershipError, "of 1 to 8 used, but no request holds it"),
         (drop_a_read_index, invariants.IndexLengthError, "verify[0] of pool 'target': kv_indices has "),
@@ -191,7 +201,7 @@ def test_an_engine_that_nobody_breaks_runs_to_its_end(engine):
 def test_an_accepted_path_longer_than_the_draft_is_refused(engine, monkeypatch):
     """A step commits at most every drafted token and the bonus."""
     path = Accepted(list(range(5)), [1, 2, 3, 4, 5])
-    monkeypatch.setattr(runner_module, "accept", lambda tree, chosen, requests: [path, path])
+    monkeypatch.setattr(runner_module, "to_host", lambda tree, accepted, requests: [path, path])
     monkeypatch.setattr(engine.runner, "compact", lambda *a: None)
     error = error_of(engine)
     assert type(error) is invariants.CommitError
@@ -208,7 +218,7 @@ def test_branches_that_overlap_are_refused(engine, monkeypatch):
 
 def test_a_verify_window_beyond_what_is_owned_is_refused(toy_model, monkeypatch):
     """An allocation that counts the branches and forgets the tree is found before the target writes there."""
-    monkeypatch.setattr(engine_module, "draft_alloc_len", lambda page_size, topk, num_steps, nodes: num_steps)
+    monkeypatch.setattr(sizes, "draft_alloc_len", lambda page_size, topk, num_steps, nodes: num_steps)
     engine = make_engine(toy_model, page_size=1, topk=1)
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
     error = error_of(engine)
@@ -230,9 +240,8 @@ def test_a_row_narrower_than_what_is_owned_is_refused(toy_model):
 
 def test_tokens_that_were_not_accepted_are_refused(engine):
     """Output that grows by more than what was committed leaves more than the bonus token pending."""
-    request = engine.running[0]
-    accept = request.accept
-    request.accept = lambda tokens, eos: accept([*tokens, 5], eos)
+    hear = engine._emit
+    engine._emit = lambda request, length, part: hear(request, length, replace(part, tokens=[*part.tokens, 5]))
     error = error_of(engine)
     assert type(error) is invariants.CommitError
     assert str(error).endswith(" = 2 tokens pending, must be exactly 1")
@@ -266,23 +275,23 @@ def test_a_chunk_that_feeds_the_draft_another_token_is_refused(toy_model, monkey
 
 def test_a_reserve_below_one_step_is_refused_at_start(toy_model, monkeypatch):
     """An engine whose reserve does not hold a drafting step does not start."""
-    monkeypatch.setattr(engine_module, "reserve_len", lambda alloc_len, max_accept, lag: alloc_len - 1)
+    monkeypatch.setattr(sizes, "reserve_len", lambda alloc_len, max_accept, lag, ahead: alloc_len - 1)
     with pytest.raises(invariants.ReserveError, match="size it by the longest draft"):
         make_engine(toy_model)
 
 
 def test_a_pool_without_the_null_page_is_refused_at_start(toy_model, monkeypatch):
     """A pool that is one page short would lose the allocator's last page."""
-    build = engine_module.KVPool
-    monkeypatch.setattr(engine_module, "KVPool", lambda *a, num_pages, **kw: build(*a, num_pages=num_pages - 1, **kw))
+    build = assembly_module.KVPool
+    monkeypatch.setattr(assembly_module, "KVPool", lambda *a, num_pages, **kw: build(*a, num_pages=num_pages - 1, **kw))
     with pytest.raises(invariants.PoolSizeError, match="pool 'target' has 1024 slots, 256 pages and the null page"):
         make_engine(toy_model)
 
 
 def test_parts_with_different_page_sizes_are_refused_at_start(toy_model, monkeypatch):
     """Scheduler, request table and pools must count the same pages."""
-    build = engine_module.RequestTable
-    monkeypatch.setattr(engine_module, "RequestTable", lambda n, width, size, device: build(n, width, 2, device))
+    build = assembly_module.RequestTable
+    monkeypatch.setattr(assembly_module, "RequestTable", lambda n, width, size, device: build(n, width, 2, device))
     with pytest.raises(invariants.PageSizeError, match="scheduler 2, request table 2, pool 'target' 4"):
         make_engine(toy_model)
 

@@ -11,8 +11,9 @@ from spec_engine import ConfigError, EngineConfig
         ({"page_size": 0}, "page_size must be a positive whole number, got 0"),
         ({"topk": -1}, "topk must be a positive whole number, got -1"),
         ({"context_length": 0}, "context_length must be a positive whole number, got 0"),
-        ({"draft": "standalone"}, "a standalone small model .* is not built yet"),
-        ({"draft": "medusa"}, "draft must be one of auto, eagle3, eagle, none, got 'medusa'"),
+        ({"page_size": 12}, "page_size must be a power of two, got 12"),
+        ({"draft": "medusa"}, "draft must be one of auto, eagle3, eagle, standalone, none, got 'medusa'"),
+        ({"attend": "siblings"}, "attend must be one of ancestors, columns, got 'siblings'"),
         ({"schedule": "async"}, "schedule must be one of sync, overlap, got 'async'"),
         ({"new_token_ratio": 1.5}, r"new_token_ratio must lie in \[0, 1\], got 1.5"),
         (
@@ -27,6 +28,21 @@ from spec_engine import ConfigError, EngineConfig
         ),
         ({"topk": 2, "num_steps": 1, "num_draft_tokens": 4}, r"num_draft_tokens must lie in \[2, 3\], got 4"),
         ({"num_draft_tokens": 1}, "num_draft_tokens must lie in"),
+        ({"acceptance": "guess"}, "acceptance must be one of match, tree, rejection, got 'guess'"),
+        ({"acceptance": "tree", "threshold_acc": -0.1}, r"threshold_acc must lie in \[0, 1\], got -0.1"),
+        ({"threshold_single": 0.5}, "must be 1 with acceptance 'match', got 0.5 and 1.0: only tree sampling has"),
+        ({"acceptance": "rejection", "topk": 2}, "topk must be 1 with acceptance 'rejection', got 2: drafts are drawn"),
+        (
+            {"acceptance": "rejection", "draft": "none"},
+            "acceptance 'rejection' needs drafts to accept, got",
+        ),
+        (
+            {"topk": 1, "num_steps": 3, "num_draft_tokens": 3},
+            r"num_draft_tokens must be num_steps \+ 1 = 4 where topk is 1, got 3: a chain is verified whole",
+        ),
+        ({"adaptive_steps": True}, "adaptive_steps needs topk 1, got 4"),
+        ({"adaptive_steps": True, "topk": 1, "draft": "none"}, "adaptive_steps needs a draft, got draft 'none'"),
+        ({"adaptive_steps": {2: (1,)}, "topk": 1}, r"candidates must begin at batch size 1, got \[2\]"),
     ],
 )
 def test_bad_settings_are_refused_with_a_sentence(settings, words):
@@ -45,3 +61,17 @@ def test_the_default_tree_takes_eight_nodes_or_all_there_are(topk, num_steps, no
 def test_a_backend_without_tree_pages_reads_everything_else(topk, page_size, draft):
     """Chains on pages, trees on pages of one slot, and no drafting at all."""
     EngineConfig(attention_backend="block-table", topk=topk, page_size=page_size, draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("settings", "choices", "nodes"),
+    [
+        ({"num_steps": 3}, (3,), 4),
+        ({"num_steps": 3, "adaptive_steps": True}, (0, 1, 3, 5, 7), 8),
+        ({"adaptive_steps": {1: (1, 2), 4: (0, 1)}}, (0, 1, 2), 3),
+    ],
+)
+def test_chains_are_sized_for_the_longest_that_may_be_chosen(settings, choices, nodes):
+    """Every T of every batch size, and N of the largest."""
+    config = EngineConfig(topk=1, **settings)
+    assert (config.step_choices, config.most_steps, config.most_nodes) == (choices, choices[-1], nodes)

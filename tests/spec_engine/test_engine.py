@@ -5,7 +5,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.engine import Metrics
+from spec_engine.metrics import Metrics
 
 PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -15,7 +15,8 @@ GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
 def make_engine(folder, **settings) -> Engine:
-    return Engine(EngineConfig(model=str(folder), dtype="float64", max_total_tokens=4096, **settings))
+    settings = {"dtype": "float64", "max_total_tokens": 4096} | settings
+    return Engine(EngineConfig(model=str(folder), **settings))
 
 
 def tokens_of(engine: Engine, params: SamplingParams = GREEDY, prompts=PROMPTS) -> list[tuple[int, ...]]:
@@ -121,9 +122,28 @@ def test_impossible_requests_are_refused_with_a_sentence(toy_model, prompt, para
 
 def test_a_request_larger_than_the_pool_is_refused(toy_model):
     """A request that could never be admitted is refused at once instead of waiting for ever."""
-    engine = Engine(EngineConfig(model=str(toy_model), max_total_tokens=64))
-    with pytest.raises(ConfigError, match=r"may need \d+ pages of 16 slots, the pool has 4"):
+    engine = Engine(EngineConfig(model=str(toy_model), max_total_tokens=192))
+    with pytest.raises(ConfigError, match=r"may need \d+ pages of 16 slots, the pool has 12"):
         engine.submit(PROMPTS[3], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_total_tokens": 64}, "a reserve of 128 slots take 9 pages of 16, the pool has 4"),
+        ({"max_total_tokens": 143, "schedule": "overlap"}, "a reserve of 134 slots take 9 pages of 16, the pool has 8"),
+        (
+            {"max_total_tokens": 1, "draft": "none", "page_size": 1},
+            "1 slots take 2 pages of 1, the pool has 1",
+        ),
+    ],
+)
+def test_a_pool_below_one_reserve_does_not_start(toy_model, settings, words):
+    """A pool in which no request could take a step is refused with what one step needs."""
+    with pytest.raises(ConfigError, match="max_total_tokens must hold one request's reserve") as caught:
+        make_engine(toy_model, **settings)
+    assert words in str(caught.value)
+    assert "raise max_total_tokens to" in caught.value.hint
 
 
 def test_a_missing_head_is_named(toy_model, tmp_path):

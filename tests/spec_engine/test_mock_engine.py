@@ -14,13 +14,12 @@ PROMPTS = [[11, 4, 8, 15, 16, 23, 42], [12, 4], [13, *range(50, 83)]]  # first t
 SETTINGS = {"dtype": "float64", "max_total_tokens": 4096, "context_length": 256, "prefill_chunk_tokens": 16}
 
 
-def mock_engine(monkeypatch: pytest.MonkeyPatch, accept_len=None, **settings) -> Engine:
+def mock_engine(accept_len=None, **settings) -> Engine:
     """An engine on a MockModel, with a MockDraft where `accept_len` says how right it is."""
     target = MockModel(ORACLE)
-    monkeypatch.setattr("spec_engine.engine.load_target", lambda *args: target)
-    monkeypatch.setattr("spec_engine.engine.load_draft", lambda *args: MockDraft(target, accept_len))
-    monkeypatch.setattr("spec_engine.engine.Tokenizer.from_folder", lambda *args: MockTokenizer())
-    return Engine(EngineConfig(draft="none" if accept_len is None else "auto", **(SETTINGS | settings)))
+    config = EngineConfig(draft="none" if accept_len is None else "auto", **(SETTINGS | settings))
+    draft = None if accept_len is None else MockDraft(target, accept_len)
+    return Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
 
 
 def generate(engine: Engine, count: int) -> list[list[int]]:
@@ -31,18 +30,17 @@ def truth(count: int) -> list[list[int]]:
     return [ORACLE.continuation(prompt, count) for prompt in PROMPTS]
 
 
-def test_without_drafting_the_oracle_speaks(monkeypatch) -> None:
+def test_without_drafting_the_oracle_speaks() -> None:
     """Chunked prefill and plain decoding emit exactly the oracle's tokens."""
-    assert generate(mock_engine(monkeypatch), 20) == truth(20)
+    assert generate(mock_engine(), 20) == truth(20)
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 1), (1, 4), (3, 3), (4, 4)])
 @pytest.mark.parametrize("page_size", [1, 8])
-def test_every_accepted_length_can_be_forced(monkeypatch, page_size: int, topk: int, num_steps: int) -> None:
+def test_every_accepted_length_can_be_forced(page_size: int, topk: int, num_steps: int) -> None:
     """With accept_len 1 to T + 1 every verify emits just so many tokens, and the tokens are the oracle's."""
     for accept_len in range(1, num_steps + 2):
         engine = mock_engine(
-            monkeypatch,
             accept_len,
             page_size=page_size,
             topk=topk,
@@ -56,10 +54,10 @@ def test_every_accepted_length_can_be_forced(monkeypatch, page_size: int, topk: 
         assert engine.canary.certificate()["findings"] == []
 
 
-def test_each_request_and_step_has_its_own_length(monkeypatch) -> None:
+def test_each_request_and_step_has_its_own_length() -> None:
     """accept_len may be a function: one request takes 1 token a step, one 4, one now this and now that."""
     lens = {11: lambda at: 1, 12: lambda at: 4, 13: lambda at: 1 + at % 3}
-    engine = mock_engine(monkeypatch, lambda request, at: lens.get(request, lens[11])(at), topk=2, num_steps=3)
+    engine = mock_engine(lambda request, at: lens.get(request, lens[11])(at), topk=2, num_steps=3)
     steps: dict[str, list[int]] = {}
     for event in engine.stream(PROMPTS, SamplingParams(max_new_tokens=13)):
         steps.setdefault(event.request_id, []).append(len(event.token_ids))
@@ -74,7 +72,7 @@ def test_each_request_and_step_has_its_own_length(monkeypatch) -> None:
 
 def test_every_forward_is_fed_the_truth(monkeypatch) -> None:
     """With a draft that is always right, K = 1, each token of each forward of both pools is the oracle's."""
-    engine = mock_engine(monkeypatch, 5, page_size=4, topk=1, num_steps=4)
+    engine = mock_engine(5, page_size=4, topk=1, num_steps=4)
     seen, inner = {"target": 0, "draft": 0}, Forwards.open
 
     def open_and_judge(forwards: Forwards, batch):
@@ -97,7 +95,7 @@ def test_every_forward_is_fed_the_truth(monkeypatch) -> None:
 
 def test_a_wrong_slot_in_a_read_plan_changes_the_output(monkeypatch) -> None:
     """One index that points at the null slot is enough to make a token other than the oracle's."""
-    engine, inner = mock_engine(monkeypatch), Forwards.open
+    engine, inner = mock_engine(), Forwards.open
 
     def open_spoilt(forwards: Forwards, batch):
         if batch.kind == "decode" and batch.kv_lens[0] == 12:

@@ -9,7 +9,7 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.invariants import IndexBufferError
-from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
+from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.attention.page_pass import PagePass
 from spec_engine.attention.paged import PagedAttention
 from spec_engine.drafting import drafter as drafter_module
@@ -34,7 +34,7 @@ def run(backend: str, *, canary: CanaryConfig = OFF, **settings) -> tuple[list[t
     )
     engine, trees = Engine(config), []
     draft = engine.drafter.draft
-    engine.drafter.draft = lambda batch: trees.append(draft(batch)) or trees[-1]
+    engine.drafter.draft = lambda *step: trees.append(draft(*step)) or trees[-1]
     outputs = engine.generate(PROMPTS, PARAMS)
     return [output.token_ids for output in outputs], [tree.tokens.tolist() for tree in trees]
 
@@ -111,24 +111,12 @@ def test_a_copied_ancestor_that_changes_is_reported(monkeypatch):
     assert "T1" in {finding.code for finding in caught.value.findings}
 
 
-def attend_columns(monkeypatch) -> None:
-    build = drafter_module.Drafter.__init__
-    monkeypatch.setattr(drafter_module.Drafter, "__init__", lambda *a, **kw: build(*a, **(kw | {"attend": "columns"})))
-
-
 @pytest.mark.parametrize("name", ["torch", "paged"])
-def test_attending_columns_changes_no_token(by_tokens, monkeypatch, name):
+def test_attending_columns_changes_no_token(by_tokens, name):
     """Rows that mix paths draft other trees, which costs acceptance at most: the target decides."""
-    attend_columns(monkeypatch)
-    tokens, trees = run(name)
+    tokens, trees = run(name, attend="columns")
     assert tokens == by_tokens[4][0]
     assert trees != by_tokens[4][1]
-
-
-def test_an_unknown_way_to_attend_is_refused():
-    """The message lists the ways there are."""
-    with pytest.raises(ConfigError, match="attend must be one of ancestors, columns, got 'siblings'"):
-        drafter_module.Drafter(None, None, None, topk=1, num_steps=1, num_draft_tokens=2, attend="siblings")
 
 
 def test_an_index_buffer_that_forgot_topk_is_refused_before_the_launch(toy_model, monkeypatch):

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from spec_engine import ConfigError, SamplingParams
-from spec_engine.sampling import sample
+from spec_engine.acceptance.settings import SamplingBatch
+from spec_engine.sampling import choose
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
+
+
+def sample(logits: torch.Tensor, params: tuple[SamplingParams, ...], positions: torch.Tensor) -> torch.Tensor:
+    return choose(logits, SamplingBatch.of(params, logits.shape[-1], logits.device), positions)
 
 
 def draws(count: int, **settings) -> torch.Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcanary.invariants import TreeShapeError
-from spec_engine.acceptance.walk import Acceptance
+from spec_engine.acceptance.walk import Acceptance, match
 from spec_engine.drafting.tree import Tree, ancestor_mask
-from spec_engine.verify import Accepted, accept, to_host
+from spec_engine.verify import Accepted, to_host
 
 TOKENS, PARENTS = torch.tensor([[9, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])
 MASK = ancestor_mask(PARENTS, 2)
@@ -16,9 +16,9 @@ TREE = Tree(TOKENS, PARENTS, MASK.sum(-1) - 1, MASK)
 CHOSEN = torch.tensor([[5, 0, 6, 7]])
 
 
-def test_accept_walks_to_the_bottom_of_the_tree():
-    """As deep as the tree is, whatever the number of steps was."""
-    assert accept(TREE, CHOSEN) == [Accepted([0, 2, 3], [5, 6, 7])]
+def test_a_path_comes_without_its_padding():
+    """Nodes from the root down and the tokens that follow them, though the walk could have gone one deeper."""
+    assert to_host(TREE, match(TOKENS, PARENTS, CHOSEN, 3)) == [Accepted([0, 2, 3], [5, 6, 7])]
 
 
 def test_nodes_that_are_no_path_are_refused():

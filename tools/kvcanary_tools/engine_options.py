@@ -40,6 +40,13 @@ json_option = click.option(
 )
 
 
+reenact_option = click.option(
+    "--reenact",
+    metavar="NAME",
+    help="Undo one fix, to see the check that replaced it: kvcanary faults lists the names.",
+)
+
+
 class Whole(click.ParamType):
     """A text that an environment variable holds whole: it is not cut at blanks."""
 
@@ -63,6 +70,21 @@ class Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class TokenBias(click.ParamType):
+    """ID=VALUE, such as 42=-1.5 or 42=-inf: a token id and what is added to its logit."""
+
+    name = "bias"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        token, _, bias = value.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"a bias must be ID=VALUE such as 42=-1.5, got {value!r}", param, ctx)
+
+
 def engine_options(function: AnyFunction) -> AnyFunction:
     """Model, drafting, memory and canary options, in this order in --help."""
     for decorate in reversed([*_model_options(), *_canary_options()]):
@@ -77,7 +99,50 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
         _option("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token."),
         _option("--sample-top-k", type=int, default=0, metavar="K", help="Draw among the K likeliest; 0: among all."),
         _option("--sample-top-p", type=float, default=1.0, metavar="P", help="Draw among the likeliest of mass P."),
+        _option(
+            "--sample-min-p",
+            type=float,
+            default=0.0,
+            metavar="P",
+            help="Draw among those of at least P times the likeliest's probability.",
+        ),
         _option("--seed", type=int, default=0, metavar="S", help="Seed of the draws."),
+        _option(
+            "--repetition-penalty",
+            type=float,
+            default=1.0,
+            metavar="X",
+            help="Divides the positive logits of tokens of prompt and output, multiplies the negative ones.",
+        ),
+        _option(
+            "--presence-penalty", type=float, default=0.0, metavar="X", help="Taken off a token that the output has."
+        ),
+        _option(
+            "--frequency-penalty", type=float, default=0.0, metavar="X", help="Taken off as often as the output has it."
+        ),
+        _option(
+            "--logit-bias",
+            type=TokenBias(),
+            multiple=True,
+            metavar="ID=VALUE",
+            help="Added to a token's logit; may be given several times.",
+        ),
+        _option(
+            "--stop", type=Whole(), multiple=True, metavar="TEXT", help="Ends the text; may be given several times."
+        ),
+        _option(
+            "--stop-token-id",
+            type=int,
+            multiple=True,
+            metavar="ID",
+            help="Ends the text, as EOS does; may be given several times.",
+        ),
+        _option(
+            "--logprobs",
+            type=int,
+            metavar="N",
+            help="With --json: each token's log-probability, and the N likeliest beside it.",
+        ),
     ]
     for decorate in reversed(options):
         function = decorate(function)
@@ -109,7 +174,15 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
             temperature=options["temperature"],
             top_k=options["sample_top_k"],
             top_p=options["sample_top_p"],
+            min_p=options["sample_min_p"],
             seed=options["seed"],
+            repetition_penalty=options["repetition_penalty"],
+            presence_penalty=options["presence_penalty"],
+            frequency_penalty=options["frequency_penalty"],
+            logit_bias=dict(options["logit_bias"]),
+            stop=options["stop"],
+            stop_token_ids=options["stop_token_id"],
+            logprobs=options["logprobs"],
         )
 
 
@@ -140,7 +213,11 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             metavar="auto|eagle3|eagle|standalone|none",
             help="What drafts; auto takes the best head that the model has.",
         ),
-        _engine_option("--draft-model", metavar="DIR", help="Folder of the draft head, if not the model's own."),
+        _engine_option(
+            "--draft-model",
+            metavar="DIR",
+            help="Folder of the draft head, if not the model's own, or of the small model that standalone needs.",
+        ),
         _engine_option("--page-size", type=int, metavar="P", help="Slots a page of the KV pools."),
         _engine_option("--topk", "--speculative-eagle-topk", type=int, metavar="K", help="Width of the draft tree."),
         _engine_option(
@@ -153,11 +230,47 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             metavar="N",
             help=f"Nodes that the target verifies, with the root; by default {DEFAULT_NODES}, or all of a chain.",
         ),
+        _engine_option(
+            "--acceptance",
+            metavar="match|tree|rejection",
+            help="How drafts are accepted when tokens are drawn: by equality, tree sampling, chain rejection sampling.",
+        ),
+        _engine_option(
+            "--threshold-single",
+            type=float,
+            metavar="X",
+            help="Tree sampling accepts every draft of at least this probability; 1 is exact.",
+        ),
+        _engine_option(
+            "--threshold-acc",
+            type=float,
+            metavar="X",
+            help="Tree sampling divides the probability of siblings by it; 1 is exact.",
+        ),
+        _engine_option(
+            "--adaptive-steps",
+            is_flag=True,
+            help="Draft more steps where drafts are accepted and fewer where not, from --num-steps on; for --topk 1.",
+        ),
+        _engine_option(
+            "--attend",
+            metavar="ancestors|columns",
+            help="What draft branches read: the ancestors of their tokens, or what their number wrote before.",
+        ),
         _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
         _engine_option("--device", metavar="DEVICE", help="Where it runs."),
         _engine_option("--attention-backend", metavar="NAME", help="Which kernels read the cache."),
         _engine_option("--schedule", metavar="sync|overlap", help="How host and device take turns."),
         _engine_option("--max-total-tokens", type=int, metavar="N", help="Slots of each KV pool."),
+        _engine_option(
+            "--max-window-tokens",
+            type=int,
+            metavar="N",
+            help="Slots of the target's pool where its layers have a sliding window; by default enough for all.",
+        ),
+        _engine_option(
+            "--host-pages", type=int, metavar="N", help="Pages of host memory for requests that wait again; 0: none."
+        ),
         _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),
         _engine_option(
             "--context-length",

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from spec_engine import ConfigError, SamplingParams
 from spec_engine.acceptance.distribution import target_probs
 from spec_engine.acceptance.settings import SamplingBatch
-from spec_engine.acceptance.tree_sampling import Thresholds, sample_tree
+from spec_engine.acceptance.thresholds import Thresholds
+from spec_engine.acceptance.tree_sampling import sample_tree
 from spec_engine.acceptance.walk import NO_TOKEN
 
 # The golden vector of sgl-project/sglang's test of its tree sampling kernel, as published.

@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from kvcanary.invariants import TreeShapeError, check_links, check_parents
+from spec_engine.acceptance.walk import match
 from spec_engine.drafting import tree as tree_module
-from spec_engine.drafting.tree import TreeGrowth, ancestor_mask, build_tree, retrieve_links
-from spec_engine.verify import Accepted, accept
+from spec_engine.drafting.tree import Tree, TreeGrowth, ancestor_mask, build_tree, retrieve_links
+from spec_engine.verify import Accepted, to_host
+
+
+def accept(tree: Tree, chosen: torch.Tensor, requests: tuple[str, ...] = ()) -> list[Accepted]:
+    """The paths along which drafts equal what was chosen."""
+    return to_host(tree, match(tree.tokens, tree.parents, chosen, tree.tokens.shape[1] - 1), requests)
 
 
 def grown_tree():

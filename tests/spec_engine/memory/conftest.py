@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, ReadPlan, WritePlan
+from spec_engine.core import first_visible
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
-from spec_engine.memory.window_pool import WindowPool, WindowRow, first_visible
+from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.streams import Streams
 
 PAGE_SIZE, NUM_PAGES, WINDOW_PAGES = 4, 24, 9

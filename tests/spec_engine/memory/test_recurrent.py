@@ -163,4 +163,4 @@ def test_recurrent_layers_lie_within_the_model() -> None:
     with pytest.raises(CheckpointError, match=r"must lie within the model's 4, got \[1, 4\]"):
         HybridDecoder(CONFIG, (1, 4), 12)
     model = HybridDecoder(CONFIG, (1,), 12)
-    assert (model.num_kv_layers, model.num_state_layers, model.has_recurrent_state) == (3, 1, True)
+    assert (model.num_kv_layers, model.num_state_layers) == (3, 1)

@@ -6,14 +6,11 @@ import torch
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.memory.sizing import (
     draft_alloc_len,
-    overlap_step_pages,
     pages_for,
     pages_per_branch,
-    plain_step_pages,
     reserve_len,
     row_width,
     step_pages,
-    sync_step_pages,
     worst_case_step_pages,
 )
 
@@ -36,9 +33,10 @@ def test_draft_alloc_len_matches_worked_numbers(page_size, topk, num_steps, node
 
 
 def test_reserve_and_row_width_match_worked_numbers():
-    """The reserve is one step, plus one verify when the host lags; a row holds context, reserve and rounding."""
+    """The reserve is one step, one verify more when the host lags, one entry more where the draft pool is ahead."""
     assert reserve_len(16, 4, lag=0) == 16
     assert reserve_len(16, 4, lag=1) == 20
+    assert reserve_len(16, 4, lag=1, ahead=1) == 21
     assert row_width(100, 16, 4) == 119
 
 
@@ -95,7 +93,7 @@ def test_a_large_tree_with_large_pages_matches_worked_numbers():
 def test_the_plain_estimate_counts_the_requests_whose_last_page_is_full():
     """Without drafting a page is taken by those whose committed length is a multiple of the page size."""
     lens = torch.arange(0, 40)
-    taken = plain_step_pages(lens, pages_for(lens, 0, 4), 4)
+    taken = step_pages(lens, pages_for(lens, 0, 4), reserve_len(1, 1, lag=0), 4)
     assert torch.equal(taken, (lens % 4 == 0).long())
 
 
@@ -107,10 +105,10 @@ def test_estimates_are_what_requests_take_and_below_the_bounds(page_size, topk, 
     before = torch.arange(0, 2 * page_size)[:, None]
     after = before + torch.arange(0, num_steps + 2)
     owned = torch.ceil((before + alloc_len) / page_size).long()
-    sync = sync_step_pages(after, owned, alloc_len, page_size)
+    sync = step_pages(after, owned, reserve_len(alloc_len, num_steps + 1, lag=0), page_size)
     first_columns = owned[:, :, None] * page_size + torch.arange(0, alloc_len + num_steps + 1, page_size)
     assert torch.equal(sync, (first_columns < (after + alloc_len)[:, :, None]).sum(-1))  # of pages not owned yet
-    overlap = overlap_step_pages(after, owned, alloc_len, num_steps + 1, page_size)
+    overlap = step_pages(after, owned, reserve_len(alloc_len, num_steps + 1, lag=1), page_size)
     doubled = step_pages(after, owned, 2 * alloc_len, page_size)
     assert bool(((sync <= overlap) & (overlap <= doubled)).all())
     assert int(doubled.max()) <= worst_case_step_pages(1, 2 * alloc_len, page_size)

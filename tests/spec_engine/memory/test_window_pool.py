@@ -20,12 +20,13 @@ from kvcanary.invariants import (
     PoolExhaustedError,
     WindowMapError,
 )
+from spec_engine.core import first_visible
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import PrefixTree
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.window_pool import WindowPool, WindowRow, first_visible
+from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.memory.window_report import WindowReports
 
 CPU = torch.device("cpu")

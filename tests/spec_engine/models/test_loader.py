@@ -55,8 +55,13 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
     ("changes", "words"),
     [
         (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 128},
-            "sliding_window must not be narrower than the context, got 128 of 512 positions; lower max_position",
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 128,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            "sliding_window must hold for all layers or for none, got 5 of 8 layers with a window of 128 positions",
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type must be default, linear or llama3, got yarn"),
         (
@@ -84,6 +89,25 @@ def test_a_window_that_covers_the_context_is_no_window(checkpoint: Path) -> None
     load_target(checkpoint)
     raw = json.loads((checkpoint / "config.json").read_text())
     parse_config(raw | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": False})
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, 64),
+        ({"architectures": ["LlamaForCausalLM"]}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0}, 64),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 8}, None),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"] * 8},
+            None,
+        ),
+    ],
+)
+def test_a_window_is_read_where_the_architecture_has_one(checkpoint: Path, changes: dict, window: int | None) -> None:
+    """Mistral always, Qwen where it is switched on and has layers for it, Llama never."""
+    raw = json.loads((checkpoint / "config.json").read_text()) | {"sliding_window": 64}
+    assert parse_config(raw | changes).sliding_window == window
 
 
 @pytest.mark.parametrize("gone", ["config.json", "model.safetensors"])

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from spec_engine import Engine, SamplingParams
-from spec_engine.engine import Metrics
+from spec_engine.metrics import Metrics
 
 RESULTS = Path(__file__).parent / "results"
 NUM_THREADS = 2

@@ -17,6 +17,7 @@ from kvcanary_tools.engine_options import (
     engine_config,
     engine_options,
     json_option,
+    reenact_option,
     sampling_options,
     sampling_params,
     usage_failures,
@@ -25,6 +26,7 @@ from kvcanary_tools.engine_options import (
 if TYPE_CHECKING:
     from kvcanary_tools.generation import Completion, Generation
     from spec_engine import TokenEvent
+    from spec_engine.memory.sizes import Sizes
 
 
 @click.command("generate", context_settings=CONTEXT, short_help="Complete prompts.")
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 @click.argument("more_files", nargs=-1, metavar="")
 @engine_options
 @sampling_options
+@reenact_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
@@ -56,24 +59,30 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     The text goes to stdout as it comes, everything else to stderr. Every option can be given in the environment
     too, as KVCANARY_ and its name: KVCANARY_PAGE_SIZE=4, KVCANARY_KV_CANARY=log.
 
-    Exit codes: 0 clean, 1 the canary found a violation, 2 wrong usage, 3 kvcanary itself failed.
+    A prompt that is refused, being empty or too long, does not stop the others.
+
+    Exit codes: 0 clean, 1 the canary found a violation, 2 wrong usage or a refused prompt, 3 kvcanary itself failed.
     """
     prompts = _read_prompts(options["prompt"], options["prompt_file"], options["more_files"])
     config, params = engine_config(options), sampling_params(options)
 
     from kvcanary_tools.generation import generate
+    from kvcanary_tools.reenactment import reenacting
     from spec_engine import Engine
 
     console.log_to_stderr()
     printer = _Printer(len(prompts))
-    with usage_failures():
-        generation = generate(Engine(config), prompts, params, None if as_json else printer)
+    with usage_failures(), reenacting(options["reenact"], as_json):
+        engine = Engine(config)
+        console.say(_sizes_line(engine.sizes))
+        generation = generate(engine, prompts, params, None if as_json else printer)
     if as_json:
         console.data_json(generation.as_dict())
     else:
         printer.end(generation)
         _summarise(generation)
-    ctx.exit(console.EXIT_FINDING if generation.findings else console.EXIT_CLEAN)
+    _tell_refused(generation)
+    ctx.exit(_exit_code(generation))
 
 
 def _read_prompts(prompts: tuple[str, ...], files: tuple[str, ...], more_files: tuple[str, ...]) -> list[str]:
@@ -97,6 +106,16 @@ def _read_file(name: str) -> str:
         raise UsageFailure(f"cannot read the prompt file {name!r}: it is not UTF-8 text", "give a text file") from error
 
 
+def _sizes_line(sizes: Sizes) -> str:
+    """What an operator wants to know at the start: row width, and the bytes of pools, table and canary."""
+    pools = ", ".join(f"{name} pool {console.size(count)}" for name, count in sizes.pool_bytes.items())
+    return (
+        f"{sizes.num_rows} rows of {sizes.row_width} columns (context {sizes.context_length}, "
+        f"reserve {sizes.reserve}), {sizes.num_pages} pages of {sizes.page_size} slots: {pools}, "
+        f"table {console.size(sizes.table_bytes)}, canary {console.size(sizes.canary_bytes)}"
+    )
+
+
 class _Printer:
     """Text to stdout: as it comes when there is one prompt, under a heading as each completes when there are more."""
 
@@ -112,7 +131,8 @@ class _Printer:
     def end(self, generation: Generation) -> None:
         """What a finding stopped is shown as far as it came."""
         if self.num_prompts == 1:
-            console.data("")
+            if not generation.refusals:
+                console.data("")
             return
         for completion in generation.completions:
             if completion.finish_reason == "kv_corruption":
@@ -124,9 +144,31 @@ class _Printer:
         console.data(completion.text)
 
 
+def _tell_refused(generation: Generation) -> None:
+    """A sentence for each refused prompt, then the hints."""
+    many = len(generation.completions) > 1
+    for number, completion in enumerate(generation.completions, 1):
+        if completion.error is not None:
+            which = f"prompt {number} of {len(generation.completions)} is refused: " if many else ""
+            console.say(f"kvcanary: {which}{completion.error}", fg="red")
+    hints = dict.fromkeys(error.hint for error in generation.refusals if error.hint)
+    if hints:
+        console.say()
+    for hint in hints:
+        console.say(f"hint: {hint}")
+
+
+def _exit_code(generation: Generation) -> int:
+    if generation.findings:
+        return console.EXIT_FINDING
+    return console.EXIT_USAGE if generation.refusals else console.EXIT_CLEAN
+
+
 def _summarise(generation: Generation) -> None:
     from kvcanary_tools.certificate import certificate_line
 
+    if len(generation.refusals) == len(generation.completions):
+        return
     console.say()
     if generation.report is not None:
         console.say(generation.report.text())
@@ -135,5 +177,11 @@ def _summarise(generation: Generation) -> None:
     console.say(
         f"{tokens}, accepted length {generation.accepted_length:.2f}, {generation.tokens_per_second:.0f} tokens/s"
     )
+    if generation.adaptive is not None:
+        batches = sorted(generation.adaptive.batches.items())
+        chosen = ", ".join(f"{steps} in {console.numbered(count, 'step')}" for steps, count in batches)
+        console.say(f"drafts by step: {chosen}, {console.numbered(generation.adaptive.switches, 'change')}")
+    if generation.num_retractions:
+        console.say(f"{console.numbered(generation.num_retractions, 'retraction')} for want of pages")
     if generation.certificate is not None:
         console.say(certificate_line(generation.certificate))

@@ -1,0 +1,199 @@
+"""What an engine is made of: models, pools, pages, rows, canary, scheduler and runner, built once from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcanary import CanaryConfig, PoolView
+from kvcanary.faults import arm_from_environment
+from kvcanary.invariants import check_page_sizes, check_pool_slots
+from spec_engine.acceptance.acceptor import Acceptor
+from spec_engine.config import EngineConfig
+from spec_engine.drafting.adaptive import AdaptivePolicy
+from spec_engine.drafting.drafter import Drafter
+from spec_engine.errors import ConfigError
+from spec_engine.hooks import Forwards
+from spec_engine.loading import dtype_of, load_models
+from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.host_tier import HostTier
+from spec_engine.memory.kv_memory import KVMemory
+from spec_engine.memory.pool import KVPool
+from spec_engine.memory.request_table import RequestTable
+from spec_engine.memory.sizes import Sizes, plan_sizes
+from spec_engine.memory.window_report import WindowReports
+from spec_engine.models.config import ModelConfig
+from spec_engine.models.decoder import Decoder
+from spec_engine.models.loader import Draft
+from spec_engine.models.tokenizer import Tokenizer
+from spec_engine.recurrence import num_kv_layers, recurrent_pool, settings_for
+from spec_engine.relay import Relay
+from spec_engine.runner import Runner
+from spec_engine.scheduler import Scheduler
+from spec_engine.sliding import check_draft_window, window_pool
+from spec_engine.streams import Streams
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
+
+HOST_LAG = {"sync": 0, "overlap": 1}  # verifies that the host is behind the device, by schedule
+
+
+class Assembly:
+    """The parts of an engine, wired; nothing here runs a step."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Decoder | None,
+        draft: Draft | None,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        arm_from_environment()
+        self.device = _device(config.device)
+        self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
+        self.config = config = settings_for(self.model, config)
+        self.adaptive = _adaptive(config, self.head)
+        self.lag = HOST_LAG[config.schedule]
+        self._build()
+
+    def _build(self) -> None:
+        config, head = self.config, self.head
+        self.sizes = sizes = plan_sizes(
+            config,
+            max_positions=self.model.config.max_position_embeddings,
+            ahead=None if head is None else head.ahead,
+            lag=self.lag,
+        )
+        pages = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        self.windows = window_pool(pages, config, self.model.config.sliding_window, sizes.reserve, self.device)
+        self.window_reports = None if self.windows is None else WindowReports(self.windows)
+        self.allocator = pages if self.windows is None else self.windows
+        self.request_table = RequestTable(sizes.num_rows, sizes.row_width, config.page_size, self.device)
+        self.pools = {"target": self._pool("target", self.model.config)}
+        if head is not None:
+            check_draft_window(head.config.sliding_window)
+            self.pools["draft"] = self._pool("draft", head.config, head.token_offset, head.ahead)
+        states = recurrent_pool(self.model, config, dtype_of(config), self.device)
+        views = [self._view(pool) for pool in self.pools.values()]
+        self.canary = _attach(config.canary, views) if config.canary.enabled else None
+        self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
+        self.memory = KVMemory(
+            self.allocator,
+            self.request_table,
+            self.canary,
+            is_drafting=head is not None,
+            caches_prefixes=config.prefix_cache,
+            tier=self._host_tier() if config.host_pages else None,
+        )
+        self.scheduler = Scheduler(
+            self.memory,
+            reserve=sizes.reserve,
+            ahead=sizes.ahead,
+            max_running=config.max_running_requests,
+            context_length=sizes.context_length,
+            chunk_tokens=config.prefill_chunk_tokens,
+            least_ratio=config.new_token_ratio,
+        )
+        self.relay = Relay(sizes.num_rows + 1, self.device)
+        self.drafter = None if head is None else self._make_drafter(head)
+        heads, backend = self.model.config.num_heads, config.attention_backend
+        target = Forwards(self.pools["target"], heads, self.canary, backend, self.windows)
+        acceptor = Acceptor(
+            config.acceptance,
+            config.thresholds,
+            vocab_size=self.model.config.vocab_size,
+            num_rows=sizes.num_rows + 1,
+            device=self.device,
+        )
+        self.runner = Runner(
+            self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary, states
+        )
+        self._check_sizes()
+        self.sizes = self._weighed(sizes)
+        if self.canary is not None:
+            self.canary.arm()
+
+    def _make_drafter(self, head: Draft) -> Drafter:
+        return Drafter(
+            head,
+            Forwards(self.pools["draft"], head.config.num_heads, self.canary, self.config.attention_backend),
+            self.request_table,
+            topk=self.config.topk,
+            num_steps=self.config.num_steps,
+            num_draft_tokens=self.config.num_draft_tokens,
+            step_choices=self.config.step_choices,
+            attend=self.config.attend,
+            draws=self.config.acceptance == "rejection",
+        )
+
+    def _weighed(self, sizes: Sizes) -> Sizes:
+        return replace(
+            sizes,
+            pool_bytes={name: pool.kv.nbytes for name, pool in self.pools.items()},
+            table_bytes=self.request_table.table.nbytes,
+            canary_bytes=0 if self.canary is None else self.canary.num_bytes,
+        )
+
+    def _host_tier(self) -> HostTier:
+        maps = {} if self.windows is None else {"target": self.windows.slot_map}
+        return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
+
+    def _num_pages(self, pool: str) -> int:
+        """Pages of a pool: the target's are those of its window, where it has one."""
+        is_window = self.windows is not None and pool == "target"
+        return self.windows.num_window_pages if is_window else self.allocator.num_pages
+
+    def _view(self, pool: KVPool) -> PoolView:
+        is_window = self.windows is not None and pool.name == "target"
+        return self.windows.view(pool) if is_window else pool.view()
+
+    def _check_sizes(self) -> None:
+        """Allocator, scheduler, request table and pools count the same pages."""
+        sizes = {"scheduler": self.scheduler.page_size, "request table": self.request_table.page_size}
+        check_page_sizes(sizes | {f"pool {name!r}": pool.page_size for name, pool in self.pools.items()})
+        for name, pool in self.pools.items():
+            check_pool_slots(name, pool.kv.shape[1], self._num_pages(name), pool.page_size)
+
+    def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
+        return KVPool(
+            name,
+            num_layers=num_kv_layers(self.model) if name == "target" else model.num_layers,
+            num_pages=self._num_pages(name),
+            page_size=self.config.page_size,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            token_offset=token_offset,
+            ahead=ahead,
+            dtype=dtype_of(self.config),
+            device=self.device,
+        )
+
+
+def _attach(config: CanaryConfig, views: Sequence[PoolView]) -> CanaryManager:
+    """A canary over these pools; an engine without one never loads what it is made of."""
+    from kvcanary import CanaryManager
+
+    return CanaryManager(config, views, holds_back=True)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name; ConfigError where there is none."""
+    present = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name in present or (name == "cuda" and len(present) > 1):
+        return torch.device(name)
+    raise ConfigError(f"device {name!r} is not present, there is: {', '.join(present)}", "use --device cpu")
+
+
+def _adaptive(config: EngineConfig, head: Draft | None) -> AdaptivePolicy | None:
+    """What chooses T for each step. ConfigError when nothing drafts."""
+    if config.adaptive is None:
+        return None
+    if head is None:
+        raise ConfigError(
+            "adaptive_steps needs a draft, the model has none", "pass draft_model=FOLDER, or fix num_steps"
+        )
+    return AdaptivePolicy(config.adaptive, topk=config.topk, num_steps=config.num_steps)
