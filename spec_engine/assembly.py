@@ -149,7 +149,8 @@ class Assembly:
 
     def _view(self, pool: KVPool) -> PoolView:
         is_window = self.windows is not None and pool.name == "target"
-        return self.windows.view(pool) if is_window else pool.view()
+        view = self.windows.view(pool) if is_window else pool.view()
+        return replace(view, vocab_size=self.model.config.vocab_size)
 
     def _check_sizes(self) -> None:
         """Allocator, scheduler, request table and pools count the same pages."""

@@ -275,6 +275,22 @@ def feed_another_token(engine: Engine) -> Place:
     return None, request.committed_len
 
 
+@found_by("W6")
+def draft_an_id_that_is_no_token(engine: Engine) -> Place:
+    """The target is given a guess beyond its vocabulary, as a wrong map from draft to target ids makes them."""
+    verify_forward, beyond = engine.runner.verify_forward, engine.model.config.vocab_size
+
+    def mapped(batch, tree):
+        forward = verify_forward(batch, tree)
+        fed = forward.tokens.clone()
+        fed[-1] = beyond
+        engine.model.forward = lambda tokens, *rest, run=engine.model.forward: run(tokens % beyond, *rest)
+        return replace(forward, tokens=fed)
+
+    engine.runner.verify_forward = mapped
+    return None, None
+
+
 @found_by("R10")
 def believe_a_shorter_row(engine: Engine) -> Place:
     """The verify forward believes that one token less is committed."""
