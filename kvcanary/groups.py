@@ -94,7 +94,12 @@ def map_faults(view: PoolView, full_slots: Tensor) -> list[MapFault]:
 
 def window_start(view: PoolView, position: int) -> int:
     """First position that attention sees from this one."""
-    return 0 if view.window is None else max(0, position + 1 - view.window)
+    return 0 if view.window is None else first_visible(position, view.window)
+
+
+def first_visible(position: int, window: int) -> int:
+    """The first position that a reader at ``position`` sees, itself included. `loops.plans` has it for rows."""
+    return max(0, position + 1 - window)
 
 
 def check_group(view: PoolView) -> None:

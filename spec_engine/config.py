@@ -86,7 +86,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.page_size & (self.page_size - 1):
-            raise ConfigError(f"page_size must be a power of two, got {self.page_size}", "use 1, 2, 4, 8, 16, 32 or 64")
+            raise ConfigError(f"page_size must be a power of two, got {self.page_size}", "use 1, 2, 4, 8, 16 and so on")
         _require_one_of("draft", self.draft, DRAFTS)
         _require_one_of("attend", self.attend, ATTEND)
         _require_one_of("dtype", self.dtype, DTYPES)

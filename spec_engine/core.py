@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvcanary.groups import first_visible
 from kvcanary.invariants import check_rows_distinct
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.relay import Relay
@@ -124,11 +125,6 @@ def within_window(forward: ForwardBatch, window: int) -> ForwardBatch:
         window=window,
         starts=torch.tensor(starts, device=forward.kv_indices.device),
     )
-
-
-def first_visible(position: int, window: int) -> int:
-    """The first position that a reader at ``position`` sees, itself included."""
-    return max(0, position + 1 - window)
 
 
 def indptr(lens: Sequence[int], device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spec_engine.drafting.layout import branch_stride
+from spec_engine.drafting.layout import branch_stride, tail_duplicates
 
 
 def tail_copies(
@@ -28,14 +28,10 @@ def tail_copies(
 
     table: the request table, whose columns reach to the end of the branches; rows, committed_lens: [bs] int64.
     """
-    lens, row = committed_lens[:, None, None], rows[:, None, None]
-    tail = lens % page_size
-    offsets = torch.arange(page_size - 1, device=table.device)
-    branches = torch.arange(1, topk, device=table.device)[:, None]
-    copies = lens - tail + branches * branch_stride(tail, num_steps, page_size) + offsets
-    originals = (lens - tail + offsets).expand_as(copies)
-    is_tail = offsets < tail
-    return torch.where(is_tail, table[row, originals], 0), torch.where(is_tail, table[row, copies], 0)
+    layout = {"topk": topk, "num_steps": num_steps, "page_size": page_size}
+    sources, destinations = tail_duplicates(committed_lens, **layout)
+    is_tail, row = sources != destinations, rows[:, None, None]
+    return torch.where(is_tail, table[row, sources], 0), torch.where(is_tail, table[row, destinations], 0)
 
 
 def ancestor_copies(slots: Tensor, parents: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:

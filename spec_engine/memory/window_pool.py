@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcanary import PoolView
+from kvcanary.groups import first_visible
 from kvcanary.invariants import (
     check_pages_ready,
     check_protected,
@@ -23,7 +24,6 @@ from kvcanary.invariants import (
     check_window_pages,
     check_window_slide,
 )
-from spec_engine.core import first_visible
 from spec_engine.memory.accounting import PoolAccounting
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.host_rows import slots_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from spec_engine.core import first_visible
+from kvcanary.groups import first_visible
 from spec_engine.memory.window_pool import WindowPool, WindowRow
 
 _events = structlog.get_logger("spec_engine")

@@ -248,9 +248,11 @@ def test_a_page_outside_the_pool_is_refused_in_words(page):
 def test_warm_up_takes_latent_rows_and_extras():
     """Before arm() a substep takes whatever values the pool has."""
     views = [PoolView("only", [torch.zeros(64, 2, 4)], None, 4)]
-    substep = CanaryManager(CanaryConfig(), views).substep("decode", 0, "only")
+    canary = CanaryManager(CanaryConfig(), views)
+    substep = canary.substep("decode", 0, "only")
     substep.store(0, torch.zeros(1, 2, 4))
     substep.store(0, torch.zeros(1, 2, 4), None, torch.zeros(1, 2))
+    assert canary.certificate()["forwards"] == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 6), (1, 5, 5)])

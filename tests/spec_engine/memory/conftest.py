@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, ReadPlan, WritePlan
-from spec_engine.core import first_visible
+from kvcanary.groups import first_visible
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.window_pool import WindowPool, WindowRow

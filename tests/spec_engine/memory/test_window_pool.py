@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig, CanaryManager
-from kvcanary.groups import map_faults, window_start
+from kvcanary.groups import first_visible, map_faults, window_start
 from kvcanary.invariants import (
     DoubleFreeError,
     PageLeakError,
@@ -20,7 +20,6 @@ from kvcanary.invariants import (
     PoolExhaustedError,
     WindowMapError,
 )
-from spec_engine.core import first_visible
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.prefix_cache import PrefixCache
