@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.checks import expect_int64, expect_layered, live_indices
-from kvcanary_kernels.device import live_count, tl, triton
+from kvcanary_kernels.device import BLOCK, TILE_WARPS, live_count, tl, triton
 from kvcanary_kernels.fingerprint import expect_keys, fingerprint_torch, layer_lanes
 from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import PoolRows
@@ -34,21 +34,28 @@ def check_content(
     n = slots.numel()
     if n == 0:
         return
-    _check_content_kernel[(n,)](
+    live = slots if num_live is None else num_live
+    _clear_kernel[(triton.cdiv(n, BLOCK),)](
+        slots, mismatch, live, n, rows.num_slots, BLOCK_N=BLOCK, HAS_LIVE=num_live is not None
+    )
+    _check_content_kernel[(triton.cdiv(n, rows.tile), rows.num_layers)](
         rows.ptrs,
         slots,
         keys.lane_a,
         keys.start_a,
         content_a,
         mismatch,
-        slots if num_live is None else num_live,
+        live,
         n,
         rows.num_slots,
         rows.num_layers,
         content_a.stride(0),
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
+        ALIGNMENT=rows.alignment,
+        TILE=rows.tile,
         HAS_LIVE=num_live is not None,
+        num_warps=TILE_WARPS,
     )
 
 
@@ -73,6 +80,17 @@ def check_content_torch(
 
 
 @triton.jit(do_not_specialize=["n"])
+def _clear_kernel(slots, mismatch, num_live, n, num_slots, BLOCK_N: tl.constexpr, HAS_LIVE: tl.constexpr):
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    b_zero = tl.zeros([BLOCK_N], tl.int64)
+    tl.store(mismatch + 2 * o_n, b_zero, mask=m_n)
+    tl.store(mismatch + 2 * o_n + 1, b_zero, mask=m_n)
+
+
+@triton.jit(do_not_specialize=["n"])
 def _check_content_kernel(
     ptrs,
     slots,
@@ -87,26 +105,21 @@ def _check_content_kernel(
     content_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
-    i_n = tl.program_id(0).to(tl.int64)
-    if i_n >= live_count(num_live, n, HAS_LIVE):
-        return
-    slot = tl.load(slots + i_n)
-    if (slot < 0) | (slot >= num_slots):
-        return
-    content = content_a + slot
-    low = tl.zeros([], tl.int64)
-    high = tl.zeros([], tl.int64)
-    for i_layer in range(num_layers):
-        lane, _ = layer_lanes(ptrs + i_layer, num_layers, slot, key_a, key_a, PIECES, False)
-        differs = (lane + tl.load(start_a + i_layer) != tl.load(content)).to(tl.int64)
-        key_a += WORDS
-        content += content_stride
-        low |= tl.where(i_layer < 64, differs << (i_layer % 64), 0)
-        high |= tl.where(i_layer < 64, 0, differs << (i_layer % 64))
-    tl.store(mismatch + 2 * i_n, low)
-    tl.store(mismatch + 2 * i_n + 1, high)
+    o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    i_layer = tl.program_id(1).to(tl.int64)
+    key = key_a + i_layer * WORDS
+    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, False)
+    b_stored = tl.load(content_a + i_layer * content_stride + b_slot, mask=m_n, other=0)
+    m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_stored)
+    b_bit = tl.full([TILE], 1, tl.int64) << (i_layer % 64)
+    tl.atomic_or(mismatch + 2 * o_n + i_layer // 64, b_bit, mask=m_differs, sem="relaxed")
 
 
 def mismatched_layers(mismatch: Tensor, num_layers: int) -> Tensor:

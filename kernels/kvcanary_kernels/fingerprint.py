@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcanary_kernels import record
 from kvcanary_kernels.checks import expect_int64, expect_layered, live_indices
 from kvcanary_kernels.device import (
+    BLOCK,
     BLOCK_FIELD,
     FIRST_FIELD,
     PAGE_SIZE_FIELD,
@@ -19,6 +20,7 @@ from kvcanary_kernels.device import (
     RUN_STRIDE_FIELD,
     SLOT_STRIDE_FIELD,
     START_B,
+    TILE_WARPS,
     WORDS_FIELD,
     live_count,
     low_word,
@@ -51,14 +53,24 @@ def fingerprint(
     n = slots.numel()
     if n == 0:
         return
-    layers_per_program = 1 if lane_b is None else rows.num_layers  # lane b is one sum over all layers
-    _fingerprint_kernel[(n, rows.num_layers // layers_per_program)](
+    tiles = triton.cdiv(n, rows.tile)
+    if lane_b is not None:
+        _start_lane_b_kernel[(triton.cdiv(n, BLOCK),)](
+            slots,
+            keys.constants,
+            lane_b,
+            slots if num_live is None else num_live,
+            n,
+            rows.num_slots,
+            BLOCK_N=BLOCK,
+            HAS_LIVE=num_live is not None,
+        )
+    _fingerprint_kernel[(tiles, rows.num_layers)](
         rows.ptrs,
         slots,
         keys.lane_a,
         keys.lane_b,
         keys.start_a,
-        keys.constants,
         lane_a,
         lane_a if lane_b is None else lane_b,
         slots if num_live is None else num_live,
@@ -66,11 +78,13 @@ def fingerprint(
         rows.num_slots,
         rows.num_layers,
         lane_a.stride(0),
-        layers_per_program,
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
+        ALIGNMENT=rows.alignment,
+        TILE=rows.tile,
         HAS_LANE_B=lane_b is not None,
         HAS_LIVE=num_live is not None,
+        num_warps=TILE_WARPS,
     )
 
 
@@ -100,6 +114,17 @@ def fingerprint_torch(
             lane_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
 
 
+@triton.jit(do_not_specialize=["n"])
+def _start_lane_b_kernel(
+    slots, constants, lane_b, num_live, n, num_slots, BLOCK_N: tl.constexpr, HAS_LIVE: tl.constexpr
+):
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    tl.store(lane_b + o_n, tl.load(constants + START_B), mask=m_n)
+
+
 @triton.jit(do_not_specialize=["n", "lane_a_stride"])
 def _fingerprint_kernel(
     ptrs,
@@ -107,7 +132,6 @@ def _fingerprint_kernel(
     key_a,
     key_b,
     start_a,
-    constants,
     lane_a,
     lane_b,
     num_live,
@@ -115,61 +139,85 @@ def _fingerprint_kernel(
     num_slots,
     num_layers,
     lane_a_stride,
-    layers_per_program,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_LANE_B: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
-    i_n = tl.program_id(0).to(tl.int64)
-    if i_n >= live_count(num_live, n, HAS_LIVE):
-        return
-    slot = tl.load(slots + i_n)
-    if (slot < 0) | (slot >= num_slots):
-        return
-    total_b = tl.load(constants + START_B)
-    first_layer = tl.program_id(1).to(tl.int64) * layers_per_program
-    for i_layer in range(first_layer, first_layer + layers_per_program):
-        keys = i_layer * WORDS
-        a, b = layer_lanes(ptrs + i_layer, num_layers, slot, key_a + keys, key_b + keys, PIECES, HAS_LANE_B)
-        tl.store(lane_a + i_layer * lane_a_stride + i_n, a + tl.load(start_a + i_layer))
-        total_b += b
+    o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    i_layer = tl.program_id(1).to(tl.int64)
+    keys = i_layer * WORDS
+    b_a, b_b = layer_lanes(
+        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, HAS_LANE_B
+    )
+    tl.store(lane_a + i_layer * lane_a_stride + o_n, b_a + tl.load(start_a + i_layer), mask=m_n)
     if HAS_LANE_B:
-        tl.store(lane_b + i_n, total_b)
+        tl.atomic_add(lane_b + o_n, b_b, mask=m_n, sem="relaxed")
 
 
 @triton.jit
-def layer_lanes(ptrs, num_layers, slot, key_a, key_b, PIECES: tl.constexpr, HAS_LANE_B: tl.constexpr):
-    """Both keyed sums of a slot's row in one layer (without starting constants), in one reading of it.
+def layer_lanes(
+    ptrs,
+    num_layers,
+    b_slot,
+    m_n,
+    key_a,
+    key_b,
+    PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_LANE_B: tl.constexpr,
+):
+    """[TILE] both keyed sums of the rows of slots in one layer (without starting constants), in one reading of them.
 
-    ptrs, key_a, key_b: of that layer; pieces are num_layers pointers apart
+    ptrs, key_a, key_b: of that layer; pieces are num_layers pointers apart; m_n: slots of interest, which are in the
+    pool
     """
-    lane_a = tl.zeros([], tl.int64)
-    lane_b = tl.zeros([], tl.int64)
+    b_a = tl.zeros([TILE], tl.int64)
+    b_b = tl.zeros([TILE], tl.int64)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
-        a, b = _piece_lanes(base, slot, key_a, key_b, PIECES, i_piece, HAS_LANE_B)
-        lane_a += a
-        lane_b += b
-    return lane_a, lane_b
+        base = tl.multiple_of(base, ALIGNMENT)  # or loads are of one word each
+        b_piece_a, b_piece_b = _piece_lanes(base, b_slot, m_n, key_a, key_b, PIECES, i_piece, TILE, HAS_LANE_B)
+        b_a += b_piece_a
+        b_b += b_piece_b
+    return b_a, b_b
 
 
 @triton.jit
-def _piece_lanes(base, slot, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr, HAS_LANE_B: tl.constexpr):
+def _piece_lanes(
+    base,
+    b_slot,
+    m_n,
+    key_a,
+    key_b,
+    PIECES: tl.constexpr,
+    I_PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_LANE_B: tl.constexpr,
+):
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
-    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
-    b_a = tl.zeros([BLOCK], tl.int64)
-    b_b = tl.zeros([BLOCK], tl.int64)
-    for i_word in range(0, WORDS, BLOCK):
-        o_w = i_word + tl.arange(0, BLOCK)
+    BLOCK_W: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+    b_a = tl.zeros([TILE], tl.int64)
+    b_b = tl.zeros([TILE], tl.int64)
+    for i_word in range(0, WORDS, BLOCK_W):
+        o_w = i_word + tl.arange(0, BLOCK_W)
         m_w = o_w < WORDS
         o_key = FIRST + o_w
-        b_x = low_word(tl.load(base + word_offsets(slot, o_w, PIECES, I_PIECE), mask=m_w, other=0).to(tl.int64))
-        b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
+        offsets = word_offsets(b_slot[:, None], o_w[None, :], PIECES, I_PIECE)
+        b_x = low_word(tl.load(base + offsets, mask=m_n[:, None] & m_w[None, :], other=0).to(tl.int64))
+        b_key = low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64))
+        b_a += tl.sum(b_x * b_key[None, :], 1)
         if HAS_LANE_B:
-            b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
-    return tl.sum(b_a), tl.sum(b_b)
+            b_key = low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))
+            b_b += tl.sum(b_x * b_key[None, :], 1)
+    return b_a, b_b
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 WORD_BYTES = 4
 MAX_BLOCK = 1024
+TILE_WORDS = 2048  # of a piece that a program holds at once: enough loads in flight for the memory's full rate
+MAX_ALIGNMENT = 16  # bytes of the widest load
 
 
 class Piece(NamedTuple):
@@ -43,6 +46,7 @@ class PoolRows:
     pieces:        by piece, the strides of its views
     fused:         [layers, num_slots, pieces, words] int32: all rows as one strided tensor; None if irregular
     ptrs:          [pieces, layers] int64 addresses of slot 0
+    alignment:     bytes by which every address of `ptrs` divides, at most the widest load
     element_sizes: by piece, bytes of an element
     """
 
@@ -50,6 +54,7 @@ class PoolRows:
     pieces: tuple[Piece, ...]
     fused: Tensor | None
     ptrs: Tensor
+    alignment: int
     element_sizes: tuple[int, ...]
     num_layers: int
     num_slots: int
@@ -57,6 +62,11 @@ class PoolRows:
     @property
     def words_per_row(self) -> int:
         return self.pieces[-1].first + self.pieces[-1].words
+
+    @property
+    def tile(self) -> int:
+        """Slots whose rows of one layer a program reads at once: short rows come in larger companies."""
+        return TILE_WORDS // max(piece.block for piece in self.pieces)
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -133,6 +143,7 @@ def pool_rows(
         pieces=_pieces(parts),
         fused=_fuse(parts),
         ptrs=torch.tensor(pointers, dtype=torch.int64, device=parts[0][0].device),
+        alignment=gcd(MAX_ALIGNMENT, *(pointer for part in pointers for pointer in part)),
         element_sizes=tuple(tensors[0].element_size() for tensors in given.values()),
         num_layers=len(parts[0]),
         num_slots=slots["k"],

@@ -19,6 +19,7 @@ from kvcanary_kernels.device import (
     LAYERS_LOW,
     PIECE_FIELDS,
     START_B,
+    TILE_WARPS,
     WORDS_FIELD,
     live_count,
     low_word,
@@ -90,7 +91,9 @@ def store(
         content_a.stride(0),
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
+        ALIGNMENT=rows.alignment,
         HAS_LIVE=num_live is not None,
+        num_warps=TILE_WARPS,
     )
 
 
@@ -156,6 +159,7 @@ def _store_kernel(
     content_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
@@ -172,14 +176,16 @@ def _store_kernel(
     total_b = tl.zeros([], tl.int64)
     if tl.atomic_or(row + LAYERS_LOW + i_layer // 64, bit, sem="relaxed") & bit != 0:
         tl.store(twice + i_n, 1)
-        _, old_b = layer_lanes(ptrs + i_layer, num_layers, slot, key_a, key_b, PIECES, True)
-        total_b -= old_b
+        b_slot = tl.zeros([1], tl.int64) + slot
+        _, b_old = layer_lanes(ptrs + i_layer, num_layers, b_slot, b_slot >= 0, key_a, key_b, PIECES, ALIGNMENT, 1, True)
+        total_b -= tl.sum(b_old)
         tl.debug_barrier()  # every thread has read before any writes
     elif layer == 0:
         total_b += tl.load(constants + START_B)
     total_a = tl.load(start_a + i_layer)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
+        base = tl.multiple_of(base, ALIGNMENT)
         source = values[i_piece] + i_n * value_strides[i_piece]
         a, b = _store_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
         total_a += a

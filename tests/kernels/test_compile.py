@@ -17,12 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
-NUMBERS |= {"layers_per_program", "width", "page_size", "null_slots", "pool_id"}
+NUMBERS |= {"width", "page_size", "null_slots", "pool_id"}
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site"}
 FLAGS = sys.argv[1] == "with"
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
 CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
+CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16}
 
 def type_of(name):
     if name in ("values", "value_strides"):
@@ -64,6 +65,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_chain_tree_kernel",
         "_check_content_kernel",
         "_claim_kernel",
+        "_clear_kernel",
         "_count_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
@@ -73,6 +75,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_put_kernel",
         "_seal_kernel",
         "_settle_kernel",
+        "_start_lane_b_kernel",
         "_store_kernel",
         "_take_kernel",
         "_verify_kernel",
