@@ -177,7 +177,8 @@ def _store_kernel(
     if tl.atomic_or(row + LAYERS_LOW + i_layer // 64, bit, sem="relaxed") & bit != 0:
         tl.store(twice + i_n, 1)
         b_slot = tl.zeros([1], tl.int64) + slot
-        _, b_old = layer_lanes(ptrs + i_layer, num_layers, b_slot, b_slot >= 0, key_a, key_b, PIECES, ALIGNMENT, 1, True)
+        m_slot = b_slot >= 0
+        _, b_old = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, True)
         total_b -= tl.sum(b_old)
         tl.debug_barrier()  # every thread has read before any writes
     elif layer == 0:
