@@ -115,8 +115,8 @@ def _check_content_kernel(
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
     i_layer = tl.program_id(1).to(tl.int64)
     key = key_a + i_layer * WORDS
+    b_stored = tl.load(content_a + i_layer * content_stride + b_slot, mask=m_n, other=0)  # on its way meanwhile
     b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, False)
-    b_stored = tl.load(content_a + i_layer * content_stride + b_slot, mask=m_n, other=0)
     m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_stored)
     b_bit = tl.full([TILE], 1, tl.int64) << (i_layer % 64)
     tl.atomic_or(mismatch + 2 * o_n + i_layer // 64, b_bit, mask=m_differs, sem="relaxed")
