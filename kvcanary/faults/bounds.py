@@ -28,6 +28,8 @@ FAULTS = (
         "topk branches names its whole prefix: long batches wrote into the memory behind it.",
         expected="IndexBufferError",
         applies_to="topk > 1, prompts long enough that topk * sum of lengths exceeds the shorter buffer",
+        needs={"topk": 4, "num_draft_tokens": None, "batch": 6, "prompt_len": 44, "new_tokens": 16, "context": 72},
+        applies=lambda setup: setup.page_size <= 4 and setup.num_steps > 1 and setup.model == "random",
         perturb=_width_of_one_branch,
     ),
     Fault(
@@ -39,6 +41,8 @@ FAULTS = (
         "that freed slots leaked, and gathers ran out of range.",
         expected="RowOverflowError",
         applies_to="topk > 1 with page_size > 1, requests near the context length",
+        needs={"topk": 4, "page_size": 16, "num_draft_tokens": None, "context": 51},
+        applies=lambda setup: setup.prompt_len == 24 and setup.new_tokens <= 20,
         perturb=_width_without_reserve,
     ),
     Fault(
@@ -49,6 +53,8 @@ FAULTS = (
         "table has room for those written so far; only the path for pages of one slot had cut it.",
         expected="IndexLengthError",
         applies_to="attention_backend paged, topk > 1 with page_size > 1, num_steps > 1",
+        needs={"backend": "paged"},
+        applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1,
         perturb=_every_column,
     ),
 )

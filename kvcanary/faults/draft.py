@@ -21,6 +21,8 @@ FAULTS = (
         "bytes an entry: a constant of 32-bit integers is read two entries at a time, and on behind its end.",
         expected="TreeShapeError",
         applies_to="topk 1",
+        needs={"topk": 1, "num_draft_tokens": None},
+        applies=lambda setup: setup.drafts,
         perturb=_narrow,
     ),
 )

@@ -3,37 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcanary.faults.target import Setup, Target
+
+#: The writer that a finding must name where bytes changed and nobody declared it.
+UNDECLARED = "undeclared write"
+READY, PENDING = "ready", "pending"
+
+
+def everywhere(setup: Setup) -> bool:
+    """`applies` of a fault that matters under all settings."""
+    return True
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One published bug as a perturbation of one formula.
+    """One published bug, or one kind of damage, and the finding in which it must end.
 
     name: "family.what"; the family is the module of this package that holds it.
     k: number of its injection in the catalogue of published KV-cache bugs, or "" where it has none.
     bugs: "owner/repository#number" of the threads that it re-enacts.
     story: what went wrong there, in a sentence or two.
-    expected: the typed error, the code of the finding, or else the effect in which it must end.
-    applies_to: settings under which the formula matters; under others it changes nothing.
-    perturb: ``perturb(value, **where of the seam)`` is the value that the bug computed.
-    state, reason: "ready", or why an engine cannot be made to do this yet.
+    expected: the code of the finding, or the name of the typed error, that must come first; or else its effect, in
+        words, where no check can see it: the canary must say nothing then.
+    applies_to: settings under which it matters, in words; `applies` says the same of a Setup.
+    needs: fields of a Setup without which it cannot be made; a campaign sets them.
+
+    One of two ways to make it, none where it is pending:
+    perturb: ``perturb(value, **where of the seam)`` is the value that the bug computed; an engine has the seam.
+    place: ``place(value, changed, **where)``: what the finding must name of it, as in `Strike.place`.
+    strike: ``strike(target)`` makes it in a running engine and tells the target what it did (`Target.record`), at once
+        or from a hook; False where it cannot be made now: it is asked again before the next step.
+    quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
+
+    within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others.
+    cause: family of the right cause in a report, where it is another than the fault's own.
+    state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
     """
 
     name: str
-    bugs: tuple[str, ...]
     story: str
     expected: str
     applies_to: str
-    perturb: Callable[..., Any]
+    bugs: tuple[str, ...] = ()
     k: str = ""
-    state: str = "ready"
+    perturb: Callable[..., Any] | None = None
+    place: Callable[..., Mapping[str, Any]] | None = None
+    strike: Callable[[Target], bool] | None = None
+    quiet: Callable[[Target], bool] | None = None
+    applies: Callable[[Setup], bool] = everywhere
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    within: int = 2
+    cause: str = ""
+    state: str = READY
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        ways = [way for way in (self.perturb, self.strike) if way is not None]
+        if self.state not in (READY, PENDING):
+            raise ValueError(f"state of {self.name} must be {READY} or {PENDING}, got {self.state!r}")
+        if len(ways) != (self.state == READY):
+            raise ValueError(f"{self.name} is {self.state} and has {len(ways)} ways to be made: perturb or strike")
+        if bool(self.reason) != (self.state == PENDING):
+            raise ValueError(f"reason of {self.name} says why it is pending, and nothing else, got {self.reason!r}")
 
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
+
+    @property
+    def is_seam(self) -> bool:
+        """Whether an engine's formula is perturbed, not its state."""
+        return self.perturb is not None
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether a check must find it."""
+        return " " not in self.expected
 
     def as_dict(self) -> dict[str, Any]:
         """The entry as `kvcanary faults --json` prints it."""
@@ -50,14 +99,48 @@ class Fault:
         }
 
 
+@dataclass(frozen=True)
+class Strike:
+    """What a fault did, as it knows itself; findings are compared with it.
+
+    step: first engine step whose tokens it can touch; None where that is not one step, as for a wrong size.
+    place: fields of a Finding (pool, slot, layer, position, reader, part, head, dim, bit, site) and their values; a
+        frozenset holds all that are right. Of a typed error: "request" must stand in its message.
+    writer: request that the finding must name as the writer, UNDECLARED, or None where there is none to name.
+    code: what must be found here, where it is another than the fault's `expected`; "" in a quiet twin: nothing.
+    """
+
+    step: int | None
+    place: Mapping[str, Any] = field(default_factory=dict)
+    writer: str | None = None
+    code: str | None = None
+
+
 @dataclass
 class Armed:
-    """A fault while it is armed; ``num_strikes`` counts the values that it changed: 0 means that nothing was tried."""
+    """A fault while it is armed; ``num_strikes`` counts the values that it changed: 0 means that nothing was tried.
+
+    place: of the first of them, where the fault tells.
+    """
 
     fault: Fault
     num_strikes: int = 0
+    place: Mapping[str, Any] = field(default_factory=dict)
 
     def strike(self, value: Any, where: Mapping[str, Any]) -> Any:
+        if self.fault.perturb is None:
+            return value
         changed = self.fault.perturb(value, **where)
-        self.num_strikes += changed != value
+        if _differ(changed, value):
+            if not self.num_strikes and self.fault.place is not None:
+                self.place = self.fault.place(value, changed, **where)
+            self.num_strikes += 1
         return changed
+
+
+def _differ(changed: Any, value: Any) -> bool:
+    """Of numbers, lists and tensors."""
+    if getattr(changed, "shape", None) != getattr(value, "shape", None):
+        return True
+    differs = changed != value
+    return bool(differs.any() if hasattr(differs, "any") else differs)

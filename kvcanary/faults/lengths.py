@@ -19,6 +19,8 @@ FAULTS = (
         "own their pages already: under pressure requests gave up pages that nobody needed.",
         expected="needless retractions",
         applies_to="a pool under pressure: new_token_ratio below 1",
+        needs={"page_size": 16, "pages": 30, "batch": 4, "new_token_ratio": 0.1},
+        applies=lambda setup: setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2,
         perturb=_worst_case,
     ),
 )

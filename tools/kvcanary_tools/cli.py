@@ -15,7 +15,7 @@ import click
 import kvcanary
 from kvcanary_tools import console
 
-COMMANDS = ("generate", "demo", "doctor", "faults")
+COMMANDS = ("generate", "demo", "doctor", "faults", "inject")
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
 
@@ -82,6 +82,7 @@ def main(ctx: click.Context) -> None:
     kvcanary demo        see it at work, and see it catch two faults
     kvcanary doctor      check this installation
     kvcanary faults      list the published bugs that --reenact brings back
+    kvcanary inject      make every fault in many configurations, and measure what is found
     kvcanary generate    complete your own prompts, for example:
 
     \b

@@ -26,10 +26,10 @@ def command(as_json: bool) -> None:
 
     entries = [fault.as_dict() for fault in faults()]
     if as_json:
-        console.data_json(entries)
+        console.data_json({"faults": entries})
         return
     for entry in entries:
-        names = ", ".join(entry["bugs"])
+        names = ", ".join(entry["bugs"]) or "nowhere, it is a kind of damage"
         state = entry["state"] + (f", {entry['reason']}" if entry["reason"] else "")
         console.data(f"{entry['name']}  ({' '.join(filter(None, (entry['k'], state)))})", bold=True)
         for title in ("story", "applies_to", "expected_code"):

@@ -1,0 +1,246 @@
+"""Bytes that change after they were written: from one bit to a whole page, and the canary's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.reach import (
+    Entry,
+    any_entry,
+    any_layer,
+    any_part,
+    as_words,
+    change,
+    entry_at,
+    mask_of,
+    overwrite,
+    own_state,
+    part_of,
+    words_of,
+)
+from kvcanary.faults.target import Call, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WORD_BITS = 32
+ROOT_FORWARDS = {True: "verify", False: "decode"}  # what writes an entry that is surely committed, by whether it drafts
+Damage = Callable[["Target", "Entry", int, "Tensor"], "Tensor"]  # of the words of an entry's row in one layer
+
+
+def _strike(target: Target, damage: Damage) -> bool:
+    """Damage the row of a committed entry in one layer, and tell nobody."""
+    entry = any_entry(target)
+    return entry is not None and _damage(target, entry, damage)
+
+
+def _damage(target: Target, entry: Entry, damage: Damage) -> bool:
+    layer = any_layer(target, entry.pool)
+    if not change(entry.pool, layer, entry.slot, partial(damage, target, entry, layer)):
+        return False
+    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
+    return True
+
+
+def _strike_a_free_slot(target: Target, damage: Damage) -> bool:
+    """The same in a page that nobody holds, or will be granted: nothing is due."""
+    entry = any_entry(target)
+    if entry is None or entry.pool.slot_map is not None:
+        return False
+    layer, slot = any_layer(target, entry.pool), target.free_pages()[-1] * entry.pool.page_size
+    change(entry.pool, layer, slot, partial(damage, target, entry, layer))
+    target.record(code="")
+    return True
+
+
+def _flip(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
+    words[target.rng.randrange(len(words))] ^= mask_of(target.turn % WORD_BITS)
+    return words
+
+
+def _flip_two_signs(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
+    """The top bits of two words: their sum mod 2^32 stays what it was."""
+    words[target.rng.sample(range(len(words)), 2)] ^= mask_of(WORD_BITS - 1)
+    return words
+
+
+def _zero(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
+    words[part_of(entry.pool, any_part(target, entry.pool))] = 0
+    return words
+
+
+def _of_another_slot(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
+    return words_of(entry.pool, layer, int(entry.reader.slots[_other_position(target, entry)]))
+
+
+def _other_position(target: Target, entry: Entry) -> int:
+    return (entry.position + target.rng.randrange(1, entry.reader.committed_len)) % entry.reader.committed_len
+
+
+def _exchange_parts(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
+    k, v = (words[part_of(entry.pool, part)].clone() for part in (0, 1))
+    words[part_of(entry.pool, 0)], words[part_of(entry.pool, 1)] = v, k
+    return words
+
+
+def _shift_a_head(target: Target, entry: Entry, layer: int, words: Tensor) -> Tensor:
+    part = part_of(entry.pool, any_part(target, entry.pool))
+    words[part] = words[part].view(entry.pool.kv_heads, -1).roll(1, 0).flatten()
+    return words
+
+
+def _fill(target: Target, entry: Entry, layer: int, words: Tensor, *, value: float) -> Tensor:
+    part = part_of(entry.pool, any_part(target, entry.pool))
+    words[part] = as_words(entry.pool, value, part.stop - part.start)
+    return words
+
+
+def _swap_rows(target: Target) -> bool:
+    """Two entries of one request exchange their rows of one layer; the first of them is read first."""
+    entry = any_entry(target)
+    if entry is None:
+        return False
+    other = entry_at(entry.pool, entry.reader, _other_position(target, entry))
+    first, second = sorted((entry, other), key=lambda one: one.position)
+    layer = any_layer(target, entry.pool)
+    here, there = (words_of(entry.pool, layer, one.slot) for one in (first, second))
+    overwrite(entry.pool, layer, first.slot, there)
+    overwrite(entry.pool, layer, second.slot, here)
+    target.record(UNDECLARED, pool=entry.pool.name, slot=first.slot, position=first.position, layer=layer)
+    return bool((here != there).any())
+
+
+def _overwrite_a_page(target: Target) -> bool:
+    """All rows of one page in one layer, by those of noise; the page's first committed entry is read first."""
+    entry = any_entry(target)
+    if entry is None:
+        return False
+    size, layer = entry.pool.page_size, any_layer(target, entry.pool)
+    start = entry.position // size * size
+    for position in range(start, min(start + size, entry.reader.committed_len)):
+        slot = int(entry.reader.slots[position])
+        change(entry.pool, layer, slot, lambda words: words ^ target.rng.randrange(1, 1 << WORD_BITS - 1))
+    first = entry_at(entry.pool, entry.reader, start)
+    target.record(UNDECLARED, pool=entry.pool.name, slot=first.slot, position=start, layer=layer)
+    return True
+
+
+def _lose_a_row(target: Target) -> bool:
+    """A layer's store of one new entry never arrives: what lay there before lies there still."""
+    view, kind = target.pools["target"], ROOT_FORWARDS[target.setup.drafts]
+    if not target.running():
+        return False
+    layer, kept = any_layer(target, view), []
+
+    def keep(call: Call) -> bool:
+        kept.append((int(call.write.slots[0]), words_of(view, layer, int(call.write.slots[0]))))
+        return True
+
+    def put_back(call: Call) -> bool:
+        slot, words = kept[0]
+        overwrite(view, layer, slot, words)
+        target.record(UNDECLARED, pool=view.name, slot=slot, position=int(call.write.positions[0]), layer=layer)
+        return True
+
+    target.before(kind, keep)
+    target.after(kind, put_back)
+    return True
+
+
+def _sealed_entry(target: Target) -> Entry | None:
+    """A committed entry whose record is surely written: those of the last step may be sealed with the next."""
+    entry = any_entry(target)
+    if entry is None:
+        return None
+    return entry_at(
+        entry.pool, entry.reader, entry.position % (entry.reader.committed_len - target.setup.most_accepted)
+    )
+
+
+def _damage_record(target: Target) -> bool:
+    """A bit of the canary's own record: token, position, chain, request, generation or step."""
+    entry = _sealed_entry(target)
+    if entry is None:
+        return False
+    record = own_state(target, entry.pool).records[entry.slot]
+    record[target.rng.randrange(4)] ^= 1 << target.rng.randrange(62)
+    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position)
+    return True
+
+
+def _damage_fingerprint(target: Target) -> bool:
+    """A bit of a layer's first lane; the bytes are right, and so is their second lane."""
+    entry = _sealed_entry(target)
+    if entry is None:
+        return False
+    layer = any_layer(target, entry.pool)
+    lanes = own_state(target, entry.pool).content_a[layer]
+    lanes[entry.slot] ^= 1 << target.rng.randrange(62)
+    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
+    return True
+
+
+def _in_one_row(name: str, story: str, damage: Damage) -> Fault:
+    return Fault(
+        name=f"bits.{name}",
+        story=story,
+        expected="R9",
+        applies_to="everything",
+        strike=partial(_strike, damage=damage),
+        quiet=partial(_strike_a_free_slot, damage=damage),
+    )
+
+
+FAULTS = (
+    _in_one_row("flip", "One bit of one word of K or V turns over; the campaign takes each of the 32 in turn.", _flip),
+    _in_one_row(
+        "two_sign_bits",
+        "The top bits of two words of a row turn over, which a sum of 32 bits does not see.",
+        _flip_two_signs,
+    ),
+    _in_one_row("zeroed_row", "K or V of an entry is cleared in one layer, as by a late memset.", _zero),
+    _in_one_row("row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot),
+    _in_one_row("k_and_v_swapped", "K lies where V belongs, and V where K does.", _exchange_parts),
+    _in_one_row("shifted_by_a_head", "The heads of K or V lie one place too far.", _shift_a_head),
+    _in_one_row("nan_row", "K or V of an entry is NaN in one layer.", partial(_fill, value=float("nan"))),
+    _in_one_row("inf_row", "K or V of an entry is infinite in one layer.", partial(_fill, value=float("inf"))),
+    Fault(
+        name="bits.rows_swapped",
+        story="Two entries of a request exchange their rows in one layer: all bytes are there, none where they belong.",
+        expected="R9",
+        applies_to="everything",
+        strike=_swap_rows,
+    ),
+    Fault(
+        name="bits.page_overwritten",
+        story="A stray write goes over all rows of one page in one layer.",
+        expected="R9",
+        applies_to="everything",
+        strike=_overwrite_a_page,
+    ),
+    Fault(
+        name="bits.row_lost",
+        story="The store of a new entry never arrives in one layer, and says so to nobody.",
+        expected="R9",
+        applies_to="everything",
+        strike=_lose_a_row,
+        cause="uninitialised",
+    ),
+    Fault(
+        name="bits.record_damaged",
+        story="A stray write hits the canary's own record of an entry.",
+        expected="R3",
+        applies_to="everything",
+        strike=_damage_record,
+    ),
+    Fault(
+        name="bits.fingerprint_damaged",
+        story="A stray write hits the canary's own fingerprint of an entry: the bytes are right, and it must say so.",
+        expected="R3",
+        applies_to="everything",
+        strike=_damage_fingerprint,
+    ),
+)

@@ -1,0 +1,110 @@
+"""How faults come at what they break: a committed entry of a running request, and the words of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from kvcanary.faults.target import Running, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcanary.state import PoolState
+    from kvcanary.views import PoolView
+
+Option = TypeVar("Option")
+SIGN_BIT = 31
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One committed entry: its pool, request, position and slot."""
+
+    pool: PoolView
+    reader: Running
+    position: int
+    slot: int
+
+
+def any_reader(target: Target) -> Running | None:
+    """A running request, drawn; None where none runs."""
+    running = target.running()
+    return target.rng.choice(list(running)) if running else None
+
+
+def any_entry(target: Target, pool: str | None = None) -> Entry | None:
+    """A committed entry of a running request in this pool, or in one that is drawn; None where none runs."""
+    reader = any_reader(target)
+    if reader is None:
+        return None
+    view = target.pools[choose(target, "pool", sorted(target.pools)) if pool is None else pool]
+    return entry_at(view, reader, target.rng.randrange(reader.committed_len))
+
+
+def entry_at(view: PoolView, reader: Running, position: int) -> Entry:
+    return Entry(view, reader, position, int(reader.slots[position]))
+
+
+def any_layer(target: Target, view: PoolView) -> int:
+    return choose(target, "layer", range(view.num_layers))
+
+
+def any_part(target: Target, view: PoolView) -> int:
+    """0: K, 1: V."""
+    return choose(target, "part", range(min(2, len(view.rows.pieces))))
+
+
+def choose(target: Target, what: str, options: Sequence[Option]) -> Option:
+    """What the caller has chosen, or one of the options, drawn."""
+    return target.chosen.get(what, target.rng.choice(list(options)))
+
+
+def words_of(view: PoolView, layer: int, slot: int) -> Tensor:
+    """[words_per_row] int32: K, V and extras of one slot and layer, copied; `part_of` says where each lies."""
+    return view.rows.gather_layer(layer, _one(view, slot))[0]
+
+
+def overwrite(view: PoolView, layer: int, slot: int, words: Tensor) -> None:
+    """Put [words_per_row] int32 there, in whatever layout the pool has, and tell nobody."""
+    view.rows.scatter_layer(layer, _one(view, slot), words[None])
+
+
+def change(view: PoolView, layer: int, slot: int, how: Callable[[Tensor], Tensor]) -> bool:
+    """Overwrite a row with ``how(its words)``; whether that changed a bit."""
+    before = words_of(view, layer, slot)
+    after = how(before.clone())
+    overwrite(view, layer, slot, after)
+    return bool((before != after).any())
+
+
+def part_of(view: PoolView, part: int) -> slice:
+    """Words of part 0 (K) or 1 (V) in a row."""
+    piece = view.rows.pieces[part]
+    return slice(piece.first, piece.first + piece.words)
+
+
+def own_state(target: Target, view: PoolView) -> PoolState:
+    """The canary's own records and fingerprints of a pool."""
+    return target.canary._state.by_name[view.name]
+
+
+def mask_of(bit: int) -> int:
+    """One bit of a signed 32-bit word."""
+    return 1 << bit if bit < SIGN_BIT else -(1 << bit)
+
+
+def as_words(view: PoolView, value: float, num_words: int) -> Tensor:
+    """[num_words] int32: this number in every element of a row, in the pool's type."""
+    import torch
+
+    size = view.dtype.itemsize
+    return torch.full((num_words * WORD_BYTES // size,), value, dtype=view.dtype, device=view.device).view(torch.int32)
+
+
+def _one(view: PoolView, slot: int) -> Tensor:
+    import torch
+
+    return torch.tensor([slot], device=view.device)

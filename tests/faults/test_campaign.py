@@ -1,0 +1,178 @@
+"""The campaign, quick: every fault that is ready is found as it says, and its twins are silent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvcanary.faults import catalogue
+from kvcanary.faults.catalogue import faults
+from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.target import Setup
+from kvcanary_tools.campaign import runner, runs
+from kvcanary_tools.campaign.configurations import PLANS, QUICK, Plan, setup_for
+from kvcanary_tools.campaign.matrix import rows_of, totals_of
+from kvcanary_tools.campaign.report import failures
+from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Run, perform
+from kvcanary_tools.campaign.switches import checks_of, switched_off
+
+NAME, SETUP = "p4-k2-t3", QUICK["p4-k2-t3"]
+READY = [fault.name for fault in faults() if fault.state == "ready"]
+
+
+@pytest.mark.parametrize("name", READY)
+def test_every_fault_is_found_as_it_says(name):
+    """In the quick configurations to which it applies: check, place, writer, in time, no leak, silent twins."""
+    planned = runner.runs_of([catalogue.find(name)], PLANS["quick"], None, seed=1)
+    results = list(runner.campaign(planned, workers=1))
+    within = runner.within_of(planned)
+    [total] = totals_of(results, within)
+    assert total.is_right, "\n".join(failures(results, within))
+    assert total.runs
+    assert total.writer_right == total.writers
+
+
+def strike_with(monkeypatch, strike, kind: str = FAULTY, **more) -> runs.Result:
+    """One run of a fault made up for the test."""
+    fault = Fault("bits.made_up", "Made up.", more.pop("expected", "R9"), "everything", strike=strike, **more)
+    monkeypatch.setattr(catalogue, "find", lambda name: fault)
+    return perform(Run(fault.name, NAME, SETUP, 1, kind))
+
+
+def flip(target, **told) -> bool:
+    """Flip a bit of the first entry of the first request, and say what `told` says."""
+    [reader, *_] = target.running()
+    slot = int(reader.slots[0])
+    target.pools["target"].k[0][slot].view(-1).mul_(-1)
+    target.record(told.pop("writer", UNDECLARED), **({"slot": slot, "layer": 0, "position": 0} | told))
+    return True
+
+
+def test_a_fault_that_says_the_truth_is_right(monkeypatch):
+    """Found by its check, at its place, in its step, before a token left."""
+    result = strike_with(monkeypatch, flip)
+    assert (result.struck, result.found, result.code, result.steps) == (True, True, "R9", 1)
+    assert (result.place_right, result.writer_right) == (True, True)
+    assert (result.leaked, result.exposed) == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", [{"slot": -5}, {"layer": 1}, {"position": frozenset({1, 2})}, {"reader": "nobody"}])
+def test_a_wrong_place_is_seen(monkeypatch, wrong):
+    """Each field that the fault states is compared."""
+    result = strike_with(monkeypatch, lambda target: flip(target, **wrong))
+    assert result.found
+    assert result.place_right is False
+
+
+def test_a_wrong_writer_is_seen(monkeypatch):
+    """An undeclared write is nobody's."""
+    assert strike_with(monkeypatch, lambda target: flip(target, writer="req-0")).writer_right is False
+
+
+def test_a_fault_that_ends_otherwise_is_not_found(monkeypatch):
+    """Another check than the expected one gets no credit."""
+    result = strike_with(monkeypatch, flip, expected="R4")
+    assert (result.found, result.code) == (False, "R9")
+
+
+def test_a_fault_that_strikes_nothing_is_untried(monkeypatch):
+    """It is asked again before each step; it says nothing about the canary."""
+    asked = []
+    result = strike_with(monkeypatch, lambda target: asked.append(target.step))
+    assert not result.struck
+    assert len(asked) > 3
+    assert asked == sorted(set(asked))
+    [total] = totals_of([result], {"bits.made_up": 1})
+    assert (total.runs, total.untried) == (0, 1)
+
+
+def test_a_twin_that_alarms_is_not_quiet(monkeypatch):
+    """A quiet fault that is found, or one whose due code is another, counts as a finding of the twin."""
+    struck = {"strike": lambda target: True, "kind": QUIET}
+    assert strike_with(monkeypatch, **struck, quiet=flip).found
+    due = strike_with(monkeypatch, **struck, quiet=lambda target: flip(target, code="R9"))
+    assert (due.found, due.expected) == (False, "R9")
+
+
+def test_a_disabled_check_is_off(monkeypatch):
+    """The check is in nobody's findings, whoever else finds the fault."""
+    result = strike_with(monkeypatch, flip, kind=DISABLED)
+    assert (result.struck, result.found) == (True, False)
+
+
+def test_a_host_check_is_switched_off_where_it_is_called():
+    """All functions that raise the error, wherever they were imported to, and back again."""
+    from kvcanary import invariants
+    from spec_engine.memory import request_table
+
+    assert checks_of("RowOverflowError") == {"check_row_fits"}
+    before = request_table.check_row_fits
+    with switched_off("RowOverflowError"):
+        request_table.check_row_fits(1, 0, 99, 4, 4)
+        invariants.check_row_fits(1, 0, 99, 4, 4)
+    assert request_table.check_row_fits is before
+    with pytest.raises(invariants.RowOverflowError):
+        request_table.check_row_fits(1, 0, 99, 4, 4)
+
+
+def test_a_seed_is_a_run():
+    """The same seed gives the same run, another one another."""
+    run = Run("bits.flip", NAME, SETUP, 3)
+    assert perform(run) == perform(run)
+    assert perform(run).text != perform(replace(run, seed=5)).text
+
+
+def test_workers_find_the_same(monkeypatch):
+    """Two processes, the results of one."""
+    monkeypatch.setattr(runner, "BATCH", 2)
+    planned = runner.runs_of([catalogue.find("bits.zeroed_row")], PLANS["quick"], 1, seed=1)
+    alone, together = list(runner.campaign(planned, 1)), list(runner.campaign(planned, 2))
+    assert sorted(map(repr, together)) == sorted(map(repr, alone))
+
+
+def test_what_a_campaign_runs():
+    """Faulty runs go round the setups that apply; one clean twin a setup and seed; needs are set; none pending."""
+    wide = Fault("bits.wide", "s", "R9", "a", strike=flip, needs={"batch": 3}, applies=lambda setup: setup.topk > 1)
+    pending = Fault("bits.later", "s", "R9", "a", state="pending", reason="no beams")
+    plan = Plan({"a": Setup(), "b": Setup(topk=1), "c": Setup(page_size=1)}, runs=4, quiet=1, disabled=2)
+    planned = runner.runs_of([wide, pending], plan, None, seed=1)
+    by_kind = {kind: [(run.config, run.seed) for run in planned if run.kind == kind] for kind in runs.KINDS}
+    assert by_kind == {
+        FAULTY: [("a", 1), ("c", 3), ("a", 5), ("c", 7)],
+        DISABLED: [("a", 1), ("c", 3)],
+        QUIET: [],
+        CLEAN: [("a", 1), ("c", 3), ("a", 5), ("c", 7)],
+    }
+    assert {run.setup.batch for run in planned} == {3}
+    assert setup_for(wide, Setup(topk=1)) is None
+
+
+def test_rows_are_by_configuration(monkeypatch):
+    """The matrix of the JSON has a row a fault and configuration, with the twins of its own setup."""
+    fault = catalogue.find("bits.flip")
+    planned = runner.runs_of([fault], PLANS["quick"], 4, seed=1)
+    rows = rows_of(runner.campaign(planned, 1), runner.within_of(planned))
+    assert [(row.config, row.runs) for row in rows] == [
+        ("p4-k2-t3", 2),
+        ("p1-k4-t2-overlap", 1),
+        ("p16-k1-t3-batch4", 1),
+    ]
+    assert all(row.is_right and row.twins for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "0 ways"),
+        ({"strike": flip, "perturb": flip}, "2 ways"),
+        ({"state": "pending"}, "says why it is pending"),
+        ({"strike": flip, "state": "pending", "reason": "r"}, "1 ways"),
+        ({"strike": flip, "reason": "r"}, "says why it is pending"),
+        ({"strike": flip, "state": "soon"}, "must be ready or pending"),
+    ],
+)
+def test_an_entry_that_contradicts_itself_is_refused(more, message):
+    """Ready with one way to be made, or pending with a reason."""
+    with pytest.raises(ValueError, match=message):
+        Fault("bits.made_up", "Made up.", "R9", "everything", **more)

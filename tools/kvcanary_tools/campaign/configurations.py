@@ -1,0 +1,58 @@
+"""The configurations of a campaign: `quick` for every commit, `full` for the matrix in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.target import Setup
+
+SEEDED = "seeded"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Setups by name, and runs by kind: of a fault over its configurations, of clean twins one a configuration and
+    seed."""
+
+    setups: Mapping[str, Setup]
+    runs: int
+    quiet: int
+    disabled: int
+
+
+def setup_for(fault: Fault, setup: Setup) -> Setup | None:
+    """The setup with what the fault needs; None where it does not apply even so."""
+    wanted = replace(setup, **fault.needs)
+    return wanted if fault.applies(wanted) else None
+
+
+def _tree(page_size: int, topk: int, num_steps: int, **more: object) -> Setup:
+    return replace(Setup(page_size=page_size, topk=topk, num_steps=num_steps), **more)
+
+
+QUICK = {
+    "p4-k2-t3": _tree(4, 2, 3),
+    "p1-k4-t2-overlap": _tree(1, 4, 2, schedule="overlap"),
+    "p16-k1-t3-batch4": _tree(16, 1, 3, batch=4),
+}
+FULL = QUICK | {
+    "p64-k8-t2": _tree(64, 8, 2, num_draft_tokens=8),
+    "p4-k4-t5-paged": _tree(4, 4, 5, num_draft_tokens=12, backend="paged"),
+    "p16-k2-t4-overlap": _tree(16, 2, 4, schedule="overlap", batch=3),
+    "p1-k1-t1": _tree(1, 1, 1),
+    "p4-k1-t5-adaptive": _tree(4, 1, 5, adaptive=True),
+    "p4-k2-t3-shared": _tree(4, 2, 3, shared=12, batch=6),
+    "p4-k2-t3-uncached": _tree(4, 2, 3, prefix_cache=False, batch=1),
+    "p4-k2-t3-chunked": _tree(4, 2, 3, chunk=16, prompt_len=48),
+    "p4-plain-batch16": Setup(drafts=False, batch=16),
+    "p16-k2-t2-pressed": _tree(16, 2, 2, pages=30, batch=6, new_token_ratio=0.1),
+    "p4-k2-t3-rolling": _tree(4, 2, 3, content="rolling"),
+    "p1-k2-t2-batch64": _tree(1, 2, 2, batch=64, new_tokens=8),
+    "embedded": _tree(16, 4, 5, model="embedded", prompt_len=64, num_draft_tokens=8),
+}
+PLANS = {
+    "quick": Plan(QUICK, runs=1, quiet=1, disabled=1),
+    "full": Plan(FULL, runs=200, quiet=20, disabled=20),
+}

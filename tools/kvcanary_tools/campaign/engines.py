@@ -1,0 +1,107 @@
+"""Engines for a Setup: a random checkpoint of two layers whose continuations are known, or the embedded model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvcanary import CanaryConfig
+from kvcanary.faults.target import Setup
+from spec_engine import Engine, EngineConfig
+from spec_engine.loading import Models, load_models
+from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, random_model
+from spec_engine.models.decoder import Decoder
+from spec_engine.models.embedded import load_excerpts
+
+NUM_TEXTS = 6
+SPREAD = 8  # tokens by which prompts of one setup may be longer
+SURE = 20.0  # logit scale at which the random model's greedy choice is never close
+SPARE_REQUESTS = 3  # that may run beside the batch
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An engine, and texts whose heads are its prompts."""
+
+    engine: Engine
+    texts: Sequence[Sequence[int]]
+
+    def prompt(self, rng: random.Random, setup: Setup) -> list[int]:
+        """The head of a text, between prompt_len and a little more."""
+        return list(rng.choice(self.texts)[: setup.prompt_len + rng.randrange(SPREAD)])
+
+
+def build(setup: Setup, canary: CanaryConfig) -> Bench:
+    """A fresh engine; its models are made once a process."""
+    config = engine_config(setup, canary)
+    if setup.model == "embedded":
+        target, draft, tokenizer = _embedded(setup.drafts)
+        return Bench(Engine(config, model=target, draft=draft, tokenizer=tokenizer), _excerpts())
+    target, texts = _known(setup.prompt_len, setup.new_tokens, setup.shared, setup.window)
+    draft = KnownDraft(target, texts, _accept_len(setup.num_steps), is_second=setup.topk > 1) if setup.drafts else None
+    engine = Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
+    return Bench(engine, [text.tokens for text in texts])
+
+
+def engine_config(setup: Setup, canary: CanaryConfig) -> EngineConfig:
+    """The engine's own settings."""
+    drafting = {"draft": "none"}
+    if setup.drafts:
+        names = ("topk", "num_steps", "num_draft_tokens", "attend")
+        drafting = {name: getattr(setup, name) for name in names} | {"adaptive_steps": setup.adaptive}
+    return EngineConfig(
+        **drafting,
+        dtype="float32" if setup.model == "embedded" else "float64",
+        page_size=setup.page_size,
+        attention_backend=setup.backend,
+        schedule=setup.schedule,
+        prefix_cache=setup.prefix_cache,
+        prefill_chunk_tokens=setup.chunk,
+        host_pages=setup.host_pages,
+        context_length=setup.context,
+        new_token_ratio=setup.new_token_ratio,
+        max_running_requests=setup.batch + SPARE_REQUESTS,
+        max_total_tokens=setup.page_size * (setup.pages or _plenty(setup)),
+        canary=canary,
+    )
+
+
+def _plenty(setup: Setup) -> int:
+    """Pages with which nobody waits."""
+    branches = setup.topk * (setup.num_steps + 2 * setup.page_size) if setup.drafts else 0
+    tokens = setup.prompt_len + SPREAD + setup.new_tokens + 2 * branches + 2 * setup.page_size
+    return (setup.batch + SPARE_REQUESTS) * (tokens // setup.page_size + 2)
+
+
+def _accept_len(num_steps: int):
+    """Tokens of a step: every length that there is, in an order that nobody would guess."""
+    return lambda text, committed: 1 + (7 * text + 13 * committed) % (num_steps + 1)
+
+
+@cache
+def _known(prompt_len: int, new_tokens: int, shared: int, window: int | None) -> tuple[Decoder, list[KnownText]]:
+    windowed = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
+    model = random_model(0, logit_scale=SURE, max_position_embeddings=2048, **windowed)
+    generator = torch.Generator().manual_seed(prompt_len)
+    vocab_size = model.config.vocab_size
+    head = torch.randint(vocab_size, (shared,), generator=generator).tolist()
+    texts = []
+    for _ in range(NUM_TEXTS):
+        tail = torch.randint(vocab_size, (prompt_len - shared,), generator=generator).tolist()
+        texts.append(known_text(model, head + tail, SPREAD + new_tokens + 1))
+    return model, texts
+
+
+@cache
+def _embedded(drafts: bool) -> Models:
+    return load_models(EngineConfig(draft="auto" if drafts else "none"), torch.device("cpu"))
+
+
+@cache
+def _excerpts() -> list[list[int]]:
+    tokenizer = _embedded(True).tokenizer
+    return [tokenizer.encode(excerpt.prompt) for excerpt in load_excerpts()]

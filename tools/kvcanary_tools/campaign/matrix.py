@@ -1,0 +1,129 @@
+"""The detection matrix: results of many runs as one row a fault and configuration, and as one line a fault."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Result
+
+ALL = "all"
+BEST = 3  # causes that a report names
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault in one configuration, or in all; counts are of runs unless they say otherwise.
+
+    runs: in which the fault struck; untried: in which it never could.
+    first_code: what spoke first most often; found: runs in which that was the expected check.
+    place_right, writer_right: of the found runs that state one (`places`, `writers`).
+    steps_to_detection: of found runs, the strike's step included; None where no run states a step.
+    tokens_leaked, tokens_exposed: tokens.
+    twin_findings: clean and quiet twins in which something spoke that was not due.
+    disabled_found: runs in which the check spoke although it was switched off.
+    verdict_rank: the right cause's median rank in the reports, 0 where it is not named; None for typed errors.
+    """
+
+    fault: str
+    config: str
+    runs: int
+    untried: int
+    found: int
+    first_code: str
+    expected_code: str
+    places: int
+    place_right: int
+    writers: int
+    writer_right: int
+    steps_to_detection: dict[str, float] | None
+    late: int
+    tokens_leaked: int
+    tokens_exposed: int
+    twins: int
+    twin_findings: int
+    disabled: int
+    disabled_found: int
+    verdict_rank: float | None
+    verdict_first: int
+    verdict_top3: int
+    verdicts: int
+
+    @property
+    def is_right(self) -> bool:
+        """Everything found as it says, and nothing else."""
+        return (
+            (self.runs, self.places, self.late, self.tokens_leaked) == (self.found, self.place_right, 0, 0)
+            and not self.twin_findings
+            and not self.disabled_found
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows_of(results: Iterable[Result], within: dict[str, int]) -> list[Row]:
+    """One row a fault and configuration; `within`: by fault, steps in which it must be found."""
+    clean: dict[str, list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.run.kind == CLEAN:
+            clean[result.run.twin].append(result)
+        else:
+            groups[result.run.fault, result.run.config].append(result)
+    return [_row(key, group, clean[group[0].run.twin], within[key[0]]) for key, group in groups.items()]
+
+
+def totals_of(results: Sequence[Result], within: dict[str, int]) -> list[Row]:
+    """One line a fault, over all its configurations."""
+    clean: dict[str, list[Result]] = defaultdict(list)
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        (clean[result.run.twin] if result.run.kind == CLEAN else groups[result.run.fault]).append(result)
+    return [
+        _row((fault, ALL), group, [r for twin in {one.run.twin for one in group} for r in clean[twin]], within[fault])
+        for fault, group in groups.items()
+    ]
+
+
+def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result], within: int) -> Row:
+    kinds: dict[str, list[Result]] = defaultdict(list)
+    for result in group:
+        kinds[result.run.kind].append(result)
+    faulty = [result for result in kinds[FAULTY] if result.struck]
+    found = [result for result in faulty if result.found]
+    steps = [result.steps for result in found if result.steps is not None]
+    ranks = [result.rank for result in found if result.rank is not None]
+    twins = [*clean, *(result for result in kinds[QUIET] if result.struck)]
+    disabled = [result for result in kinds[DISABLED] if result.struck]
+    return Row(
+        *key,
+        runs=len(faulty),
+        untried=len(kinds[FAULTY]) - len(faulty),
+        found=len(found),
+        first_code=_most([result.code for result in faulty]),
+        expected_code=_most([result.expected for result in faulty]),
+        places=sum(result.place_right is not None for result in found),
+        place_right=sum(bool(result.place_right) for result in found),
+        writers=sum(result.writer_right is not None for result in found),
+        writer_right=sum(bool(result.writer_right) for result in found),
+        steps_to_detection={"median": median(steps), "max": max(steps)} if steps else None,
+        late=sum(step > within for step in steps),
+        tokens_leaked=sum(result.leaked for result in found),
+        tokens_exposed=sum(result.exposed for result in found),
+        twins=len(twins),
+        twin_findings=sum(result.found for result in twins),
+        disabled=len(disabled),
+        disabled_found=sum(result.found for result in disabled),
+        verdict_rank=median(ranks) if ranks else None,
+        verdict_first=sum(rank == 1 for rank in ranks),
+        verdict_top3=sum(1 <= rank <= BEST for rank in ranks),
+        verdicts=len(ranks),
+    )
+
+
+def _most(codes: Sequence[str]) -> str:
+    return Counter(codes).most_common(1)[0][0] if codes else ""

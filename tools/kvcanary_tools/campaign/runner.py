@@ -1,0 +1,75 @@
+"""A campaign: its runs, drawn from a seed, in worker processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import cycle, islice
+from multiprocessing import get_context
+
+from kvcanary.faults.catalogue import faults, find
+from kvcanary.faults.fault import READY, Fault
+from kvcanary_tools.campaign.configurations import Plan, setup_for
+from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Result, Run, perform
+
+BATCH = 8  # runs that a worker takes at a time
+SEED_STEP = 2  # seeds keep their parity: the rules of the ranker are tuned on even ones
+
+
+def chosen(names: Sequence[str]) -> list[Fault]:
+    """The faults of these names and families, every one where none is named; UnknownFaultError for another name."""
+    if not names or "all" in names:
+        return faults()
+    named = {family: [fault for fault in faults() if fault.family == family] for family in names}
+    return [fault for name in names for fault in named[name] or [find(name)]]
+
+
+def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) -> list[Run]:
+    """Every run of a campaign: a fault's go round its configurations, a clean twin is there once a setup and seed."""
+    found: list[Run] = []
+    for fault in wanted:
+        if fault.state != READY:
+            continue
+        setups = {name: setup for name, base in plan.setups.items() if (setup := setup_for(fault, base)) is not None}
+        count = runs or max(plan.runs, len(setups))
+        kinds = {FAULTY: count}
+        if fault.is_seen:
+            kinds[DISABLED] = min(count, plan.disabled)
+        if fault.quiet is not None:
+            kinds[QUIET] = min(count, plan.quiet)
+        for kind, number in kinds.items():
+            for turn, (name, setup) in enumerate(islice(cycle(setups.items()), number if setups else 0)):
+                found.append(Run(fault.name, name, setup, seed + SEED_STEP * turn, kind))
+    twins = {(run.twin, run.seed): run for run in found if run.kind == FAULTY}
+    return [*(Run("", run.config, run.setup, run.seed, CLEAN) for run in twins.values()), *found]
+
+
+def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
+    """Perform them, results as they come; in this process with one worker, in as many others with more."""
+    if workers <= 1:
+        yield from map(perform, runs)
+        return
+    batches = [runs[start : start + BATCH] for start in range(0, len(runs), BATCH)]
+    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _one_thread) as pool:
+        for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
+            yield from future.result()
+
+
+def within_of(runs: Sequence[Run]) -> dict[str, int]:
+    """By fault, steps in which it must be found."""
+    return {name: find(name).within for name in {run.fault for run in runs} if name}
+
+
+def _perform_all(runs: Sequence[Run]) -> list[Result]:
+    return [perform(run) for run in runs]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def default_workers() -> int:
+    return os.cpu_count() or 1

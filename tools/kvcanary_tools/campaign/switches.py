@@ -1,0 +1,42 @@
+"""Switching a host check off: meanwhile nobody raises its error, so that what else would find a fault is seen."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from kvcanary import invariants
+
+PACKAGES = ("kvcanary", "spec_engine")
+
+
+@contextmanager
+def switched_off(error: str) -> Iterator[None]:
+    """Every always-on check that raises the error of this name does nothing meanwhile, wherever it is called."""
+    checks = {name: getattr(invariants, name) for name in checks_of(error)}
+    with ExitStack() as stack:
+        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]:
+            for name, check in checks.items():
+                if vars(module).get(name) is check:
+                    stack.enter_context(patch.object(module, name, _nothing))
+        yield
+
+
+def checks_of(error: str) -> set[str]:
+    """The functions of kvcanary.invariants that raise it."""
+    tree = ast.parse(inspect.getsource(invariants))
+    return {
+        function.name
+        for function in tree.body
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == error
+    }
+
+
+def _nothing(*args: object, **named: object) -> None:
+    """The check that is switched off."""

@@ -1,0 +1,93 @@
+"""`kvcanary inject`: make every fault in many configurations, and measure what the canary finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.engine_options import CONTEXT
+
+if TYPE_CHECKING:
+    from kvcanary_tools.campaign.runs import Result, Run
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("inject", context_settings=CONTEXT, short_help="Make every fault, and measure what is found.")
+@click.argument("names", nargs=-1)
+@click.option("--config", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
+@click.option("--runs", type=click.IntRange(min=1), help="Faulty runs a fault; by default what --config says.")
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of the first run.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes; by default one a core.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix there; - is stdout.")
+@click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    names: tuple[str, ...],
+    config: str,
+    runs: int | None,
+    seed: int,
+    workers: int | None,
+    json_file: Path | None,
+    junit_file: Path | None,
+) -> None:
+    """Make faults in a running engine and print the detection matrix: what was found, by which check, how soon.
+
+    NAMES are faults or families (`bits`); none, or `all`, is every fault that is ready. Each runs in several
+    configurations: faulty, with its check switched off, as a quiet twin where there is one; and the same traffic runs
+    clean.
+
+    \b
+      kvcanary inject bits --runs 20
+      kvcanary inject all --config full --json matrix.json
+
+    Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage.
+    """
+    from kvcanary_tools.campaign.configurations import PLANS
+    from kvcanary_tools.campaign.matrix import rows_of, totals_of
+    from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
+    from kvcanary_tools.campaign.runner import chosen, default_workers, runs_of, within_of
+
+    planned = runs_of(chosen(names), PLANS[config], runs, seed)
+    if not planned:
+        raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
+    results = _perform(planned, workers or default_workers())
+    within = within_of(planned)
+    rows, totals = rows_of(results, within), totals_of(results, within)
+    to_stdout = json_file is not None and str(json_file) == "-"
+    for line in matrix_lines(totals):
+        (console.say if to_stdout else console.data)(line)
+    for line in failures(results, within):
+        console.say(line, fg="red")
+    if json_file is not None:
+        _write(json_file, json.dumps(as_json(rows, config=config, seed=seed, runs=runs), indent=2) + "\n")
+    if junit_file is not None:
+        _write(junit_file, as_junit(totals, results))
+    ctx.exit(console.EXIT_CLEAN if all(row.is_right for row in totals) else console.EXIT_FINDING)
+
+
+def _perform(planned: list[Run], workers: int) -> list[Result]:
+    """With a progress bar on stderr, where that is a terminal."""
+    from kvcanary_tools.campaign.runner import campaign
+
+    hidden = not click.get_text_stream("stderr").isatty()
+    with click.progressbar(
+        length=len(planned), label="runs", file=click.get_text_stream("stderr"), hidden=hidden
+    ) as bar:
+        results = []
+        for result in campaign(planned, workers):
+            results.append(result)
+            bar.update(1)
+    return results
+
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        console.data(text, newline=False)
+    else:
+        path.write_text(text, encoding="utf-8")
