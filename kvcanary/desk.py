@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger
 from kvcanary.state import PoolState
 from kvcanary.tickets import HOST, Resource, Stream, Ticket, Tickets, Touched, Violation
+
+#: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
+Resources = Sequence[Resource] | Touched
 
 
 class TicketDesk:
@@ -16,13 +19,14 @@ class TicketDesk:
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
         self._ledger, self._pool, self._report = ledger, pool, report
         self._tickets = Tickets(ledger.generations)
-        self.is_used = False
+        self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
 
-    def issue(
-        self, what: str, stream: Stream, reads: Sequence[Resource] = (), writes: Sequence[Resource] = ()
-    ) -> Ticket:
-        """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name."""
+    def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
+        """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
+
+        A mapping says for which generation of each it was planned.
+        """
         self.is_used = True
         ticket = self._tickets.issue(what, stream, self._granted(reads), self._granted(writes))
         self._tell(ticket.violations)
@@ -36,37 +40,54 @@ class TicketDesk:
         """The host has seen the work's event."""
         self._tell(self._tickets.complete(ticket))
 
-    def use(self, what: str, stream: Stream, resources: Sequence[Resource], writes: bool = False) -> None:
-        """An access on a stream that leaves nothing in flight: a forward over pages, the host over a buffer."""
+    def use(
+        self, what: str, stream: Stream, resources: Resources, writes: bool = False, requests: Sequence[str] = ()
+    ) -> None:
+        """An access on a stream that leaves nothing in flight: a forward over pages, the host over a buffer.
+
+        requests: whose tokens a violation touches, where that is not the owner of a page.
+        """
         if self.is_used:
-            self._tell(self._tickets.use(what, stream, self._granted(resources), writes))
+            self._tell(self._tickets.use(what, stream, self._granted(resources), writes), requests)
+
+    def renew(self, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else, and counts its generation up."""
+        self._tickets.renew(buffer, generation)
 
     def freed(self, pages: Sequence[int]) -> None:
         """Pages are given back: nothing may be in flight there."""
         if self.is_used:
             self._tell(self._tickets.free(self._granted(pages), HOST))
 
-    def _granted(self, resources: Sequence[Resource]) -> Touched:
+    def _granted(self, resources: Resources) -> Touched:
+        if isinstance(resources, Mapping):
+            return resources
         generations = self._ledger.generations
         self._ledger.pages.numbers([r for r in resources if isinstance(r, int)])
         return {r: None if isinstance(r, str) else int(generations[r]) for r in resources}
 
-    def _tell(self, violations: Sequence[Violation]) -> None:
-        self._report([self._hit(violation) for violation in violations])
+    def _tell(self, violations: Sequence[Violation], requests: Sequence[str] = ()) -> None:
+        self.has_told = self.has_told or bool(violations)
+        self._report([self._hit(violation, requests) for violation in violations])
 
-    def _hit(self, violation: Violation) -> Hit:
+    def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
         page = violation.resource if isinstance(violation.resource, int) else None
         slot = -1 if page is None else page * self._pool.view.page_size
-        owner = None if page is None else self._ledger.owner_of(page)
+        owners = requests if page is None else _names(self._ledger.owner_of(page))
         waited = "nothing" if violation.ticket is None else str(violation.ticket)
         return Hit(
             "O1",
             self._pool,
             slot,
             None,
-            owner,
+            owners[0] if owners else None,
             ("stream", 0),
             self.step,
+            others=tuple(owners[1:]),
             expected={"behind": waited},
             found={"access": violation.sentence},
         )
+
+
+def _names(owner: str | None) -> Sequence[str]:
+    return () if owner is None else (owner,)

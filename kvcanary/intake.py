@@ -110,7 +110,7 @@ class HitLog:
         if len(group.kept) < KEPT_HITS:
             group.kept.append(hit)
         if hit.request_id is not None:
-            group.request_ids.add(hit.request_id)
+            group.request_ids.update((hit.request_id, *hit.others))
 
     def add_batch(self, batch: HitBatch) -> None:
         """Any number of entries at once; only those that are kept become objects."""

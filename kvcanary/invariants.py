@@ -137,6 +137,10 @@ class RelayError(InvariantError):
     """A request drafts from proposals that are not its own, or not of its last step."""
 
 
+class StagingError(InvariantError):
+    """A host buffer is read for what it held before it was taken again."""
+
+
 class RecurrentStateError(InvariantError):
     """A recurrent state would go on from something else than the last accepted node of its request."""
 
@@ -589,6 +593,15 @@ def check_relay(request: str, row: int, committed_len: int, published: tuple[str
     if published != (request, committed_len):
         found = "nobody's" if published is None else f"those of {published[0]} at length {published[1]}"
         raise RelayError(f"{request} drafts at length {committed_len}, but the proposals of row {row} are {found}")
+
+
+def check_staging(buffer: str, generation: int, now: int, count: int) -> None:
+    """What the host reads of a buffer is what was copied there for it, not what the next step has put over it."""
+    if generation != now:
+        raise StagingError(
+            f"host buffer {buffer!r} is read for its use {generation}, it is in its use {now}: a ring of {count} "
+            "buffers is too short for the steps that the host is behind"
+        )
 
 
 def check_candidates(num_candidates: int, num_nodes: int) -> None:

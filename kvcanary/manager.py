@@ -114,6 +114,16 @@ class CanaryManager(Lifecycle):
             self._stats.tick(self.step, self._coverage)
         return self._act()
 
+    def judge_copies(self) -> frozenset[str]:
+        """Judge what was told of copies since the last check (O1), before what they brought is used.
+
+        Mode abort: the requests that must end now; nobody where every copy was waited for.
+        """
+        if not self.tickets.has_told:
+            return frozenset()
+        self.tickets.has_told = False
+        return self._act()
+
     def drain(self) -> frozenset[str]:
         """At idle and shutdown: judge what is still pending; the answer is that of `check`.
 

@@ -43,7 +43,8 @@ EVENTS: dict[str, Event] = {
     "written": Event({RESERVED: WRITTEN, WRITTEN: WRITTEN, LOAD_FAILED: WRITTEN}, "grant it for writing first"),
     "committed": Event({WRITTEN: COMMITTED, COMMITTED: COMMITTED}, "commit only what was written or loaded"),
     "marked loading": Event(
-        {NEVER_WRITTEN: LOADING, RESERVED: LOADING, LOAD_FAILED: LOADING}, "load only into pages that hold nothing yet"
+        {NEVER_WRITTEN: LOADING, LOAD_FAILED: LOADING},
+        "load only into pages that were granted with for_load",
     ),
     "loaded": Event({LOADING: WRITTEN}, "begin its load first, and end it once"),
     "marked load-failed": Event({LOADING: LOAD_FAILED, NEVER_WRITTEN: LOAD_FAILED}, "begin its load first"),

@@ -3,7 +3,7 @@
 Streams are opaque; the host is one of them. Each stream has a clock: how far it has seen every other stream. An access
 is ordered after a ticket if its stream has run the ticket's work itself, or has waited for its event, or for another
 event behind it. Two accesses that both read need no order. O1 is an access that is not ordered, or that belongs to an
-earlier grant of its page.
+earlier grant of its page, or to what a host buffer held before it was taken again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcanary.pages import Array
 Stream = Hashable
 #: A page by its number, or a host staging buffer by its name.
 Resource = int | str
-#: What an access touches, each with the generation that it was planned for; None where there is none (buffers).
+#: What an access touches, each with the generation that it was planned for; None where it was planned for any.
 Touched = Mapping[Resource, int | None]
 
 HOST: Stream = "host"
@@ -78,6 +78,7 @@ class Tickets:
     def __init__(self, generations: Sequence[int] | Array) -> None:
         """`generations`: of every page, as the ledger keeps them current."""
         self._generations = generations
+        self._buffers: dict[str, int] = {}  # generations of host buffers that have one
         self._clocks: dict[Stream, dict[Stream, int]] = {HOST: {}}
         self._in_flight: dict[Resource, _Accesses] = {}
 
@@ -97,6 +98,10 @@ class Tickets:
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
         _advance(self._clock(stream), ticket.clock)
+
+    def renew(self, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else: who comes for what it held before is too late."""
+        self._buffers[buffer] = generation
 
     def complete(self, ticket: Ticket) -> list[Violation]:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
@@ -131,11 +136,14 @@ class Tickets:
     def _outdated(self, access: str, stream: Stream, touched: Touched, ticket: Ticket | None = None) -> list[Violation]:
         found = []
         for resource, planned in touched.items():
-            if planned is not None and not isinstance(resource, str) and planned != self._generations[resource]:
-                now = int(self._generations[resource])
-                sentence = f"{access} is meant for generation {planned} of page {resource}, which is in {now} now"
+            now = planned if planned is None else self._generation(resource)
+            if planned != now:
+                sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
                 found.append(Violation(resource, stream, ticket, sentence))
         return found
+
+    def _generation(self, resource: Resource) -> int | None:
+        return self._buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
 
     def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
         """The ticket is no longer in flight there; False where a later access or a free has taken its place."""

@@ -31,6 +31,7 @@ from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
 from spec_engine.recurrence import num_kv_layers, recurrent_pool, settings_for
 from spec_engine.relay import Relay
+from spec_engine.results import Results
 from spec_engine.runner import Runner
 from spec_engine.scheduler import Scheduler
 from spec_engine.sliding import check_draft_window, window_pool
@@ -81,6 +82,9 @@ class Assembly:
         views = [self._view(pool) for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
         self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
+        self.results = Results(
+            self.streams, self.canary, lag=self.lag, max_bs=sizes.num_rows, max_accept=sizes.max_accept
+        )
         self.memory = KVMemory(
             self.allocator,
             self.request_table,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
+from kvcanary.errors import KVCorruptionError
 from kvcanary.invariants import check_commit, check_known_tokens, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.acceptance.stops import Kept, StopScan
@@ -22,14 +25,13 @@ from spec_engine.metrics import Metrics
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
-from spec_engine.request import Output, Request, TokenEvent
+from spec_engine.request import Output, Refusal, Request, TokenEvent
+from spec_engine.results import Landing
 from spec_engine.runner import Part, StepResult
 from spec_engine.sampling import SamplingParams
 from spec_engine.scheduler import Chunk
-from spec_engine.streams import Event
 
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
-REFUSED = "refused"  # finish reason of a prompt that could never run
 
 
 class Engine(Assembly):
@@ -52,7 +54,8 @@ class Engine(Assembly):
         self._scans: dict[str, StopScan] = {}  # of every request that has not ended
         self._num_requests = 0
         self._step_number = 0
-        self._pending: deque[tuple[StepResult, Event | None]] = deque()  # steps of which the host has not heard yet
+        self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
+        self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
         self._build()
 
     # -- what callers use
@@ -63,15 +66,26 @@ class Engine(Assembly):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._pending)
+        return self.scheduler.has_work or bool(self._pending) or self._corruption is not None
 
-    def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> str:
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        adapter: str = "",
+    ) -> str:
         """Queue one prompt (text or token ids); returns its request id. ConfigError when it could never run.
 
         Requests of higher ``priority`` are admitted first and retracted last. Cached prefixes are shared among
-        requests of one ``salt`` only.
+        requests of one ``salt`` and one ``adapter`` only. An adapter is an identity: the models here have no LoRA, so
+        it changes no token, but pages and the canary's chains are those of this adapter and of no other.
         """
-        return self._enqueue(prompt, params, priority, salt).request_id
+        request_id = self._next_id()
+        self._enqueue(request_id, prompt, params, priority, salt, adapter)
+        return request_id
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now and free all that it holds; its last event, or None when it is not there any more."""
@@ -90,28 +104,44 @@ class Engine(Assembly):
         return [_output(request, events) for request in requests]
 
     def stream(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> Iterator[TokenEvent]:
-        """Complete every prompt, tokens as they come."""
-        for prompt in prompts:
-            self.submit(prompt, params)
-        return self._events()
+        """Complete every prompt, tokens as they come; ids count up in the order of the prompts.
 
-    def _try(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | ConfigError:
+        One that is refused ends at once with its only event, and does not stop others.
+        """
+        params.check_vocabulary(self.model.config.vocab_size)
+        requests = [self._try(prompt, params) for prompt in prompts]
+        refused = [request.event for request in requests if isinstance(request, Refusal)]
+        return chain(refused, self._events())
+
+    def _try(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | Refusal:
+        request_id = self._next_id()
         try:
-            return self._enqueue(prompt, params, 0, "")
+            return self._enqueue(request_id, prompt, params)
         except ConfigError as error:
-            return error
+            return Refusal(request_id, str(error))
 
-    def _enqueue(self, prompt: str | Sequence[int], params: SamplingParams, priority: int, salt: str) -> Request:
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"req-{self._num_requests - 1}"
+
+    def _enqueue(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: str = "",
+        adapter: str = "",
+    ) -> Request:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size = self.model.config.vocab_size
         params.check_vocabulary(vocab_size)
         stray = [token for token in prompt_ids if not 0 <= token < vocab_size]
         if stray:
             raise ConfigError(f"prompt token {stray[0]} is out of the vocabulary of {vocab_size} tokens")
-        request = Request(f"req-{self._num_requests}", prompt_ids, params, priority, salt)
+        request = Request(request_id, prompt_ids, params, priority, salt, adapter)
         self.scheduler.submit(request)
-        self._num_requests += 1
-        self._scans[request.request_id] = self._scan(params)
+        self._scans[request_id] = self._scan(params)
         return request
 
     def _scan(self, params: SamplingParams) -> StopScan:
@@ -123,7 +153,12 @@ class Engine(Assembly):
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """One prefill forward if prompts wait, else one decode step for everyone; returns the tokens that leave."""
+        """One prefill forward if prompts wait, else one decode step for everyone; returns the tokens that leave.
+
+        KVCorruptionError when the canary stops the engine. What earlier steps, which were proved clean, have still to
+        give leaves first; the error then comes with the next call.
+        """
+        self._raise_corruption()
         self._step_number += 1
         self.metrics.num_steps += 1
         self.allocator.begin_step(self._step_number)
@@ -137,8 +172,8 @@ class Engine(Assembly):
         events = self._make_room()
         chunks = self.scheduler.next_chunks(self.running)
         if self.memory.make_room(self.scheduler.pages_needed(self.running)):
-            self._launch(chunks)
-        events += self._deliver(self.lag if self.running else 0)
+            self._launch(chunks, events)
+        self._deliver(self.lag if self.running else 0, events)
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
         if not self.has_work:
@@ -158,7 +193,7 @@ class Engine(Assembly):
         events: list[TokenEvent] = []
         while self.scheduler.pages_needed(self.running) > self.memory.num_available:
             if self._pending:
-                events += self._deliver(0)  # a request may have ended, and none may be retracted in flight
+                self._deliver(0, events)  # a request may have ended, and none may be retracted in flight
             else:
                 events += self._retract()
         return events
@@ -171,13 +206,28 @@ class Engine(Assembly):
         self.metrics.num_retractions += len(plan.retracted)
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
-    def _launch(self, chunks: list[Chunk]) -> None:
-        """Run the next forward, of prompts if some wait; the host hears of it when its turn comes."""
+    def _launch(self, chunks: list[Chunk], events: list[TokenEvent]) -> None:
+        """Run the next forward, of prompts if some wait; the host hears of it when its turn comes.
+
+        Where the canary stops it the tokens of the steps before go to ``events``.
+        """
         ready = [chunk for chunk in chunks if self._prepare(chunk)]
-        if ready:
-            self._pending.append((self._prefill(ready), self.streams.launched()))
-        elif self.running and not chunks:
-            self._pending.append((self._decode(), self.streams.launched()))
+        try:
+            if ready:
+                self._pending.append(self.results.send(self._prefill(ready)))
+            elif self.running and not chunks:
+                self._pending.append(self.results.send(self._decode()))
+        except KVCorruptionError as error:
+            self._corruption = error
+            with suppress(KVCorruptionError):  # a request that ends on the damage: its last tokens stay
+                self._deliver(0, events)
+            if not events:
+                self._raise_corruption()
+
+    def _raise_corruption(self) -> None:
+        if self._corruption is not None:
+            error, self._corruption = self._corruption, None
+            raise error
 
     def _prepare(self, chunk: Chunk) -> bool:
         """Own the pages of a chunk, and have what lies before it; False where that did not come back from the host."""
@@ -223,18 +273,15 @@ class Engine(Assembly):
 
     # -- results
 
-    def _deliver(self, lag: int) -> list[TokenEvent]:
-        """Let the host hear of all steps but the last ``lag``: tokens leave, requests end."""
-        events = []
+    def _deliver(self, lag: int, events: list[TokenEvent]) -> None:
+        """Let the host hear of all steps but the last ``lag``: tokens leave into ``events``, requests end."""
         while len(self._pending) > lag:
-            result, event = self._pending.popleft()
-            self.streams.heard(event)
+            result = self.results.hear(self._pending.popleft())
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             for part in result.parts:
                 if part.request.finish_reason is None:
                     events += self._hear(part, result)
-        return events
 
     def _hear(self, part: Part, result: StepResult) -> list[TokenEvent]:
         request = part.request
@@ -308,9 +355,9 @@ class Engine(Assembly):
             self.canary.drain()
 
 
-def _output(request: Request | ConfigError, events: dict[str, list[TokenEvent]]) -> Output:
-    if isinstance(request, ConfigError):
-        return Output("", "", (), REFUSED, 0, error=str(request))
+def _output(request: Request | Refusal, events: dict[str, list[TokenEvent]]) -> Output:
+    if isinstance(request, Refusal):
+        return request.output
     own = events.get(request.request_id, [])
     return Output(
         request_id=request.request_id,

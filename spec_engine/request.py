@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from spec_engine.memory.host_tier import HostBlock
     from spec_engine.memory.prefix_tree import Node
 
+REFUSED = "refused"  # finish reason of a prompt that could never run
+
 
 @dataclass(eq=False)
 class Request:
@@ -24,6 +26,7 @@ class Request:
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
     cached_len: entries that the prefix cache had for it at its last admission, or the host.
     block: where what a retracted request had computed waits on the host, until it is back in its pages.
+    salt, adapter: under which alone equal tokens are equal K and V.
     """
 
     request_id: str
@@ -31,6 +34,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     salt: str = ""
+    adapter: str = ""
     row: int = 0
     committed_len: int = 0
     prefill_len: int = 0
@@ -81,7 +85,7 @@ class TokenEvent:
 
     text: what they add to the request's text, which may lag behind the tokens; finish_reason: "stop", "length",
     "cancelled", "out_of_pages" or "kv_corruption" with the last event, else None; logprobs: one entry a token, where
-    the request asks for them.
+    the request asks for them. A prompt that is refused has one event: finish_reason "refused", and ``error`` says why.
     """
 
     request_id: str
@@ -89,6 +93,7 @@ class TokenEvent:
     text: str
     finish_reason: str | None = None
     logprobs: tuple[TokenLogProb, ...] | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -109,3 +114,19 @@ class Output:
     prompt_len: int
     logprobs: tuple[TokenLogProb, ...] | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A prompt that could never run, and the sentence that says why."""
+
+    request_id: str
+    error: str
+
+    @property
+    def event(self) -> TokenEvent:
+        return TokenEvent(self.request_id, (), "", REFUSED, error=self.error)
+
+    @property
+    def output(self) -> Output:
+        return Output(self.request_id, "", (), REFUSED, 0, error=self.error)

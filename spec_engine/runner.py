@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcanary.invariants import check_chunk, check_chunk_feed, check_window
 from spec_engine.acceptance.acceptor import Acceptor, Decision, Nodes
 from spec_engine.acceptance.logprobs import TokenLogProb
+from spec_engine.acceptance.walk import Acceptance
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
@@ -46,12 +47,17 @@ class Part:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host learns of a step; ``doomed`` are requests that a finding touches (mode abort)."""
+    """What the host learns of a step; ``doomed`` are requests that a finding touches (mode abort).
+
+    accepted: where the device has the tokens, one row for each of the ``parts`` that have some; None: none has.
+    num_steps: T of a decode step, where it may change.
+    """
 
     is_decode: bool
     parts: tuple[Part, ...]
     doomed: frozenset[str]
-    num_steps: int | None = None  # T of a decode step, where it may change
+    accepted: Acceptance | None = None
+    num_steps: int | None = None
 
 
 class Runner:
@@ -89,14 +95,14 @@ class Runner:
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
         output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
-        new, logprobs = self._first_tokens(chunks, batch, output, lens)
+        new, logprobs, accepted = self._first_tokens(chunks, batch, output, lens)
         if self.drafter is not None:
             self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
         doomed = self._judge()
         ends = [chunk.end for chunk in chunks]
         bonus = [(chunk.request.tokens + token)[chunk.end] for chunk, token in zip(chunks, new, strict=True)]
         self.relay.publish(batch.rows, ends, bonus)
-        return self._finish(False, batch, ends, new, logprobs, doomed)
+        return self._finish(False, batch, ends, new, logprobs, doomed, accepted)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
         """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured)."""
@@ -175,7 +181,7 @@ class Runner:
         self.relay.publish(batch.rows, lens, [new[-1] for new in tokens])
         requests = enumerate(batch.requests)
         logprobs = [decision.logprobs_of(b, request.params, len(tokens[b])) for b, request in requests]
-        return self._finish(True, batch, lens, tokens, logprobs, doomed)
+        return self._finish(True, batch, lens, tokens, logprobs, doomed, decision.accepted)
 
     def _extend(
         self,
@@ -212,24 +218,28 @@ class Runner:
 
     def _first_tokens(
         self, chunks: Sequence[Chunk], batch: Batch, output: DecoderOutput, lens: Sequence[int]
-    ) -> tuple[list[list[int]], list[tuple[TokenLogProb, ...] | None]]:
-        """The first token of every chunk at whose end it is not known yet, and what is asked of its probability."""
+    ) -> tuple[list[list[int]], list[tuple[TokenLogProb, ...] | None], Acceptance | None]:
+        """The first token of every chunk at whose end it is not known yet, and what is asked of its probability.
+
+        Last the device's own word for these chunks, None where there are none.
+        """
         new: list[list[int]] = [[] for _ in chunks]
         logprobs: list[tuple[TokenLogProb, ...] | None] = [None] * len(chunks)
         for chunk in chunks:
             if chunk.end == chunk.request.prefill_len:
                 self.acceptor.begin(chunk.request)
         ending = [c for c, chunk in enumerate(chunks) if chunk.samples]
-        if ending:
-            rows = torch.tensor(ending, device=self.device)
-            requests = [chunks[c].request for c in ending]
-            last = torch.tensor(lens, device=self.device).cumsum(0) - 1
-            positions = torch.tensor([chunks[c].end for c in ending], device=self.device)
-            logits = self.model.logits(output.hidden[last[rows]])[:, None]
-            decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
-            for number, (c, token) in enumerate(zip(ending, decision.accepted.bonus.tolist(), strict=True)):
-                new[c], logprobs[c] = [token], decision.logprobs_of(number, requests[number].params, 1)
-        return new, logprobs
+        if not ending:
+            return new, logprobs, None
+        rows = torch.tensor(ending, device=self.device)
+        requests = [chunks[c].request for c in ending]
+        last = torch.tensor(lens, device=self.device).cumsum(0) - 1
+        positions = torch.tensor([chunks[c].end for c in ending], device=self.device)
+        logits = self.model.logits(output.hidden[last[rows]])[:, None]
+        decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
+        for number, (c, token) in enumerate(zip(ending, decision.accepted.bonus.tolist(), strict=True)):
+            new[c], logprobs[c] = [token], decision.logprobs_of(number, requests[number].params, 1)
+        return new, logprobs, decision.accepted
 
     def _extend_prompts(
         self,
@@ -266,6 +276,7 @@ class Runner:
         tokens: Sequence[list[int]],
         logprobs: Sequence[tuple[TokenLogProb, ...] | None],
         doomed: frozenset[str],
+        accepted: Acceptance | None,
     ) -> StepResult:
         """Truth advances with acceptance: the canary learns it now, the host when it reads the result."""
         parts = tuple(
@@ -277,7 +288,7 @@ class Runner:
                 if part.request.request_id not in doomed:
                     self.canary.append(part.request.request_id, part.tokens)
                     self.canary.commit(part.request.request_id, part.committed_len)
-        return StepResult(is_decode, parts, doomed)
+        return StepResult(is_decode, parts, doomed, accepted)
 
 
 def _open_states(

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from kvcanary.invariants import check_staging
 from kvcanary.tickets import HOST
 
 if TYPE_CHECKING:
-    from kvcanary.desk import TicketDesk
-    from kvcanary.tickets import Resource, Ticket
+    from kvcanary.desk import Resources, TicketDesk
+    from kvcanary.tickets import Ticket
 
 MAIN = "main"
 Operation = Callable[[], object]
@@ -73,9 +74,7 @@ class Stream:
         self.last: Event | None = None
         self._queue, self._desk = queue, desk
 
-    def submit(
-        self, what: str, operation: Operation, reads: Sequence[Resource] = (), writes: Sequence[Resource] = ()
-    ) -> Event:
+    def submit(self, what: str, operation: Operation, reads: Resources = (), writes: Resources = ()) -> Event:
         """Enqueue an operation that touches these pages (by number) and host buffers (by name).
 
         The operation is kept until it has run, and with it every tensor that it names.
@@ -98,10 +97,18 @@ class Stream:
         else:
             self._desk.waits(self.name, event.ticket)
 
-    def use(self, what: str, resources: Sequence[Resource], writes: bool = False) -> None:
-        """An access that is no work of its own: a forward over pages, the host over a buffer."""
+    def use(self, what: str, resources: Resources, writes: bool = False, requests: Sequence[str] = ()) -> None:
+        """An access that is no work of its own: a forward over pages, the host over a buffer.
+
+        requests: whose tokens it touches, where no page says that.
+        """
         if self._desk is not None:
-            self._desk.use(what, self.name, resources, writes)
+            self._desk.use(what, self.name, resources, writes, requests)
+
+    def renew(self, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else."""
+        if self._desk is not None:
+            self._desk.renew(buffer, generation)
 
     def advance(self, count: int = 1) -> None:
         """On a CPU: ``count`` waiting operations run, as a device would run them by and by. Elsewhere nothing."""
@@ -130,22 +137,35 @@ class StagingRing:
         )
 
     def take(self) -> Staging:
-        """The buffer that was taken longest ago, for the host to fill; set its ``event`` to that of its copy."""
-        buffer = self._buffers[0]
-        self._buffers.rotate(-1)
-        if buffer.event is not None:
-            self._host.wait(buffer.event)
+        """The buffer that was taken longest ago, to be filled; set its ``event`` to that of its copy."""
+        last = self._buffers.popleft()
+        if last.event is not None:
+            self._host.wait(last.event)
+        buffer = Staging(last.name, last.tensor, last.generation + 1)
+        self._buffers.append(buffer)
+        self._host.renew(buffer.name, buffer.generation)
         self._host.use("fill", [buffer.name], writes=True)
         return buffer
+
+    def check(self, buffer: Staging) -> None:
+        """StagingError unless nobody has taken the buffer since."""
+        now = next(own for own in self._buffers if own.name == buffer.name)
+        check_staging(buffer.name, buffer.generation, now.generation, len(self._buffers))
 
 
 @dataclass(eq=False)
 class Staging:
-    """One host buffer; ``event`` is the end of the copy that needs its bytes."""
+    """One host buffer from one ``take`` to the next; ``event`` is the end of the copy that needs its bytes."""
 
     name: str
     tensor: Tensor
+    generation: int = 0
     event: Event | None = None
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """What an access names, so that one that comes after the next ``take`` is told."""
+        return {self.name: self.generation}
 
 
 class _Queue(Protocol):

@@ -38,7 +38,7 @@ def live_every_life(ledger: Ledger) -> dict[tuple[str, str], int]:
             if (state, name) in pages:
                 continue
             number = pages[state, name] = next(page)
-            ledger.grant(name, [number], 1, for_load=state in ("NEVER_WRITTEN", "LOADING"))
+            ledger.grant(name, [number], 1, for_load=state in ("NEVER_WRITTEN", "LOADING", "LOAD_FAILED"))
             if state in ("WRITTEN", "COMMITTED", "SHARED"):
                 ledger.pages.wrote(np.array([number]))
             if state in ("LOADING", "LOAD_FAILED"):

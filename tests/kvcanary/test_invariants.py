@@ -444,6 +444,14 @@ CASES = [
         "req-3 drafts at length 20, but the proposals of row 2 are nobody's",
     ),
     Case(
+        invariants.check_staging,
+        ("results 0", 3, 4, 2),
+        ("results 0", 3, 3, 2),
+        invariants.StagingError,
+        "host buffer 'results 0' is read for its use 3, it is in its use 4: a ring of 2 buffers is too short for the "
+        "steps that the host is behind",
+    ),
+    Case(
         invariants.check_tree_array,
         ("parent list", (2, 5), (2, 5), "int32", True),
         ("parent list", (2, 5), (2, 5), "int64", True),

@@ -120,7 +120,7 @@ def test_a_page_that_moves_to_another_pool_takes_its_records_along(make_engine, 
     canary = CanaryManager(CanaryConfig(seed=1), views)
     canary.arm()
     canary.admit("one", [7, 8, 9, 10])
-    canary.on_alloc("one", [3])
+    canary.on_alloc("one", [3], for_load=True)
     canary.on_load_begin("one", [3])
     canary.on_load_end("one", [3], 4)
     src, dst = torch.arange(12, 16), torch.arange(12, 16)

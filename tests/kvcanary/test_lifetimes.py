@@ -50,7 +50,8 @@ def test_whole_pages_become_final():
 def test_what_was_not_written_is_not_final():
     """Entries that nobody wrote or that are still loading cannot be committed, nor can more than the row holds."""
     ledger = make_ledger("a")
-    ledger.grant("a", [5, 3], 1)
+    ledger.grant("a", [5], 1, for_load=True)
+    ledger.grant("a", [3], 1)
     with pytest.raises(PageStateError, match=r"page 5 must be WRITTEN or COMMITTED to be committed by 'a'"):
         ledger.commit("a", SIZE, 2)
     ledger.load_begin("a", [5], 2)
@@ -120,7 +121,7 @@ def test_a_hit_on_a_freed_page_is_refused():
 def test_only_final_pages_are_published(event):
     """What may still be written, or was never written or loaded, is not for others."""
     ledger = make_ledger("a")
-    ledger.grant("a", [5], 1, for_load=event == "set aside")
+    ledger.grant("a", [5], 1, for_load=event in ("set aside", "loading", "load-failed"))
     if event == "written":
         ledger.pages.wrote(np.array([5]))
     if event in ("loading", "load-failed"):
@@ -254,7 +255,7 @@ def test_a_load_has_a_beginning_and_an_end():
 def test_a_failed_load_is_written_or_loaded_again():
     """Its pages are not final, and may be computed, tried again, or freed."""
     ledger = make_ledger("a")
-    ledger.grant("a", [5, 6, 7], 1)
+    ledger.grant("a", [5, 6, 7], 1, for_load=True)
     ledger.load_begin("a", [5, 6, 7], 2)
     ledger.load_fail("a", [5, 6, 7], 3)
     assert states(ledger, 5, 6, 7) == ["LOAD_FAILED"] * 3
@@ -269,14 +270,22 @@ def test_a_load_over_final_pages_is_refused():
     ledger = with_row(make_ledger("a"), "a", [5, 3], final=2)
     ledger.share("a", [5], 3)
     for page, state in ((5, "SHARED"), (3, "COMMITTED")):
-        with pytest.raises(PageStateError, match=f"it is {state} .*: load only into pages that hold nothing yet"):
+        with pytest.raises(PageStateError, match=f"it is {state} .*: load only into pages that were granted with"):
             ledger.load_begin("a", [page], 4)
+
+
+def test_a_load_into_pages_that_forwards_may_write_is_refused():
+    """Between such a grant and the load nothing would tell a forward that writes, or reads, what is still to come."""
+    ledger = make_ledger("a")
+    ledger.grant("a", [5], 1)
+    with pytest.raises(PageStateError, match=r"must be NEVER_WRITTEN or LOAD_FAILED to be marked loading .* RESERVED"):
+        ledger.load_begin("a", [5], 2)
 
 
 def test_a_load_into_a_foreign_page_is_refused():
     """Loads name pages of the request's own row."""
     ledger = make_ledger("a", "b")
-    ledger.grant("a", [5], 1)
+    ledger.grant("a", [5], 1, for_load=True)
     with pytest.raises(PageOwnerError, match=r"page 5, named by 'b', must be in its row .* of 'a'"):
         ledger.load_begin("b", [5], 2)
 

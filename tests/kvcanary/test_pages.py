@@ -22,7 +22,7 @@ set aside             2 - - - - - - - -
 copied                6 - - - - - - - -
 written               - - - - 6 6 6 - -
 committed             - - - - - - 7 7 -
-marked loading        - - 3 - 3 3 - - -
+marked loading        - - 3 - 3 - - - -
 loaded                - - - 6 - - - - -
 marked load-failed    - - 4 4 - - - - -
 restored              - - 6 - - 6 - - -
@@ -128,7 +128,8 @@ def world() -> Pages:
     for page, state in enumerate((record.RESERVED, record.WRITTEN, record.LOAD_FAILED), 1):
         pages.grant("granted", at(page), 7, step=0, request_id="a")
         pages.states[page] = state
-    pages.grant("granted", at(4, 5, 6, 7, 9), 7, step=0, request_id="a")
+    pages.grant("granted", at(4, 6, 7, 9), 7, step=0, request_id="a")
+    pages.grant("set aside", at(5), 7, step=0, request_id="a")
     pages.wrote(at(4, 7, 9))
     pages.advance("committed", at(4, 7), 0, "a")
     pages.advance("marked loading", at(5), 0, "a")

@@ -162,7 +162,7 @@ class Model:
 
     def load(self, event: str, name: str, pages: list[int]) -> bool:
         legal = {
-            "load_begin": ("NEVER_WRITTEN", "RESERVED", "LOAD_FAILED"),
+            "load_begin": ("NEVER_WRITTEN", "LOAD_FAILED"),
             "load_end": ("LOADING",),
             "load_fail": ("LOADING", "NEVER_WRITTEN"),
             "restore": ("NEVER_WRITTEN", "RESERVED"),

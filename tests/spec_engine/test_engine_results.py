@@ -123,13 +123,29 @@ def test_a_refused_prompt_does_not_stop_the_others(make):
     assert empty.error == "a prompt needs at least one token, got an empty one"
     assert long.error == "prompt of 300 tokens + max_new_tokens 8 = 308 exceeds the context length 256"
     assert stray.error == "prompt token 997 is out of the vocabulary of 997 tokens"
-    assert (empty.token_ids, empty.text) == ((), "")
+    assert (empty.token_ids, empty.text, empty.request_id) == ((), "", "req-1")
+
+
+def test_a_refused_prompt_ends_its_own_stream_only(make):
+    """Its one event has the sentence and comes first; ids follow the order of the prompts, the good ones complete."""
+    events = list(make().stream([[5, 997], PROMPT, []], SamplingParams(max_new_tokens=8)))
+    assert [(event.request_id, event.finish_reason, event.error) for event in events[:2]] == [
+        ("req-0", "refused", "prompt token 997 is out of the vocabulary of 997 tokens"),
+        ("req-2", "refused", "a prompt needs at least one token, got an empty one"),
+    ]
+    assert {event.request_id for event in events[2:]} == {"req-1"}
+    assert sum((event.token_ids for event in events[2:]), ()) == tuple(TRUTH[:8])
+    assert [(event.text, event.token_ids) for event in events[:2]] == [("", ())] * 2
 
 
 def test_parameters_that_no_prompt_can_use_are_refused_as_a_whole(make):
     """A token id beyond the vocabulary is no fault of a prompt: nothing is queued."""
     engine, params = make(), SamplingParams(logit_bias={997: 1.0})
-    for attempt in (lambda: engine.submit(PROMPT, params), lambda: engine.generate([PROMPT], params)):
+    for attempt in (
+        lambda: engine.submit(PROMPT, params),
+        lambda: engine.generate([PROMPT], params),
+        lambda: engine.stream([PROMPT], params),
+    ):
         with pytest.raises(ConfigError, match="logit_bias names token 997, the vocabulary has tokens 0 to 996"):
             attempt()
     assert not engine.has_work

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary import CanaryConfig
+from kvcanary import CanaryConfig, KVCorruptionError
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.memory.prefix_tree import PrefixTree
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 LONG = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -96,6 +97,38 @@ def test_salts_share_nothing(toy_model):
     engine.submit(LONG, GREEDY, salt="one")
     finish(engine)
     assert engine.metrics.prefill_tokens < 2 * len(LONG) + 8
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_adapters_share_nothing(toy_model, running):
+    """Neither pages of a request that has ended nor of one that runs; the same adapter's are shared."""
+    engine = make_engine(toy_model)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    pages = []
+    for adapter in ("one", "two", "one"):
+        engine.submit(LONG, params, adapter=adapter)
+        for _ in range(4):
+            engine.step()
+        pages.append(set(engine.running[-1].pages))
+        if not running:
+            finish(engine)
+    assert not pages[0] & pages[1]
+    assert pages[0] & pages[2]
+    finish(engine)
+    assert engine.canary.certificate()["findings"] == []
+
+
+def test_a_cache_that_ignores_the_adapter_is_found(toy_model, monkeypatch):
+    """A whole, consistent row, but another adapter's: its chain breaks where it begins, in both pools."""
+    keys = PrefixTree._page_keys
+    monkeypatch.setattr(PrefixTree, "_page_keys", lambda tree, tokens, salt, adapter: keys(tree, tokens, salt, ""))
+    engine = make_engine(toy_model)
+    engine.submit(LONG, GREEDY, adapter="one")
+    finish(engine)
+    engine.submit(LONG, GREEDY, adapter="two")
+    with pytest.raises(KVCorruptionError) as caught:
+        finish(engine)
+    assert {(finding.code, finding.position) for finding in caught.value.findings} == {("R5", 0)}
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])

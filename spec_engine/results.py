@@ -1,0 +1,77 @@
+"""The way of a step's tokens to the host: one copy behind the step, into a buffer that the host reads behind the copy.
+
+A host that is behind the device (schedule "overlap") has a ring of such buffers, one for each step of which it has not
+heard; with schedule "sync" it waits for every step, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spec_engine.acceptance.walk import Acceptance
+from spec_engine.runner import Part, StepResult
+from spec_engine.streams import Event, Staging, StagingRing, Streams
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
+
+STREAM = "results"
+
+
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """A step of which the host has not heard: behind ``event`` its tokens lie in ``staging``, None: nothing comes."""
+
+    result: StepResult
+    event: Event | None
+    staging: Staging | None = None
+
+
+class Results:
+    """``max_bs`` requests a step, each with ``max_accept`` tokens at most: [max_bs, 1 + max_accept], counts first."""
+
+    def __init__(
+        self, streams: Streams, canary: CanaryManager | None, *, lag: int, max_bs: int, max_accept: int
+    ) -> None:
+        self._streams, self._canary = streams, canary
+        shape = (max_bs, 1 + max_accept)
+        self._ring = StagingRing(streams, STREAM, lag + 2, shape, torch.int64) if lag else None
+
+    def send(self, result: StepResult) -> Landing:
+        """The step is launched, and so is the copy of what it says."""
+        if self._ring is None or result.accepted is None:
+            return Landing(result, self._streams.launched())
+        staging, told = self._ring.take(), told_of(result.accepted)
+        target = staging.tensor[: told.shape[0], : told.shape[1]]
+        side = self._streams.behind_main(STREAM)
+        staging.event = side.submit("results", lambda: target.copy_(told, non_blocking=True), writes=staging.planned)
+        return Landing(result, staging.event, staging)
+
+    def hear(self, landing: Landing) -> StepResult:
+        """What the step says, once it is there. KVCorruptionError or StagingError for what is not, or not any more."""
+        self._streams.heard(landing.event)
+        result, staging = landing.result, landing.staging
+        if self._ring is None or staging is None:
+            return result
+        speaking = [part.request.request_id for part in result.parts if part.tokens]
+        self._streams.host.use("results", staging.planned, requests=speaking)
+        doomed = frozenset() if self._canary is None else self._canary.judge_copies()
+        self._ring.check(staging)
+        rows = iter(staging.tensor[: len(speaking)].tolist())
+        parts = tuple(_told(part, next(rows)) if part.tokens else part for part in result.parts)
+        return replace(result, parts=parts, doomed=result.doomed | doomed)
+
+
+def told_of(accepted: Acceptance) -> Tensor:
+    """``[bs, 1 + places] int64``: how many tokens each request has, then the tokens, then padding."""
+    return torch.cat((accepted.lens[:, None], accepted.tokens), 1)
+
+
+def _told(part: Part, row: list[int]) -> Part:
+    """The part with the tokens of its row in the buffer."""
+    count, *tokens = row
+    return replace(part, tokens=tokens[:count])
