@@ -28,8 +28,8 @@ def target_probs(logits: Tensor, settings: SamplingBatch) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """The likeliest token of each row, the first of equals: ``[..., V] -> [...] int64``."""
-    return finite_logits(logits).argmax(-1)
+    """The likeliest token of each row by its `finite_logits`, the first of equals: ``[..., V] -> [...] int64``."""
+    return _bounded(logits).argmax(-1)  # of a row without a finite logit the first, uniform or not
 
 
 def draw(probs: Tensor, coins: Tensor) -> Tensor:
@@ -52,13 +52,17 @@ def node_row(probs: Tensor, node: Tensor) -> Tensor:
 
 def finite_logits(logits: Tensor) -> Tensor:
     """NaN counts as -inf, inf as the largest number; a row without one finite logit becomes uniform."""
-    bounded = torch.nan_to_num(logits, nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+    bounded = _bounded(logits)
     return bounded.masked_fill(bounded.amax(-1, keepdim=True) == -math.inf, 0.0)
 
 
 def finite_probs(probs: Tensor) -> Tensor:
     """Probabilities that are none (NaN, infinite, negative) count as 0."""
     return torch.nan_to_num(probs, nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)
+
+
+def _bounded(logits: Tensor) -> Tensor:
+    return torch.nan_to_num(logits, nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
 
 
 def _truncate(probs: Tensor, settings: SamplingBatch) -> Tensor:

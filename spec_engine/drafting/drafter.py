@@ -231,5 +231,5 @@ def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Ten
         new_lens=(1,) * len(kv_lens),
         slots=path[:, :, -1].flatten(),
         tokens=tokens.flatten(),
-        positions=(batch.lens_tensor + step).repeat_interleave(topk),
+        positions=(batch.lens_tensor + step)[:, None].expand(-1, topk).flatten(),
     )

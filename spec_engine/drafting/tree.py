@@ -105,14 +105,14 @@ def build_tree(nodes: Tensor, chosen: Tensor, parent_list: Tensor, topk: int, nu
     bs, width = len(nodes), parent_list_width(topk, num_steps)
     _check_indices("chosen", chosen, (bs, nodes.shape[1] - 1))
     _check_indices("parent_list", parent_list, (bs, width))
+    none = parent_list.new_full((bs, 1), -1)
     lineage = chosen.div(topk, rounding_mode="floor")
-    entry = lineage.where((lineage >= 0) & (lineage < width), width)
-    parent = torch.cat((parent_list, parent_list.new_full((bs, 1), -1)), 1).gather(1, entry)
+    parent = torch.cat((none, parent_list, none), 1).gather(1, lineage.clamp(-1, width) + 1)
     found = torch.searchsorted(chosen, parent).clamp_max_(chosen.shape[1] - 1)
     earlier = found < torch.arange(chosen.shape[1], device=chosen.device)
     known = (chosen.gather(1, found) == parent) & (parent >= 0) & earlier
     parents = torch.where(known, found + 1, -1).masked_fill_(lineage == 0, 0)
-    parents = torch.cat((parents.new_full((bs, 1), -1), parents), 1)
+    parents = torch.cat((none, parents), 1)
     mask = ancestor_mask(parents, num_steps)
     return Tree(nodes, parents, mask.sum(-1) - 1, mask)
 
@@ -131,17 +131,11 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     """``[bs, N]`` parents -> ``[bs, N, N]`` bool: row n holds n and its ancestors, at most ``max_depth`` up.
 
     Bounded, so that a corrupt tree costs acceptance and never hangs; a node whose parent is none, or no node of the
-    tree, sees only itself.
+    tree, sees only itself. Ways up are counted in float64, which holds those of 1,000 levels.
     """
-    num_nodes = parents.shape[1]
-    own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
-    step = (parents[:, :, None] == torch.arange(num_nodes, device=parents.device)) | own
-    up = parents.clamp(0, num_nodes - 1)[:, :, None].expand(-1, -1, num_nodes)
-    orphan = ((parents < 0) | (parents >= num_nodes))[:, :, None]
-    mask = step
-    for _ in range(max_depth - 1):
-        mask = step | (mask.gather(1, up) & ~orphan)
-    return mask
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    step = (parents[:, :, None] == nodes) | (nodes[:, None] == nodes)  # a node, and one up
+    return torch.linalg.matrix_power(step.double(), max_depth) > 0
 
 
 def retrieve_links(parents: Tensor) -> RetrieveLinks:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_engine.acceptance.walk import match
+from spec_engine.acceptance.walk import match_on_device, match_on_host
 
 TOKENS = torch.tensor([[9, 10, 11, 20], [39, 40, 50, 60]])
 PARENTS = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]])
 
 
-def test_the_worked_example():
+@pytest.fixture(params=[match_on_device, match_on_host], scope="module")
+def match(request):
+    """`match` both ways."""
+    return request.param
+
+
+def test_the_worked_example(match):
     """A accepts node 2, B two drafts; nodes are padded with the request's own root, not with that of request 0."""
     accepted = match(TOKENS, PARENTS, torch.tensor([[11, 77, 22, 78], [40, 50, 99, 60]]), 3)
     assert accepted.nodes.tolist() == [[0, 2, 0, 0], [0, 1, 2, 0]]
@@ -23,19 +30,19 @@ def test_the_worked_example():
     assert accepted.to_lists() == [([0, 2], [11, 22]), ([0, 1, 2], [40, 50, 99])]
 
 
-def test_a_walk_ends_after_num_steps():
+def test_a_walk_ends_after_num_steps(match):
     """A chain deeper than the draft had steps gives no path longer than nodes has columns."""
     accepted = match(TOKENS[1:], PARENTS[1:], torch.tensor([[40, 50, 60, 70]]), 2)
     assert (accepted.nodes.tolist(), accepted.lens.tolist(), accepted.bonus.tolist()) == ([[0, 1, 2]], [3], [60])
 
 
-def test_without_drafts_the_bonus_alone_is_emitted():
+def test_without_drafts_the_bonus_alone_is_emitted(match):
     """A tree of its root only, as with zero draft steps."""
     accepted = match(torch.tensor([[9]]), torch.tensor([[-1]]), torch.tensor([[4]]), 0)
     assert accepted.to_lists() == [([0], [4])]
 
 
-def test_of_twins_the_first_is_followed():
+def test_of_twins_the_first_is_followed(match):
     """Two children with one token: the walk goes on below the first, and never to both."""
     parents, tokens = torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([[9, 5, 5, 6, 7]])
     assert match(tokens, parents, torch.tensor([[5, 6, 7, 8, 8]]), 2).to_lists() == [([0, 1, 3], [5, 6, 8])]
@@ -66,7 +73,7 @@ def batches(draw):
 
 @settings(deadline=None, derandomize=True)
 @given(batches())
-def test_any_parents_give_the_walk_of_the_plain_oracle(batch):
+def test_any_parents_give_the_walk_of_the_plain_oracle(match, batch):
     """Cycles, loops and parents out of range cost accepted tokens; they neither hang nor leave the tree."""
     tokens, parents, chosen, num_steps = batch
     accepted = match(torch.tensor(tokens), torch.tensor(parents), torch.tensor(chosen), num_steps)
