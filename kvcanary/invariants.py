@@ -673,6 +673,12 @@ def check_siblings(request: str, parents: Sequence[int], tokens: Sequence[int]) 
             )
 
 
+def check_accepted(nodes: Sequence[int], num_nodes: int) -> None:
+    """Accepted nodes are nodes of the tree, before anything is gathered by them."""
+    if nodes and not 0 <= min(nodes) <= max(nodes) < num_nodes:
+        raise TreeShapeError(f"accepted nodes must lie in [0, {num_nodes}), they are {list(nodes)}")
+
+
 def check_path(request: str, nodes: Sequence[int], parents: Sequence[int]) -> None:
     """Accepted nodes lead from the root down, each the child of the one before."""
     found = [parents[node] for node in nodes]

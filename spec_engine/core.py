@@ -32,8 +32,8 @@ class Batch:
         row_numbers = [request.row for request in requests]
         check_rows_distinct(ids, row_numbers)
         rows = torch.tensor(row_numbers, device=relay.lens.device)
-        lens = relay.lens[rows]
-        return cls(tuple(requests), ids, rows, tuple(lens.tolist()), lens, relay.bonus[rows])
+        lens = relay.lens.index_select(0, rows)
+        return cls(tuple(requests), ids, rows, tuple(lens.tolist()), lens, relay.bonus.index_select(0, rows))
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The requests at ``indices``, with this batch's lengths."""

@@ -27,5 +27,5 @@ class Relay:
 
     def publish(self, rows: Tensor, lens: Sequence[int], bonus: Sequence[int]) -> None:
         """New lengths, and the tokens that follow them, for the requests in ``rows [bs]``."""
-        self.lens[rows] = torch.tensor(lens, device=rows.device)
-        self.bonus[rows] = torch.tensor(bonus, device=rows.device)
+        self.lens.index_copy_(0, rows, torch.tensor(lens, device=rows.device))
+        self.bonus.index_copy_(0, rows, torch.tensor(bonus, device=rows.device))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcanary.invariants import check_accepted
+
 NO_TOKEN = -1  # of a node that the walk did not visit
 
 
@@ -40,9 +42,17 @@ class Acceptance:
         return self.predict.gather(1, last_nodes(self.nodes, self.lens)).squeeze(1)
 
     def to_lists(self) -> list[tuple[list[int], list[int]]]:
-        """(nodes, tokens) of each request without padding; waits for the device."""
-        rows = zip(self.nodes.tolist(), self.tokens.tolist(), self.lens.tolist(), strict=True)
-        return [(nodes[:length], tokens[:length]) for nodes, tokens, length in rows]
+        """(nodes, tokens) of each request without padding; waits for the device.
+
+        TreeShapeError for a node that is none of the tree.
+        """
+        rows = zip(self.nodes.tolist(), self.lens.tolist(), self.predict.tolist(), strict=True)
+        return [_followed(nodes[:length], after) for nodes, length, after in rows]
+
+
+def _followed(nodes: list[int], after: list[int]) -> tuple[list[int], list[int]]:
+    check_accepted(nodes, len(after))
+    return nodes, [after[node] for node in nodes]
 
 
 def match(tokens: Tensor, parents: Tensor, chosen: Tensor, num_steps: int) -> Acceptance:

@@ -96,8 +96,9 @@ class Drafter:
         bs = len(batch)
         slots = self._branch_slots(batch, num_steps)  # [bs, K, T]
         prefixes = self._prefixes(batch, num_steps)
-        growth.add(self._probs[batch.rows, None], self._tokens[batch.rows, None])
-        hidden = self._hidden[batch.rows, None]  # [bs, survivors, H]
+        proposed = (kept.index_select(0, batch.rows)[:, None] for kept in (self._probs, self._tokens, self._hidden))
+        probs, children, hidden = proposed  # [bs, survivors, K], K, H
+        growth.add(probs, children)
         path = slots[:, :1, :0]  # [bs, survivors, depth], the slots from the root down to each survivor
         for step in range(num_steps - 1):
             tokens, parents = growth.survive()
@@ -131,10 +132,10 @@ class Drafter:
         with self.forwards.open(forward) as attention:
             hidden = self.head(tokens, features, forward.positions, attention)
         last = torch.tensor(written, device=tokens.device).cumsum(0) - 1
-        hidden = hidden[last]
-        proposed = self._propose(hidden, batch, forward.positions[last], is_first=True)
-        self._probs[batch.rows], self._tokens[batch.rows] = proposed
-        self._hidden[batch.rows] = hidden
+        hidden = hidden.index_select(0, last)
+        proposed = self._propose(hidden, batch, forward.positions.index_select(0, last), is_first=True)
+        for kept, own in zip((self._probs, self._tokens, self._hidden), (*proposed, hidden), strict=True):
+            kept.index_copy_(0, batch.rows, own)
         self._publish(batch, new_lens)
 
     def num_leading(self, chunk: Chunk) -> int:
@@ -229,7 +230,7 @@ def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Ten
         kv_indices=concat(entries),
         kv_lens=kv_lens,
         new_lens=(1,) * len(kv_lens),
-        slots=path[:, :, -1].flatten(),
+        slots=path.select(2, -1).flatten(),
         tokens=tokens.flatten(),
         positions=(batch.lens_tensor + step)[:, None].expand(-1, topk).flatten(),
     )

@@ -31,11 +31,6 @@ class Tree:
     depths: Tensor
     mask: Tensor
 
-    @property
-    def num_lost(self) -> Tensor:
-        """Nodes that the root does not reach, [bs] int64: a parent was not chosen, or an index is wrong."""
-        return (~self.mask[:, :, 0]).sum(-1)
-
 
 class RetrieveLinks(NamedTuple):
     """A tree as lists of children, all [bs, N] int64; -1 ends a list.

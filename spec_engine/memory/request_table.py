@@ -31,10 +31,6 @@ class RequestTable:
         """Rows that requests may hold; row 0 is one more."""
         return len(self._filled) - 1
 
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
-
     def acquire(self) -> int:
         """A row that nobody uses; RowsExhaustedError when there is none."""
         check_rows_available(len(self._free_rows), self.num_rows)

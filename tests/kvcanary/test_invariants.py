@@ -519,6 +519,20 @@ CASES = [
         "req-3: accepted nodes [0, 1, 2] are no path from the root, their parents are [-1, 0, 0]",
     ),
     Case(
+        invariants.check_accepted,
+        ([0, -1], 3),
+        ([0, 2], 3),
+        invariants.TreeShapeError,
+        "accepted nodes must lie in [0, 3), they are [0, -1]",
+    ),
+    Case(
+        invariants.check_accepted,
+        ([0, 3], 3),
+        ([], 3),
+        invariants.TreeShapeError,
+        "accepted nodes must lie in [0, 3), they are [0, 3]",
+    ),
+    Case(
         invariants.check_path,
         ("req-3", [], [-1, 0]),
         ("req-3", [0], [-1, 0]),

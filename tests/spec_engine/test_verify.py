@@ -21,6 +21,14 @@ def test_a_path_comes_without_its_padding():
     assert to_host(TREE, match(TOKENS, PARENTS, CHOSEN, 3)) == [Accepted([0, 2, 3], [5, 6, 7])]
 
 
+@pytest.mark.parametrize("node", [-1, 4])
+def test_nodes_that_are_none_of_the_tree_are_refused(node):
+    """Nothing is gathered by such an index: from behind, or beyond the end."""
+    stray = Acceptance(torch.tensor([[0, node]]), torch.tensor([2]), CHOSEN)
+    with pytest.raises(TreeShapeError, match=rf"accepted nodes must lie in \[0, 4\), they are \[0, {node}\]"):
+        to_host(TREE, stray)
+
+
 def test_nodes_that_are_no_path_are_refused():
     """A walk that jumps from one branch to another would commit K/V of two continuations."""
     jumped = Acceptance(torch.tensor([[0, 1, 3]]), torch.tensor([3]), CHOSEN)

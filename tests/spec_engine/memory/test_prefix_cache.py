@@ -62,7 +62,7 @@ def test_a_finished_request_leaves_its_whole_pages_to_the_tree():
     pages = request.pages
     result = cache.retire(request, tokens, committed_len=9)
     assert (result.added, cache.tree.num_evictable, cache.allocator.num_free) == (pages[:2], 2, 14)
-    assert (request.row, request.pages, cache.table.num_free_rows) == (0, [], 4)
+    assert (request.row, request.pages, len(cache.table._free_rows)) == (0, [], 4)
     close(cache)
 
 
