@@ -11,6 +11,7 @@ from kvcanary import CanaryConfig, KVCorruptionError, Report
 from kvcanary.invariants import CommitError, StagingError
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
+from spec_engine.models.embedded import load_excerpts
 from spec_engine.streams import StagingRing
 
 ORACLE = TokenOracle(3, 997)
@@ -161,3 +162,18 @@ def test_a_request_that_ends_in_the_clean_step_does_not_swallow_the_error():
     assert sum((event.token_ids for event in events), ()) == TRUTHS[0][:13]
     assert events[-1].finish_reason == "length"
     assert not engine.has_work
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["off", "raise"])
+def test_tokens_come_out_of_pinned_memory(mode):
+    """On a GPU the copy runs beside the forwards, and the host reads what it would have waited for."""
+    prompts = [excerpt.prompt for excerpt in load_excerpts()[:3]]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    outputs = []
+    for schedule in ("sync", "overlap"):
+        canary = CanaryConfig(mode=mode)
+        engine = Engine(EngineConfig(device="cuda", schedule=schedule, max_total_tokens=2048, canary=canary))
+        outputs.append([output.token_ids for output in engine.generate(prompts, params)])
+    assert outputs[0] == outputs[1]
+    assert all(buffer.tensor.is_pinned() for buffer in engine.results._ring._buffers)
