@@ -111,6 +111,25 @@ def test_a_staging_buffer_is_reused_after_its_copy():
     assert tickets.use("refill", HOST, {"indices": None}, writes=True) == []
 
 
+def test_a_buffer_that_was_taken_again_is_told():
+    """Who comes for what it held before, and a copy of then that lands now; the next use is right."""
+    tickets, _ = make_tickets()
+    tickets.renew("results", 1)
+    copy = tickets.issue("results", "copy", writes={"results": 1})
+    assert tickets.complete(copy) == []
+    assert tickets.use("read", HOST, {"results": 1}) == []
+    late = tickets.issue("results", "copy", writes={"results": 1})
+    tickets.renew("results", 2)
+    assert words(tickets.complete(late)) == [
+        "the end of 'results' (stream copy, sequence 2) is meant for generation 1 of host buffer 'results', "
+        "which is in 2 now"
+    ]
+    assert words(tickets.use("read", HOST, {"results": 1})) == [
+        "'read' on stream host is meant for generation 1 of host buffer 'results', which is in 2 now"
+    ]
+    assert tickets.use("read", HOST, {"results": 2}) == []
+
+
 # lifetimes
 
 
