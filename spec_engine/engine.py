@@ -83,9 +83,7 @@ class Engine(Assembly):
         requests of one ``salt`` and one ``adapter`` only. An adapter is an identity: the models here have no LoRA, so
         it changes no token, but pages and the canary's chains are those of this adapter and of no other.
         """
-        request_id = self._next_id()
-        self._enqueue(request_id, prompt, params, priority, salt, adapter)
-        return request_id
+        return self._enqueue(prompt, params, priority, salt, adapter).request_id
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now and free all that it holds; its last event, or None when it is not there any more."""
@@ -114,19 +112,17 @@ class Engine(Assembly):
         return chain(refused, self._events())
 
     def _try(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | Refusal:
-        request_id = self._next_id()
         try:
-            return self._enqueue(request_id, prompt, params)
+            return self._enqueue(prompt, params)
         except ConfigError as error:
-            return Refusal(request_id, str(error))
+            return Refusal(self._take_id(), str(error))
 
-    def _next_id(self) -> str:
+    def _take_id(self) -> str:
         self._num_requests += 1
         return f"req-{self._num_requests - 1}"
 
     def _enqueue(
         self,
-        request_id: str,
         prompt: str | Sequence[int],
         params: SamplingParams,
         priority: int = 0,
@@ -139,9 +135,10 @@ class Engine(Assembly):
         stray = [token for token in prompt_ids if not 0 <= token < vocab_size]
         if stray:
             raise ConfigError(f"prompt token {stray[0]} is out of the vocabulary of {vocab_size} tokens")
-        request = Request(request_id, prompt_ids, params, priority, salt, adapter)
+        request = Request("", prompt_ids, params, priority, salt, adapter)
         self.scheduler.submit(request)
-        self._scans[request_id] = self._scan(params)
+        request.request_id = self._take_id()
+        self._scans[request.request_id] = self._scan(params)
         return request
 
     def _scan(self, params: SamplingParams) -> StopScan:
