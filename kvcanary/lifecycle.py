@@ -39,13 +39,13 @@ class Lifecycle:
             page_size=state.page_size,
             null_pages=-(-max(pool.view.null_slots for pool in state.pools) // state.page_size),
             keys=state.keys,
-            roles=[Role(pool.name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
+            roles=[Role(pool.view.root_name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
         self._poisoner = Poisoner(state, config.poison, self._coverage)
         self._quarantine = config.quarantine if holds_back else 0
-        self._open: SubstepCanary | None = None
+        self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
         self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
 
     # requests
@@ -235,8 +235,8 @@ class Lifecycle:
     # helpers
 
     def _expect_closed(self, what: str) -> None:
-        if self._open is not None:
-            raise HookOrderError(f"{what} must wait for close() of {self._open}")
+        if self._open:
+            raise HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
 
     def _pool(self, name: str) -> PoolState:
         pool = self._state.by_name.get(name)

@@ -89,8 +89,8 @@ class CanaryManager(Lifecycle):
         return self._static.bank
 
     def substep(self, kind: str, index: int, pool: str) -> SubstepCanary | WarmupSubstep:
-        """The hooks of the next forward."""
-        if self._open is not None:
+        """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group."""
+        if self._open and not all(substep.is_beside(kind, index, self._pool(pool)) for substep in self._open):
             self._expect_closed(f"substep({kind!r})")
         if kind not in SUBSTEP_KINDS:
             raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
@@ -190,14 +190,14 @@ class CanaryManager(Lifecycle):
 
     def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> None:
         self._checks.open(forward)
-        self._open = substep
+        self._open.append(substep)
         self.report_hits(hits)
 
     def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)
 
-    def closed(self) -> None:
-        self._open = None
+    def closed(self, substep: SubstepCanary) -> None:
+        self._open.remove(substep)
 
     # helpers
 

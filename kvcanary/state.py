@@ -165,7 +165,7 @@ class CanaryState:
             keys=keys,
             rows=view.rows,
             base=base,
-            root=chain_root(keys, view.name),
+            root=chain_root(keys, view.root_name),
             records=records,
             expected=expected,
             content_a=content_a,

@@ -35,6 +35,10 @@ class SubstepCanary:
     def __str__(self) -> str:
         return f"{site_name(self._kind, self._index)} of the {self._pool.name} pool"
 
+    def is_beside(self, kind: str, index: int, pool: PoolState) -> bool:
+        """Whether that is the same forward in a pool of another group: both may be open at once."""
+        return (kind, index) == (self._kind, self._index) and pool.view.group != self._pool.view.group
+
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         """Judge both plans before the body runs; give (indices, slots) that are safe to use.
 
@@ -79,7 +83,7 @@ class SubstepCanary:
         if self._phase != OPEN:
             raise HookOrderError(f"close() follows open(): {self} is {self._phase}")
         self._phase = CLOSED
-        self._manager.closed()
+        self._manager.closed(self)
 
 
 class WarmupSubstep:

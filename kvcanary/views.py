@@ -37,6 +37,8 @@ class PoolView:
     slot_map:     [slots of the full group] int64, owned by the engine, on the pool's device: where the token of a full
                   slot lies in this pool; -1 or a null slot where nowhere. None: plans name this pool's own slots
     window:       tokens that attention over this pool sees, the reader's own included; None: all
+    role:         what its chain values begin with, empty: the name. Pools of one model, for layers of several groups,
+                  have one role: the same token has the same chain in all of them
 
     parts, rows:  derived: K, V and extras in the order of the row, and where their words lie
     PlanError where any of this does not fit together: nothing is kept then.
@@ -55,6 +57,7 @@ class PoolView:
     window: int | None = None
     ahead: int = 0
     vocab_size: int | None = None
+    role: str = ""
     parts: tuple[Part, ...] = field(init=False, repr=False)
     rows: PoolRows = field(init=False, repr=False)
 
@@ -71,6 +74,11 @@ class PoolView:
             check_group(self)
         except PlanError as error:
             raise PlanError(f"pool {self.name!r}: {error}") from error.__cause__
+
+    @property
+    def root_name(self) -> str:
+        """What chain values of its entries begin with."""
+        return self.role or self.name
 
     @property
     def num_layers(self) -> int:

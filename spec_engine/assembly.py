@@ -17,6 +17,7 @@ from spec_engine.drafting.adaptive import AdaptivePolicy
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.errors import ConfigError
 from spec_engine.hooks import Forwards
+from spec_engine.layered import LayeredForwards, LayerGroup
 from spec_engine.loading import dtype_of, load_models
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.host_tier import HostTier
@@ -24,17 +25,18 @@ from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizes import Sizes, plan_sizes
+from spec_engine.memory.window_pool import WindowPool
 from spec_engine.memory.window_report import WindowReports
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
-from spec_engine.recurrence import num_kv_layers, recurrent_pool, settings_for
+from spec_engine.recurrence import recurrent_pool, settings_for
 from spec_engine.relay import Relay
 from spec_engine.results import Results
 from spec_engine.runner import Runner
 from spec_engine.scheduler import Scheduler
-from spec_engine.sliding import check_draft_window, window_pool
+from spec_engine.sliding import check_draft_window, pool_layers, window_pool
 from spec_engine.streams import Streams
 
 if TYPE_CHECKING:
@@ -71,10 +73,11 @@ class Assembly:
         )
         pages = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
         self.windows = window_pool(pages, config, self.model.config.sliding_window, sizes.reserve, self.device)
+        self.layers = pool_layers(self.model)
         self.window_reports = None if self.windows is None else WindowReports(self.windows)
         self.allocator = pages if self.windows is None else self.windows
         self.request_table = RequestTable(sizes.num_rows, sizes.row_width, config.page_size, self.device)
-        self.pools = {"target": self._pool("target", self.model.config)}
+        self.pools = {name: self._pool(name, self.model.config) for name in self.layers}
         if head is not None:
             check_draft_window(head.config.sliding_window)
             self.pools["draft"] = self._pool("draft", head.config, head.token_offset, head.ahead)
@@ -104,8 +107,6 @@ class Assembly:
         )
         self.relay = Relay(sizes.num_rows + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
-        heads, backend = self.model.config.num_heads, config.attention_backend
-        target = Forwards(self.pools["target"], heads, self.canary, backend, self.windows)
         acceptor = Acceptor(
             config.acceptance,
             config.thresholds,
@@ -114,12 +115,27 @@ class Assembly:
             device=self.device,
         )
         self.runner = Runner(
-            self.model, target, self.drafter, self.request_table, self.relay, acceptor, self.canary, states
+            self.model,
+            self._target_forwards(),
+            self.drafter,
+            self.request_table,
+            self.relay,
+            acceptor,
+            self.canary,
+            states,
         )
         self._check_sizes()
         self.sizes = self._weighed(sizes)
         if self.canary is not None:
             self.canary.arm()
+
+    def _target_forwards(self) -> Forwards | LayeredForwards:
+        heads, backend = self.model.config.num_heads, self.config.attention_backend
+        groups = [
+            LayerGroup(layers, Forwards(self.pools[name], heads, self.canary, backend, self._windows_of(name)))
+            for name, layers in self.layers.items()
+        ]
+        return groups[0].forwards if len(groups) == 1 else LayeredForwards(groups)
 
     def _make_drafter(self, head: Draft) -> Drafter:
         return Drafter(
@@ -143,18 +159,23 @@ class Assembly:
         )
 
     def _host_tier(self) -> HostTier:
-        maps = {} if self.windows is None else {"target": self.windows.slot_map}
+        maps = {name: windows.slot_map for name in self.pools if (windows := self._windows_of(name)) is not None}
         return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
 
+    def _windows_of(self, pool: str) -> WindowPool | None:
+        """Behind whose map the pool lies: the target's layers with a window have one; None: its slots are the full ones."""
+        is_window = set(self.layers.get(pool, ())).intersection(self.model.config.window_layers)
+        return self.windows if is_window else None
+
     def _num_pages(self, pool: str) -> int:
-        """Pages of a pool: the target's are those of its window, where it has one."""
-        is_window = self.windows is not None and pool == "target"
-        return self.windows.num_window_pages if is_window else self.allocator.num_pages
+        windows = self._windows_of(pool)
+        return self.allocator.num_pages if windows is None else windows.num_window_pages
 
     def _view(self, pool: KVPool) -> PoolView:
-        is_window = self.windows is not None and pool.name == "target"
-        view = self.windows.view(pool) if is_window else pool.view()
-        return replace(view, vocab_size=self.model.config.vocab_size)
+        windows = self._windows_of(pool.name)
+        view = pool.view() if windows is None else windows.view(pool)
+        role = "target" if pool.name in self.layers else pool.name
+        return replace(view, vocab_size=self.model.config.vocab_size, role=role)
 
     def _check_sizes(self) -> None:
         """Allocator, scheduler, request table and pools count the same pages."""
@@ -166,7 +187,7 @@ class Assembly:
     def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
         return KVPool(
             name,
-            num_layers=num_kv_layers(self.model) if name == "target" else model.num_layers,
+            num_layers=len(self.layers[name]) if name in self.layers else model.num_layers,
             num_pages=self._num_pages(name),
             page_size=self.config.page_size,
             kv_heads=model.num_kv_heads,

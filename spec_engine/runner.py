@@ -20,6 +20,7 @@ from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
 from spec_engine.hooks import Forwards
+from spec_engine.layered import LayeredForwards
 from spec_engine.memory.recurrent import ChainStates, RecurrentPool, TreeStates
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import Decoder, DecoderOutput
@@ -66,7 +67,7 @@ class Runner:
     def __init__(
         self,
         model: Decoder,
-        forwards: Forwards,
+        forwards: Forwards | LayeredForwards,
         drafter: Drafter | None,
         table: RequestTable,
         relay: Relay,

@@ -1,4 +1,7 @@
-"""Models with a sliding window in the engine: their pool lies behind a map and keeps only what is still seen."""
+"""Models with a sliding window in the engine: a pool behind a map keeps only what is still seen.
+
+Layers that see everything beside it keep theirs in a pool of their own, whose slots are the full ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,16 @@ from spec_engine.errors import ConfigError
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.sizing import pages_for, window_row_pages
 from spec_engine.memory.window_pool import WindowPool
+from spec_engine.models.decoder import Decoder
+from spec_engine.recurrence import num_kv_layers
+
+
+def pool_layers(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """By pool of the target the layers whose K and V it keeps, in the order of the pool's own."""
+    config = model.config
+    if not (config.full_layers and config.window_layers):
+        return {"target": tuple(range(num_kv_layers(model)))}
+    return {"target": config.full_layers, "window": config.window_layers}
 
 
 def window_pool(

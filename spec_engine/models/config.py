@@ -13,6 +13,7 @@ from kvcanary.errors import KVCanaryError
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle",)
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3",)
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class CheckpointError(KVCanaryError, ValueError):
@@ -48,7 +49,8 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None  # tokens that every layer sees, the reader's own included; None: all
+    sliding_window: int | None = None  # tokens that a layer sees, the reader's own included; None: all
+    full_layers: tuple[int, ...] = ()  # layers that see everything beside those with a window
     eos_token_ids: tuple[int, ...] = ()
     # Draft heads only.
     draft_vocab_size: int = 0
@@ -76,6 +78,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Layers that see no more than the window."""
+        layers = range(0 if self.sliding_window is None else self.num_layers)
+        return tuple(layer for layer in layers if layer not in self.full_layers)
 
     @property
     def qkv_size(self) -> int:
@@ -143,6 +151,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         raise CheckpointError(f"architecture must be one of {', '.join(known)}, got {architecture}")
     _refuse_unsupported(raw)
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    window, full_layers = _parse_window(raw, architecture)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -159,7 +168,8 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         qkv_bias=architecture.startswith("Qwen2") or bool(raw.get("attention_bias", False)),
         o_bias=not architecture.startswith("Qwen2") and bool(raw.get("attention_bias", False)),
         qk_norm=architecture.startswith("Qwen3"),
-        sliding_window=_parse_window(raw, architecture),
+        sliding_window=window,
+        full_layers=full_layers,
         eos_token_ids=_as_tuple(raw.get("eos_token_id")),
         draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
         target_hidden_size=raw.get("target_hidden_size") or hidden,
@@ -210,23 +220,27 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise CheckpointError(f"partial_rotary_factor must be 1, got {partial}")
 
 
-def _parse_window(raw: dict[str, Any], architecture: str) -> int | None:
-    """The window of all layers; None where it is switched off or as wide as the context."""
+def _parse_window(raw: dict[str, Any], architecture: str) -> tuple[int | None, tuple[int, ...]]:
+    """The window, None where it is off or as wide as the context, and the layers that see everything beside it."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", architecture.startswith("Mistral")) else None
     context = raw.get("max_position_embeddings", 2048)
     if window is None or window >= context:
-        return None
+        return None, ()
+    full_layers = _parse_full_layers(raw)
+    return (None, ()) if len(full_layers) == raw["num_hidden_layers"] else (int(window), full_layers)
+
+
+def _parse_full_layers(raw: dict[str, Any]) -> tuple[int, ...]:
+    # layer_types names each layer; without it, as Qwen2 has it, the first max_window_layers see everything.
     num_layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
-    full = kinds.count("full_attention") if kinds else min(raw.get("max_window_layers", 0), num_layers)
-    if full == num_layers:
-        return None
-    if full:
-        raise CheckpointError(
-            f"sliding_window must hold for all layers or for none, got {num_layers - full} of {num_layers} layers with "
-            f"a window of {window} positions; lower max_position_embeddings in config.json to {window} to run with "
-            "the shorter context"
-        )
-    return int(window)
+    if not kinds:
+        return tuple(range(min(raw.get("max_window_layers", 0), num_layers)))
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"layer_types must name each of {num_layers} layers, got {len(kinds)} names")
+    strange = [kind for kind in kinds if kind not in LAYER_TYPES]
+    if strange:
+        raise CheckpointError(f"layer_types must be {' or '.join(LAYER_TYPES)}, got {strange[0]}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == LAYER_TYPES[0])
 
 
 def _as_tuple(value: Any) -> tuple[int, ...]:

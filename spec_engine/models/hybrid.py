@@ -41,6 +41,11 @@ class HybridDecoder(Decoder):
             raise CheckpointError(
                 f"recurrent layers must lie within the model's {config.num_layers}, got {sorted(recurrent_layers)}"
             )
+        if config.full_layers:
+            raise CheckpointError(
+                "attention layers of a recurrent model must have one window or none, "
+                f"layers {list(config.full_layers)} see everything beside others with a window"
+            )
         self.state_size = state_size
         self.num_state_layers = len(set(recurrent_layers))
         self.num_kv_layers = config.num_layers - self.num_state_layers

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcanary import Finding, KVCorruptionError, PlanError, ReadPlan
+from kvcanary import Finding, HookOrderError, KVCorruptionError, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.bank import SubstepBank
 from kvcanary.buffers import StaticBuffers
+from kvcanary.state import CanaryState
 
 
 def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
@@ -286,6 +287,46 @@ def test_a_static_substep_of_a_partial_pool_is_refused(make_sliding):
     buffers = StaticBuffers.allocate(1, 1, 8)
     with pytest.raises(PlanError, match="must have neither slot_map nor window in a static substep"):
         SubstepBank(manager._state).add("sliding", "decode", 0, buffers)
+
+
+def test_the_groups_of_one_forward_may_be_open_at_once(engine):
+    """Layers of both groups take turns; another forward, or a second substep of a group, waits for both."""
+    canary = engine.canary
+    engine.begin()
+    engine._reserve("first", engine.committed["first"] + 1)
+    slot, tokens = engine.slot("first", engine.committed["first"]), engine.tokens["first"][-1:]
+    opened, length = [], engine.committed["first"]
+    for pool in ("target", "sliding"):
+        slots = torch.tensor([engine.slot("first", position) for position in range(length + 1)])
+        ends, one = torch.tensor([0, length + 1]), torch.tensor([length])
+        opened.append(canary.substep("decode", 0, pool))
+        opened[-1].open(
+            ReadPlan(ends, slots, ("first",), 1, one, 1), WritePlan(torch.tensor([slot]), torch.tensor(tokens), one)
+        )
+    for other in (("decode", 0, "sliding"), ("decode", 1, "sliding"), ("draft", 0, "target")):
+        with pytest.raises(HookOrderError, match=r"must wait for close\(\) of decode of the sliding pool"):
+            canary.substep(*other)
+    for layer in range(2):
+        for substep, pool in zip(opened, ("target", "sliding"), strict=True):
+            where = int(engine.slot_map[slot]) if pool == "sliding" else slot
+            k, v = torch.randn(2, 1, 1, 4)
+            substep.store(layer, k, v)
+            engine.kv[pool][layer, where] = torch.cat((k, v))
+    opened[0].close()
+    with pytest.raises(HookOrderError, match=r"must wait for close\(\) of decode of the sliding pool"):
+        canary.check()
+    opened[1].close()
+    canary.check()
+    assert canary.findings == []
+
+
+def test_pools_of_one_role_have_one_chain():
+    """What a chain begins with is the role, which is the name where none is stated."""
+    own = {"group": "own", "slot_map": torch.zeros(16, dtype=torch.int64), "role": "target"}
+    kv = {name: [[torch.zeros(16, 1, 4)] for _ in range(2)] for name in ("target", "near", "draft")}
+    views = [PoolView(name, *kv[name], 4, **(own if name == "near" else {})) for name in kv]
+    roots = [pool.root for pool in CanaryState(views, seed=7).pools]
+    assert roots[0] == roots[1] != roots[2]
 
 
 def test_starts_are_positions_of_rows(make_sliding):

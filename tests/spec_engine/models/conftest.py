@@ -10,9 +10,13 @@ from torch import Tensor
 
 
 class PlainKV:
-    """One sequence, kept whole in float64: token i attends everything stored up to and including itself."""
+    """One sequence, kept whole in float64: token i attends everything stored up to and including itself.
 
-    def __init__(self) -> None:
+    Or the last ``window`` of it, itself included, in ``window_layers``.
+    """
+
+    def __init__(self, window: int | None = None, window_layers: tuple[int, ...] = ()) -> None:
+        self.windows = dict.fromkeys(window_layers, window)
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -24,10 +28,11 @@ class PlainKV:
         before, group = len(k) - len(q), q.shape[1] // k.shape[1]
         rows = []
         for token in range(len(q)):
-            seen = before + token + 1
+            end = before + token + 1
+            seen = slice(max(0, end - self.windows.get(layer, end)), end)
             heads = []
             for head in range(q.shape[1]):
-                keys, values = k[:seen, head // group], v[:seen, head // group]
+                keys, values = k[seen, head // group], v[seen, head // group]
                 weights = (keys @ q[token, head].double() / math.sqrt(q.shape[2])).softmax(0)
                 heads.append(weights @ values)
             rows.append(torch.stack(heads))

@@ -28,6 +28,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -37,6 +38,9 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2-mixed": ("Qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3-mixed": ("Qwen3", {"sliding_window": 5, "use_sliding_window": True, "layer_types": KINDS}),
 }
 
 
@@ -61,8 +65,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path, plain_kv) -> None:
     ids = torch.arange(37) * 13 % TINY["vocab_size"]
     with torch.no_grad():
         expected = theirs(ids[None]).logits[0]
-        whole = ours.logits(ours(ids, torch.arange(37), plain_kv()).hidden)
-        kv = plain_kv()
+        windows = ours.config.sliding_window, ours.config.window_layers
+        whole = ours.logits(ours(ids, torch.arange(37), plain_kv(*windows)).hidden)
+        kv = plain_kv(*windows)
         parts = [ours(ids[a:b], torch.arange(a, b), kv).hidden for a, b in ((0, 30), (30, 31), (31, 37))]
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours.logits(torch.cat(parts)), expected, atol=1e-4, rtol=0)

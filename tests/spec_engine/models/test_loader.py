@@ -15,6 +15,7 @@ from spec_engine.models.config import parse_config
 from spec_engine.models.files import read_tensors, save_tensors
 from spec_engine.models.loader import hf_tensors
 
+KINDS = ["full_attention", "sliding_attention"]
 LAYER0_Q = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -56,12 +57,19 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
     [
         (
             {
-                "architectures": ["Qwen2ForCausalLM"],
+                "architectures": ["MistralForCausalLM"],
                 "sliding_window": 128,
-                "use_sliding_window": True,
-                "max_window_layers": 3,
+                "layer_types": ["chunked_attention"] * 8,
             },
-            "sliding_window must hold for all layers or for none, got 5 of 8 layers with a window of 128 positions",
+            "layer_types must be full_attention or sliding_attention, got chunked_attention",
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 128,
+                "layer_types": ["full_attention"] * 7,
+            },
+            "layer_types must name each of 8 layers, got 7 names",
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type must be default, linear or llama3, got yarn"),
         (
@@ -108,6 +116,21 @@ def test_a_window_is_read_where_the_architecture_has_one(checkpoint: Path, chang
     """Mistral always, Qwen where it is switched on and has layers for it, Llama never."""
     raw = json.loads((checkpoint / "config.json").read_text()) | {"sliding_window": 64}
     assert parse_config(raw | changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 3}, (0, 1, 2)),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": KINDS * 4}, (0, 2, 4, 6)),
+    ],
+)
+def test_layers_that_see_everything_are_named(checkpoint: Path, changes: dict, full: tuple[int, ...]) -> None:
+    """Qwen2 counts the first ones, layer_types names each."""
+    raw = json.loads((checkpoint / "config.json").read_text()) | {"sliding_window": 64}
+    config = parse_config(raw | changes)
+    assert (config.sliding_window, config.full_layers) == (64, full)
+    assert config.window_layers == tuple(sorted(set(range(8)) - set(full)))
 
 
 @pytest.mark.parametrize("gone", ["config.json", "model.safetensors"])
