@@ -163,7 +163,7 @@ class Assembly:
         return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
 
     def _windows_of(self, pool: str) -> WindowPool | None:
-        """Behind whose map the pool lies: the target's layers with a window have one; None: its slots are the full ones."""
+        """Behind whose map the pool of the target's layers with a window lies; None: its slots are the full ones."""
         is_window = set(self.layers.get(pool, ())).intersection(self.model.config.window_layers)
         return self.windows if is_window else None
 

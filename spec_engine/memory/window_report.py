@@ -47,7 +47,7 @@ class RowDivergence:
 
 
 class WindowReports:
-    """Compares the map with the books, and remembers when each row last agreed."""
+    """Compares the map with the books, and remembers when each row of the last report last agreed."""
 
     def __init__(self, pool: WindowPool) -> None:
         self._pool = pool
@@ -59,16 +59,13 @@ class WindowReports:
         Copies the rows' windows of the map to the host: for a debugging command, or now and then.
         """
         found = [self._compare(row) for row in rows]
+        self._agreed = {row.request_id: self._agreed[row.request_id] for row in found if row.request_id in self._agreed}
         for row in found:
             if row.is_clean:
                 self._agreed[row.request_id] = self._pool.step
             else:
                 _events.error("spec_engine.window_divergence", step=self._pool.step, **row.to_json())
         return found
-
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        self._agreed.pop(request_id, None)
 
     def _compare(self, row: WindowRow) -> RowDivergence:
         size, first = self._pool.page_size, first_visible(row.committed_len, self._pool.window)

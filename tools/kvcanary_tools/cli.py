@@ -15,7 +15,7 @@ import click
 import kvcanary
 from kvcanary_tools import console
 
-COMMANDS = ("generate", "demo", "doctor", "faults", "inject")
+COMMANDS = ("generate", "demo", "doctor", "faults", "inject", "windows")
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
 
