@@ -18,6 +18,7 @@ from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
 from kvcanary.lanes import joined, slots_are_right
+from kvcanary.leaving import Leaver
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror, Move
 from kvcanary.moving import Mover, Slots
@@ -58,6 +59,7 @@ class StepChecks:
         self._mover = Mover(state, self.mirror, ledger, compares_content=moves)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
+        self._leaver = Leaver(state, ledger, self.mirror, coverage)
         self.sweeper = Sweeper(state, ledger, config.budget)
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
@@ -166,6 +168,22 @@ class StepChecks:
         if self._config.content != "write" and self._compares_content:
             with torch.inference_mode():
                 self.hits += self.cached.look(pages, step)
+
+    def enter(self, group: str, own_pages: Sequence[int]) -> None:
+        """A group behind a slot map has granted pages of its own."""
+        self._leaver.enter(group, own_pages)
+
+    def look_at_leaving(self, group: str, pages: Sequence[int], step: int) -> bool:
+        """Final bytes on these full pages in a group behind a slot map, which gives them up; whether a check fired.
+
+        The caller has settled.
+        """
+        if self._config.content == "write" or not self._compares_content or not len(pages):
+            return False
+        with torch.inference_mode():
+            hits = self._leaver.look(group, pages, step)
+        self.hits += hits
+        return bool(hits)
 
     def report(self, hits: Sequence[Hit | HitBatch]) -> None:
         self.hits += hits

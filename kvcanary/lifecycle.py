@@ -43,7 +43,12 @@ class Lifecycle:
         )
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
-        self._poisoner = Poisoner(state, config.poison, self._coverage)
+        self._poisoner = Poisoner(state, state.pools_of(None), config.poison, self._coverage)
+        groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
+        self._mapped = {
+            group: Poisoner(state, state.pools_of(group), config.poison, self._coverage) for group in groups
+        }
+        self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
         self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
@@ -170,6 +175,18 @@ class Lifecycle:
         self._ledger.evict(pages, self.step)
         self._leave(pages)
 
+    # pages of a group behind a slot map
+
+    def on_map(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
+        """Full pages are granted with free pages of the group, where the map leads now; before their `on_alloc`.
+
+        An engine that tells of none has what the group frees left alone, and counted as not poisoned.
+        """
+        hits = self._of_group(group).granted(own_pages, self.step, pages)
+        self._untold[group] = False
+        self._checks.enter(group, own_pages)
+        self._checks.report(hits)
+
     # bytes from elsewhere
 
     def on_load_begin(self, request_id: str, pages: Sequence[int]) -> None:
@@ -238,6 +255,13 @@ class Lifecycle:
         if self._open:
             raise HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
 
+    def _of_group(self, name: str) -> Poisoner:
+        poisoner = self._mapped.get(name)
+        if poisoner is None:
+            groups = ", ".join(sorted(self._mapped)) or "there is none"
+            raise PlanError(f"group must be one behind a slot map, {groups}, got {name!r}: name that of its view")
+        return poisoner
+
     def _pool(self, name: str) -> PoolState:
         pool = self._state.by_name.get(name)
         if pool is None:
@@ -277,6 +301,9 @@ class Lifecycle:
         freed = [page for page in pages if page != NO_PAGE and self._ledger.states[page] == FREE]
         self._checks.forget(freed)
         self._poisoner.freed(freed)
+        if self._mapped and self.config.poison != "off":
+            untold = sum(len(self._state.pools_of(group)) for group, is_untold in self._untold.items() if is_untold)
+            self._coverage.skip("freed pages behind a slot map, not poisoned", untold * len(freed))
         self._checks.cached.left(pages, self.step)
         if self._quarantine:
             self._ledger.quarantine(freed, self.step)

@@ -108,6 +108,8 @@ class CanaryManager(Lifecycle):
             self._checks.report(self._static.harvest())
         self._checks.roll(self.step)
         self._poisoner.tick()
+        for poisoner in self._mapped.values():
+            poisoner.tick()
         self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._checks.sweeper.live_bytes())
         if self._stats.is_due(self.step):
             self._refresh()
@@ -156,6 +158,18 @@ class CanaryManager(Lifecycle):
         is_intact = request_id not in self._act()
         request.released = True
         return is_intact
+
+    def on_unmap(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
+        """The group gives up its own pages, the full ones may stay. Told while the map still leads there.
+
+        What is final in them is read once more, and what that finds acts at once, before their next owner writes.
+        Then they are nobody's, and poisoned.
+        """
+        poisoner = self._of_group(group)
+        self._checks.settle()
+        if self._checks.look_at_leaving(group, pages, self.step):
+            self._act()
+        poisoner.freed(own_pages)
 
     # what was found
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvcanary.certificate import Coverage
-from kvcanary.forward import on_host
+from kvcanary.forward import Ints, on_host
 from kvcanary.intake import HitBatch
 from kvcanary.ops import ops_for
 from kvcanary.state import CanaryState, PoolState
@@ -21,16 +21,13 @@ BATCH_SLOTS = 64  # that are worth a launch
 
 
 class Poisoner:
-    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode.
+    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode."""
 
-    A pool behind a slot map has free slots of its own, which nobody tells of: they are left alone, and counted.
-    """
-
-    def __init__(self, state: CanaryState, pattern: str, coverage: Coverage) -> None:
-        """`pattern`: finite, nan or off."""
+    def __init__(self, state: CanaryState, pools: Sequence[PoolState], pattern: str, coverage: Coverage) -> None:
+        """`pools`: of one group, whose free pages are told of; `pattern`: finite, nan or off."""
         self._state, self._coverage = state, coverage
         self._is_off, self._nan = pattern == "off", pattern == "nan"
-        self._pools = [pool for pool in state.pools if pool.view.slot_map is None]
+        self._pools = pools
         self._slot_bytes = sum(pool.view.slot_bytes for pool in self._pools)
         self._budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
         self._ops = ops_for(state.records.device)
@@ -41,10 +38,7 @@ class Poisoner:
     def freed(self, pages: Iterable[int]) -> None:
         """These pages belong to nobody; `tick` will fill them."""
         if not self._is_off:
-            fresh = dict.fromkeys(pages)
-            self._waiting.update(fresh if self._pools else {})
-            mapped = len(self._state.pools) - len(self._pools)
-            self._coverage.skip("freed pages behind a slot map, not poisoned", mapped * len(fresh))
+            self._waiting.update(dict.fromkeys(pages if self._pools else ()))
 
     def tick(self) -> None:
         """A step has passed: fill what its budget, and what was saved of it, allow."""
@@ -58,8 +52,11 @@ class Poisoner:
             self._credit -= count * page_bytes
             self._fill(list(islice(self._waiting, count)))
 
-    def granted(self, pages: Sequence[int], step: int) -> list[HitBatch]:
-        """P1 for every slot of these pages whose poison is damaged; they have an owner from now on."""
+    def granted(self, pages: Sequence[int], step: int, full_pages: Sequence[int] | None = None) -> list[HitBatch]:
+        """P1 for every slot of these pages whose poison is damaged; they have an owner from now on.
+
+        `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
+        """
         if self._is_off or not (self._waiting or self._poisoned):
             return []
         waiting = [page for page in pages if page in self._waiting]
@@ -70,7 +67,9 @@ class Poisoner:
         if not poisoned:
             return []
         self._poisoned.difference_update(poisoned)
-        hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step)]
+        full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
+        names = None if full is None else on_host(self._slots([full[page] for page in poisoned]))
+        hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step, names)]
         if self._nan:
             self._zero(poisoned)
         return hits
@@ -83,7 +82,7 @@ class Poisoner:
         for pool in self._pools:
             self._ops.poison_fill(pool.rows, slots, nan=self._nan)
 
-    def _check(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
+    def _check(self, pool: PoolState, pages: Sequence[int], step: int, names: Ints | None) -> list[HitBatch]:
         slots = self._slots(pages)
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
@@ -93,7 +92,8 @@ class Poisoner:
         layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.cpu().numpy()
         nobody = np.full(len(damaged), -1)
         where = on_host(slots[damaged])
-        return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers)]
+        named = None if names is None else names[on_host(damaged)]
+        return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
 
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""

@@ -108,6 +108,10 @@ class CanaryState:
         tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
         return sum(tensor.nbytes for tensor in tensors)
 
+    def pools_of(self, group: str | None) -> list[PoolState]:
+        """Those of a group behind a slot map; None: all pools whose slots plans name."""
+        return [pool for pool in self.pools if (None if pool.view.slot_map is None else pool.view.group) == group]
+
     def ints(self, values: Iterable[int]) -> Tensor:
         """[n] int64 on the device of the state."""
         buffer = array("q", values)

@@ -84,6 +84,8 @@ class Assembly:
         states = recurrent_pool(self.model, config, dtype_of(config), self.device)
         views = [self._view(pool) for pool in self.pools.values()]
         self.canary = _attach(config.canary, views) if config.canary.enabled else None
+        if self.windows is not None:
+            self.windows.watch(self.canary)
         self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
         self.results = Results(
             self.streams, self.canary, lag=self.lag, max_bs=sizes.num_rows, max_accept=sizes.max_accept

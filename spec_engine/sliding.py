@@ -41,7 +41,8 @@ def window_pool(
             "use one of these",
         )
     num_pages = min(_num_pages(config, window, reserve), full.num_pages)  # no more can be used
-    return WindowPool(full, PageAllocator(num_pages), window=window, page_size=config.page_size, device=device)
+    own = PageAllocator(num_pages, full.quarantine)
+    return WindowPool(full, own, window=window, page_size=config.page_size, device=device)
 
 
 def check_draft_window(window: int | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.host_rows import slots_of
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.slot_map import SlotMap
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
 
 GROUP = "window"
 
@@ -61,6 +64,11 @@ class WindowPool:
         self._page_of: dict[int, int] = {}  # full page: its window page
         self._num_evicted = 0  # full pages that are taken and have none
         self._evicted_lens: dict[str, int] = {}
+        self._canary: CanaryManager | None = None
+
+    def watch(self, canary: CanaryManager | None) -> None:
+        """Who is told from now on which window pages are granted, and which are about to be free."""
+        self._canary = canary
 
     @property
     def num_free(self) -> int:
@@ -118,6 +126,8 @@ class WindowPool:
         own = windows.allocate(count)
         self._page_of.update(zip(pages, own, strict=True))
         self._map.write(slots_of(pages, self.page_size), slots_of(own, self.page_size))
+        if self._canary is not None:
+            self._canary.on_map(GROUP, pages, own)
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
@@ -212,6 +222,12 @@ class WindowPool:
         return sum(page in self._page_of for page in pages)
 
     def _unmap(self, pages: Sequence[int]) -> None:
-        if pages:
-            self._map.write(slots_of(pages, self.page_size), 0)
-            self._pages.free([self._page_of.pop(page) for page in pages])
+        if not pages:
+            return
+        own = [self._page_of[page] for page in pages]
+        if self._canary is not None:
+            self._canary.on_unmap(GROUP, pages, own)
+        for page in pages:
+            del self._page_of[page]
+        self._map.write(slots_of(pages, self.page_size), 0)
+        self._pages.free(own)

@@ -19,11 +19,12 @@ class SlidingEngine:
     """Every forward writes both pools; pages that lie before a row's window are given back in the sliding pool alone.
 
     tight: rows of the sliding pool begin where their window does; else at position 0, and the kernel masks the rest
+    tells: of the pages that the sliding pool takes and gives back
     `change_read` and `change_write` see every plan of the sliding pool.
     """
 
-    def __init__(self, tight: bool = True, **config: object) -> None:
-        self.tight, self.random = tight, random.Random(5)
+    def __init__(self, tight: bool = True, tells: bool = False, **config: object) -> None:
+        self.tight, self.tells, self.random = tight, tells, random.Random(5)
         pages = {"target": FULL_PAGES, "sliding": OWN_PAGES}
         self.kv = {name: torch.zeros(2, count * PAGE_SIZE, 2, 1, 4) for name, count in pages.items()}
         self.slot_map = torch.zeros(FULL_PAGES * PAGE_SIZE, dtype=torch.int64)
@@ -83,9 +84,8 @@ class SlidingEngine:
 
     def finish(self, name: str) -> None:
         self.canary.release(name)
+        self._evict(self.pages[name])
         self.canary.on_free(name, self.pages[name])
-        slots = self._slots(name, range(len(self.pages[name]) * PAGE_SIZE))
-        self._evict(slots)
         self.free["target"] += self.pages.pop(name)
         del self.tokens[name], self.committed[name]
 
@@ -153,22 +153,28 @@ class SlidingEngine:
         self.committed[name] = length
         self.canary.commit(name, length)
         view = self.canary._state.by_name["sliding"].view
-        gone = window_start(view, length) // PAGE_SIZE * PAGE_SIZE
-        self._evict(self._slots(name, range(gone)))
+        gone = window_start(view, length) // PAGE_SIZE
+        self._evict(self.pages[name][:gone])
 
-    def _evict(self, slots: Sequence[int]) -> None:
+    def _evict(self, pages: Sequence[int]) -> None:
         """Whole pages leave the sliding pool; their entries in the map are null."""
-        own = {int(self.slot_map[slot]) // PAGE_SIZE for slot in slots} - {0}
-        self.slot_map[ints(slots)] = 0
-        self.free["sliding"] += sorted(own)
+        own = {page: int(self.slot_map[page * PAGE_SIZE]) // PAGE_SIZE for page in pages}
+        own = {page: place for page, place in own.items() if place}
+        if own and self.tells:
+            self.canary.on_unmap("sliding", list(own), list(own.values()))
+        for page in own:
+            self.slot_map[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = 0
+        self.free["sliding"] += sorted(own.values())
 
     def _reserve(self, name: str, length: int) -> None:
         while len(self.pages[name]) * PAGE_SIZE < length:
             page, own = (free.pop(self.random.randrange(len(free))) for free in self.free.values())
             self.pages[name].append(page)
-            self.canary.on_alloc(name, [page])
             offsets = torch.arange(PAGE_SIZE)
             self.slot_map[page * PAGE_SIZE + offsets] = own * PAGE_SIZE + offsets
+            if self.tells:
+                self.canary.on_map("sliding", [page], [own])
+            self.canary.on_alloc(name, [page])
 
     def _emit(self, name: str, tokens: list[int]) -> None:
         self.tokens[name] += tokens

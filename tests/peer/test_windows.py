@@ -13,6 +13,8 @@ from kvcanary.bank import SubstepBank
 from kvcanary.buffers import StaticBuffers
 from kvcanary.state import CanaryState
 
+NOT_POISONED = "freed pages behind a slot map, not poisoned"
+
 
 def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
     """The findings with which a call is stopped."""
@@ -50,10 +52,11 @@ def engine(make_sliding, tight):
     return engine
 
 
+@pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("content", ["full", "rolling", "write"])
-def test_right_traffic_has_no_finding(make_sliding, tight, content):
+def test_right_traffic_has_no_finding(make_sliding, tight, content, tells):
     """Chunks, decoding, trees, compaction, and pages that leave the window and serve another request."""
-    engine = make_sliding(tight, content=content, budget=1 << 30)
+    engine = make_sliding(tight, tells, content=content, budget=1 << 30)
     for turn in range(6):
         engine.start(f"r{turn}", 9 + turn)
         for _ in range(3):
@@ -277,8 +280,90 @@ def test_pools_behind_a_map_are_not_poisoned_and_the_certificate_says_so(engine)
         engine.begin()
         engine.canary.check()
     engine.decode("first")
-    unchecked = engine.canary.certificate()["unchecked"]
-    assert unchecked["freed pages behind a slot map, not poisoned"] > 0
+    assert engine.canary.certificate()["unchecked"][NOT_POISONED] > 0
+
+
+def free_own_page(engine) -> int:
+    """One that has been poisoned since its request ended."""
+    engine.finish("second")
+    for _ in range(40):
+        engine.begin()
+        engine.canary.check()
+    return engine.free["sliding"][-1]
+
+
+def test_what_a_pool_behind_a_map_gives_back_is_poisoned(make_sliding, tight):
+    """An engine that tells of its own pages: every byte of a free one is the pattern, and nothing is left to count."""
+    engine = make_sliding(tight, tells=True)
+    engine.start("first", 17)
+    engine.start("second", 14)
+    page = free_own_page(engine)
+    rows = engine.kv["sliding"][:, page * 4 : (page + 1) * 4]
+    assert torch.isfinite(rows).all()
+    assert (rows.view(torch.int32) != 0).all()
+    assert NOT_POISONED not in engine.canary.certificate()["unchecked"]
+
+
+def test_a_write_into_a_free_page_of_the_pool_is_found_when_it_is_granted(make_sliding):
+    """P1 names the pool's slot, and the full page that leads there now."""
+    engine = make_sliding(tells=True)
+    engine.start("first", 17)
+    engine.start("second", 14)
+    page = free_own_page(engine)
+    engine.kv["sliding"].view(torch.int32)[1, page * 4 + 2, 0, 0, 1] ^= 2
+    engine.free["sliding"] = [page]
+    engine.tokens["third"], engine.pages["third"], engine.committed["third"] = [5], [], 0
+    engine.begin()
+    engine.canary.admit("third", [5])
+    engine._reserve("third", 1)
+    finding = in_sliding(found(engine.canary.check))
+    assert (finding.code, finding.slot, finding.page) == ("P1", page * 4 + 2, engine.pages["third"][0])
+
+
+def test_nan_poison_of_the_pool_is_gone_before_somebody_reads_it(make_sliding):
+    """A granted page of the sliding pool has no NaN left in the part that is not written yet."""
+    engine = make_sliding(tells=True, poison="nan")
+    engine.start("first", 17)
+    engine.start("second", 14)
+    page = free_own_page(engine)
+    rows = engine.kv["sliding"][:, page * 4 : (page + 1) * 4]
+    assert rows.isnan().all()
+    engine.free["sliding"] = [page]
+    engine._reserve("first", 21)
+    assert (rows == 0).all()
+
+
+@pytest.mark.parametrize("content", ["full", "rolling"])
+def test_what_leaves_a_window_gets_its_last_look(make_sliding, tight, content):
+    """An entry that no window shows any more, on a page that others keep: nothing reads it until the page leaves."""
+    engine = make_sliding(tight, tells=True, content=content)
+    engine.start("only", 17)
+    full = engine.slot("only", 12)
+    own = int(engine.slot_map[full])
+    for _ in range(2):
+        engine.decode()
+    engine.kv["sliding"].view(torch.int32)[0, own, 1, 0, 2] ^= 1 << 9
+    engine.begin()
+    engine.canary.check()
+    finding = in_sliding(found(lambda: [engine.decode() for _ in range(4)]))
+    assert (finding.code, finding.position, finding.slot, finding.site[0]) == ("R9", 12, own, "release")
+    assert (finding.part, finding.dim, finding.bit) == ("V", 2, 9)
+
+
+def test_what_a_request_leaves_behind_its_window_is_looked_at_when_it_ends(make_sliding):
+    """The last look of a request is at its window; what its pages hold besides follows when they are given back."""
+    engine = make_sliding(tells=True)
+    engine.start("only", 19)
+    own = int(engine.slot_map[engine.slot("only", 12)])
+    engine.kv["sliding"].view(torch.int32)[1, own, 0, 0, 0] ^= 1
+    finding = in_sliding(found(engine.finish, "only"))
+    assert (finding.code, finding.position, finding.slot) == ("R9", 12, own)
+
+
+def test_a_group_that_is_none_is_refused(engine):
+    """Pages are told of by the group of their view."""
+    with pytest.raises(PlanError, match="group must be one behind a slot map, sliding, got 'target'"):
+        engine.canary.on_map("target", [1], [1])
 
 
 def test_a_static_substep_of_a_partial_pool_is_refused(make_sliding):

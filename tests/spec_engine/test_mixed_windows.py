@@ -100,6 +100,11 @@ def running_engine(**settings) -> Engine:
     return engine
 
 
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
 def slot_at(engine: Engine, behind: int) -> int:
     """The full slot of the position that lies so far behind the committed length of the only request."""
     [request] = engine.running
@@ -172,6 +177,34 @@ def test_a_flipped_bit_is_found_in_the_pool_where_it_lies(pool, layer):
         engine.step()
     [finding] = caught.value.findings
     assert (finding.code, finding.pool, finding.slot, finding.layers) == ("R9", pool, own, (layer,))
+
+
+def test_a_byte_that_no_window_shows_is_found_when_its_page_leaves():
+    """Nothing reads it any more: the last look before the page serves others does."""
+    engine = running_engine(draft="none")
+    [request] = engine.running
+    while (request.committed_len + 1 - WINDOW) % 4 != 2:
+        engine.step()
+    behind = WINDOW + 1  # two positions are out of sight on the first page that the pool still keeps
+    own = int(engine.windows.slot_map[slot_at(engine, behind - 1)])
+    position = request.committed_len - behind + 1
+    engine.pools["window"].kv.view(torch.int32)[1, own, 0, 1, 2] ^= 1
+    with pytest.raises(KVCorruptionError) as caught:
+        finish(engine)
+    [finding] = caught.value.findings
+    assert (finding.code, finding.pool, finding.slot, finding.position) == ("R9", "window", own, position)
+    assert finding.site[0] == "release"
+
+
+def test_a_free_window_page_is_poisoned_and_looked_at_when_it_is_granted():
+    """What a request's slid window gave back is filled; a word written there since is P1."""
+    engine = running_engine(draft="none", max_window_tokens=48, max_running_requests=1)
+    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary._mapped["window"]._poisoned
+    rows[2, page * 4 + 1, 0, 0, 0] ^= 8
+    with pytest.raises(KVCorruptionError) as caught:
+        finish(engine)
+    [finding] = caught.value.findings
+    assert (finding.code, finding.pool, finding.slot) == ("P1", "window", page * 4 + 1)
 
 
 @pytest.mark.parametrize(("entry", "codes"), [(0, {"R2"}), ("neighbour", {"R4", "R5", "R8", "R12"})])
