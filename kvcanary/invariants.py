@@ -57,10 +57,6 @@ class PrefixLockError(InvariantError):
     """A prefix was locked that the tree has evicted, or unlocked more often than locked."""
 
 
-class PageContinuityError(InvariantError):
-    """The last slot of a request does not lie where its length says; filling up its page would reach another's."""
-
-
 class PoolSizeError(InvariantError):
     """A pool's tensors have another number of slots than the allocator's pages; the last page would lie outside."""
 
@@ -267,15 +263,6 @@ def check_prefix_lock(num_locks: int, is_cached: bool) -> None:
         raise PrefixLockError("a prefix that the tree has evicted was locked or unlocked: lock what was just matched")
     if num_locks < 0:
         raise PrefixLockError(f"a prefix was unlocked once more than locked, its locks would be {num_locks}")
-
-
-def check_last_slot(last_slot: int, length: int, page_size: int) -> None:
-    """The slot of a row's last token has the offset in its page that its position has."""
-    if (last_slot + 1) % page_size != length % page_size:
-        raise PageContinuityError(
-            f"length {length} ends at offset {length % page_size} of a page of {page_size}, its last slot {last_slot} "
-            f"at {(last_slot + 1) % page_size}: look it up at the allocated length"
-        )
 
 
 # -- sizes

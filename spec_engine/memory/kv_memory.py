@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary.invariants import check_estimate, check_lengths
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.extend import alloc_extend
 from spec_engine.memory.host_tier import HostBlock, HostTier
 from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import PrefixTree
@@ -90,9 +91,9 @@ class KVMemory:
         missing = step_pages(end, len(request.pages), reserve, self.page_size)
         if missing:
             self.make_room(missing)
-            loading = 0 if request.block is None else max(0, len(request.block.places) - len(request.pages))
-            self._take(request, loading, for_load=True)
-            self._take(request, missing - loading)
+            if request.block is not None:
+                self._extend(request, len(request.block.places) * self.page_size, for_load=True)
+            self._extend(request, end + reserve)
         taken, name = len(request.pages), request.request_id
         check_estimate(name, taken, end, reserve, self.page_size, most)
         check_lengths(name, end, taken * self.page_size, self.table.width)
@@ -188,11 +189,11 @@ class KVMemory:
         self.tier.wait(block)
         return block
 
-    def _take(self, request: Request, count: int, for_load: bool = False) -> None:
-        """The row goes on by ``count`` pages; ``for_load``: bytes come into them from the host."""
-        if not count:
+    def _extend(self, request: Request, length: int, for_load: bool = False) -> None:
+        """The row holds ``length`` entries from now on; ``for_load``: bytes come into its new pages from the host."""
+        pages = alloc_extend(self.allocator, len(request.pages), length, self.page_size)
+        if not pages:
             return
-        pages = self.allocator.allocate(count)
         self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
         request.pages += pages
         if self.canary is not None:

@@ -23,9 +23,9 @@ from torch import Tensor
 from kvcanary import PoolView
 from kvcanary.invariants import check_hot_room, check_hot_slots, check_resident, check_verify_width
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.extend import alloc_extend
 from spec_engine.memory.host_rows import HostRows, slots_of
 from spec_engine.memory.pool import KVPool
-from spec_engine.memory.sizing import cdiv
 from spec_engine.memory.slot_map import SlotMap
 from spec_engine.streams import Event, Streams
 
@@ -83,7 +83,7 @@ class SplitPool:
         Pages are counted, not tokens: PoolExhaustedError also where enough slots are free, but in pages of others.
         """
         row = self._rows[request_id]
-        new = self._logical.allocate(max(0, cdiv(length, self.page_size) - len(row.pages)))
+        new = alloc_extend(self._logical, len(row.pages), length, self.page_size)
         row.pages += new
         return new
 

@@ -178,10 +178,6 @@ class WindowPool:
         """Window slots of ``full_slots``, int64 of any shape: 0 where there is none, -1 for -1. May be captured."""
         return self._map.translate(full_slots)
 
-    def translate_moves(self, source: Tensor, destination: Tensor) -> tuple[Tensor, Tensor]:
-        """Both ends of a move inside the window pool; every move and copy of full slots has its like there."""
-        return self.translate(source), self.translate(destination)
-
     def view(self, pool: KVPool) -> PoolView:
         """The window pool as the canary sees it: through the map."""
         return replace(pool.view(), group=GROUP, slot_map=self.slot_map, window=self.window)

@@ -156,13 +156,6 @@ CASES = [
         "a prefix was unlocked once more than locked, its locks would be -1",
     ),
     Case(
-        invariants.check_last_slot,
-        (21, 9, 4),
-        (20, 9, 4),
-        invariants.PageContinuityError,
-        "length 9 ends at offset 1 of a page of 4, its last slot 21 at 2: look it up at the allocated length",
-    ),
-    Case(
         invariants.check_run_pages,
         (3, 2, 4),
         (2, 3, 4),

@@ -149,16 +149,6 @@ def test_a_request_that_comes_back_begins_anew():
     pool.check_mapped(WindowRow("one", pages, 8))
 
 
-def test_both_ends_of_a_move_are_translated():
-    """A move of full slots has its like in the window pool."""
-    pool = make_pool()
-    pool.allocate(1)
-    pool.evict([1])
-    pages = pool.allocate(2)
-    source, destination = pool.translate_moves(slots(pages)[:2], slots(pages)[4:6])
-    assert (source.tolist(), destination.tolist()) == ([4, 5], [8, 9])
-
-
 @pytest.mark.parametrize("committed_len", [3, 21])
 def test_eviction_never_crosses_into_the_reserve(committed_len):
     """A length that the row does not have, or that lies before the cursor, is refused with all numbers."""
