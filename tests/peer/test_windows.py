@@ -12,6 +12,7 @@ from kvcanary import Finding, HookOrderError, KVCorruptionError, PlanError, Pool
 from kvcanary.bank import SubstepBank
 from kvcanary.buffers import StaticBuffers
 from kvcanary.state import CanaryState
+from kvcanary_kernels.record import REQUEST_GENERATION
 
 NOT_POISONED = "freed pages behind a slot map, not poisoned"
 
@@ -331,6 +332,20 @@ def test_nan_poison_of_the_pool_is_gone_before_somebody_reads_it(make_sliding):
     engine.free["sliding"] = [page]
     engine._reserve("first", 21)
     assert (rows == 0).all()
+
+
+def test_records_of_an_own_page_begin_anew_with_its_grant(make_sliding):
+    """What they said was of another full page, which may have had the generation of the one that leads there now."""
+    engine = make_sliding(tells=True)
+    engine.start("first", 17)
+    engine.start("second", 14)
+    engine.finish("second")
+    page = engine.free["sliding"][-1]
+    records = engine.canary._state.by_name["sliding"].expected[page * 4 : (page + 1) * 4]
+    assert (records[:2, REQUEST_GENERATION] >> 32 > 0).all()
+    engine.free["sliding"] = [page]
+    engine._reserve("first", 21)
+    assert (records[:, REQUEST_GENERATION] >> 32 == 0).all()
 
 
 @pytest.mark.parametrize("content", ["full", "rolling"])
