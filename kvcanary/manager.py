@@ -190,6 +190,12 @@ class CanaryManager(Lifecycle):
         live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._state.keys.seed_id
         return certificate(self.config, self._coverage, live_bytes, seed_id, groups, self._fed())
 
+    def page_map(self) -> dict[str, Any]:
+        """What is true of every page now; plain JSON, see `kvcanary.page_map`."""
+        from kvcanary.page_map import page_map
+
+        return page_map(self._ledger, self._checks.cached.read_at, self.step)
+
     # called by substeps
 
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:

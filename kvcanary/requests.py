@@ -74,6 +74,10 @@ class ReadQueue:
             count -= cut - start
         return taken
 
+    def looks(self) -> tuple[tuple[int, int, int], ...]:
+        """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
+        return tuple(self._ranges)
+
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
         return min((step for _, _, step in self._ranges), default=None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
 from spec_engine.models.config import CheckpointError, load_config, read_json
 
@@ -40,9 +41,28 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids))
         return text
 
-    def stream(self) -> TextStream:
+    def stream(self) -> DecodedStream:
         """A fresh decoder of one output, token by token."""
-        return TextStream(self)
+        return DecodedStream(self._tokenizer)
+
+
+class DecodedStream:
+    """`TextStream` by the tokenizers package itself, whose decoder keeps no more than the tokens of the last piece."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._num_shown = 0
+
+    def push(self, token_ids: Sequence[int], final: bool = False) -> str:
+        """The text that these tokens add; an unfinished character waits, unless they are the last."""
+        self._ids += token_ids
+        text = (self._stream.step(self._tokenizer, list(token_ids)) if token_ids else None) or ""
+        if final:
+            text = self._tokenizer.decode(self._ids)[self._num_shown :]
+        self._num_shown += len(text)
+        return text
 
 
 class TextStream:

@@ -15,7 +15,7 @@ import click
 import kvcanary
 from kvcanary_tools import console
 
-COMMANDS = ("generate", "demo", "doctor", "faults", "inject", "windows")
+COMMANDS = ("generate", "serve", "top", "demo", "doctor", "faults", "inject", "windows")
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
 
@@ -83,6 +83,8 @@ def main(ctx: click.Context) -> None:
     kvcanary doctor      check this installation
     kvcanary faults      list the published bugs that --reenact brings back
     kvcanary inject      make every fault in many configurations, and measure what is found
+    kvcanary serve       answer OpenAI's clients over HTTP
+    kvcanary top         watch a running server
     kvcanary generate    complete your own prompts, for example:
 
     \b

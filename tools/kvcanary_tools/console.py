@@ -1,6 +1,7 @@
 """How the commands speak: data to stdout, everything else to stderr, errors as a sentence and a hint.
 
-Exit codes: 0 clean, 1 a violation was found, 2 wrong usage, 3 the program itself failed.
+Exit codes: 0 clean, 1 a violation was found, 2 wrong usage, 3 the program itself failed; 70 a server was stopped by a
+violation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ EXIT_CLEAN = 0
 EXIT_FINDING = 1
 EXIT_USAGE = 2
 EXIT_FAILURE = 3
+EXIT_CORRUPTION = 70
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 

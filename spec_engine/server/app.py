@@ -1,0 +1,73 @@
+"""The application: gate, routes, health and metrics around one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from kvcanary.hook_clock import HookClock
+from spec_engine.engine import Engine
+from spec_engine.server import debug, routes
+from spec_engine.server.chat import ChatTemplate
+from spec_engine.server.drafts import DraftWatch
+from spec_engine.server.errors import handle_errors
+from spec_engine.server.exposition import Timings, exposition
+from spec_engine.server.faulting import FaultDesk
+from spec_engine.server.gate import Gate
+from spec_engine.server.health import health
+from spec_engine.server.options import ServerOptions
+from spec_engine.server.routes import Serving
+from spec_engine.server.worker import EngineWorker
+
+
+def create_app(
+    engine: Engine, options: ServerOptions, on_failure: Callable[[], None] = lambda: None
+) -> tuple[FastAPI, EngineWorker]:
+    """An ASGI application whose lifespan starts and ends the engine's thread, and that thread's worker.
+
+    on_failure: called on the event loop when the engine stops by itself; ``worker.failure`` says why.
+    """
+    worker, timings, desk = EngineWorker(engine, options.max_waiting), Timings(), FaultDesk()
+    clock = None if engine.canary is None else HookClock(engine.canary)
+    drafter = engine.drafter if options.has_debug else None
+    watch = None if drafter is None else DraftWatch(drafter)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start(on_failure)
+        try:
+            yield
+        finally:
+            await worker.stop()
+            desk.disarm_all()
+
+    template = ChatTemplate.of(engine.config.model)
+    serving = Serving(worker, model_name_of(engine, options), template, options, timings, started=int(time.time()))
+    app = FastAPI(title="kvcanary", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, options=options)
+    handle_errors(app)
+    app.include_router(routes.router(serving))
+
+    @app.get("/health")
+    async def report_health() -> Response:
+        status, body = await health(worker)
+        return JSONResponse(body, status)
+
+    @app.get("/metrics")
+    async def report_metrics() -> Response:
+        return Response(await exposition(worker, timings, clock), media_type=CONTENT_TYPE_LATEST)
+
+    if options.has_debug:
+        app.include_router(debug.router(serving, watch, desk), include_in_schema=False)
+    return app, worker
+
+
+def model_name_of(engine: Engine, options: ServerOptions) -> str:
+    """What clients call the model: as they were told to, "embedded", or the name of its folder."""
+    return options.model_name or Path(engine.config.model).resolve().name

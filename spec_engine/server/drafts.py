@@ -1,0 +1,61 @@
+"""DraftWatch: the last draft tree of every running request, kept for whoever debugs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spec_engine.core import Batch
+from spec_engine.drafting.drafter import Drafter
+from spec_engine.drafting.tree import Tree
+from spec_engine.engine import Engine
+from spec_engine.request import Request
+
+NUM_KEPT = 256  # requests
+
+
+class DraftWatch:
+    """Looks over a drafter's shoulder; trees stay on the device until somebody asks for one."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._draft = drafter.draft
+        self._trees: dict[str, tuple[Request, int, Tree, int]] = {}  # request, its length then, trees, its place
+        drafter.draft = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, batch: Batch, num_steps: int | None = None) -> Tree:
+        tree = self._draft(batch, num_steps)
+        for place, (request, length) in enumerate(zip(batch.requests, batch.lens, strict=True)):
+            self._trees.pop(request.request_id, None)
+            self._trees[request.request_id] = request, length, tree, place
+        while len(self._trees) > NUM_KEPT:
+            del self._trees[next(iter(self._trees))]
+        return tree
+
+    def tree_of(self, engine: Engine, request_id: str) -> dict[str, Any] | None:
+        """Nodes with parent, depth and whether acceptance took them; None where nothing was drafted for the request.
+
+        Tokens and their texts are there only where the canary may show tokens.
+        """
+        kept = self._trees.get(request_id)
+        if kept is None:
+            return None
+        request, length, tree, place = kept
+        tokens, parents, depths = (column[place].tolist() for column in (tree.tokens, tree.parents, tree.depths))
+        accepted = _accepted(tokens, parents, depths, request.tokens[length:])
+        nodes = [
+            {"parent": parent, "depth": depth, "accepted": node in accepted}
+            for node, (parent, depth) in enumerate(zip(parents, depths, strict=True))
+        ]
+        if engine.config.canary.show_tokens:
+            for node, token in zip(nodes, tokens, strict=True):
+                node |= {"token": token, "text": engine.tokenizer.decode([token])}
+        return {"request_id": request_id, "committed_len": length, "nodes": nodes}
+
+
+def _accepted(tokens: list[int], parents: list[int], depths: list[int], emitted: list[int]) -> set[int]:
+    """Nodes whose path from the root is what the request went on with; parents come before their children."""
+    accepted = {0}
+    for node in range(1, len(tokens)):
+        depth = depths[node]
+        if parents[node] in accepted and depth < len(emitted) and emitted[depth] == tokens[node]:
+            accepted.add(node)
+    return accepted

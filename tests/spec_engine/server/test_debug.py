@@ -1,0 +1,168 @@
+"""/debug/kvcanary: who may look, what is shown, and faults that are armed in a running server."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from kvcanary import faults
+from kvcanary.invariants import InvariantError
+from spec_engine.errors import ConfigError
+from spec_engine.server.options import ServerOptions
+
+from .conftest import KEY, wait_for
+from .test_corruption import Client, strike
+
+PAGES = "/debug/kvcanary/pages"
+
+
+@pytest.fixture(scope="module")
+def watched(toy_model):
+    from .conftest import Starter
+
+    starter = Starter(str(toy_model))
+    yield starter("abort", allow_faults=True)
+    starter.stop()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": f"Bearer {KEY}"}, 200),
+        ({"Authorization": "Basic " + base64.b64encode(f"any:{KEY}".encode()).decode()}, 200),
+        ({"Authorization": "Basic !"}, 401),
+        ({"Authorization": f"Bearer {KEY}", "Host": "evil.example"}, 403),
+        ({"Authorization": f"Bearer {KEY}", "Host": "localhost"}, 200),
+        ({"Authorization": f"Bearer {KEY}", "Origin": "http://evil.example"}, 403),
+        ({"Authorization": f"Bearer {KEY}", "Origin": "null"}, 403),
+    ],
+)
+def test_who_may_look(watched, headers: dict, status: int) -> None:
+    """Key, Host and Origin must all be right; a browser may show the key as a password."""
+    for path in (PAGES, "/debug/kvcanary", "/debug/kvcanary/state"):
+        answer = watched.get(path, key=None, headers=headers)
+        assert answer.status_code == status
+        assert answer.headers.get("www-authenticate") == ('Basic realm="kvcanary"' if status == 401 else None)
+
+
+def test_reading_is_get_only(watched) -> None:
+    """Nothing else is there to be asked for."""
+    for path in (PAGES, "/debug/kvcanary/findings"):
+        assert watched.ask("POST", path).status_code == 405
+
+
+def test_what_is_shown(start) -> None:
+    """Page map, requests, certificate, findings and the tree of a request that ended; no token, no text."""
+    server = start("abort", debug=True)
+    _, name = strike(server)
+    pages = server.get(PAGES).json()
+    columns = [pages[column] for column in ("state", "owner", "references", "generation", "checked")]
+    assert {len(column) for column in columns} == {server.engine.sizes.num_pages + 1}
+    assert "SHARED" in {pages["states"][state] for state in pages["state"]}
+    assert max(pages["checked"]) > 0
+    finding = server.get("/debug/kvcanary/findings").json()[0]
+    assert (finding["code"], finding["readers"]) == ("R9", [name])
+    assert "(kv_memory.py:" in finding["history"][0]
+    state = server.get("/debug/kvcanary/state").json()
+    assert {(told["code"], *told["readers"]) for told in state["findings"]} == {("R9", name)}
+    assert state["certificate"]["mode"] == "abort"
+    assert state["requests"] == []
+    tree = server.get(f"/debug/kvcanary/requests/{name}/tree").json()
+    assert tree["nodes"][0] == {"parent": -1, "depth": 0, "accepted": True}
+    assert len(tree["nodes"]) == server.engine.config.num_draft_tokens
+    assert server.get("/debug/kvcanary/requests/nobody/tree").status_code == 404
+    assert server.post("/debug/kvcanary/faults", {"name": "x"}).status_code == 404
+
+
+def test_running_requests_are_shown_with_their_pages(watched) -> None:
+    """Lengths and pages of what runs, owners in the map."""
+    client = Client(watched, [9] * 20, max_tokens=60)
+    requests = wait_for(
+        lambda: [one for one in watched.get("/debug/kvcanary/requests").json() if one["state"] == "running"]
+    )
+    pages = watched.get(PAGES).json()
+    client.join()
+    [request] = requests
+    assert (request["prompt_len"], request["max_new_tokens"]) == (20, 60)
+    if request["request_id"] in pages["owners"]:  # else it has ended between the two looks
+        number = pages["owners"].index(request["request_id"])
+        assert number in pages["owner"]
+
+
+def test_the_page_needs_nothing_from_elsewhere(watched) -> None:
+    """One page of HTML, its script and style allowed by nonce alone, no address but its own."""
+    answer = watched.get("/debug/kvcanary")
+    policy = answer.headers["content-security-policy"]
+    nonce = policy.partition("'nonce-")[2].partition("'")[0]
+    assert answer.text.count(f'nonce="{nonce}"') == 2
+    assert policy.startswith("default-src 'none'")
+    assert answer.headers["cache-control"] == "no-store"
+    assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in answer.text
+
+
+def test_a_map_without_a_canary(start) -> None:
+    """The allocator's pages, in the same columns."""
+    server = start("off", debug=True)
+    server.post("/v1/completions", {"model": "toy", "prompt": [5] * 20})
+    state = server.get("/debug/kvcanary/state").json()
+    assert state["certificate"] is None
+    assert state["pages"]["states"] == ["FREE", "HELD"]
+    assert sum(state["pages"]["state"]) == sum(count > 0 for count in state["pages"]["references"]) > 4
+
+
+def test_faults_need_the_key_as_a_bearer_token(watched) -> None:
+    """What a browser adds by itself arms nothing; unknown names are refused with the list's place."""
+    basic = {"Authorization": "Basic " + base64.b64encode(f"any:{KEY}".encode()).decode()}
+    refused = watched.post("/debug/kvcanary/faults", {"name": "lengths.worst_case_estimate"}, key=None, headers=basic)
+    assert refused.status_code == 403
+    unknown = watched.post("/debug/kvcanary/faults", {"name": "no.such"})
+    assert unknown.status_code == 400
+    assert "kvcanary faults lists them all" in unknown.json()["error"]["message"]
+    not_armed = watched.post("/debug/kvcanary/faults", {"name": "lengths.worst_case_estimate", "armed": False})
+    assert "is not armed, armed are: none" in not_armed.json()["error"]["message"]
+
+
+def test_a_fault_is_armed_and_disarmed(watched) -> None:
+    """It changes values while it is armed, and is gone with the server at the latest."""
+    name = "lengths.worst_case_estimate"
+    assert watched.post("/debug/kvcanary/faults", {"name": name}).json() == {
+        "armed": [{"name": name, "num_strikes": 0}]
+    }
+    watched.post("/v1/completions", {"model": "toy", "prompt": [5] * 20})
+    [armed] = watched.get("/debug/kvcanary/faults").json()["armed"]
+    assert armed["num_strikes"] > 0
+    assert watched.post("/debug/kvcanary/faults", {"name": name, "armed": False}).json() == {"armed": []}
+    assert not faults._armed
+
+
+def test_a_broken_rule_stops_the_server(start) -> None:
+    """A published bug that ends in a typed error ends the server with it, and its streams with a reason."""
+    server = start("abort", allow_faults=True, attention_backend="paged")
+    server.post("/debug/kvcanary/faults", {"name": "bounds.page_table_scatter"})
+    client = Client(server, [5] * 20)
+    client.join(30)
+    server.thread.join(30)
+    assert client.reason == "server_error"
+    assert isinstance(server.failure, InvariantError)
+    assert not faults._armed
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"allow_faults": True, "api_key": "x", "host": "0.0.0.0"}, "allow_faults needs a loopback address"),
+        ({"debug": True}, "the debug pages need an api_key"),
+        ({"port": 65536}, "port must lie in"),
+        ({"max_waiting": -1}, "max_waiting must be at least 0"),
+        ({"grace_seconds": float("nan")}, "grace_seconds must be finite"),
+        ({"api_key": ""}, "api_key must not be empty"),
+    ],
+)
+def test_options_that_are_refused(settings: dict, words: str) -> None:
+    """Each with a sentence that has the value and the rule."""
+    with pytest.raises(ConfigError, match=words):
+        ServerOptions(**settings)

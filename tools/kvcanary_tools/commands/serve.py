@@ -1,0 +1,113 @@
+"""`kvcanary serve`: the engine behind HTTP, as OpenAI's clients speak it, with the canary on a flag."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.engine_options import CONTEXT, engine_config, engine_options, usage_failures
+from spec_engine.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from spec_engine.server.serving import Server
+
+_DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
+
+
+def _option(name: str, **settings: Any) -> Any:
+    parameter = name.removeprefix("--").replace("-", "_")
+    return click.option(name, parameter, default=_DEFAULTS.get(parameter), show_default=True, **settings)
+
+
+@click.command("serve", context_settings=CONTEXT, short_help="Serve a model over HTTP.")
+@_option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
+@_option("--port", type=int, metavar="N", help="Port to listen on; 0 takes any free one.")
+@_option("--model-name", metavar="NAME", help="What clients call the model; by default embedded, or its folder.")
+@_option("--api-key", metavar="KEY", help="What clients must show; best given as KVCANARY_API_KEY.")
+@_option("--max-waiting", type=int, metavar="N", help="Sequences that may wait for a row; more are refused with 429.")
+@_option("--max-concurrent", type=int, metavar="N", help="Requests answered at a time; more are refused with 429.")
+@_option("--max-body-bytes", type=int, metavar="N", help="Longest request body; more is refused with 413.")
+@_option("--max-tokens", type=int, metavar="N", help="Most tokens of a chat answer that asks for no number.")
+@_option("--grace-seconds", type=float, metavar="S", help="Time that what runs has to finish when told to stop.")
+@_option("--debug", is_flag=True, help="Open /debug/kvcanary, which needs an API key.")
+@click.option(
+    "--debug-host", "debug_hosts", multiple=True, metavar="NAME", help="Another name for /debug/kvcanary's host."
+)
+@_option("--allow-faults", is_flag=True, help="Let clients of this machine arm faults; opens /debug/kvcanary too.")
+@engine_options
+@click.pass_context
+def command(ctx: click.Context, **options: Any) -> None:
+    """Serve /v1/completions and /v1/chat/completions, watched by the canary.
+
+    \b
+      kvcanary serve --kv-canary abort --port 8000
+      kvcanary serve --model DIR --kv-canary raise --api-key KEY --debug
+
+    The embedded model completes Python, and nothing else: do not chat with it.
+
+    Exit codes: 0 stopped by a signal, 2 wrong usage or a busy port, 3 kvcanary itself failed, 70 a finding or a
+    broken rule of KV memory stopped the engine (--kv-canary raise).
+    """
+    config = engine_config(options)
+    with usage_failures():
+        served = ServerOptions(**{field: options[field] for field in _DEFAULTS})
+    _expect_extra()
+
+    from spec_engine import Engine
+    from spec_engine.server.serving import Server, bind, serve, url_of
+
+    console.log_to_stderr()
+    with usage_failures():
+        listening = bind(served)
+        try:
+            server = Server(Engine(config), served)
+        except BaseException:
+            listening.close()
+            raise
+    _greet(server, url_of(listening))
+    ctx.exit(_tell(serve(server, listening)))
+
+
+def _expect_extra() -> None:
+    try:
+        import fastapi
+        import sse_starlette
+        import uvicorn
+    except ImportError as error:
+        raise console.UsageFailure(
+            f"serving needs the package {error.name!r}, which is not installed", "pip install 'kvcanary[serve]'"
+        ) from error
+    del fastapi, sse_starlette, uvicorn
+
+
+def _greet(server: Server, url: str) -> None:
+    """Model id, URL and a line to copy."""
+    options, mode = server.options, server.worker.engine.config.canary.mode
+    body = {"model": server.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}
+    key = " -H 'Authorization: Bearer KEY'" if options.api_key else ""
+    console.data(f"model   {server.model_name}, canary {mode}")
+    console.data(f"url     {url}/v1")
+    if options.has_debug:
+        console.data(f"debug   {url}/debug/kvcanary (any name, the API key as password)")
+    console.data(f"try     curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+
+
+def _tell(failure: BaseException | None) -> int:
+    """What stopped the engine, and the exit code for it."""
+    from kvcanary import KVCorruptionError
+    from kvcanary.invariants import InvariantError
+
+    if failure is None:
+        console.say("kvcanary: stopped")
+        return console.EXIT_CLEAN
+    if isinstance(failure, KVCorruptionError):
+        console.say(failure.report.text())
+        return console.EXIT_CORRUPTION
+    if isinstance(failure, InvariantError):
+        console.say(f"kvcanary: {type(failure).__name__}: {failure}", fg="red")
+        return console.EXIT_CORRUPTION
+    raise failure
