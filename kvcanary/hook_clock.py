@@ -34,7 +34,7 @@ class HookClock:
         def timed_substep(*where: Any) -> Any:
             return _TimedSubstep(substep(*where), self._timed)
 
-        manager.substep = timed_substep  # type: ignore[method-assign]
+        manager.substep = timed_substep  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """The manager is as it was."""

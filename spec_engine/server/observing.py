@@ -8,6 +8,9 @@ from spec_engine.engine import Engine
 from spec_engine.request import Request
 
 CACHED_NAME = "(shared)"
+TOLD = (
+    "incident", "code", "name", "pool", "page", "slot", "offset", "layer", "step", "last_good_step", "owner", "action",
+)  # fmt: skip
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -40,7 +43,20 @@ def timeline_of(engine: Engine) -> list[dict[str, Any]]:
     """The first finding of every incident, in the order in which they were found: what, where, when, whose."""
     if engine.canary is None:
         return []
-    names = ("code", "name", "pool", "page", "slot", "offset", "layer", "step", "last_good_step", "owner", "action")
+    names = (
+        "incident",
+        "code",
+        "name",
+        "pool",
+        "page",
+        "slot",
+        "offset",
+        "layer",
+        "step",
+        "last_good_step",
+        "owner",
+        "action",
+    )
     return [
         {name: getattr(finding, name) for name in names}
         | {"site": list(finding.site), "readers": list(finding.readers)}

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -116,17 +117,16 @@ def _head(now: Look) -> Text:
     return text.append(f"{found} findings" if found else "nothing found", "bold red" if found else "green")
 
 
-def _figures(now: Look, before: Look | None) -> Table:
+def _figures(now: Look, before: Look | None) -> Columns:
     def rate(name: str) -> str:
         if before is None or now.when <= before.when:
             return "-"
         return f"{(now.total(name) - before.total(name)) / (now.when - before.when):,.0f}"
 
-    table = Table.grid(padding=(0, 3))
-    steps, overhead = "spec_engine_steps_total", now.value("kvcanary_overhead_ratio")
+    overhead = now.value("kvcanary_overhead_ratio")
     cells = [
         ("tokens/s", rate("spec_engine_emitted_tokens_total")),
-        ("steps/s", rate(steps)),
+        ("steps/s", rate("spec_engine_steps_total")),
         ("accepted length", f"{now.value('spec_engine_accepted_length'):.2f}"),
         ("running", f"{now.value('spec_engine_requests_running'):.0f}"),
         ("waiting", f"{now.value('spec_engine_requests_waiting'):.0f}"),
@@ -135,11 +135,7 @@ def _figures(now: Look, before: Look | None) -> Table:
         ("unread at most", f"{now.value('kvcanary_max_unread_steps'):.0f} steps"),
         ("canary's share", f"{100 * overhead / (1 + overhead):.1f} %"),
     ]
-    for _ in cells:
-        table.add_column(justify="right")
-    table.add_row(*(Text(name, "bright_black") for name, _ in cells))
-    table.add_row(*(Text(value, "bold") for _, value in cells))
-    return table
+    return Columns([Text.assemble((name, "bright_black"), "\n", (value, "bold")) for name, value in cells], (0, 3))
 
 
 def _pages(now: Look) -> RenderableType:

@@ -1,0 +1,176 @@
+"""`kvcanary serve` and `kvcanary top`, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rich.console import Console
+
+from kvcanary_tools import console
+from kvcanary_tools.commands.serve import _tell
+from kvcanary_tools.watching import draw, look
+
+ARGUMENTS = ["--port", "0", "--max-total-tokens", "2048", "--kv-canary", "log", "--api-key", "k", "--debug"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A server in a child process, with the lines that it printed."""
+    command = [sys.executable, "-m", "kvcanary_tools", "serve", *ARGUMENTS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = [child.stdout.readline() for _ in range(4)]
+    yield child, lines
+    child.kill()
+    child.communicate()
+
+
+def url_of(served) -> str:
+    return re.search(r"http://127\.0\.0\.1:\d+", served[1][1])[0]
+
+
+def wait_until_it_answers(url: str) -> None:
+    for _ in range(300):
+        try:
+            urllib.request.urlopen(f"{url}/health").close()
+            return
+        except OSError:
+            time.sleep(0.05)
+
+
+def test_it_says_how_to_reach_it(served) -> None:
+    """Model, URL, debug pages and a curl line, whose body is answered."""
+    model, url, debug, line = served[1]
+    assert model == "model   embedded, canary log\n"
+    assert url == f"url     {url_of(served)}/v1\n"
+    assert "/debug/kvcanary" in debug
+    wait_until_it_answers(url_of(served))
+    body = line.rstrip().partition(" -d '")[2].removesuffix("'")
+    headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url_of(served)}/v1/completions", body.encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        assert json.load(answer)["choices"][0]["text"].startswith("    ")
+
+
+def test_a_busy_port_is_one_sentence(served, kvcanary) -> None:
+    """Before anything is loaded; exit code 2."""
+    port = url_of(served).rpartition(":")[2]
+    result = kvcanary("serve", "--port", port)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"kvcanary: cannot listen on 127.0.0.1:{port}: Address already in use\n\n"
+        "hint: choose another port, or 0 for any\n"
+    )
+
+
+def test_top_shows_what_there_is(served, kvcanary) -> None:
+    """Speed, pages and, with the key, requests and findings; without it the rest."""
+    url = url_of(served)
+    wait_until_it_answers(url)
+    result = kvcanary("top", url, "--once", "--api-key", "k")
+    assert result.exit_code == 0
+    for words in ("canary log rolling", "nothing found", "accepted length", "pages", "nobody is being served"):
+        assert words in result.stdout
+    result = kvcanary("top", url, "--once")
+    assert result.exit_code == 0
+    assert "nobody is being served" not in result.stdout
+
+
+def test_top_draws_findings_and_rates(served) -> None:
+    """Two looks make rates; findings are listed, and counted where they may not be seen one by one."""
+    wait_until_it_answers(url_of(served))
+    now = look(url_of(served), "k")
+    found = {"code": "R9", "name": "content changed", "pool": "target", "slot": 7, "page": 0, "layer": 3, "step": 5}
+    now.state["findings"].append(found | {"site": ["verify", 0], "action": "logged; the engine goes on"})
+    now.state["requests"].append(
+        {"request_id": "req-9", "state": "running", "prompt_len": 4, "output_len": 5, "max_new_tokens": 9, "pages": [1]}
+    )
+    now.metrics["kvcanary_findings_total"] = {(("code", "R9"), ("site", "verify")): 3.0}
+    before = look(url_of(served), None)
+    screen = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    screen.print(draw(now, before), draw(before, None))
+    text = screen.export_text()
+    screen.file.close()
+    for words in ("3 findings", "slot 7 (page 0), layer 3", "req-9", "step 5, verify"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("127.0.0.1:8000", "a URL begins with http://, got '127.0.0.1:8000'"),
+        ("http://127.0.0.1:9", "nobody answers at http://127.0.0.1:9/metrics"),
+    ],
+)
+def test_top_refuses_what_is_no_server(kvcanary, url: str, words: str) -> None:
+    """One sentence and a hint, exit code 2."""
+    result = kvcanary("top", url, "--once")
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_a_signal_ends_it_cleanly(served) -> None:
+    """SIGTERM: it says that it has stopped, and the exit code is 0."""
+    child, _ = served
+    wait_until_it_answers(url_of(served))
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 0
+    assert "kvcanary: stopped" in child.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:0"),
+        (["--allow-faults", "--host", "0.0.0.0", "--api-key", "k"], "allow_faults needs a loopback address"),
+        (["--debug"], "the debug pages need an api_key"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(kvcanary, arguments: list[str], words: str) -> None:
+    """Exit code 2 and a sentence."""
+    result = kvcanary("serve", "--port", "0", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_what_stopped_the_engine_decides_the_exit_code(capsys) -> None:
+    """70 with the report for a finding, 70 for a broken rule, 3 for a defect of our own."""
+    from kvcanary import CanaryConfig, KVCorruptionError
+    from kvcanary.invariants import PageLeakError
+    from spec_engine import Engine, EngineConfig, SamplingParams
+
+    engine = Engine(EngineConfig(max_total_tokens=1024, canary=CanaryConfig(mode="raise", content="full")))
+    engine.submit("def f(x):\n", SamplingParams(max_new_tokens=32))
+    engine.step()
+    slot = int(engine.request_table.table[engine.running[0].row, 1])
+    engine.pools["target"].kv[2, slot, 0].view(torch.uint8)[0, 3] ^= 1
+    with pytest.raises(KVCorruptionError) as found:
+        engine.step()
+    assert _tell(None) == console.EXIT_CLEAN
+    assert _tell(found.value) == 70
+    assert "content changed (R9): target pool" in capsys.readouterr().err
+    assert _tell(PageLeakError("3 pages are gone")) == 70
+    with pytest.raises(ZeroDivisionError):
+        _tell(ZeroDivisionError())
+
+
+def test_binding_finds_a_free_port() -> None:
+    """Port 0 is any, and the URL has the one that it became."""
+    from spec_engine.server.options import ServerOptions
+    from spec_engine.server.serving import bind, url_of
+
+    with bind(ServerOptions(port=0)) as listening:
+        assert isinstance(listening, socket.socket)
+        assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d*", url_of(listening))
