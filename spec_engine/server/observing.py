@@ -43,23 +43,8 @@ def timeline_of(engine: Engine) -> list[dict[str, Any]]:
     """The first finding of every incident, in the order in which they were found: what, where, when, whose."""
     if engine.canary is None:
         return []
-    names = (
-        "incident",
-        "code",
-        "name",
-        "pool",
-        "page",
-        "slot",
-        "offset",
-        "layer",
-        "step",
-        "last_good_step",
-        "owner",
-        "action",
-    )
     return [
-        {name: getattr(finding, name) for name in names}
-        | {"site": list(finding.site), "readers": list(finding.readers)}
+        {name: getattr(finding, name) for name in TOLD} | {"site": list(finding.site), "readers": list(finding.readers)}
         for finding in engine.canary.findings
     ]
 

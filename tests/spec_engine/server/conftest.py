@@ -45,10 +45,10 @@ class Running:
             headers = headers | {"Authorization": f"Bearer {key}"}
         return httpx.request(method, self.url + path, headers=headers, timeout=60, **settings)
 
-    def between_steps(self, act: Callable[[Engine], Any]) -> Any:
+    def between_steps(self, act: Callable[[Engine], Any], seconds: float = 60) -> Any:
         """Do something to the engine in its own thread."""
         worker = self.server.worker
-        return asyncio.run_coroutine_threadsafe(worker.call(act), worker._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(worker.call(act), worker._loop).result(seconds)
 
     def stop(self) -> None:
         self.server.should_exit = True

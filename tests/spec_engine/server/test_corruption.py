@@ -43,7 +43,7 @@ class Client(threading.Thread):
     def run(self) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx.stream(
-            "POST", f"{self.server.url}/v1/completions", json=self.body, headers=headers, timeout=60
+            "POST", f"{self.server.url}/v1/completions", json=self.body, headers=headers, timeout=600
         ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):

@@ -28,7 +28,7 @@ class Gremlin(threading.Thread):
 
     def run(self) -> None:
         while not self.is_over.wait(self.seconds * self.random.uniform(0.5, 1.5)):
-            self.server.between_steps(self._strike)
+            self.server.between_steps(self._strike, 600)
 
     def _strike(self, engine: Engine) -> None:
         """In an entry that nobody else holds: what several rows read would end them all, as it should."""
@@ -51,9 +51,8 @@ def storm(server: Running, prompts: list[list[int]], max_tokens: int, rounds: in
     Prompts must begin differently, so that no two share a page.
     """
     params = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
-    texts = [
-        output.text for output in server.between_steps(lambda engine: engine.generate(prompts, params))
-    ]  # before any fault
+    outputs = server.between_steps(lambda engine: engine.generate(prompts, params), 600)
+    texts = [output.text for output in outputs]  # before any fault
     num_corrupted = num_right = 0
     for number in range(rounds):
         gremlin = Gremlin(server, seconds, seed=number)
