@@ -18,7 +18,7 @@ from spec_engine.server.chat import ChatTemplate
 from spec_engine.server.drafts import DraftWatch
 from spec_engine.server.errors import handle_errors
 from spec_engine.server.exposition import Timings, exposition
-from spec_engine.server.faulting import FaultDesk
+from spec_engine.server.faulting import FaultDesk, TargetOf
 from spec_engine.server.gate import Gate
 from spec_engine.server.health import health
 from spec_engine.server.options import ServerOptions
@@ -27,13 +27,19 @@ from spec_engine.server.worker import EngineWorker
 
 
 def create_app(
-    engine: Engine, options: ServerOptions, on_failure: Callable[[], None] = lambda: None
+    engine: Engine,
+    options: ServerOptions,
+    on_failure: Callable[[], None] = lambda: None,
+    target_of: TargetOf | None = None,
 ) -> tuple[FastAPI, EngineWorker]:
     """An ASGI application whose lifespan starts and ends the engine's thread, and that thread's worker.
 
     on_failure: called on the event loop when the engine stops by itself; ``worker.failure`` says why.
+    target_of: how a fault sees an engine, for faults in its state.
     """
-    worker, timings, desk = EngineWorker(engine, options.max_waiting), Timings(), FaultDesk()
+    worker, timings, desk = EngineWorker(engine, options.max_waiting), Timings(), FaultDesk(engine, target_of)
+    if options.allow_faults:
+        worker.before_step = desk.strike
     clock = None if engine.canary is None else HookClock(engine.canary)
     drafter = engine.drafter if options.has_debug else None
     watch = None if drafter is None else DraftWatch(drafter)

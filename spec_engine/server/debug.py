@@ -80,7 +80,7 @@ def _add_faults(routes: APIRouter, serving: Serving, desk: FaultDesk) -> None:
 
     @routes.get("/faults")
     async def faults() -> Response:
-        return _json({"armed": await worker.call(lambda engine: desk.status())})
+        return _json(await worker.call(lambda engine: desk.status()))
 
     @routes.post("/faults")
     async def arm(body: FaultBody, request: Request) -> Response:

@@ -2,43 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvcanary import faults
+from spec_engine.engine import Engine
 from spec_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcanary.faults.fault import Armed
+    from kvcanary.faults.fault import Armed, Fault
+    from kvcanary.faults.target import Target
+
+TargetOf = Callable[[Engine], "Target"]  # the engine as a fault sees it
 
 
 class FaultDesk:
-    """What is armed now. Used in the engine's thread, between two steps."""
+    """What is armed now. Used in the engine's thread, between two steps.
 
-    def __init__(self) -> None:
+    A fault in a formula changes values for as long as it is armed. One in the engine's state strikes once, as soon as
+    it can, and is armed no more.
+    """
+
+    def __init__(self, engine: Engine, target_of: TargetOf | None = None) -> None:
+        """``target_of``: without it faults in the engine's state cannot be made."""
+        self._engine, self._target_of = engine, target_of
+        self._target: Target | None = None
         self._armed: dict[str, tuple[AbstractContextManager[Armed], Armed]] = {}
+        self._waiting: dict[str, Fault] = {}
+        self._struck: list[str] = []
 
     def arm(self, name: str) -> None:
-        """UnknownFaultError when the catalogue has none of that name, ConfigError for one that is not ready."""
+        """UnknownFaultError when the catalogue has none of that name, ConfigError for one that cannot be made here."""
         from kvcanary.faults.catalogue import find
 
         fault = find(name)
-        if fault.state != "ready":
-            raise ConfigError(f"fault {name!r} cannot be armed here: {fault.reason}")
-        if name not in self._armed:
+        if fault.reason:
+            raise ConfigError(f"fault {name!r} cannot be made: {fault.reason}")
+        if not fault.is_seam:
+            self._expect_target(name)
+            self._waiting[name] = fault
+        elif name not in self._armed:
             context = faults.arm(name)
             self._armed[name] = context, context.__enter__()
 
     def disarm(self, name: str) -> None:
         """ConfigError when it is not armed."""
+        if self._waiting.pop(name, None) is not None:
+            return
         if name not in self._armed:
-            raise ConfigError(f"fault {name!r} is not armed, armed are: {', '.join(self._armed) or 'none'}")
+            names = ", ".join([*self._armed, *self._waiting]) or "none"
+            raise ConfigError(f"fault {name!r} is not armed, armed are: {names}")
         self._armed.pop(name)[0].__exit__(None, None, None)
 
     def disarm_all(self) -> None:
-        for name in list(self._armed):
+        for name in [*self._armed, *self._waiting]:
             self.disarm(name)
 
-    def status(self) -> list[dict[str, Any]]:
-        """Every fault that is armed, with how many values it has changed so far."""
-        return [{"name": name, "num_strikes": armed.num_strikes} for name, (_, armed) in self._armed.items()]
+    def strike(self) -> None:
+        """Before a step: the faults that wait for their moment try again."""
+        for name, fault in list(self._waiting.items()):
+            if fault.strike is not None and self._target is not None and fault.strike(self._target):
+                del self._waiting[name]
+                self._struck.append(name)
+
+    def status(self) -> dict[str, Any]:
+        """What is armed, with how many values it has changed, what waits for its moment, and what has struck."""
+        armed = [{"name": name, "num_strikes": armed.num_strikes} for name, (_, armed) in self._armed.items()]
+        return {"armed": armed, "waiting": list(self._waiting), "struck": list(self._struck)}
+
+    def _expect_target(self, name: str) -> None:
+        if self._target_of is None or self._engine.canary is None:
+            raise ConfigError(
+                f"fault {name!r} changes the engine's state, which takes a canary to be seen, and this server has none",
+                "start it with --kv-canary",
+            )
+        if self._target is None:
+            self._target = self._target_of(self._engine)

@@ -16,6 +16,7 @@ from sse_starlette.sse import AppStatus
 from spec_engine.engine import Engine
 from spec_engine.errors import ConfigError
 from spec_engine.server.app import create_app, model_name_of
+from spec_engine.server.faulting import TargetOf
 from spec_engine.server.options import ServerOptions, in_url
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -47,10 +48,10 @@ class Server(uvicorn.Server):
     A second signal ends them at once.
     """
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions, target_of: TargetOf | None = None) -> None:
         self.options = options
         self.model_name = model_name_of(engine, options)
-        app, self.worker = create_app(engine, options, self.stop)
+        app, self.worker = create_app(engine, options, self.stop, target_of)
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", server_header=False))
 
     def stop(self) -> None:

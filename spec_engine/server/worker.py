@@ -55,6 +55,7 @@ class EngineWorker:
     ended: how many ended, by finish reason.
     failure: what stopped the engine.
     hurries: `drain` waits for nobody.
+    before_step: called in the thread before every step.
     """
 
     def __init__(self, engine: Engine, max_waiting: int = 64) -> None:
@@ -68,6 +69,7 @@ class EngineWorker:
         self._lock = threading.Lock()  # of `_is_open`: no command comes behind the last
         self._is_open, self._stops = True, False
         self._places: dict[str, tuple[Job, int]] = {}  # of the engine's requests; the thread's alone
+        self.before_step: Callable[[], None] = lambda: None
         self._on_failure: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -148,6 +150,7 @@ class EngineWorker:
             while not self._stops:
                 self._obey()
                 if self.engine.has_work:
+                    self.before_step()
                     self._tell(self.engine.step())
             if self.engine.canary is not None:
                 self.engine.canary.drain()

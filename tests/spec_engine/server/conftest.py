@@ -77,10 +77,11 @@ class Starter:
         """canary, content: its mode and content; settings: options of the server, the rest are the engine's."""
         known = ServerOptions.__dataclass_fields__
         options = {name: settings.pop(name) for name in list(settings) if name in known}
+        target_of = settings.pop("target_of", None)
         config = {"model": self.model, "page_size": 4, "topk": 2, "num_steps": 3, "max_total_tokens": 2048}
         config |= {"dtype": "float64"} | settings
         engine = Engine(EngineConfig(**config, canary=CanaryConfig(mode=canary, content=content)))
-        server = Server(engine, ServerOptions(**{"port": 0, "api_key": KEY, "model_name": "toy"} | options))
+        server = Server(engine, ServerOptions(**{"port": 0, "api_key": KEY, "model_name": "toy"} | options), target_of)
         listening = bind(server.options)
         running = Running(server, url_of(listening), engine, threading.Thread())
 

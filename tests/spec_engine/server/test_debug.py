@@ -12,7 +12,7 @@ from spec_engine.errors import ConfigError
 from spec_engine.server.options import ServerOptions
 
 from .conftest import KEY, wait_for
-from .test_corruption import Client, strike
+from .test_corruption import Client, flip_bit, strike
 
 PAGES = "/debug/kvcanary/pages"
 
@@ -129,14 +129,44 @@ def test_faults_need_the_key_as_a_bearer_token(watched) -> None:
 def test_a_fault_is_armed_and_disarmed(watched) -> None:
     """It changes values while it is armed, and is gone with the server at the latest."""
     name = "lengths.worst_case_estimate"
-    assert watched.post("/debug/kvcanary/faults", {"name": name}).json() == {
-        "armed": [{"name": name, "num_strikes": 0}]
-    }
+    told = watched.post("/debug/kvcanary/faults", {"name": name}).json()
+    assert told == {"armed": [{"name": name, "num_strikes": 0}], "waiting": [], "struck": []}
     watched.post("/v1/completions", {"model": "toy", "prompt": [5] * 20})
     [armed] = watched.get("/debug/kvcanary/faults").json()["armed"]
     assert armed["num_strikes"] > 0
-    assert watched.post("/debug/kvcanary/faults", {"name": name, "armed": False}).json() == {"armed": []}
+    assert watched.post("/debug/kvcanary/faults", {"name": name, "armed": False}).json()["armed"] == []
     assert not faults._armed
+
+
+class Target:
+    """As much of a target as the fault below needs."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+
+
+def test_a_fault_in_the_state_strikes_once(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a step in which it can be made; without a canary it is refused."""
+    from kvcanary.faults import catalogue
+    from kvcanary.faults.fault import Fault
+
+    def strike(target: Target) -> bool:
+        return flip_bit(target.engine, 9) is not None
+
+    fault = Fault("bits.test", "A bit.", "R9", "always", strike=strike)
+    monkeypatch.setattr(catalogue, "find", lambda name: fault)
+    server = start("abort", allow_faults=True, target_of=Target)
+    told = server.post("/debug/kvcanary/faults", {"name": "bits.test"}).json()
+    assert told == {"armed": [], "waiting": ["bits.test"], "struck": []}
+    client = Client(server, [9] * 20)
+    client.join(30)
+    assert client.reason == "kv_corruption"
+    told = server.get("/debug/kvcanary/faults").json()
+    assert told == {"armed": [], "waiting": [], "struck": ["bits.test"]}
+    blind = start("off", allow_faults=True, target_of=Target)
+    refused = blind.post("/debug/kvcanary/faults", {"name": "bits.test"})
+    assert refused.status_code == 400
+    assert "takes a canary to be seen" in refused.json()["error"]["message"]
 
 
 def test_a_broken_rule_stops_the_server(start) -> None:

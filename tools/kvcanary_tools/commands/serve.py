@@ -13,6 +13,8 @@ from kvcanary_tools.engine_options import CONTEXT, engine_config, engine_options
 from spec_engine.server.options import ServerOptions
 
 if TYPE_CHECKING:
+    from kvcanary.faults.target import Target
+    from spec_engine import Engine
     from spec_engine.server.serving import Server
 
 _DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
@@ -64,7 +66,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     with usage_failures():
         listening = bind(served)
         try:
-            server = Server(Engine(config), served)
+            server = Server(Engine(config), served, _target_of)
         except BaseException:
             listening.close()
             raise
@@ -82,6 +84,29 @@ def _expect_extra() -> None:
             f"serving needs the package {error.name!r}, which is not installed", "pip install 'kvcanary[serve]'"
         ) from error
     del fastapi, sse_starlette, uvicorn
+
+
+def _target_of(engine: Engine) -> Target:
+    """The engine as faults in its state see it."""
+    from random import Random
+
+    from kvcanary.faults.target import Setup
+    from kvcanary_tools.campaign.harness import EngineTarget
+
+    config = engine.config
+    setup = Setup(
+        model=config.model,
+        page_size=config.page_size,
+        drafts=engine.drafter is not None,
+        topk=config.topk,
+        num_steps=config.num_steps,
+        num_draft_tokens=config.num_draft_tokens,
+        attend=config.attend,
+        backend=config.attention_backend,
+        schedule=config.schedule,
+        content=config.canary.content,
+    )
+    return EngineTarget(engine, setup, Random())
 
 
 def _greet(server: Server, url: str) -> None:
