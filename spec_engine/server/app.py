@@ -6,16 +6,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from kvcanary.hook_clock import HookClock
 from spec_engine.engine import Engine
-from spec_engine.server import debug, routes
+from spec_engine.server import routes
 from spec_engine.server.chat import ChatTemplate
-from spec_engine.server.drafts import DraftWatch
 from spec_engine.server.errors import handle_errors
 from spec_engine.server.exposition import Timings, exposition
 from spec_engine.server.faulting import FaultDesk, TargetOf
@@ -24,6 +23,10 @@ from spec_engine.server.health import health
 from spec_engine.server.options import ServerOptions
 from spec_engine.server.routes import Serving
 from spec_engine.server.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
+    from kvcanary.hook_clock import HookClock
 
 
 def create_app(
@@ -40,9 +43,7 @@ def create_app(
     worker, timings, desk = EngineWorker(engine, options.max_waiting), Timings(), FaultDesk(engine, target_of)
     if options.allow_faults:
         worker.before_step = desk.strike
-    clock = None if engine.canary is None else HookClock(engine.canary)
-    drafter = engine.drafter if options.has_debug else None
-    watch = None if drafter is None else DraftWatch(drafter)
+    clock = None if engine.canary is None else _clock(engine.canary)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,8 +71,16 @@ def create_app(
         return Response(await exposition(worker, timings, clock), media_type=CONTENT_TYPE_LATEST)
 
     if options.has_debug:
-        app.include_router(debug.router(serving, watch, desk), include_in_schema=False)
+        from spec_engine.server import debug
+
+        app.include_router(debug.router(serving, desk), include_in_schema=False)
     return app, worker
+
+
+def _clock(canary: CanaryManager) -> HookClock:
+    from kvcanary.hook_clock import HookClock
+
+    return HookClock(canary)
 
 
 def model_name_of(engine: Engine, options: ServerOptions) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from spec_engine.models.config import CheckpointError, read_json
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.server.errors import RefusedError
 
@@ -18,10 +18,13 @@ class ChatTemplate:
     """Renders messages by the ``chat_template`` of a checkpoint's tokenizer_config.json or chat_template.jinja."""
 
     def __init__(self, source: str | None, specials: dict[str, str]) -> None:
-        """``source``: None where the model has no template; its chats are refused."""
+        """``source``: None where the model has no template; its chats are refused. CheckpointError when it is none."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
-        self._template = None if source is None else environment.from_string(source)
+        try:
+            self._template = None if source is None else environment.from_string(source)
+        except TemplateError as error:
+            raise CheckpointError(f"the chat template must be one of jinja2 ({error}): fetch it again") from None
         self._specials = specials
 
     @classmethod
@@ -29,7 +32,7 @@ class ChatTemplate:
         """Of "embedded" or a checkpoint's folder."""
         folder = EMBEDDED_MODEL if model == "embedded" else Path(model)
         path, apart = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = read_json(path) if path.is_file() else {}
         source = apart.read_text(encoding="utf-8") if apart.is_file() else config.get("chat_template")
         specials = {name: _text(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
         return cls(source if isinstance(source, str) else None, specials)

@@ -37,8 +37,11 @@ class FaultBody(BaseModel):
     armed: bool = True
 
 
-def router(serving: Serving, watch: DraftWatch | None, desk: FaultDesk) -> APIRouter:
+def router(serving: Serving, desk: FaultDesk) -> APIRouter:
+    """The pages of a server, and a watch over its engine's drafter."""
     options, worker = serving.options, serving.worker
+    drafter = worker.engine.drafter
+    watch = None if drafter is None else DraftWatch(drafter)
     routes = APIRouter(prefix=PREFIX, dependencies=[Depends(_guard(options))])
     page = Environment(loader=PackageLoader("spec_engine.server"), autoescape=select_autoescape()).get_template(
         "canary.html"

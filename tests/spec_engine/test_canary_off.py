@@ -21,7 +21,7 @@ class Refuse:
 
     def find_spec(self, name, path=None, target=None):
         package, _, module = name.rpartition(".")
-        if package == "kvcanary" and module in self.NAMES:
+        if package.partition(".")[0] == "kvcanary" and module in self.NAMES:
             raise ImportError(f"{name} was imported")
 
 sys.meta_path.insert(0, Refuse())
@@ -40,6 +40,25 @@ def test_off_loads_nothing_of_the_canary() -> None:
     engine = Engine(EngineConfig(max_total_tokens=512))
     output = engine.generate(["def f("], SamplingParams(max_new_tokens=4, ignore_eos=True))[0]
     assert result.stdout.strip() == str(output.token_ids)
+
+
+SERVER = (
+    PROGRAM
+    + """
+from spec_engine.server.options import ServerOptions
+Refuse.NAMES |= {"hook_clock", "page_map", "catalogue", "target"}
+from spec_engine.server.app import create_app
+create_app(engine, ServerOptions())
+"""
+)
+
+
+def test_a_server_loads_nothing_of_an_absent_canary() -> None:
+    """Neither the canary, nor what reads it, nor the catalogue of faults."""
+    paths = os.pathsep.join(path for path in [os.getcwd(), *sys.path] if path)
+    environment = os.environ | {"PYTHONPATH": paths}
+    result = subprocess.run([sys.executable, "-c", SERVER], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_off_installs_nothing() -> None:

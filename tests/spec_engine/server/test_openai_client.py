@@ -8,6 +8,9 @@ import openai
 import pytest
 
 from spec_engine import SamplingParams
+from spec_engine.models.config import CheckpointError
+from spec_engine.server.chat import ChatTemplate
+from spec_engine.server.errors import RefusedError
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -111,6 +114,17 @@ def _check_chat(client: openai.OpenAI) -> None:
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**settings, stream=True)]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_a_template_may_refuse_and_must_be_one() -> None:
+    """What it raises is the client's 400; a template that cannot be read is the checkpoint's fault."""
+    template = ChatTemplate("{{ raise_exception('no system turns') }}", {})
+    with pytest.raises(RefusedError, match="no system turns"):
+        template.render([])
+    with pytest.raises(RefusedError, match="the chat template refuses"):
+        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
+    with pytest.raises(CheckpointError, match="the chat template must be one of jinja2"):
+        ChatTemplate("{% for %}", {})
 
 
 def test_models_are_listed(client) -> None:
