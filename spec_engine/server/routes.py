@@ -55,6 +55,7 @@ def router(serving: Serving) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         _check_model(serving, body.model)
         body.check()
+        _check_count(serving, len(body.prompts) * body.num_choices)
         prompts = await _encode(serving, body.prompts)
         params = [own for _ in prompts for own in body.sampling(body.max_tokens or 16, body.logprobs)]
         shapes = Completions(serving.model_name, serving.worker.engine.tokenizer)
@@ -65,6 +66,7 @@ def router(serving: Serving) -> APIRouter:
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(serving, body.model)
         body.check()
+        _check_count(serving, body.num_choices)
         text = serving.template.render([message.for_template() for message in body.messages])
         prompts = await _encode(serving, [text])
         room = serving.worker.engine.sizes.context_length - len(prompts[0])
@@ -90,6 +92,13 @@ def _check_model(serving: Serving, name: str) -> None:
     if name != serving.model_name:
         message = f"the model {serving.model_name!r} is served here, and no other"
         raise RefusedError(404, message, param="model", code="model_not_found")
+
+
+def _check_count(serving: Serving, num_sequences: int) -> None:
+    """RefusedError where one request asks for more sequences than may ever wait and run: before any is made."""
+    most = serving.worker.capacity
+    if num_sequences > most:
+        raise RefusedError(400, f"one request may have {most} sequences here, got {num_sequences}", param="n")
 
 
 async def _encode(serving: Serving, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
@@ -125,9 +134,6 @@ async def _answer(
     echoes: Sequence[str] | None = None,
 ) -> Response:
     worker = serving.worker
-    if len(params) > worker.capacity:
-        message = f"one request may have {worker.capacity} sequences here, got {len(params)}"
-        raise RefusedError(400, message, param="n")
     began = time.perf_counter()
     job = await worker.submit([prompt for prompt in prompts for _ in range(body.num_choices)], params)
     usage = Usage(sum(map(len, prompts)))

@@ -21,7 +21,7 @@ from kvcanary_tools import console
 from kvcanary_tools.commands.serve import _tell
 from kvcanary_tools.watching import draw, look
 
-ARGUMENTS = ["--port", "0", "--max-total-tokens", "2048", "--kv-canary", "log", "--api-key", "k", "--debug"]
+ARGUMENTS = ["--port", "0", "--max-total-tokens", "2048", "--kv-canary", "log", "--api-key", "k", "--allow-faults"]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,27 @@ def test_top_draws_findings_and_rates(served) -> None:
     screen.file.close()
     for words in ("3 findings", "slot 7 (page 0), layer 3", "req-9", "step 5, verify"):
         assert words in text
+
+
+def test_inject_reaches_a_running_server(served, kvcanary) -> None:
+    """A fault in the state waits for a request, and is then found; what is refused is a sentence."""
+    url = url_of(served)
+    wait_until_it_answers(url)
+    result = kvcanary("inject", "bits.flip", "--url", url, "--api-key", "k")
+    assert (result.exit_code, result.stdout) == (0, f"bits.flip strikes as soon as a request runs at {url}\n")
+    body = {"model": "embedded", "prompt": "def f(x):\n", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+    headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)).close()
+    assert look(url).num_findings > 0
+    for arguments, words in (
+        (["no.such", "--url", url, "--api-key", "k"], "fault must be one of the catalogue"),
+        (["bits.flip", "--url", url], "the debug pages need the API key"),
+        (["bits.flip", "--url", "http://127.0.0.1:9"], "nobody takes faults at http://127.0.0.1:9/debug"),
+        (["--url", url], "--url takes the name of one fault, got 0"),
+    ):
+        refused = kvcanary("inject", *arguments)
+        assert refused.exit_code == 2
+        assert words in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ CHAT = {"model": "toy", "messages": [{"role": "user", "content": "A"}]}
         ({"top_p": 0}, 400, "top_p", None, "top_p: "),
         ({"n": 0}, 400, "n", None, "n: "),
         ({"n": 100}, 400, "n", None, "one request may have 72 sequences"),
+        ({"prompt": [[1]] * 10**5, "n": 128}, 400, "n", None, "sequences here, got 12800000"),
         ({"seed": 2**63}, 400, "seed", None, "seed: "),
         ({"stop": [""]}, 400, "stop", None, "stop"),
         ({"stop": list("abcde")}, 400, "stop", None, "stop"),

@@ -25,6 +25,8 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--workers", type=click.IntRange(min=1), help="Processes; by default one a core.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix there; - is stdout.")
 @click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
+@click.option("--url", metavar="URL", help="Make one fault in the server there, which has --allow-faults.")
+@click.option("--api-key", metavar="KEY", envvar="KVCANARY_API_KEY", help="Of that server.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -35,6 +37,8 @@ def command(
     workers: int | None,
     json_file: Path | None,
     junit_file: Path | None,
+    url: str | None,
+    api_key: str | None,
 ) -> None:
     """Make faults in a running engine and print the detection matrix: what was found, by which check, how soon.
 
@@ -45,9 +49,13 @@ def command(
     \b
       kvcanary inject bits --runs 20
       kvcanary inject all --config full --json matrix.json
+      kvcanary inject bits.flip --url http://127.0.0.1:8000
 
     Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage.
     """
+    if url is not None:
+        _inject_there(url, names, api_key)
+        return
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.matrix import rows_of, totals_of
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
@@ -69,6 +77,16 @@ def command(
     if junit_file is not None:
         _write(junit_file, as_junit(totals, results))
     ctx.exit(console.EXIT_CLEAN if all(row.is_right for row in totals) else console.EXIT_FINDING)
+
+
+def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None:
+    from kvcanary_tools.remote import arm
+
+    if len(names) != 1:
+        raise console.UsageFailure(f"--url takes the name of one fault, got {len(names)}", "kvcanary faults lists them")
+    told = arm(url, names[0], api_key)
+    waits = names[0] in told["waiting"]
+    console.data(f"{names[0]} {'strikes as soon as a request runs' if waits else 'is armed'} at {url}")
 
 
 def _perform(planned: list[Run], workers: int) -> list[Result]:
