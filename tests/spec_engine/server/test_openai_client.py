@@ -71,7 +71,7 @@ def test_stop_strings_end_a_text(client) -> None:
 
 
 def test_log_probabilities_of_completions(client) -> None:
-    """Tokens, their log-probabilities, the likeliest beside them, and where each begins in the text."""
+    """Tokens, their log-probabilities, the likeliest beside them, and where each begins in the text, streamed too."""
     answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3).choices[0]
     listed = answer.logprobs
     assert "".join(listed.tokens) == answer.text
@@ -79,6 +79,9 @@ def test_log_probabilities_of_completions(client) -> None:
     for token, value, top in zip(listed.tokens, listed.token_logprobs, listed.top_logprobs, strict=True):
         assert len(top) == 3
         assert value == max(top.values()) == top[token]
+    settings = {"model": "toy", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**settings, stream=True)]
+    assert [offset for chunk in chunks for offset in chunk.text_offset] == listed.text_offset
 
 
 def test_a_model_without_a_template_has_no_chat(client) -> None:
