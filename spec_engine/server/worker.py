@@ -152,6 +152,8 @@ class EngineWorker:
                 if self.engine.has_work:
                     self.before_step()
                     self._tell(self.engine.step())
+            while self.engine.has_work:  # nobody's any more: what is in flight lands, and is judged
+                self._tell(self.engine.step())
             if self.engine.canary is not None:
                 self.engine.canary.drain()
         except BaseException as error:

@@ -66,9 +66,10 @@ def clean_texts(engine: Engine) -> list[str]:
     return [output.text for output in engine.generate(PROMPTS, params)]
 
 
-def test_abort_ends_the_one_and_serves_the_others(start) -> None:
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_abort_ends_the_one_and_serves_the_others(start, schedule: str) -> None:
     """The corrupted request ends with kv_corruption, after right text only; the others' texts are the fault-free."""
-    server = start(canary="abort")
+    server = start(canary="abort", schedule=schedule)
     clients, _ = strike(server)
     texts = server.between_steps(clean_texts)
     assert [client.reason for client in clients] == ["length", "kv_corruption", "length"]
@@ -126,10 +127,11 @@ def test_a_client_that_goes_away_frees_its_pages(start) -> None:
     assert server.between_steps(lambda engine: engine.allocator.num_free == engine.allocator.num_pages)
 
 
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
 @pytest.mark.parametrize(("grace", "reason"), [(60.0, "length"), (0.0, "shutdown")])
-def test_shutdown_finishes_or_aborts_with_a_reason(start, grace: float, reason: str) -> None:
+def test_shutdown_finishes_or_aborts_with_a_reason(start, grace: float, reason: str, schedule: str) -> None:
     """Within the grace time what runs is finished; after it streams end as "shutdown"."""
-    server = start(canary="raise", grace_seconds=grace)
+    server = start(canary="raise", grace_seconds=grace, schedule=schedule)
     client = Client(server, PROMPTS[0], max_tokens=60)
     wait_for(lambda: client.text)
     server.stop()
