@@ -80,6 +80,7 @@ class Runner:
         self.states = states
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
+        self._doomed: frozenset[str] = frozenset()  # as of the last look
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
@@ -106,7 +107,13 @@ class Runner:
         return self._finish(False, batch, ends, new, logprobs, doomed, accepted)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
-        """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured)."""
+        """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured).
+
+        But for those that a finding has ended, of whom a lagging host has not heard: nothing was proposed for them.
+        """
+        requests = [request for request in requests if request.request_id not in self._doomed]
+        if not requests:
+            return StepResult(True, (), self._doomed)
         batch = Batch.of(requests, self.relay)
         if self.drafter is None:
             return self._decode_one(batch)
@@ -267,7 +274,9 @@ class Runner:
 
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts."""
-        return frozenset() if self.canary is None else self.canary.check()
+        if self.canary is not None:
+            self._doomed = self.canary.check()
+        return self._doomed
 
     def _finish(
         self,
