@@ -209,6 +209,7 @@ class StepChecks:
         if pool.view.window is not None:
             coverage.slots_checked -= sum(sum(forward.skipped) for forward in forwards)
         coverage.slots_sealed += sum(forward.num_entries for forward in forwards)
+        coverage.unproved_stores += sum(forward.num_entries > 0 and not forward.is_proved for forward in forwards)
         coverage.skip("truth not known to the host", verdict.unknown_truths)
 
     def _check_all_bytes(

@@ -41,6 +41,7 @@ class Lifecycle:
             keys=state.keys,
             roles=[Role(pool.view.root_name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
+        state.bind(self._ledger.pages)
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
         self._poisoner = Poisoner(state, state.pools_of(None), config.poison, self._coverage)

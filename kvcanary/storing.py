@@ -11,6 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kvcanary.cards import LANES
 from kvcanary.forward import Forward
 from kvcanary.lanes import joined, lanes_of_layer
 from kvcanary.state import PoolState
@@ -24,7 +25,7 @@ def expect_values(forward: Forward) -> None:
     """Room for the lanes of everything that this forward will store."""
     shape = forward.pool.view.num_layers, 2, forward.num_entries
     forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
-    forward.lanes_at = forward.lanes.data_ptr()
+    forward.lanes_at = forward.memory[LANES] = forward.lanes.data_ptr()
 
 
 def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Tensor]) -> None:
@@ -55,6 +56,39 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
             return
     row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
     pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
+
+
+def put_values(forward: Forward, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Write K and V of one layer into the pool and take their lanes, in one loop; False: nothing was done.
+
+    The loop knows pools in host memory that hold K and V, and values of their types whose rows are dense. It writes
+    where this forward was planned to write, so `slots` must say the same.
+    """
+    pool, host = forward.pool, forward.pool.host
+    if host is None or len(host.parts) != 2:
+        return False
+    (own, other), k_stride, v_stride = host.parts, k.stride(), v.stride()
+    return (
+        k_stride[1:] == own.inner
+        and v_stride[1:] == other.inner
+        and k.dtype is own.dtype
+        and v.dtype is other.dtype
+        and k.is_cpu
+        and v.is_cpu
+        and slots.is_cpu
+        and slots.dtype is torch.int64
+        and slots.shape == (forward.num_entries,)
+        and pool.loops.put_values(
+            forward.head,
+            layer,
+            slots.data_ptr(),
+            slots.stride(0),
+            k.data_ptr(),
+            k_stride[0] * own.size,
+            v.data_ptr(),
+            v_stride[0] * other.size,
+        )
+    )
 
 
 def keep_lanes(forward: Forward) -> None:

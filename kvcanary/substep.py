@@ -10,7 +10,7 @@ from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Forward, plan_forward
 from kvcanary.sites import site_name
 from kvcanary.state import PoolState
-from kvcanary.storing import take_lanes
+from kvcanary.storing import put_values, take_lanes
 from kvcanary.views import ReadPlan, WritePlan, wrong_values
 from kvcanary.writing import judge_layer
 
@@ -54,6 +54,25 @@ class SubstepCanary:
         self._shapes = pool.view.value_shapes(forward.num_entries)
         return forward.indices, forward.slots
 
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Store what this layer stores at `slots` [n], instead of the engine; False: it must, and tell `store`.
+
+        k, v: [n, kv_heads, head_dim], in the order of the write plan, whatever the pool's layout
+        """
+        if self._phase != OPEN:
+            return False
+        forward, bit = self._forward, 1 << layer
+        if (
+            forward.stored & bit
+            or not bit & self._pool.full_layers
+            or [k.shape, v.shape] != self._shapes
+            or not put_values(forward, layer, slots, k, v)
+        ):
+            return False
+        forward.stored |= bit
+        forward.put |= bit
+        return True
+
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """The values that this layer stores, in the order of the write plan, whatever the pool's layout.
 
@@ -91,6 +110,10 @@ class WarmupSubstep:
 
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         return read.indices, write.slots
+
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """The engine stores by itself."""
+        return False
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """Warm-up values are not kept."""

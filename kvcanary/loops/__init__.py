@@ -4,8 +4,9 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
-from kvcanary.loops.plans import nothing_to_refuse, publish_pages, take_plan
+from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
+from kvcanary.loops.store import put_values
 
 __all__ = [
     "are_written",
@@ -14,8 +15,8 @@ __all__ = [
     "match_records",
     "match_slots",
     "move_records",
-    "nothing_to_refuse",
     "publish_pages",
+    "put_values",
     "seal_plan",
     "sum_slots",
     "sum_values",

@@ -20,7 +20,7 @@ WORDS, FIRST, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, RUN, RUN_STRIDE = range(7)  #
 
 
 @loop()
-def _keyed(words, count, key_a, key_b):
+def keyed(words, count, key_a, key_b):
     """Both keyed sums of `count` words."""
     x, keys_a, keys_b = words_at(words, count), words_at(key_a, count), words_at(key_b, count)
     lane_a = lane_b = np.uint64(0)
@@ -44,8 +44,8 @@ def sum_values(first, first_step, first_words, second, second_step, second_words
     other_part = keys + WORD_BYTES * first_words
     out = longs_at(lanes, 2 * n)
     for row in range(n):
-        a, b = _keyed(first + row * first_step, first_words, keys, keys + other_lane)
-        c, d = _keyed(second + row * second_step, second_words, other_part, other_part + other_lane)
+        a, b = keyed(first + row * first_step, first_words, keys, keys + other_lane)
+        c, d = keyed(second + row * second_step, second_words, other_part, other_part + other_lane)
         out[row] = start + a + c
         out[n + row] = b + d
 
@@ -61,7 +61,7 @@ def _row(address, layout, layer, slot, keys, words):
         for number in range(piece[WORDS] // max(run, 1)):
             at = address[i, layer] + WORD_BYTES * (offset + number * piece[RUN_STRIDE])
             key = keys + WORD_BYTES * (piece[FIRST] + number * run)
-            a, b = _keyed(at, run, key, key + WORD_BYTES * words)
+            a, b = keyed(at, run, key, key + WORD_BYTES * words)
             lane_a += a
             lane_b += b
     return lane_a, lane_b
