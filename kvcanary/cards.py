@@ -59,3 +59,25 @@ KINDS = {"draft": GUESSES, "extend": LAGS}
 
 #: What a loop says of a plan, in the low bits of the address of its head.
 CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
+
+#: Of a request in a pool, [FACTS] int64, while forwards that wait are judged.
+(
+    UID,
+    GRANTED,  # slots of its row
+    NUM_GRANTED,
+    TOKENS,
+    NUM_TOKENS,
+    TRUTHS,  # chain values, with room for all tokens
+    NUM_TRUTHS,
+    ROOT,
+    COMMITTED,
+    ROW_LEN,  # that forwards have written
+    KNOWN,  # entries of the row that were judged and not rewritten since
+    JUDGED,  # entries of the longest row that these forwards read: 0, and so on, before they are looked at
+    JUDGED_STEP,
+    FIRST_ID,
+    FACTS,
+) = range(15)
+
+#: What a loop says of forwards that are not clean.
+PLANS_WRONG, READS_WRONG = 1, 2

@@ -60,6 +60,7 @@ class Forward:
                     [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
                     lists of these names are made when somebody asks
     is_usable:      whether the loops saw nothing that must be refused
+    dense_indices:  where loops read the plan's indices: those themselves, or a copy of them as they were
     has_parents:    whether the entries are nodes of trees;  has_starts: whether rows may begin behind position 0
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
@@ -92,6 +93,7 @@ class Forward:
     pool_slots: Tensor
     tree_mask: Tensor | None
     committed: list[int]
+    dense_indices: Tensor
     head: int = 0
     is_usable: bool = False
     refused: Refused | None = None
@@ -207,6 +209,7 @@ def plan_forward(
     who = np.array([(request.uid, request.committed_len) for request in requests], np.int64).reshape(-1, 2)
     size = 4 * n + 6 * num_rows + 1 + len(requests)
     memory = np.empty(HEAD + size + who.size, np.int64)
+    indices = dense(read.indices)
     forward = Forward(
         kind,
         index,
@@ -226,9 +229,10 @@ def plan_forward(
         write.slots,
         mask,
         [request.committed_len for request in requests],
+        indices,
     )
     slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
-    indptr, prefixes, indices = dense(read.indptr), dense(read.prefix_lens), dense(read.indices)
+    indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
     written = dense(read.num_written) if isinstance(read.num_written, Tensor) else None
     parents = None if parents is None else dense(parents)
     starts = None if starts is None else dense(starts)
@@ -252,7 +256,7 @@ def plan_forward(
         width,
         indices.data_ptr(),
         indices.shape[0],
-        0,
+        mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
         -1 if mask is None else mask.shape[1],
         who,
         memory,

@@ -6,6 +6,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
+from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import put_values
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "publish_pages",
     "put_values",
     "seal_plan",
+    "settle_forwards",
     "sum_slots",
     "sum_values",
     "take_plan",
