@@ -65,7 +65,6 @@ class Forward:
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
     tree_mask:      [requests, N, N] bool, or None
-    committed:      by request, what acceptance had made final
     refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
     refused_reads:  entries of `indices` that were refused (R1)
     lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
@@ -92,7 +91,6 @@ class Forward:
     pool_indices: Tensor
     pool_slots: Tensor
     tree_mask: Tensor | None
-    committed: list[int]
     dense_indices: Tensor
     head: int = 0
     is_usable: bool = False
@@ -121,6 +119,11 @@ class Forward:
     def uids(self) -> Ints:
         """[requests]"""
         return np.array([request.uid for request in self.requests], np.int64)
+
+    @cached_property
+    def committed(self) -> list[int]:
+        """By request, what acceptance had made final."""
+        return self.memory[HEAD + len(self.plan) + 1 :: 2].tolist()
 
     # the write plan
 
@@ -206,7 +209,7 @@ def plan_forward(
     """Read both plans to the host once, an engine may reuse its tensors; refuse plans that contradict themselves."""
     width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
     n, num_rows = write.slots.shape[0], len(requests) * width
-    who = np.array([(request.uid, request.committed_len) for request in requests], np.int64).reshape(-1, 2)
+    who = np.array([number for request in requests for number in (request.uid, request.committed_len)], np.int64)
     size = 4 * n + 6 * num_rows + 1 + len(requests)
     memory = np.empty(HEAD + size + who.size, np.int64)
     indices = dense(read.indices)
@@ -228,7 +231,6 @@ def plan_forward(
         read.indices,
         write.slots,
         mask,
-        [request.committed_len for request in requests],
         indices,
     )
     slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,37 +59,66 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
     pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
 
 
-def put_values(forward: Forward, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Write K and V of one layer into the pool and take their lanes, in one loop; False: nothing was done.
+class Store:
+    """The stores of one forward whose pool lies in host memory and holds K and V: writes and lanes in one loop a layer.
 
-    The loop knows pools in host memory that hold K and V, and values of their types whose rows are dense. It writes
-    where this forward was planned to write, so `slots` must say the same.
+    What was found about slots and values of one layer is asked again only where those of the next are different.
     """
-    pool, host = forward.pool, forward.pool.host
-    if host is None or len(host.parts) != 2:
-        return False
-    (own, other), k_stride, v_stride = host.parts, k.stride(), v.stride()
-    return (
-        k_stride[1:] == own.inner
-        and v_stride[1:] == other.inner
-        and k.dtype is own.dtype
-        and v.dtype is other.dtype
-        and k.is_cpu
-        and v.is_cpu
-        and slots.is_cpu
-        and slots.dtype is torch.int64
-        and slots.shape == (forward.num_entries,)
-        and pool.loops.put_values(
-            forward.head,
-            layer,
-            slots.data_ptr(),
-            slots.stride(0),
-            k.data_ptr(),
-            k_stride[0] * own.size,
-            v.data_ptr(),
-            v_stride[0] * other.size,
-        )
-    )
+
+    __slots__ = ("_forward", "_geometry", "_head", "_loop", "_slots", "_slots_step", "_steps")
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward, self._head, self._loop = forward, forward.head, forward.pool.loops.put_values
+        self._slots: Tensor | None = None
+        self._geometry: tuple[object, ...] = ()
+
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Store what this layer stores at `slots` [n], instead of the engine; False: it must, and tell `store`.
+
+        k, v: [n, kv_heads, head_dim], in the order of the write plan, whatever the pool's layout
+        Nothing was done where values are no dense rows of the pool's types, or slots are not those that were planned.
+        """
+        geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype
+        if geometry != self._geometry and not self._learn(geometry):
+            return False
+        if slots is not self._slots and not self._follow(slots):
+            return False
+        forward, bit = self._forward, 1 << layer if layer >= 0 else 0
+        if forward.stored & bit or not bit & forward.pool.full_layers or not (k.is_cpu and v.is_cpu):
+            return False
+        (k_step, v_step), at = self._steps, slots.data_ptr()
+        if not self._loop(self._head, layer, at, self._slots_step, k.data_ptr(), k_step, v.data_ptr(), v_step):
+            return False
+        forward.stored |= bit
+        forward.put |= bit
+        return True
+
+    def _learn(self, geometry: tuple[Any, ...]) -> bool:
+        """Whether values like these are rows as the pool holds them; where they lie."""
+        k_shape, k_stride, k_type, v_shape, v_stride, v_type = geometry
+        pool, host = self._forward.pool, self._forward.pool.host
+        if host is None or len(host.parts) != 2:
+            return False
+        own, other = host.parts
+        if (
+            [k_shape, v_shape] != pool.view.value_shapes(self._forward.num_entries)
+            or (k_type, v_type) != (own.dtype, other.dtype)
+            or (k_stride[1:], v_stride[1:]) != (own.inner, other.inner)
+        ):
+            return False
+        self._geometry, self._steps = geometry, (k_stride[0] * own.size, v_stride[0] * other.size)
+        return True
+
+    def _follow(self, slots: Tensor) -> bool:
+        if not slots.is_cpu or slots.dtype is not torch.int64 or slots.shape != (self._forward.num_entries,):
+            return False
+        self._slots, self._slots_step = slots, slots.stride(0)
+        return True
+
+
+def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The engine stores by itself."""
+    return False
 
 
 def keep_lanes(forward: Forward) -> None:

@@ -3,11 +3,12 @@
 Loaded when a manager is built: compiling takes some seconds once, afterwards the loops come from the disk.
 """
 
-from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
+from kvcanary.loops.lanes import keep_lanes, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
+from kvcanary.loops.poison import poison
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
 from kvcanary.loops.settle import settle_forwards
-from kvcanary.loops.store import put_values
+from kvcanary.loops.store import match_slots, put_values
 
 __all__ = [
     "are_written",
@@ -16,6 +17,7 @@ __all__ = [
     "match_records",
     "match_slots",
     "move_records",
+    "poison",
     "publish_pages",
     "put_values",
     "seal_plan",

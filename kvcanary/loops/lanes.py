@@ -78,19 +78,6 @@ def sum_slots(address, layout, keys, words, start_a, start_b, slots, lane_a, lan
             lane_b[i] += b
 
 
-@loop("boolean(int64[:, ::1], int64[:, ::1], int64, int64, int64[::1], int64[::1], int64[:, ::1])")
-def match_slots(address, layout, keys, words, start_a, slots, content_a):
-    """Whether lane a of the bytes in these slots is in every layer the one that is kept, [layers, num_slots]."""
-    for layer in range(content_a.shape[0]):
-        for i in range(slots.shape[0]):
-            if not 0 <= slots[i] < content_a.shape[1]:
-                return False
-            a, _ = _row(address, layout, layer, slots[i], keys + 2 * WORD_BYTES * words * layer, words)
-            if content_a[layer, slots[i]] != start_a[layer] + a:
-                return False
-    return True
-
-
 @loop("void(int64[::1], int64[:, :, ::1], int64, int64[:, ::1], int64[:, ::1], int64[:, ::1])")
 def keep_lanes(slots, lanes, start_b, content_a, records, expected):
     """Write lanes [layers, 2, n] of the values of n slots where they are kept; of equal slots the last counts."""

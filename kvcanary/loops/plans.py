@@ -61,7 +61,7 @@ def _may_use(pool, indices, num_indices, slots, written, width, who):
         well &= 0 <= reads[i] < num_slots
     first = 0
     for row in range(written.shape[0]):
-        uid = who[row // width, 0]
+        uid = who[row // width * 2]
         for entry in range(first, first + written[row]):
             slot = slots[entry]
             if not 0 <= slot < num_slots:
@@ -78,7 +78,7 @@ def _may_use(pool, indices, num_indices, slots, written, width, who):
 
 @loop(
     "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, "
-    "int64, int64, int64, int64, int64, int64, int64[:, ::1], int64[::1])"
+    "int64, int64, int64, int64, int64, int64, int64[::1], int64[::1])"
 )
 def take_plan(
     card,
@@ -109,20 +109,18 @@ def take_plan(
 
     count: entries that every row writes, where `written` is 0
     nodes: entries that every row must write, as many as its tree mask says; -1: any
-    who:   [requests, 2] uids and committed lengths
+    who:   [requests * 2] uids and committed lengths
     CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `refusing` would refuse something or
     `writing.judge_slots` would name a slot that is written twice, and where the loops do not know the pages.
     """
     pool = longs_at(card, POOL_CARD)
     memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
-    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, who.shape[0]
+    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, who.shape[0] // 2
     memory[HAS_PARENTS], memory[HAS_STARTS] = parents != 0, starts != 0
     memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
     memory[LANES] = memory[SEEN] = 0
-    plan = memory[HEAD : memory.shape[0] - 2 * who.shape[0]]
-    for number in range(who.shape[0]):
-        memory[HEAD + plan.shape[0] + 2 * number] = who[number, 0]
-        memory[HEAD + plan.shape[0] + 2 * number + 1] = who[number, 1]
+    plan = memory[HEAD : memory.shape[0] - who.shape[0]]
+    memory[memory.shape[0] - who.shape[0] :] = who
     at = _copy(slots, n, plan, 0)
     at = _copy(tokens, n, plan, at)
     at = _copy(positions, n, plan, at)

@@ -137,7 +137,7 @@ def _mask_is_right(forward, plan, at):
 
 @loop()
 def _is_path(heads, before, forward, ids, first, own, uid, prefix):
-    """Whether ids [first, own) of a row are the path of the last draft node of this pool that wrote the last of them."""
+    """Whether ids [first, own) of a row are the path of the draft node that wrote the last of them, the latest one."""
     for number in range(before - 1, -1, -1):
         other = longs_at(heads[number], HEAD)
         if other[KIND] != GUESSES or other[POOL] != forward[POOL]:
@@ -152,10 +152,10 @@ def _is_path(heads, before, forward, ids, first, own, uid, prefix):
             begin = plan[at - rows - 1 + row] + length
             if who[row // other[WIDTH], 0] != uid or length != prefix or end - begin != own - first:
                 return False
+            differs = np.int64(0)
             for place in range(own - first):
-                if reads[begin + place] != ids[first + place]:
-                    return False
-            return True
+                differs |= reads[begin + place] ^ ids[first + place]
+            return differs == 0
     return False
 
 

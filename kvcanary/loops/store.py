@@ -1,4 +1,4 @@
-"""The store of one layer: values go into the pool and into the lanes in one loop.
+"""The store of one layer: values go into the pool and into the lanes in one loop; and what lies in the pool later.
 
 The pool's cards say where its rows lie (cards.py), the forward's head which slots were planned.
 """
@@ -7,18 +7,24 @@ The pool's cards say where its rows lie (cards.py), the forward's head which slo
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvcanary.cards import (
     ADDRESSES,
+    CONTENT_A,
     ENTRIES,
     HEAD,
     KEYS,
     LANES,
     LAYERS,
     LAYOUT,
+    PARTS,
     PIECE_FIELDS,
     POOL,
     POOL_CARD,
+    RECORDS,
     SLOTS,
+    START_B,
     STARTS,
     WORDS,
 )
@@ -26,6 +32,7 @@ from kvcanary.loops.lanes import FIRST, PAGE_STRIDE, RUN, RUN_STRIDE, SLOT_STRID
 from kvcanary.loops.lanes import PAGE_SIZE as PIECE_PAGE_SIZE
 from kvcanary.loops.lanes import WORDS as PIECE_WORDS
 from kvcanary.loops.memory import longs_at, loop, words_at
+from kvcanary_kernels.record import COLUMNS, CONTENT_B
 
 
 @loop()
@@ -36,12 +43,18 @@ def _copy_words(source, target, count):
 
 
 @loop()
+def place_of(pool, part, layer, slot):
+    """The address of one part of one row of a pool, and the `Piece` that says how it lies."""
+    piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
+    size, first = piece[PIECE_PAGE_SIZE], longs_at(pool[ADDRESSES] + 8 * (part * pool[LAYERS] + layer), 1)[0]
+    return first + WORD_BYTES * (slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE]), piece
+
+
+@loop()
 def _put_part(source, pool, part, layer, slot, lanes):
     """One part of one row into its slot; both its keyed sums where `lanes`, else zeros."""
-    piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
-    size, run, words = piece[PIECE_PAGE_SIZE], piece[RUN], pool[WORDS]
-    target = longs_at(pool[ADDRESSES] + 8 * (part * pool[LAYERS] + layer), 1)[0]
-    target += WORD_BYTES * (slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE])
+    target, piece = place_of(pool, part, layer, slot)
+    run, words = piece[RUN], pool[WORDS]
     for number in range(piece[PIECE_WORDS] // max(run, 1)):
         at = source + WORD_BYTES * number * run
         _copy_words(at, target + WORD_BYTES * number * piece[RUN_STRIDE], run)
@@ -75,3 +88,44 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
             out[row] = start + a + c
             out[n + row] = b + d
     return True
+
+
+@loop()
+def _sum_part(pool, part, layer, slot):
+    """Both keyed sums of one part of what lies in a slot."""
+    (at, piece), words = place_of(pool, part, layer, slot), pool[WORDS]
+    key = pool[KEYS] + WORD_BYTES * (2 * words * layer + piece[FIRST])
+    lane_a, lane_b, run = np.int64(0), np.int64(0), piece[RUN]
+    for number in range(piece[PIECE_WORDS] // max(run, 1)):
+        own = key + WORD_BYTES * number * run
+        a, b = keyed(at + WORD_BYTES * number * piece[RUN_STRIDE], run, own, own + WORD_BYTES * words)
+        lane_a += a
+        lane_b += b
+    return lane_a, lane_b
+
+
+@loop("boolean(int64, int64[::1], boolean)")
+def match_slots(card, slots, both):
+    """Whether lane a of the bytes in these slots is in every layer the one that is kept; `both`: and lane b.
+
+    card: address of the pool's
+    """
+    pool, n = longs_at(card, POOL_CARD), slots.shape[0]
+    layers, size, starts = pool[LAYERS], pool[SLOTS], longs_at(pool[STARTS], pool[LAYERS])
+    content, records = longs_at(pool[CONTENT_A], layers * size), longs_at(pool[RECORDS], COLUMNS * size)
+    lane_b = np.full(n, pool[START_B])
+    for layer in range(layers):
+        for i in range(n):
+            if not 0 <= slots[i] < size:
+                return False
+            lane_a = starts[layer]
+            for part in range(pool[PARTS]):
+                a, b = _sum_part(pool, part, layer, slots[i])
+                lane_a += a
+                lane_b[i] += b
+            if content[layer * size + slots[i]] != lane_a:
+                return False
+    differs = np.int64(0)
+    for i in range(n if both else 0):
+        differs |= records[COLUMNS * slots[i] + CONTENT_B] ^ lane_b[i]
+    return differs == 0
