@@ -81,3 +81,4 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
 
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2
+SEALED_BITS = 2  # above these, what sealing has seen

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from kvcanary.cached import CachedSweep
-from kvcanary.cards import SEEN
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed
@@ -55,7 +54,7 @@ class StepChecks:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
         self.mirror = Mirror(state)
         self._sealer = Sealer(self.mirror, ledger)
-        self._settler = Settler(state, ledger, self.mirror)
+        self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
@@ -82,11 +81,9 @@ class StepChecks:
         forwards, self._pending = self._pending, []
         with torch.inference_mode():
             self.publish_pages()
-            left = Settled.ALL if self.oracle is not None else self._settler.settle(forwards)
+            left = Settled.ALL if self.oracle is not None else self._settler.settle(forwards, self.hits)
             if left is Settled.ALL:
                 self.hits += self._judge_plans(forwards)
-            else:
-                self.hits += self._sealer.sealed(forwards, [int(forward.memory[SEEN]) for forward in forwards])
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:

@@ -18,7 +18,7 @@ from kvcanary_kernels.rows import WORD_BYTES
 Longs = NDArray[np.int64]
 
 #: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
-#: a null slot, a page that is not known as written.
+#: a null slot, a page that is written for the first time.
 REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH = 1, 2, 4, 8
 
 

@@ -32,6 +32,8 @@ class Move:
 
     def without_stays(self) -> Move:
         moves = self.src != self.dst
+        if moves.all():
+            return self
         return Move(self.src[moves], self.dst[moves], self.src_names[moves], self.dst_names[moves])
 
 

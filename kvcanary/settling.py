@@ -10,11 +10,13 @@ from enum import Enum
 
 import numpy as np
 
-from kvcanary.cards import JUDGED, JUDGED_STEP, KNOWN, NUM_TRUTHS, PLANS_WRONG, ROW_LEN, SEEN
+from kvcanary.cards import JUDGED, JUDGED_STEP, KNOWN, NUM_TRUTHS, PLANS_WRONG, READS_WRONG, ROW_LEN, SEALED_BITS, SEEN
 from kvcanary.forward import SLOT_BYTES, Forward, Ints
 from kvcanary.host import REWRITTEN
+from kvcanary.intake import HitLog
 from kvcanary.ledger import Judged, Ledger, Request
 from kvcanary.mirror import Mirror
+from kvcanary.sealing import Sealer
 from kvcanary.state import CanaryState
 
 
@@ -29,20 +31,20 @@ class Settled(Enum):
 class Settler:
     """Forwards over pools in host memory, whose rows begin at position 0 and lie where plans say."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror) -> None:
-        self._ledger, self._mirror = ledger, mirror
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, sealer: Sealer) -> None:
+        self._ledger, self._mirror, self._sealer = ledger, mirror, sealer
         self._is_able = all(pool.host is not None and not pool.is_partial for pool in state.pools)
         self._cards = np.array([pool.card_at for pool in state.pools], np.int64)
         self._loop = state.pools[0].loops.settle_forwards
 
-    def settle(self, forwards: Sequence[Forward]) -> Settled:
-        """Prove, seal and note; what the loop has seen while it sealed stands in each `Forward.memory[SEEN]`."""
+    def settle(self, forwards: Sequence[Forward], hits: HitLog) -> Settled:
+        """Prove, seal and note; W5 of what was sealed goes to `hits`."""
         if not self._is_able or not all(map(_is_whole, forwards)):
             return Settled.ALL
         requests = list({request.uid: request for forward in forwards for request in forward.requests}.values())
         facts = np.array([self._facts(request) for request in requests], np.int64)
         ledger = self._ledger
-        wrong = self._loop(
+        found = self._loop(
             np.array([forward.head for forward in forwards], np.int64),
             facts,
             self._cards,
@@ -50,10 +52,12 @@ class Settler:
             ledger.states,
             *self._mirror.memory_of_loops,
         )
-        if wrong == PLANS_WRONG:
+        if found == PLANS_WRONG:
             return Settled.ALL
-        if any(forward.memory[SEEN] & REWRITTEN for forward in forwards):
-            self._mirror.epoch += 1
+        wrong, seen = found & READS_WRONG, found >> SEALED_BITS
+        if seen:
+            self._mirror.epoch += bool(seen & REWRITTEN)
+            hits += self._sealer.sealed(forwards, [int(forward.memory[SEEN]) for forward in forwards])
         self._note(requests, facts, has_judged=not wrong)
         return Settled.READS if wrong else Settled.NOTHING
 

@@ -20,10 +20,12 @@ from kvcanary_kernels.record import (
     CONTENT_B,
     LAYERS_HIGH,
     LAYERS_LOW,
+    LOAD_FAILED,
     MASK_32,
     MIX_KEY,
     MULTIPLIER,
     REQUEST_GENERATION,
+    RESERVED,
     SEAL,
     SEAL_KEYS,
     SEAL_SLOT_KEY,
@@ -32,7 +34,6 @@ from kvcanary_kernels.record import (
     SPLITMIX_SECOND,
     STEP_SITE,
     TOKEN_POSITION,
-    WRITTEN,
 )
 
 NODE_SHIFT = 48  # of a branch or node in STEP_SITE
@@ -129,7 +130,7 @@ def seal_entries(
         for entry in range(first, first + written[row]):
             slot, page = plan[entry], names[entry] // page_size
             table[base + slot, CHAIN] = chains[entry]
-            if states[page] != WRITTEN:
+            if states[page] == RESERVED or states[page] == LOAD_FAILED:
                 seen |= PAGE_FRESH
             if slot < null_slots:
                 seen |= NULL_WRITTEN

@@ -54,6 +54,7 @@ from kvcanary.cards import (
     ROW_LEN,
     ROWS,
     SEAL_TERM,
+    SEALED_BITS,
     SEEN,
     SITE,
     SLOTS,
@@ -296,9 +297,10 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
 
     PLANS_WRONG: what the forwards planned is wrong in some way, and nothing was done.
     READS_WRONG: all is sealed and `facts` say how far rows are written, but some row is not what it should be.
+    SEALED_BITS above these: what any forward has seen while it was sealed (host.py), as it stands in each head.
+    REWRITTEN there: nothing that was judged before counts any longer.
 
-    cards: addresses of the pools' cards.  What sealing has seen stands in every head; REWRITTEN there: nothing that was
-    judged before counts any longer.
+    cards: addresses of the pools' cards
     """
     for number in range(heads.shape[0]):
         forward = longs_at(heads[number], HEAD)
@@ -334,4 +336,4 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
             if fact[JUDGED]:
                 pool = longs_at(cards[pool_id], POOL_CARD)
                 well &= _row_is_true(fact, pool, generations, constants, table, live, judged)
-    return 0 if well else READS_WRONG
+    return (0 if well else READS_WRONG) | seen << SEALED_BITS

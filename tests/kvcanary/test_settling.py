@@ -104,8 +104,8 @@ def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: objec
     tampering, said, settle = Tampering(engine, seed), [], checks._settler.settle
     with_masks(engine, tampering)
 
-    def settled(forwards) -> Settled:
-        said.append(settle(forwards) if is_compiled else Settled.ALL)
+    def settled(forwards, hits) -> Settled:
+        said.append(settle(forwards, hits) if is_compiled else Settled.ALL)
         return said[-1]
 
     checks._settler.settle = settled
@@ -134,11 +134,14 @@ def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: objec
     return Judged(findings, said, kept, refusal)
 
 
-@pytest.mark.parametrize("content", ["rolling", "full", "write"])
-def test_both_ways_find_the_same_and_the_loop_is_content_exactly_where_nothing_is_found(make_engine, content):
+@pytest.mark.parametrize(
+    ("content", "runs"),
+    [("rolling", 40), ("full", 12), ("write", 8), pytest.param("rolling", 600, marks=pytest.mark.slow)],
+)
+def test_both_ways_find_the_same_and_the_loop_is_content_exactly_where_nothing_is_found(make_engine, content, runs):
     """Same findings, same records, same lengths and counters; `NOTHING` in every settle where no rule fires."""
     seen: Counter[str] = Counter()
-    for seed in range(70):
+    for seed in range(runs):
         settings = {"content": content, "page_size": (1, 4)[seed % 2], "vocab_size": 1000}
         fast, plain = (judge(make_engine, seed, is_compiled, **settings) for is_compiled in (True, False))
         assert (fast.findings, fast.refusal) == (plain.findings, plain.refusal), seed
@@ -148,5 +151,6 @@ def test_both_ways_find_the_same_and_the_loop_is_content_exactly_where_nothing_i
         seen["clean" if not plain.findings else "found"] += 1
         seen.update(left.name for left in fast.said)
         seen.update(finding[0] for finding in plain.findings)
-    assert min(seen[what] for what in ("clean", "found", "NOTHING", "READS", "ALL")) > 3, seen
-    assert {"R3", "R6", "R10", "R12", "R13", "W5", "W6"} & set(seen), seen
+    if runs >= 40:
+        assert min(seen[what] for what in ("clean", "found", "NOTHING", "READS", "ALL")) > 3, seen
+        assert {"R3", "R12", "R13", "W5", "W6"} <= set(seen), seen
