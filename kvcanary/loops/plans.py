@@ -120,7 +120,8 @@ def take_plan(
     memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
     memory[LANES] = memory[SEEN] = 0
     plan = memory[HEAD : memory.shape[0] - who.shape[0]]
-    memory[memory.shape[0] - who.shape[0] :] = who
+    for i in range(who.shape[0]):
+        memory[HEAD + plan.shape[0] + i] = who[i]
     at = _copy(slots, n, plan, 0)
     at = _copy(tokens, n, plan, at)
     at = _copy(positions, n, plan, at)
@@ -129,8 +130,8 @@ def take_plan(
     bounds = plan[at : at + rows + 1]
     at = _copy(indptr, rows + 1, plan, at)
     own_written, own_starts = plan[at : at + rows], plan[at + rows : at + 2 * rows]
-    own_written[:] = count
-    own_starts[:] = 0
+    for row in range(rows):
+        own_written[row], own_starts[row] = count, 0
     at = _copy(written, rows, plan, at)
     at = _copy(starts, rows, plan, at)
     owns, begins, skipped = plan[at : at + rows], plan[at + rows : at + 2 * rows], plan[at + 2 * rows : at + 3 * rows]

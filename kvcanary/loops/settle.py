@@ -209,7 +209,8 @@ def _seal(head, pool, plan, who, facts, generations, states, constants, table, l
     for place in range(forward[REQUESTS]):
         uids[place] = who[place, 0]
         request = _find(facts, who[place, 0], place)
-        roots[place * forward[WIDTH] : (place + 1) * forward[WIDTH]] = facts[request, pool[POOL_ID], ROOT]
+        for row in range(place * forward[WIDTH], (place + 1) * forward[WIDTH]):
+            roots[row] = facts[request, pool[POOL_ID], ROOT]
     return seal_entries(
         plan,
         forward[ENTRIES],
@@ -327,12 +328,14 @@ def settle_forwards(heads, facts, cards, generations, states, constants, table, 
             plan, _, _ = _plan(heads[number])
             _keep(forward, longs_at(forward[POOL], POOL_CARD), plan, table, live)
     if seen & REWRITTEN:
-        judged[:] = False
-        facts[:, :, KNOWN] = 0
+        for row in range(judged.shape[0]):
+            judged[row] = False
     well = True
     for request in range(facts.shape[0]):
         for pool_id in range(facts.shape[1]):
             fact = facts[request, pool_id]
+            if seen & REWRITTEN:
+                fact[KNOWN] = 0
             if fact[JUDGED]:
                 pool = longs_at(cards[pool_id], POOL_CARD)
                 well &= _row_is_true(fact, pool, generations, constants, table, live, judged)
