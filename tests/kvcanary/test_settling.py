@@ -33,7 +33,24 @@ class Tampering:
     def __init__(self, engine, seed: int) -> None:
         self.engine, self.random, self.forwards = engine, random.Random(seed), 0
         self.when = self.random.randrange(3, 26)
-        self.what = self.random.choice([*READ, *WRITE, *WRITE, "mask", "mask", "store", "record", "length", "nothing"])
+        self.what = self.random.choice(
+            [
+                *READ,
+                *WRITE,
+                "tokens",
+                "tokens",
+                "positions",
+                "positions",
+                "mask",
+                "mask",
+                "store",
+                "record",
+                "length",
+                "ancestor",
+                "ancestor",
+                "nothing",
+            ]
+        )
         self.place = self.random.random()
         self.offset = self.random.choice(OFFSETS)
         engine.change_read, engine.change_write = self.read, self.write
@@ -41,6 +58,10 @@ class Tampering:
 
     def read(self, kind: str, index: int, pool: str, plan: ReadPlan) -> ReadPlan:
         self.forwards += 1
+        if self.what == "ancestor" and kind == "draft" and index == 2 and self.forwards in range(self.when, 40):
+            indices, self.when = plan.indices.clone(), 40
+            indices[int(plan.indptr[1]) - 3] = indices[0]  # its grandparent, and no more than that
+            return replace(plan, indices=indices)
         if self.is_now and self.what in READ:
             return replace(plan, **{self.what: self.changed(getattr(plan, self.what))})
         return plan
@@ -99,7 +120,7 @@ def with_masks(engine, tampering: Tampering) -> None:
 
 def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: object) -> Judged:
     """One run with one change."""
-    engine = make_engine(mode="log", seed=seed % 5, num_pages=96, **settings)
+    engine = make_engine(mode="log", seed=seed % 5, num_pages=128, num_steps=4, **settings)
     checks = engine.canary._checks
     tampering, said, settle = Tampering(engine, seed), [], checks._settler.settle
     with_masks(engine, tampering)
