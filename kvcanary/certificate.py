@@ -24,6 +24,8 @@ class Coverage:
     fired: by code, entries at which the check fired
     only_counted: of these, those that were too many to be kept
     untold_incidents: faults that were too many in one step to be described
+    unproved_stores: forwards of which the engine stored a layer by itself: nothing says where those bytes went before
+                     they are read
     """
 
     forwards: int = 0
@@ -37,6 +39,12 @@ class Coverage:
     fired: dict[str, int] = field(default_factory=dict)
     only_counted: int = 0
     untold_incidents: int = 0
+    unproved_stores: int = 0
+
+    @property
+    def is_store_proved(self) -> bool:
+        """Whether the canary itself wrote, where it was planned, everything that any forward stored."""
+        return self.forwards > 0 and not self.unproved_stores
 
     def skip(self, reason: str, count: int) -> None:
         """Something was not judged; the certificate says how often, and why."""
@@ -122,7 +130,7 @@ def certificate(
         "fired": dict(coverage.fired),
         "only_counted": coverage.only_counted,
         "untold_incidents": coverage.untold_incidents,
-        "store": "not proved",  # slots are not poisoned before the body runs
+        "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,
         "findings": findings,
     }

@@ -25,7 +25,8 @@ from kvcanary.moving import Mover, Slots
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
-from kvcanary.segments import read_entries
+from kvcanary.segments import read_entries, sort_rows
+from kvcanary.settling import Settled, Settler
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
@@ -53,6 +54,7 @@ class StepChecks:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
         self.mirror = Mirror(state)
         self._sealer = Sealer(self.mirror, ledger)
+        self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
@@ -79,24 +81,13 @@ class StepChecks:
         forwards, self._pending = self._pending, []
         with torch.inference_mode():
             self.publish_pages()
-            hits: list[Hit | HitBatch] = []
-            for forward in forwards:
-                forward.read_rows()
-                hits += judge_layers(forward)
-                hits += judge_tokens(forward, self.oracle)
-                hits += judge_mask(forward)
-            hits += self._sealer.seal(forwards)
-            self.mirror.flush()
-            for forward in forwards:
-                keep_lanes(forward)
-                hits += judge_lengths(forward)
-                hits += judge_starts(forward)
-                _note_rows(forward)
-            self.hits += hits
+            left = Settled.ALL if self.oracle is not None else self._settler.settle(forwards, self.hits)
+            if left is Settled.ALL:
+                self.hits += self._judge_plans(forwards)
             for pool in self._state.pools:
                 own = [forward for forward in forwards if forward.pool is pool]
                 if own:
-                    self._judge(pool, own, rewritten)
+                    self._judge(pool, own, rewritten, left is Settled.NOTHING)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -198,18 +189,47 @@ class StepChecks:
                 first = pool.base + page * size
                 self.mirror.judged[first : first + size] = False
 
-    def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None) -> None:
-        verdict = self._reader.judge(pool, forwards)
-        if self._config.content == "full" and self._compares_content:
+    def _judge_plans(self, forwards: Sequence[Forward]) -> list[Hit | HitBatch]:
+        """What forwards planned and stored, rule by rule; then all of it is sealed."""
+        hits: list[Hit | HitBatch] = []
+        for forward in forwards:
+            forward.read_rows()
+            hits += judge_layers(forward)
+            hits += judge_tokens(forward, self.oracle)
+            hits += judge_mask(forward)
+        hits += self._sealer.seal(forwards)
+        self.mirror.flush()
+        for forward in forwards:
+            keep_lanes(forward)
+            hits += judge_lengths(forward)
+            hits += judge_starts(forward)
+            _note_rows(forward)
+        return hits
+
+    def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None, is_clean: bool) -> None:
+        """What forwards of one pool have read; `is_clean`: the identity of all that was proved."""
+        is_full = self._config.content == "full" and self._compares_content
+        if is_clean and not is_full:
+            self._count(pool, forwards)
+            return
+        for forward in forwards:
+            forward.read_rows()
+        verdict = Verdict([], sort_rows(forwards).segments, 0) if is_clean else self._reader.judge(pool, forwards)
+        if is_full:
             verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
+        self._count(pool, forwards)
+        self._coverage.skip("truth not known to the host", verdict.unknown_truths)
+
+    def _count(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
         coverage = self._coverage
         coverage.forwards += len(forwards)
-        coverage.slots_checked += sum(len(forward.ids) for forward in forwards)
-        if pool.view.window is not None:
-            coverage.slots_checked -= sum(sum(forward.skipped) for forward in forwards)
-        coverage.slots_sealed += sum(forward.num_entries for forward in forwards)
-        coverage.skip("truth not known to the host", verdict.unknown_truths)
+        for forward in forwards:
+            coverage.slots_checked += forward.indices.shape[0]
+            coverage.slots_sealed += forward.num_entries
+            coverage.unproved_stores += forward.num_entries > 0 and not forward.is_proved
+            if pool.view.window is not None:
+                coverage.slots_checked -= sum(forward.skipped)
 
     def _check_all_bytes(
         self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict, rewritten: Rewritten | None

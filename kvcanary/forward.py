@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.cards import ADDRESS, CONTRADICTS, HEAD, KINDS, OTHER, REFUSES
 from kvcanary.errors import PlanError
 from kvcanary.ledger import Request
+from kvcanary.sites import pack_site
 from kvcanary.state import PoolState
 from kvcanary.views import ReadPlan, WritePlan
 
@@ -52,19 +54,22 @@ class Forward:
 
     width:          rows a request: 1, or the tree width of a draft substep
     num_entries:    that it writes;  num_rows: that it reads
-    plan:           both plans on the host, all int64 and one after another, filled by `loops.take_plan`: slots, tokens,
-                    positions and parents [num_entries]; bounds [num_rows + 1]; written, starts, owns, begins and
-                    skipped [num_rows]; prefixes [requests]. The lists of these names are made when somebody asks
+    memory:         int64, filled by `loops.take_plan`: HEAD numbers (cards.py), the plan, and of each request its uid
+                    and what acceptance had made final; `head`: its address
+    plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
+                    [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
+                    lists of these names are made when somebody asks
+    is_usable:      whether the loops saw nothing that must be refused
+    dense_indices:  where loops read the plan's indices: those themselves, or a copy of them as they were
     has_parents:    whether the entries are nodes of trees;  has_starts: whether rows may begin behind position 0
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
     tree_mask:      [requests, N, N] bool, or None
-    committed:      by request, what acceptance had made final
     refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
     refused_reads:  entries of `indices` that were refused (R1)
     lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
                     address
-    stored:         bitmap of the layers that have stored
+    stored:         bitmap of the layers that have stored; `put`: of those whose values the canary put into the pool
     names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
                     `host_names`, `host_ids`: where the loops read them
     """
@@ -77,6 +82,7 @@ class Forward:
     width: int
     num_entries: int
     num_rows: int
+    memory: Ints
     plan: Ints
     has_parents: bool
     has_starts: bool
@@ -85,12 +91,15 @@ class Forward:
     pool_indices: Tensor
     pool_slots: Tensor
     tree_mask: Tensor | None
-    committed: list[int]
+    dense_indices: Tensor
+    head: int = 0
+    is_usable: bool = False
     refused: Refused | None = None
     refused_reads: Refused | None = None
     lanes: Tensor | None = None
     lanes_at: int = 0
     stored: int = 0
+    put: int = 0
     raw: bytes = b""
     names: Ints = field(init=False)
     ids: Ints = field(init=False)
@@ -101,10 +110,20 @@ class Forward:
     def site(self) -> tuple[str, int]:
         return self.kind, self.index
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether the canary itself wrote all that it stored, where it was planned."""
+        return self.put == self.pool.full_layers
+
     @cached_property
     def uids(self) -> Ints:
         """[requests]"""
         return np.array([request.uid for request in self.requests], np.int64)
+
+    @cached_property
+    def committed(self) -> list[int]:
+        """By request, what acceptance had made final."""
+        return self.memory[HEAD + len(self.plan) + 1 :: 2].tolist()
 
     # the write plan
 
@@ -190,7 +209,10 @@ def plan_forward(
     """Read both plans to the host once, an engine may reuse its tensors; refuse plans that contradict themselves."""
     width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
     n, num_rows = write.slots.shape[0], len(requests) * width
-    plan = np.empty(4 * n + 6 * num_rows + 1 + len(requests), np.int64)
+    who = np.array([number for request in requests for number in (request.uid, request.committed_len)], np.int64)
+    size = 4 * n + 6 * num_rows + 1 + len(requests)
+    memory = np.empty(HEAD + size + who.size, np.int64)
+    indices = dense(read.indices)
     forward = Forward(
         kind,
         index,
@@ -200,7 +222,8 @@ def plan_forward(
         width,
         n,
         num_rows,
-        plan,
+        memory,
+        memory[HEAD : HEAD + size],
         parents is not None,
         starts is not None,
         read.indices,
@@ -208,14 +231,19 @@ def plan_forward(
         read.indices,
         write.slots,
         mask,
-        [request.committed_len for request in requests],
+        indices,
     )
     slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
     indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
     written = dense(read.num_written) if isinstance(read.num_written, Tensor) else None
     parents = None if parents is None else dense(parents)
     starts = None if starts is None else dense(starts)
-    contradicts = pool.loops.take_plan(
+    seen = pool.loops.take_plan(
+        pool.card_at,
+        KINDS.get(kind, OTHER),
+        index,
+        step,
+        pack_site(kind, index),
         slots.data_ptr(),
         tokens.data_ptr(),
         positions.data_ptr(),
@@ -228,13 +256,16 @@ def plan_forward(
         num_rows,
         prefixes.data_ptr(),
         width,
-        read.indices.shape[0],
-        pool.view.window or 0,
+        indices.data_ptr(),
+        indices.shape[0],
+        mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
         -1 if mask is None else mask.shape[1],
-        plan,
+        who,
+        memory,
     )
-    if contradicts or (mask is not None and len(mask) != num_rows):
+    if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
         refuse_contradiction(forward)
+    forward.head, forward.is_usable = seen & ADDRESS, not seen & REFUSES
     return forward
 
 

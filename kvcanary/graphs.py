@@ -24,6 +24,7 @@ class StaticChecks:
         self._coverage.slots_checked += reads
         self._coverage.slots_sealed += entries
         self._coverage.forwards += rows > 0
+        self._coverage.unproved_stores += entries > 0
         return [self._hit(hit) for hit in harvest.hits] + [self._gap(gap) for gap in harvest.gaps]
 
     def _hit(self, hit: StaticHit) -> Hit:

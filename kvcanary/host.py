@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary import cards
 from kvcanary.views import PoolView
 from kvcanary_kernels.record import Keys, signed
 from kvcanary_kernels.rows import WORD_BYTES
@@ -17,7 +18,7 @@ from kvcanary_kernels.rows import WORD_BYTES
 Longs = NDArray[np.int64]
 
 #: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
-#: a null slot, a page that is not known as written.
+#: a null slot, a page that is written for the first time.
 REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH = 1, 2, 4, 8
 
 
@@ -77,6 +78,30 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
         records=records.numpy(),
         expected=expected.numpy(),
     )
+
+
+def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
+    """[POOL_CARD] what loops read of a pool (cards.py); `numbers`: those that its view does not tell, by field."""
+    card = np.zeros(cards.POOL_CARD, np.int64)
+    card[[cards.SLOTS, cards.NULL_SLOTS, cards.PAGE_SIZE]] = view.num_slots, view.null_slots, view.page_size
+    card[[cards.WINDOW, cards.VOCABULARY]] = view.window or 0, view.vocab_size or 0
+    card[[cards.TOKEN_OFFSET, cards.AHEAD, cards.LAYERS]] = view.token_offset, view.ahead, view.num_layers
+    card[[cards.WORDS, cards.PARTS, cards.SEEN_SLOTS]] = view.rows.words_per_row, len(view.parts), seen.ctypes.data
+    for field, number in numbers.items():
+        card[getattr(cards, field)] = number
+    if host is not None:
+        card[[cards.KEYS, cards.START_B]] = host.layer_keys[0], host.start_b
+        arrays = {
+            cards.ADDRESSES: host.address,
+            cards.LAYOUT: host.layout,
+            cards.STARTS: host.start_a,
+            cards.CONTENT_A: host.content_a,
+            cards.RECORDS: host.records,
+            cards.EXPECTED: host.expected,
+        }
+        for place, array in arrays.items():
+            card[place] = array.ctypes.data
+    return card
 
 
 def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:

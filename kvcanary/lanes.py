@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcanary.state import PoolState
 from kvcanary_kernels.fingerprint import fingerprint, join, keyed_sums
+from kvcanary_kernels.record import CONTENT_B
 
 
 def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,13 +24,13 @@ def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
     return lane_a, lane_b
 
 
-def slots_are_right(pool: PoolState, slots: Tensor) -> bool:
-    """Whether lane a of every layer is the one that is kept, for all of these slots."""
-    host = pool.host
-    if host is None:
-        return torch.equal(lanes_of_slots(pool, slots)[0], pool.content_a.index_select(1, slots))
-    rows = host.address, host.layout, host.layer_keys[0], host.words, host.start_a
-    return pool.loops.match_slots(*rows, slots.contiguous().numpy(), host.content_a)
+def slots_are_right(pool: PoolState, slots: Tensor, both_lanes: bool = False) -> bool:
+    """Whether lane a of every layer is the one that is kept, for all of these slots; `both_lanes`: and lane b."""
+    if pool.host is not None:
+        return pool.loops.match_slots(pool.card_at, slots.contiguous().numpy(), both_lanes)
+    lane_a, lane_b = lanes_of_slots(pool, slots)
+    is_right = torch.equal(lane_a, pool.content_a.index_select(1, slots))
+    return is_right and (not both_lanes or torch.equal(lane_b, pool.records[:, CONTENT_B].index_select(0, slots)))
 
 
 def lanes_of_layer(pool: PoolState, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ class Lifecycle:
             keys=state.keys,
             roles=[Role(pool.view.root_name, pool.view.token_offset, pool.view.ahead) for pool in state.pools],
         )
+        state.bind(self._ledger.pages)
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
         self._poisoner = Poisoner(state, state.pools_of(None), config.poison, self._coverage)
@@ -102,6 +103,7 @@ class Lifecycle:
     def on_free(self, request_id: str, pages: Sequence[int]) -> None:
         """Pages given back; from now on nobody may read them. What a cache or another row holds stays."""
         self._checks.settle()
+        self._note_live_bytes()
         request = self._ledger.request(request_id)
         if not request.released and self._unread_bytes(request, pages):  # preempted: read as if it ended
             self._checks.look_again(request, self.step)
@@ -307,6 +309,10 @@ class Lifecycle:
         self._checks.cached.left(pages, self.step)
         if self._quarantine:
             self._ledger.quarantine(freed, self.step)
+
+    def _note_live_bytes(self) -> None:
+        """Before they become fewer, and where somebody asks for the most that there were."""
+        self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._checks.sweeper.live_bytes())
 
     def _unread_bytes(self, request: Request, pages: Sequence[int]) -> int:
         """Committed bytes on those of these pages that are the request's own."""

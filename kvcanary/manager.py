@@ -110,7 +110,6 @@ class CanaryManager(Lifecycle):
         self._poisoner.tick()
         for poisoner in self._mapped.values():
             poisoner.tick()
-        self._coverage.peak_live_bytes = max(self._coverage.peak_live_bytes, self._checks.sweeper.live_bytes())
         if self._stats.is_due(self.step):
             self._refresh()
             self._stats.tick(self.step, self._coverage)
@@ -156,6 +155,7 @@ class CanaryManager(Lifecycle):
             request.owned_len = committed_len
             request.final_pages = min(request.final_pages, committed_len // self._state.page_size)
         is_intact = request_id not in self._act()
+        self._note_live_bytes()
         request.released = True
         return is_intact
 
@@ -247,6 +247,7 @@ class CanaryManager(Lifecycle):
     def _refresh(self) -> None:
         """Bring the coverage up to now."""
         self._count_reads()
+        self._note_live_bytes()
         sweeps = self._checks.sweeper, self._checks.cached
         waits = [steps for sweep in sweeps for steps in (sweep.longest_wait, sweep.waiting(self.step))]
         self._coverage.max_unread_steps = max(self._coverage.max_unread_steps, *waits)

@@ -32,6 +32,8 @@ class Move:
 
     def without_stays(self) -> Move:
         moves = self.src != self.dst
+        if moves.all():
+            return self
         return Move(self.src[moves], self.dst[moves], self.src_names[moves], self.dst_names[moves])
 
 
@@ -43,6 +45,7 @@ class Mirror:
     table:  [rows, 8] the records as written; content_b comes later. On a CPU this is the memory of `state.expected`
     memory: the same with signs
     judged: [rows] the entries that were found to be their requests' truth
+    memory_of_loops: the keys of seals and chains, `memory`, what an engine can reach of it, and `judged`
     epoch:  counts up when one of them is written again, so that every row is judged anew
     """
 
@@ -54,7 +57,7 @@ class Mirror:
         self.judged: NDArray[np.bool_] = np.zeros(len(self.memory), np.bool_)
         self.epoch = 0
         live = state.records.numpy() if self._is_host else self.memory
-        self._memory = state.keys.constants.cpu().numpy(), self.memory, live, self.judged
+        self.memory_of_loops = state.keys.constants.cpu().numpy(), self.memory, live, self.judged
         self._loops = state.pools[0].loops
         self._no_content = np.empty((0, 0), np.int64)
         self._fresh: list[Rows] = []
@@ -64,7 +67,7 @@ class Mirror:
 
         A device has them from `flush` on.
         """
-        self._note(self._loops.write_records(rows, records.view(np.int64), *self._memory))
+        self._note(self._loops.write_records(rows, records.view(np.int64), *self.memory_of_loops))
         if not self._is_host:
             self._fresh.append(rows)
 
@@ -91,7 +94,7 @@ class Mirror:
             pool.view.num_slots,
             pool.view.null_slots,
             pool.signed_term,
-            *self._memory,
+            *self.memory_of_loops,
         )
         self._note(seen & REWRITTEN)
         if not self._is_host:
@@ -117,7 +120,7 @@ class Mirror:
             pool.signed_term,
             *contents,
             has_lanes,
-            *self._memory,
+            *self.memory_of_loops,
         )
         if seen < 0:
             raise PlanError(

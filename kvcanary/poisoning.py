@@ -80,10 +80,15 @@ class Poisoner:
         self._poisoned.update(pages)
         slots = self._slots(pages)
         for pool in self._pools:
-            self._ops.poison_fill(pool.rows, slots, nan=self._nan)
+            if pool.host is None:
+                self._ops.poison_fill(pool.rows, slots, nan=self._nan)
+            else:
+                pool.loops.poison(pool.card_at, slots.numpy(), self._nan, True)
 
     def _check(self, pool: PoolState, pages: Sequence[int], step: int, names: Ints | None) -> list[HitBatch]:
         slots = self._slots(pages)
+        if pool.host is not None and pool.loops.poison(pool.card_at, slots.numpy(), self._nan, False):
+            return []
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
         damaged = mismatch.any(1).nonzero().flatten()
@@ -105,4 +110,5 @@ class Poisoner:
 
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:
         size = self._state.page_size
-        return self._state.ints(slot for page in pages for slot in range(page * size, (page + 1) * size))
+        slots = np.array(pages, np.int64)[:, None] * size + np.arange(size)
+        return torch.from_numpy(slots.reshape(-1)).to(self._state.records.device)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.forward import Forward, Ints, Refused, dense, on_host
+from kvcanary.forward import Forward, Ints, Refused, on_host
 from kvcanary.groups import NOWHERE, locate_slots
 from kvcanary.intake import HitBatch
 from kvcanary.pages import Pages
@@ -20,7 +20,7 @@ def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> list[Hit
     A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`
     gives back. Switched off, W2, W3, W7 and W8 refuse nothing; W1 always does.
     """
-    if nothing_to_refuse(forward, pages):
+    if forward.is_usable:
         return []
     if forward.pool.view.slot_map is not None:
         _translate(forward)
@@ -28,25 +28,6 @@ def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> list[Hit
     if forward.num_entries:
         _refuse_writes(forward, pages, disabled)
     return judge_slots(forward)
-
-
-def nothing_to_refuse(forward: Forward, pages: Pages) -> bool:
-    """Whether all that follows finds nothing, as nearly always; never told behind a slot map, which must be read."""
-    pool, indices = forward.pool, dense(forward.indices)
-    return pool.view.slot_map is None and pool.loops.nothing_to_refuse(
-        indices.data_ptr(),
-        indices.shape[0],
-        pool.view.num_slots,
-        forward.plan,
-        forward.num_entries,
-        forward.num_rows,
-        forward.width,
-        forward.uids,
-        pages.writers,
-        pool.view.page_size,
-        pool.view.null_slots,
-        pool.seen,
-    )
 
 
 def _translate(forward: Forward) -> None:

@@ -26,6 +26,22 @@ class TruthChain:
     token_offset: int
     values: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     _room: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))  # `values` are its head
+    _room_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.signed_root = signed(self.root)
+
+    def room_for(self, length: int) -> int:
+        """The address of the values, where so many have room."""
+        if length > len(self._room):
+            self._room = np.concatenate([self.values, np.empty(2 * length - len(self.values), np.uint64)])
+            self.values, self._room_at = self._room[: len(self.values)], self._room.ctypes.data
+        return self._room_at
+
+    def grown(self, length: int) -> None:
+        """A loop has filled the room up to here."""
+        if length > len(self.values):
+            self.values = self._room[:length]
 
     def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
         """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
@@ -37,9 +53,8 @@ class TruthChain:
 
             new = np.array(tokens[first + offset : length + offset], np.int64)
             last = int(self.values[-1]) if first else self.root
-            if length > len(self._room):
-                self._room = np.concatenate([self.values, np.empty(length, np.uint64)])
-            self.values = self._room[:length]
+            self.room_for(length)
+            self.grown(length)
             factors = signed(keys.multiplier), signed(keys.mix_key)
             chain_tokens(new, first, signed(last), *factors, self.values[first:].view(np.int64))
         return self.values
@@ -107,6 +122,28 @@ class Role(NamedTuple):
     ahead: int = 0
 
 
+class Addresses:
+    """Where loops read a request's granted slots and its tokens, as far as they were known when it was last asked."""
+
+    __slots__ = ("_num_tokens", "_row", "_tokens", "granted_at", "tokens_at")
+
+    def __init__(self) -> None:
+        self._row, self._tokens, self._num_tokens = b"", np.empty(0, np.int64), 0
+        self.granted_at = self.tokens_at = 0
+
+    def follow(self, row: bytes, tokens: list[int]) -> None:
+        """Of these from now on; tokens only ever grow."""
+        if row is not self._row:
+            self._row = row
+            self.granted_at = np.frombuffer(row, np.int64).ctypes.data if row else 0
+        known, length = self._num_tokens, len(tokens)
+        if length > known:
+            if length > len(self._tokens):
+                self._tokens = np.concatenate([self._tokens[:known], np.empty(2 * length - known, np.int64)])
+                self.tokens_at = self._tokens.ctypes.data
+            self._tokens[known:length], self._num_tokens = tokens[known:], length
+
+
 @dataclass
 class Request:
     """One request: what it is, what it owns, and how much of it is final.
@@ -122,6 +159,7 @@ class Request:
     judged:        by pool, how much of the row was judged clean
     ahead:         by pool, entries that its row may hold beyond the committed length
     growth:        (step, tokens known after it)
+    addresses:     of `row` and `tokens`, for the compiled loops
     """
 
     request_id: str
@@ -140,6 +178,7 @@ class Request:
     released: bool = False
     owned_len: int | None = None
     growth: list[tuple[int, int]] = field(default_factory=list)
+    addresses: Addresses = field(default_factory=Addresses)
 
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.

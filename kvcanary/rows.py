@@ -49,9 +49,13 @@ class RowBook(RequestBook):
         """
         pages = slots // self.page_size
         owners = self.owners[pages]
-        for uid in set(owners.tolist()) & self._uids.live.keys():
-            request, own = self.requests[self._uids.live[uid]], owners == uid
-            if positions[own].max() >= request.row_lens[pool_id]:
+        furthest: dict[int, int] = {}
+        for uid, position in zip(owners.tolist(), positions.tolist(), strict=True):
+            furthest[uid] = max(position, furthest.get(uid, position))
+        for uid in furthest.keys() & self._uids.live.keys():
+            request = self.requests[self._uids.live[uid]]
+            if furthest[uid] >= request.row_lens[pool_id]:
+                own = owners == uid
                 self.pages.wrote(pages[own])
                 self._lengthen(request, pool_id, slots[own])
 

@@ -22,13 +22,17 @@ class Sealer:
 
     def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
         """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
-        ledger, mirror, hits = self._ledger, self._mirror, []
-        seen = [mirror.seal(forward, self._roots(forward), ledger.pages) for forward in forwards]
+        seen = [self._mirror.seal(forward, self._roots(forward), self._ledger.pages) for forward in forwards]
+        return self.sealed(forwards, seen)
+
+    def sealed(self, forwards: Sequence[Forward], seen: Sequence[int]) -> list[HitBatch]:
+        """What follows from what a loop has seen while it sealed each of these forwards (host.py)."""
+        hits = []
         for forward, found in zip(forwards, seen, strict=True):
             if found & PAGE_FRESH:
-                ledger.pages.wrote(forward.slot_names // ledger.page_size)
+                self._ledger.pages.wrote(forward.slot_names // self._ledger.page_size)
             if found & NULL_WRITTEN:
-                mirror.forget_null_chains(forward)
+                self._mirror.forget_null_chains(forward)
             if found & MISPLACED:
                 hits.append(_misplaced(forward))
         return hits

@@ -76,6 +76,10 @@ class Sorted:
     longest: dict[tuple[int, int], Segment] = field(default_factory=dict)
     suspects: list[Segment] = field(default_factory=list)
 
+    @property
+    def segments(self) -> list[Segment]:
+        return [*self.longest.values(), *self.suspects]
+
 
 def sort_rows(forwards: Sequence[Forward]) -> Sorted:
     """Compare every row with what it should be: its request's grants, a path of the draft tree, its own writes."""

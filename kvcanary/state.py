@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.aliasing import first_overlap
+from kvcanary.cards import WRITERS
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups, full_group_slots
-from kvcanary.host import HostPool, host_pool
+from kvcanary.host import HostPool, host_pool, pool_card
 from kvcanary.pages import Pages
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
@@ -42,6 +43,7 @@ class PoolState:
     host:       the same for the compiled loops; None on a GPU
     loops:      the compiled loops, loaded with the first pool
     seen:       [num_slots] bool, all False: a loop's own
+    card:       [POOL_CARD] int64, the same for loops that read by address (cards.py); `card_at`: its address
     """
 
     view: PoolView
@@ -61,6 +63,8 @@ class PoolState:
     host: HostPool | None
     loops: ModuleType
     seen: NDArray[np.bool_]
+    card: NDArray[np.int64]
+    card_at: int
 
     def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
         """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
@@ -136,6 +140,13 @@ class CanaryState:
             spread[name].index_copy_(0, slots, values.index_select(0, pages))
         return spread | {"page_size": 1}
 
+    def bind(self, pages: Pages) -> None:
+        """Loops that look through plans know these pages from now on; behind a slot map plans are read by the rules."""
+        self._pages = pages  # whose arrays stay where they are
+        for pool in self.pools:
+            if pool.view.slot_map is None:
+                pool.card[WRITERS] = pages.writers.ctypes.data
+
     def publish(self, pages: Pages) -> None:
         """What has happened to pages since the last time is true from now on."""
         if not pages.is_changed:
@@ -163,6 +174,10 @@ class CanaryState:
         expected = self.expected[base : base + view.num_slots].copy_(records)
         content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
         seal_term = seal_offset(keys, number, base)
+        low, high = stored_columns((1 << view.num_layers) - 1)
+        host, seen = host_pool(view, keys, content_a, records, expected), np.zeros(view.num_slots, np.bool_)
+        numbers = {"POOL_ID": number, "BASE": base, "SEAL_TERM": signed(seal_term)}
+        card = pool_card(view, host, seen, LOW_LAYERS=low, HIGH_LAYERS=high, **numbers)
         return PoolState(
             view=view,
             pool_id=number,
@@ -177,10 +192,12 @@ class CanaryState:
             full_layers=(1 << view.num_layers) - 1,
             seal_term=seal_term,
             signed_term=signed(seal_term),
-            all_layers=stored_columns((1 << view.num_layers) - 1),
-            host=host_pool(view, keys, content_a, records, expected),
+            all_layers=(low, high),
+            host=host,
             loops=loops,
-            seen=np.zeros(view.num_slots, np.bool_),
+            seen=seen,
+            card=card,
+            card_at=card.ctypes.data,
         )
 
 

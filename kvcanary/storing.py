@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcanary.cards import LANES
 from kvcanary.forward import Forward
 from kvcanary.lanes import joined, lanes_of_layer
 from kvcanary.state import PoolState
@@ -24,7 +26,7 @@ def expect_values(forward: Forward) -> None:
     """Room for the lanes of everything that this forward will store."""
     shape = forward.pool.view.num_layers, 2, forward.num_entries
     forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
-    forward.lanes_at = forward.lanes.data_ptr()
+    forward.lanes_at = forward.memory[LANES] = forward.lanes.data_ptr()
 
 
 def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Tensor]) -> None:
@@ -55,6 +57,68 @@ def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Ten
             return
     row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
     pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
+
+
+class Store:
+    """The stores of one forward whose pool lies in host memory and holds K and V: writes and lanes in one loop a layer.
+
+    What was found about slots and values of one layer is asked again only where those of the next are different.
+    """
+
+    __slots__ = ("_forward", "_geometry", "_head", "_loop", "_slots", "_slots_step", "_steps")
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward, self._head, self._loop = forward, forward.head, forward.pool.loops.put_values
+        self._slots: Tensor | None = None
+        self._geometry: tuple[object, ...] = ()
+
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Store what this layer stores at `slots` [n], instead of the engine; False: it must, and tell `store`.
+
+        k, v: [n, kv_heads, head_dim], in the order of the write plan, whatever the pool's layout
+        Nothing was done where values are no dense rows of the pool's types, or slots are not those that were planned.
+        """
+        geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype
+        if geometry != self._geometry and not self._learn(geometry):
+            return False
+        if slots is not self._slots and not self._follow(slots):
+            return False
+        forward, bit = self._forward, 1 << layer if layer >= 0 else 0
+        if forward.stored & bit or not bit & forward.pool.full_layers or not (k.is_cpu and v.is_cpu):
+            return False
+        (k_step, v_step), at = self._steps, slots.data_ptr()
+        if not self._loop(self._head, layer, at, self._slots_step, k.data_ptr(), k_step, v.data_ptr(), v_step):
+            return False
+        forward.stored |= bit
+        forward.put |= bit
+        return True
+
+    def _learn(self, geometry: tuple[Any, ...]) -> bool:
+        """Whether values like these are rows as the pool holds them; where they lie."""
+        k_shape, k_stride, k_type, v_shape, v_stride, v_type = geometry
+        pool, host = self._forward.pool, self._forward.pool.host
+        if host is None or len(host.parts) != 2:
+            return False
+        own, other = host.parts
+        if (
+            [k_shape, v_shape] != pool.view.value_shapes(self._forward.num_entries)
+            or (k_type, v_type) != (own.dtype, other.dtype)
+            or (k_stride[1:], v_stride[1:]) != (own.inner, other.inner)
+        ):
+            return False
+        self._geometry, self._steps = geometry, (k_stride[0] * own.size, v_stride[0] * other.size)
+        return True
+
+    def _follow(self, slots: Tensor) -> bool:
+        if not slots.is_cpu or slots.dtype is not torch.int64 or slots.shape != (self._forward.num_entries,):
+            return False
+        self._slots, self._slots_step = slots, slots.stride(0)
+        return True
+
+
+def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The engine stores by itself."""
+    return False
 
 
 def keep_lanes(forward: Forward) -> None:

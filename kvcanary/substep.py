@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Forward, plan_forward
 from kvcanary.sites import site_name
 from kvcanary.state import PoolState
-from kvcanary.storing import take_lanes
+from kvcanary.storing import Store, leave_it, take_lanes
 from kvcanary.views import ReadPlan, WritePlan, wrong_values
 from kvcanary.writing import judge_layer
 
@@ -21,16 +22,20 @@ NEW, OPEN, CLOSED = "not opened", "open", "closed"
 
 
 class SubstepCanary:
-    """One forward of one pool; the manager hands it out."""
+    """One forward of one pool; the manager hands it out.
 
-    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes")
+    put: between open and close `storing.Store.put`, by which the canary stores a layer instead of the engine
+    """
+
+    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes", "put")
 
     def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
         self._manager, self._kind, self._index, self._pool = manager, kind, index, pool
         self._num_layers = pool.full_layers.bit_length()
         self._phase = NEW
         self._forward: Forward
-        self._shapes: list[tuple[int, ...]]
+        self._shapes: list[tuple[int, ...]] | None = None
+        self.put: Callable[[int, Tensor, Tensor, Tensor], bool] = leave_it
 
     def __str__(self) -> str:
         return f"{site_name(self._kind, self._index)} of the {self._pool.name} pool"
@@ -51,7 +56,7 @@ class SubstepCanary:
         forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write)
         manager.opened(self, forward, manager.refuse(forward))
         self._forward, self._phase = forward, OPEN
-        self._shapes = pool.view.value_shapes(forward.num_entries)
+        self.put = Store(forward).put
         return forward.indices, forward.slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
@@ -69,6 +74,8 @@ class SubstepCanary:
         else:
             values = (k, *extras) if v is None else (k, v, *extras)
             shapes = [value.shape for value in values]
+        if self._shapes is None:
+            self._shapes = self._pool.view.value_shapes(self._forward.num_entries)
         if shapes != self._shapes:
             raise PlanError(f"{self} {wrong_values(self._pool.view, self._forward.num_entries, values)}")
         forward = self._forward
@@ -82,7 +89,7 @@ class SubstepCanary:
         """The body has run."""
         if self._phase != OPEN:
             raise HookOrderError(f"close() follows open(): {self} is {self._phase}")
-        self._phase = CLOSED
+        self._phase, self.put = CLOSED, leave_it
         self._manager.closed(self)
 
 
@@ -91,6 +98,10 @@ class WarmupSubstep:
 
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         return read.indices, write.slots
+
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+        """The engine stores by itself."""
+        return False
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """Warm-up values are not kept."""

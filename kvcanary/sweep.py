@@ -142,7 +142,7 @@ class Sweeper:
             return []
         self.bytes_read += len(slots) * pool.view.slot_bytes
         where = self._state.ints(slots)
-        if not both_lanes and slots_are_right(pool, where):
+        if slots_are_right(pool, where, both_lanes):
             return []
         return find_changed(pool, where, lambda: _entries_of(pool, looks), site, step, both_lanes)
 

@@ -203,7 +203,8 @@ def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:
 
 
 def _expect_int64(name: str, tensor: Tensor, size: int | None = None) -> None:
-    if tensor.dtype is not torch.int64 or tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
+    shape = tensor.shape
+    if tensor.dtype is not torch.int64 or len(shape) != 1 or (size is not None and shape[0] != size):
         wanted = "n" if size is None else size
         raise PlanError(f"{name} must be [{wanted}] int64, got {list(tensor.shape)} {tensor.dtype}")
 

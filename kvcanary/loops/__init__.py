@@ -3,9 +3,12 @@
 Loaded when a manager is built: compiling takes some seconds once, afterwards the loops come from the disk.
 """
 
-from kvcanary.loops.lanes import keep_lanes, match_slots, sum_slots, sum_values
-from kvcanary.loops.plans import nothing_to_refuse, publish_pages, take_plan
+from kvcanary.loops.lanes import keep_lanes, sum_slots, sum_values
+from kvcanary.loops.plans import publish_pages, take_plan
+from kvcanary.loops.poison import poison
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
+from kvcanary.loops.settle import settle_forwards
+from kvcanary.loops.store import match_slots, put_values
 
 __all__ = [
     "are_written",
@@ -14,9 +17,11 @@ __all__ = [
     "match_records",
     "match_slots",
     "move_records",
-    "nothing_to_refuse",
+    "poison",
     "publish_pages",
+    "put_values",
     "seal_plan",
+    "settle_forwards",
     "sum_slots",
     "sum_values",
     "take_plan",

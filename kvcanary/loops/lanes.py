@@ -20,7 +20,7 @@ WORDS, FIRST, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, RUN, RUN_STRIDE = range(7)  #
 
 
 @loop()
-def _keyed(words, count, key_a, key_b):
+def keyed(words, count, key_a, key_b):
     """Both keyed sums of `count` words."""
     x, keys_a, keys_b = words_at(words, count), words_at(key_a, count), words_at(key_b, count)
     lane_a = lane_b = np.uint64(0)
@@ -44,8 +44,8 @@ def sum_values(first, first_step, first_words, second, second_step, second_words
     other_part = keys + WORD_BYTES * first_words
     out = longs_at(lanes, 2 * n)
     for row in range(n):
-        a, b = _keyed(first + row * first_step, first_words, keys, keys + other_lane)
-        c, d = _keyed(second + row * second_step, second_words, other_part, other_part + other_lane)
+        a, b = keyed(first + row * first_step, first_words, keys, keys + other_lane)
+        c, d = keyed(second + row * second_step, second_words, other_part, other_part + other_lane)
         out[row] = start + a + c
         out[n + row] = b + d
 
@@ -61,7 +61,7 @@ def _row(address, layout, layer, slot, keys, words):
         for number in range(piece[WORDS] // max(run, 1)):
             at = address[i, layer] + WORD_BYTES * (offset + number * piece[RUN_STRIDE])
             key = keys + WORD_BYTES * (piece[FIRST] + number * run)
-            a, b = _keyed(at, run, key, key + WORD_BYTES * words)
+            a, b = keyed(at, run, key, key + WORD_BYTES * words)
             lane_a += a
             lane_b += b
     return lane_a, lane_b
@@ -76,19 +76,6 @@ def sum_slots(address, layout, keys, words, start_a, start_b, slots, lane_a, lan
             a, b = _row(address, layout, layer, slots[i], keys + 2 * WORD_BYTES * words * layer, words)
             lane_a[layer, i] = start_a[layer] + a
             lane_b[i] += b
-
-
-@loop("boolean(int64[:, ::1], int64[:, ::1], int64, int64, int64[::1], int64[::1], int64[:, ::1])")
-def match_slots(address, layout, keys, words, start_a, slots, content_a):
-    """Whether lane a of the bytes in these slots is in every layer the one that is kept, [layers, num_slots]."""
-    for layer in range(content_a.shape[0]):
-        for i in range(slots.shape[0]):
-            if not 0 <= slots[i] < content_a.shape[1]:
-                return False
-            a, _ = _row(address, layout, layer, slots[i], keys + 2 * WORD_BYTES * words * layer, words)
-            if content_a[layer, slots[i]] != start_a[layer] + a:
-                return False
-    return True
 
 
 @loop("void(int64[::1], int64[:, :, ::1], int64, int64[:, ::1], int64[:, ::1], int64[:, ::1])")

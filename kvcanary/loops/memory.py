@@ -36,6 +36,12 @@ def words_at(address, n):
 
 
 @loop()
+def flags_at(address, n):
+    """[n] uint8 at an address."""
+    return carray(_pointer(address), n, np.uint8)
+
+
+@loop()
 def longs_at(address, n):
     """[n] int64 at an address."""
     return carray(_pointer(address), n, np.int64)

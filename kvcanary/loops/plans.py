@@ -7,7 +7,36 @@ A loop says only whether all is well; what is wrong is named by the rules that i
 
 from __future__ import annotations
 
-from kvcanary.loops.memory import longs_at, loop
+from kvcanary.cards import (
+    CONTRADICTS,
+    ENTRIES,
+    HAS_PARENTS,
+    HAS_STARTS,
+    HEAD,
+    IDS,
+    INDEX,
+    KIND,
+    LANES,
+    MASK,
+    NODES,
+    NULL_SLOTS,
+    NUM_IDS,
+    PAGE_SIZE,
+    POOL,
+    POOL_CARD,
+    REFUSES,
+    REQUESTS,
+    ROWS,
+    SEEN,
+    SEEN_SLOTS,
+    SITE,
+    SLOTS,
+    STEP,
+    WIDTH,
+    WINDOW,
+    WRITERS,
+)
+from kvcanary.loops.memory import flags_at, longs_at, loop
 
 
 @loop()
@@ -19,11 +48,44 @@ def _copy(source, n, plan, at):
     return at + n
 
 
+@loop()
+def _may_use(pool, indices, num_indices, slots, written, width, who):
+    """Whether all ids lie in the pool, and every slot on a page that its request may write, and is written once."""
+    if not pool[WRITERS]:
+        return False
+    num_slots = pool[SLOTS]
+    reads, seen = longs_at(indices, num_indices), flags_at(pool[SEEN_SLOTS], num_slots)
+    writers = longs_at(pool[WRITERS], -(-num_slots // pool[PAGE_SIZE]))
+    well = True
+    for i in range(num_indices):
+        well &= 0 <= reads[i] < num_slots
+    first = 0
+    for row in range(written.shape[0]):
+        uid = who[row // width * 2]
+        for entry in range(first, first + written[row]):
+            slot = slots[entry]
+            if not 0 <= slot < num_slots:
+                well = False
+            elif slot >= pool[NULL_SLOTS]:
+                well &= writers[slot // pool[PAGE_SIZE]] == uid and not seen[slot]
+                seen[slot] = 1
+        first += written[row]
+    for entry in range(slots.shape[0]):
+        if 0 <= slots[entry] < num_slots:
+            seen[slots[entry]] = 0
+    return well
+
+
 @loop(
-    "boolean(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, "
-    "int64, int64[::1])"
+    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, "
+    "int64, int64, int64, int64, int64, int64, int64[::1], int64[::1])"
 )
 def take_plan(
+    card,
+    kind,
+    index,
+    step,
+    site,
     slots,
     tokens,
     positions,
@@ -36,18 +98,30 @@ def take_plan(
     rows,
     prefixes,
     width,
+    indices,
     num_indices,
-    window,
+    mask,
     nodes,
-    plan,
+    who,
+    memory,
 ):
-    """Fill `Forward.plan` from tensors at these addresses, 0 where there is none; whether it contradicts itself.
+    """Fill `Forward.memory` from tensors at these addresses, 0 where there is none; its address, and what was seen.
 
-    count:  entries that every row writes, where `written` is 0
-    window: positions that attention sees, 0: all
-    nodes:  entries that every row must write, as many as its tree mask says; -1: any
-    The rules are those of `forward.refuse_contradiction`.
+    count: entries that every row writes, where `written` is 0
+    nodes: entries that every row must write, as many as its tree mask says; -1: any
+    who:   [requests * 2] uids and committed lengths
+    CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `refusing` would refuse something or
+    `writing.judge_slots` would name a slot that is written twice, and where the loops do not know the pages.
     """
+    pool = longs_at(card, POOL_CARD)
+    memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
+    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, who.shape[0] // 2
+    memory[HAS_PARENTS], memory[HAS_STARTS] = parents != 0, starts != 0
+    memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
+    memory[LANES] = memory[SEEN] = 0
+    plan = memory[HEAD : memory.shape[0] - who.shape[0]]
+    for i in range(who.shape[0]):
+        memory[HEAD + plan.shape[0] + i] = who[i]
     at = _copy(slots, n, plan, 0)
     at = _copy(tokens, n, plan, at)
     at = _copy(positions, n, plan, at)
@@ -56,12 +130,12 @@ def take_plan(
     bounds = plan[at : at + rows + 1]
     at = _copy(indptr, rows + 1, plan, at)
     own_written, own_starts = plan[at : at + rows], plan[at + rows : at + 2 * rows]
-    own_written[:] = count
-    own_starts[:] = 0
+    for row in range(rows):
+        own_written[row], own_starts[row] = count, 0
     at = _copy(written, rows, plan, at)
     at = _copy(starts, rows, plan, at)
     owns, begins, skipped = plan[at : at + rows], plan[at + rows : at + 2 * rows], plan[at + 2 * rows : at + 3 * rows]
-    lengths = plan[at + 3 * rows :]
+    lengths, window = plan[at + 3 * rows :], pool[WINDOW]
     _copy(prefixes, lengths.shape[0], plan, at + 3 * rows)
     wrong, first = bounds[0] != 0 or bounds[rows] != num_indices, 0
     for row in range(rows):
@@ -75,41 +149,11 @@ def take_plan(
             for entry in range(first, min(first + own_written[row], n)):
                 wrong |= not (own_parents[entry] == -1 or first <= own_parents[entry] < entry)
         first += own_written[row]
-    return wrong or first != n
-
-
-@loop(
-    "boolean(int64, int64, int64, int64[::1], int64, int64, int64, int64[::1], int64[::1], int64, int64, boolean[::1])"
-)
-def nothing_to_refuse(
-    indices, num_indices, num_slots, plan, n, rows, width, uids, writers, page_size, null_slots, seen
-):
-    """Whether `refusing` would refuse nothing, and `writing.judge_slots` would name no slot that is written twice.
-
-    indices: address of what is read;  plan: Forward.plan
-    uids:    [requests]; writers: [pages] who may write them
-    seen:    [num_slots] all False, before and after
-    """
-    reads = longs_at(indices, num_indices)
-    slots, written = plan[:n], plan[4 * n + rows + 1 : 4 * n + 2 * rows + 1]
-    well = True
-    for i in range(num_indices):
-        well &= 0 <= reads[i] < num_slots
-    first = 0
-    for row in range(written.shape[0]):
-        uid = uids[row // width]
-        for entry in range(first, first + written[row]):
-            slot = slots[entry]
-            if not 0 <= slot < num_slots:
-                well = False
-            elif slot >= null_slots:
-                well &= writers[slot // page_size] == uid and not seen[slot]
-                seen[slot] = True
-        first += written[row]
-    for entry in range(slots.shape[0]):
-        if 0 <= slots[entry] < num_slots:
-            seen[slots[entry]] = False
-    return well
+    if wrong or first != n:
+        return memory.ctypes.data | CONTRADICTS
+    return memory.ctypes.data | (
+        0 if _may_use(pool, indices, num_indices, plan[:n], own_written, width, who) else REFUSES
+    )
 
 
 @loop("void(boolean[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1], int64[::1])")

@@ -20,10 +20,12 @@ from kvcanary_kernels.record import (
     CONTENT_B,
     LAYERS_HIGH,
     LAYERS_LOW,
+    LOAD_FAILED,
     MASK_32,
     MIX_KEY,
     MULTIPLIER,
     REQUEST_GENERATION,
+    RESERVED,
     SEAL,
     SEAL_KEYS,
     SEAL_SLOT_KEY,
@@ -32,14 +34,13 @@ from kvcanary_kernels.record import (
     SPLITMIX_SECOND,
     STEP_SITE,
     TOKEN_POSITION,
-    WRITTEN,
 )
 
 NODE_SHIFT = 48  # of a branch or node in STEP_SITE
 
 
 @loop()
-def _mix(token, position, key):
+def mix(token, position, key):
     """`record.mix`."""
     z = ((np.uint64(token) << np.uint64(32)) | (np.uint64(position) & np.uint64(MASK_32))) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(SPLITMIX_FIRST)
@@ -51,7 +52,7 @@ def _mix(token, position, key):
 def chain_tokens(tokens, first_position, value, multiplier, key, chains):
     """`record.chain_host`: the chain values of consecutive tokens, [n] out; `value` is the predecessor's."""
     for i in range(tokens.shape[0]):
-        value = multiplier * value + _mix(tokens[i], first_position + i, key)
+        value = multiplier * value + mix(tokens[i], first_position + i, key)
         chains[i] = value
 
 
@@ -75,6 +76,74 @@ def write_records(rows, records, constants, table, live, judged):
     for i in range(rows.shape[0]):
         rewritten |= _write(rows[i], records[i], records[i, SEAL], constants, table, live, judged)
     return rewritten
+
+
+@loop()
+def seal_entries(
+    plan,
+    n,
+    rows,
+    width,
+    has_parents,
+    names,
+    reads,
+    uids,
+    roots,
+    generations,
+    states,
+    page_size,
+    step_site,
+    low,
+    high,
+    base,
+    num_slots,
+    null_slots,
+    pool_term,
+    constants,
+    table,
+    live,
+    judged,
+):
+    """`seal_plan`; reads: the slots that it reads."""
+    at = 4 * n + rows + 1
+    tokens, positions, parents = plan[n : 2 * n], plan[2 * n : 3 * n], plan[3 * n : 4 * n]
+    bounds, written, owns = plan[4 * n : at], plan[at : at + rows], plan[at + 2 * rows : at + 3 * rows]
+    begins = plan[at + 3 * rows : at + 4 * rows]
+    chains = np.empty(n, np.int64)
+    record = np.zeros(COLUMNS, np.int64)
+    seen = first = 0
+    for row in range(rows):
+        above, begin = roots[row], begins[row]
+        if owns[row] > bounds[row] and 0 <= reads[owns[row] - 1] < num_slots:
+            above = table[base + reads[owns[row] - 1], CHAIN]
+        for entry in range(first, first + written[row]):
+            parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
+            before = above if parent < 0 else chains[parent]
+            chains[entry] = constants[MULTIPLIER] * before + mix(tokens[entry], positions[entry], constants[MIX_KEY])
+            wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
+            wanted += 0 if has_parents else entry - first
+            if positions[entry] != wanted:
+                seen |= MISPLACED
+        first += written[row]
+    record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
+    for row in range(rows):
+        for entry in range(first, first + written[row]):
+            slot, page = plan[entry], names[entry] // page_size
+            table[base + slot, CHAIN] = chains[entry]
+            if states[page] == RESERVED or states[page] == LOAD_FAILED:
+                seen |= PAGE_FRESH
+            if slot < null_slots:
+                seen |= NULL_WRITTEN
+                continue
+            node = entry - first if has_parents else 0
+            record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
+            record[CHAIN] = chains[entry]
+            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[page] << 32
+            record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
+            if _write(base + slot, record, pool_term, constants, table, live, judged):
+                seen |= REWRITTEN
+        first += written[row]
+    return seen
 
 
 @loop(
@@ -115,45 +184,31 @@ def seal_plan(
     base:  of the pool in the rows of `table`
     Null slots get a chain and no record.
     """
-    at = 4 * n + rows + 1
-    tokens, positions, parents = plan[n : 2 * n], plan[2 * n : 3 * n], plan[3 * n : 4 * n]
-    bounds, written, owns = plan[4 * n : at], plan[at : at + rows], plan[at + 2 * rows : at + 3 * rows]
-    begins, reads = plan[at + 3 * rows : at + 4 * rows], longs_at(ids, num_ids)
-    chains = np.empty(n, np.int64)
-    record = np.zeros(COLUMNS, np.int64)
-    seen = first = 0
-    for row in range(rows):
-        above, begin = roots[row], begins[row]
-        if owns[row] > bounds[row] and 0 <= reads[owns[row] - 1] < num_slots:
-            above = table[base + reads[owns[row] - 1], CHAIN]
-        for entry in range(first, first + written[row]):
-            parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
-            before = above if parent < 0 else chains[parent]
-            chains[entry] = constants[MULTIPLIER] * before + _mix(tokens[entry], positions[entry], constants[MIX_KEY])
-            wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
-            wanted += 0 if has_parents else entry - first
-            if positions[entry] != wanted:
-                seen |= MISPLACED
-        first += written[row]
-    record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
-    for row in range(rows):
-        for entry in range(first, first + written[row]):
-            slot, page = plan[entry], names[entry] // page_size
-            table[base + slot, CHAIN] = chains[entry]
-            if states[page] != WRITTEN:
-                seen |= PAGE_FRESH
-            if slot < null_slots:
-                seen |= NULL_WRITTEN
-                continue
-            node = entry - first if has_parents else 0
-            record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
-            record[CHAIN] = chains[entry]
-            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[page] << 32
-            record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
-            if _write(base + slot, record, pool_term, constants, table, live, judged):
-                seen |= REWRITTEN
-        first += written[row]
-    return seen
+    return seal_entries(
+        plan,
+        n,
+        rows,
+        width,
+        has_parents,
+        names,
+        longs_at(ids, num_ids),
+        uids,
+        roots,
+        generations,
+        states,
+        page_size,
+        step_site,
+        low,
+        high,
+        base,
+        num_slots,
+        null_slots,
+        pool_term,
+        constants,
+        table,
+        live,
+        judged,
+    )
 
 
 @loop(
@@ -237,18 +292,10 @@ def match_records(slots, n, records, expected):
     return True
 
 
-@loop(
-    "boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64[:, ::1], "
-    "boolean[::1], boolean)"
-)
-def are_written(ids, names, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
-    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
-
-    ids, names: addresses of the slots and of what plans call them, as many as chains
-    marks:      they are judged from now on
-    """
+@loop()
+def are_written_at(slots, full, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+    """`are_written` of slots, and what plans call them."""
     n = chains.shape[0]
-    slots, full = longs_at(ids, n), longs_at(names, n)
     for i in range(n):
         page = full[i] // page_size
         if not (0 <= slots[i] < num_slots and 0 <= page < generations.shape[0]):
@@ -266,3 +313,31 @@ def are_written(ids, names, chains, generations, page_size, base, num_slots, ste
         for i in range(n):
             judged[base + slots[i]] = True
     return True
+
+
+@loop(
+    "boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64[:, ::1], "
+    "boolean[::1], boolean)"
+)
+def are_written(ids, names, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
+
+    ids, names: addresses of the slots and of what plans call them, as many as chains
+    marks:      they are judged from now on
+    """
+    n = chains.shape[0]
+    return are_written_at(
+        longs_at(ids, n),
+        longs_at(names, n),
+        chains,
+        generations,
+        page_size,
+        base,
+        num_slots,
+        step,
+        low,
+        high,
+        table,
+        judged,
+        marks,
+    )

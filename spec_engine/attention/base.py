@@ -56,9 +56,7 @@ class PoolAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
-        self.pool.store(layer, self.slots, k, v)
-        if self.substep is not None:
-            self.substep.store(layer, k, v)
+        self.pool.store(layer, self.slots, k, v, self.substep)
         return self.read(layer, q)
 
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:

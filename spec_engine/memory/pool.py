@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvcanary import PoolView
+
+if TYPE_CHECKING:
+    from kvcanary.substep import SubstepCanary, WarmupSubstep
 
 
 class KVPool:
@@ -37,10 +42,21 @@ class KVPool:
         self._k = [rows[:, 0] for rows in self._rows]
         self._v = [rows[:, 1] for rows in self._rows]
 
-    def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v ``[n, kv_heads, head_dim]`` of one layer at ``slots [n]``."""
+    def store(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        substep: SubstepCanary | WarmupSubstep | None = None,
+    ) -> None:
+        """Write k, v ``[n, kv_heads, head_dim]`` of one layer at ``slots [n]``; ``substep`` does it, where it can."""
+        if substep is not None and substep.put(layer, slots, k, v):
+            return
         self._k[layer].index_copy_(0, slots, k)
         self._v[layer].index_copy_(0, slots, v)
+        if substep is not None:
+            substep.store(layer, k, v)
 
     def load(self, layer: int, indices: torch.Tensor) -> torch.Tensor:
         """K and V of one layer at ``indices [n]``: ``[n, 2, kv_heads, head_dim]``."""

@@ -157,8 +157,8 @@ def lose_the_stores_of_a_layer(engine: Engine) -> Place:
     """A layer whose K and V went nowhere, and said so to nobody."""
     attention_store = engine.pools["target"].store
 
-    def store(layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        attention_store(layer, torch.zeros_like(slots) if layer == 5 else slots, k, v)
+    def store(layer: int, slots: torch.Tensor, *values: object) -> None:
+        attention_store(layer, torch.zeros_like(slots) if layer == 5 else slots, *values)
 
     engine.pools["target"].store = store
     return None, None

@@ -79,8 +79,10 @@ def test_values_at_an_address_that_is_no_word_are_read_all_the_same():
 def new_pool():
     """A pool of ten pages of four, and pages of which the first six belong to two requests."""
     kv = torch.zeros(2, SLOTS, 1, 1)
-    pool = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3).pools[0]
+    state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3)
+    pool = state.pools[0]
     ledger = Ledger(10, 4, 1, pool.keys, [Role("target")])
+    state.bind(ledger.pages)
     for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
         ledger.admit(name, [0] * 12, 0)
         ledger.grant(name, pages, 0)
@@ -145,10 +147,8 @@ def test_a_plan_is_well_exactly_where_the_rules_find_nothing(monkeypatch):
             seen["contradiction"] += 1
             continue
         assert not named, plan
-        well = refusing.nothing_to_refuse(forward, ledger.pages)
-        with monkeypatch.context() as patch:
-            patch.setattr(refusing, "nothing_to_refuse", lambda *_: False)
-            hits = refusing.refuse(forward, ledger.pages, frozenset())
+        well, forward.is_usable = forward.is_usable, False
+        hits = refusing.refuse(forward, ledger.pages, frozenset())
         assert well == (not hits and forward.refused is None and forward.refused_reads is None), plan
         assert not pool.seen.any()
         seen["well" if well else "refused"] += 1

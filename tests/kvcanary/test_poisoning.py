@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kvcanary.poisoning import BATCH_SLOTS
+from kvcanary.state import CanaryState
+from kvcanary_kernels.poison import poison_check_torch, poison_fill_torch
 
 
 def engine_with_poison(make_engine, **settings):
@@ -96,3 +98,26 @@ def test_the_budget_is_kept(make_engine, monkeypatch):
         poisoner.tick()
         filled.append(len(poisoner._poisoned))
     assert filled == [0, 64, 64, 128, 128, 192, 192, 256]
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_the_loop_fills_and_reads_the_pattern_of_the_reference(layout, make_fake_pool, nan):
+    """In every layout: what one fills the other finds whole, and both see every word that was changed."""
+    view = make_fake_pool(layout, layers=3, num_pages=6, page_size=4).view
+    pool, slots = CanaryState([view], 3).pools[0], torch.tensor([5, 9, 23])
+    loop, mismatch = pool.loops.poison, torch.zeros(3, 2, dtype=torch.int64)
+    assert not loop(pool.card_at, slots.numpy(), nan, False)
+    poison_fill_torch(pool.rows, slots, nan=nan)
+    assert loop(pool.card_at, slots.numpy(), nan, False)
+    for layer in range(3):
+        for word in range(pool.rows.words_per_row):
+            rows = pool.rows.gather_layer(layer, slots)
+            changed = rows.clone()
+            changed[1, word] ^= 1 << word % 31
+            pool.rows.scatter_layer(layer, slots, changed)
+            assert not loop(pool.card_at, slots.numpy(), nan, False)
+            pool.rows.scatter_layer(layer, slots, rows)
+    other = torch.tensor([7, 20, 6])
+    assert loop(pool.card_at, other.numpy(), nan, True)
+    poison_check_torch(pool.rows, other, mismatch=mismatch, nan=nan)
+    assert not mismatch.any()

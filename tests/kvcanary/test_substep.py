@@ -16,8 +16,10 @@ from kvcanary import (
     PlanError,
     PoolView,
     ReadPlan,
+    SubstepCanary,
     WritePlan,
 )
+from kvcanary.lanes import lanes_of_slots
 
 HEADS, DIM, PROMPT = 2, 4, [11, 12, 13]
 PAGE_SIZE, NUM_SLOTS = 4, 32
@@ -360,3 +362,73 @@ def test_values_may_be_expanded(dtype, n, is_latent):
     k[4, 0, 0] = 2
     with pytest.raises(KVCorruptionError, match="R9"):
         canary.release("only")
+
+
+# values that the canary stores
+
+
+def opened(canary: CanaryManager, **plans: object) -> SubstepCanary:
+    substep = canary.substep("prefill", 0, "target")
+    substep.open(read_plan(), write_plan(**plans))
+    return substep
+
+
+def test_what_the_canary_stores_itself_is_proved(canary):
+    """Bytes lie where they were planned, lanes are theirs, and the certificate says that no store went elsewhere."""
+    view = canary._state.by_name["target"].view
+    substep = opened(canary)
+    slots = write_plan().slots
+    for layer in range(view.num_layers):
+        assert substep.put(layer, slots, values() + layer, values() - layer)
+        assert torch.equal(view.k[layer][slots], values() + layer)
+        assert torch.equal(view.v[layer][slots], values() - layer)
+    substep.close()
+    canary.check()
+    assert canary.findings == []
+    assert canary.certificate()["store"] == "proved"
+    pool = canary._state.by_name["target"]
+    assert torch.equal(lanes_of_slots(pool, slots)[0], pool.content_a[:, slots])
+    run_forward(canary)
+    canary.check()
+    assert canary.certificate()["store"] == "not proved"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    {
+        "another slot": lambda k, v: (ints(4, 5, 7), k, v),
+        "a slot outside": lambda k, v: (ints(4, 5, NUM_SLOTS), k, v),
+        "fewer slots": lambda k, v: (ints(4, 5), k, v),
+        "another type": lambda k, v: (ints(4, 5, 6), k.double(), v),
+        "another shape": lambda k, v: (ints(4, 5, 6), k[:, :1], v),
+        "gaps within a row": lambda k, v: (ints(4, 5, 6), k, v.transpose(1, 2).contiguous().transpose(1, 2)),
+        "slots of another type": lambda k, v: (ints(4, 5, 6).int(), k, v),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_the_loop_does_not_know_is_left_to_the_engine(canary, asked):
+    """Where slots or values are not as they were planned nothing is written, and nothing counts as stored."""
+    view = canary._state.by_name["target"].view
+    before = view.k[0].clone(), view.v[0].clone()
+    substep = opened(canary)
+    k = torch.arange(values().numel(), dtype=values().dtype).view(values().shape)
+    assert not substep.put(0, *asked[1](k, k + 1))
+    assert torch.equal(view.k[0], before[0])
+    assert torch.equal(view.v[0], before[1])
+    substep.store(0, k, k)  # not a second store
+
+
+def test_a_layer_that_is_stored_twice_is_left_to_the_engine_and_found(canary):
+    """The second store of a layer is W4, whoever made the first."""
+    substep = opened(canary)
+    slots = write_plan().slots
+    assert substep.put(0, slots, values(), values())
+    assert not substep.put(0, slots, values(), values())
+    assert not substep.put(7, slots, values(), values())
+    substep.store(0, values(), values())
+    substep.put(1, slots, values(), values())
+    substep.close()
+    assert not substep.put(0, slots, values(), values())
+    with pytest.raises(KVCorruptionError):
+        canary.check()
+    assert [finding.code for finding in canary.findings] == ["W4"]

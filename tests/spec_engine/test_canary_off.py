@@ -70,9 +70,9 @@ def test_off_installs_nothing() -> None:
     seen = []
     plain = engine.pools["target"].store
 
-    def store(layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(layer: int, slots: torch.Tensor, *values: object) -> None:
         seen.append(slots)
-        plain(layer, slots, k, v)
+        plain(layer, slots, *values)
 
     engine.pools["target"].store = store
     engine.generate(["def f("], SamplingParams(max_new_tokens=2, ignore_eos=True))

@@ -1,0 +1,84 @@
+"""Cards: where compiled loops find, by one address each, what is known of a pool, of a forward and of a request."""
+
+from __future__ import annotations
+
+#: Of a pool, [POOL_CARD] int64, filled once: numbers, and addresses of arrays that stay where they are.
+(
+    SLOTS,
+    NULL_SLOTS,
+    PAGE_SIZE,
+    WINDOW,  # 0: none
+    VOCABULARY,  # 0: not known
+    TOKEN_OFFSET,
+    AHEAD,
+    POOL_ID,
+    BASE,
+    SEAL_TERM,
+    LAYERS,
+    LOW_LAYERS,
+    HIGH_LAYERS,
+    WORDS,  # of a row of one layer
+    PARTS,
+    ADDRESSES,  # [parts, layers] of slot 0
+    LAYOUT,  # [parts, PIECE_FIELDS]
+    KEYS,
+    STARTS,  # [layers] of lane a
+    START_B,
+    CONTENT_A,
+    RECORDS,
+    EXPECTED,
+    SEEN_SLOTS,
+    WRITERS,  # 0: pages are not known to the loops
+    POOL_CARD,
+) = range(26)
+PIECE_FIELDS = 8
+
+#: Of a forward, [HEAD] int64 in front of its plan.
+(
+    POOL,
+    ENTRIES,
+    ROWS,
+    WIDTH,
+    REQUESTS,
+    KIND,  # one of these: GUESSES, LAGS, or neither
+    INDEX,
+    STEP,
+    SITE,
+    HAS_PARENTS,
+    HAS_STARTS,
+    IDS,
+    NUM_IDS,
+    MASK,  # 0: none
+    NODES,
+    LANES,  # 0: nobody compares the bytes
+    SEEN,  # what sealing it has seen
+    HEAD,
+) = range(18)
+OTHER, GUESSES, LAGS = range(3)
+KINDS = {"draft": GUESSES, "extend": LAGS}
+
+#: What a loop says of a plan, in the low bits of the address of its head.
+CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
+
+#: Of a request in a pool, [FACTS] int64, while forwards that wait are judged.
+(
+    UID,
+    GRANTED,  # slots of its row
+    NUM_GRANTED,
+    TOKENS,
+    NUM_TOKENS,
+    TRUTHS,  # chain values, with room for all tokens
+    NUM_TRUTHS,
+    ROOT,
+    COMMITTED,
+    ROW_LEN,  # that forwards have written
+    KNOWN,  # entries of the row that were judged and not rewritten since
+    JUDGED,  # entries of the longest row that these forwards read: 0, and so on, before they are looked at
+    JUDGED_STEP,
+    FIRST_ID,
+    FACTS,
+) = range(15)
+
+#: What a loop says of forwards that are not clean.
+PLANS_WRONG, READS_WRONG = 1, 2
+SEALED_BITS = 2  # above these, what sealing has seen

@@ -1,0 +1,131 @@
+"""The store of one layer: values go into the pool and into the lanes in one loop; and what lies in the pool later.
+
+The pool's cards say where its rows lie (cards.py), the forward's head which slots were planned.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcanary.cards import (
+    ADDRESSES,
+    CONTENT_A,
+    ENTRIES,
+    HEAD,
+    KEYS,
+    LANES,
+    LAYERS,
+    LAYOUT,
+    PARTS,
+    PIECE_FIELDS,
+    POOL,
+    POOL_CARD,
+    RECORDS,
+    SLOTS,
+    START_B,
+    STARTS,
+    WORDS,
+)
+from kvcanary.loops.lanes import FIRST, PAGE_STRIDE, RUN, RUN_STRIDE, SLOT_STRIDE, WORD_BYTES, keyed
+from kvcanary.loops.lanes import PAGE_SIZE as PIECE_PAGE_SIZE
+from kvcanary.loops.lanes import WORDS as PIECE_WORDS
+from kvcanary.loops.memory import longs_at, loop, words_at
+from kvcanary_kernels.record import COLUMNS, CONTENT_B
+
+
+@loop()
+def _copy_words(source, target, count):
+    values, place = words_at(source, count), words_at(target, count)
+    for i in range(count):
+        place[i] = values[i]
+
+
+@loop()
+def place_of(pool, part, layer, slot):
+    """The address of one part of one row of a pool, and the `Piece` that says how it lies."""
+    piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
+    size, first = piece[PIECE_PAGE_SIZE], longs_at(pool[ADDRESSES] + 8 * (part * pool[LAYERS] + layer), 1)[0]
+    return first + WORD_BYTES * (slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE]), piece
+
+
+@loop()
+def _put_part(source, pool, part, layer, slot, lanes):
+    """One part of one row into its slot; both its keyed sums where `lanes`, else zeros."""
+    target, piece = place_of(pool, part, layer, slot)
+    run, words = piece[RUN], pool[WORDS]
+    for number in range(piece[PIECE_WORDS] // max(run, 1)):
+        at = source + WORD_BYTES * number * run
+        _copy_words(at, target + WORD_BYTES * number * piece[RUN_STRIDE], run)
+    key = pool[KEYS] + WORD_BYTES * (2 * words * layer + piece[FIRST])
+    return keyed(source, piece[PIECE_WORDS], key, key + WORD_BYTES * words) if lanes else (0, 0)
+
+
+@loop("boolean(int64, int64, int64, int64, int64, int64, int64, int64)")
+def put_values(head, layer, slots, slots_step, first, first_step, second, second_step):
+    """Store n rows of one layer that are made of two parts, and give their lanes to whom the head names.
+
+    head:          address of `Forward.memory`
+    slots:         address of where the engine stores them, `slots_step` numbers apart
+    first, second: addresses of the parts of row 0, rows are so many bytes apart, each part dense and in logical order
+    False, and nothing was done, where the engine's slots are not those that were planned, or the values are no words.
+    """
+    forward = longs_at(head, HEAD)
+    n, pool = forward[ENTRIES], longs_at(forward[POOL], POOL_CARD)
+    planned, asked = longs_at(head + 8 * HEAD, n), longs_at(slots, max(0, (n - 1) * slots_step + 1))
+    if (first | second | first_step | second_step) % WORD_BYTES:
+        return False
+    for row in range(n):
+        if asked[row * slots_step] != planned[row] or not 0 <= planned[row] < pool[SLOTS]:
+            return False
+    lanes, start = forward[LANES], longs_at(pool[STARTS], pool[LAYERS])[layer]
+    out = longs_at(lanes + 16 * n * layer, 2 * n if lanes else 0)
+    for row in range(n):
+        a, b = _put_part(first + row * first_step, pool, 0, layer, planned[row], lanes)
+        c, d = _put_part(second + row * second_step, pool, 1, layer, planned[row], lanes)
+        if lanes:
+            out[row] = start + a + c
+            out[n + row] = b + d
+    return True
+
+
+@loop()
+def _sum_part(pool, part, layer, slot):
+    """Both keyed sums of one part of what lies in a slot."""
+    (at, piece), words = place_of(pool, part, layer, slot), pool[WORDS]
+    key = pool[KEYS] + WORD_BYTES * (2 * words * layer + piece[FIRST])
+    lane_a, lane_b, run = np.int64(0), np.int64(0), piece[RUN]
+    for number in range(piece[PIECE_WORDS] // max(run, 1)):
+        own = key + WORD_BYTES * number * run
+        a, b = keyed(at + WORD_BYTES * number * piece[RUN_STRIDE], run, own, own + WORD_BYTES * words)
+        lane_a += a
+        lane_b += b
+    return lane_a, lane_b
+
+
+@loop("boolean(int64, int64[::1], boolean)")
+def match_slots(card, slots, both):
+    """Whether lane a of the bytes in these slots is in every layer the one that is kept; `both`: and lane b.
+
+    card: address of the pool's
+    """
+    pool, n = longs_at(card, POOL_CARD), slots.shape[0]
+    layers, size, starts = pool[LAYERS], pool[SLOTS], longs_at(pool[STARTS], pool[LAYERS])
+    content, records = longs_at(pool[CONTENT_A], layers * size), longs_at(pool[RECORDS], COLUMNS * size)
+    lane_b = np.full(n, pool[START_B])
+    for layer in range(layers):
+        for i in range(n):
+            if not 0 <= slots[i] < size:
+                return False
+            lane_a = starts[layer]
+            for part in range(pool[PARTS]):
+                a, b = _sum_part(pool, part, layer, slots[i])
+                lane_a += a
+                lane_b[i] += b
+            if content[layer * size + slots[i]] != lane_a:
+                return False
+    differs = np.int64(0)
+    for i in range(n if both else 0):
+        differs |= records[COLUMNS * slots[i] + CONTENT_B] ^ lane_b[i]
+    return differs == 0

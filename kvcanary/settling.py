@@ -1,0 +1,99 @@
+"""Settling: all forwards that wait are proved clean, sealed and noted in one compiled loop, as they nearly always are.
+
+The loop only says that something is wrong; the rules (`checks.StepChecks`) then judge the same forwards and name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from kvcanary.cards import JUDGED, JUDGED_STEP, KNOWN, NUM_TRUTHS, PLANS_WRONG, READS_WRONG, ROW_LEN, SEALED_BITS, SEEN
+from kvcanary.forward import SLOT_BYTES, Forward, Ints
+from kvcanary.host import REWRITTEN
+from kvcanary.intake import HitLog
+from kvcanary.ledger import Judged, Ledger, Request
+from kvcanary.mirror import Mirror
+from kvcanary.sealing import Sealer
+from kvcanary.state import CanaryState
+
+
+class Settled(Enum):
+    """What is left to the rules."""
+
+    NOTHING = "all is clean"
+    READS = "all is sealed, some row is not what it should be"
+    ALL = "nothing was done"
+
+
+class Settler:
+    """Forwards over pools in host memory, whose rows begin at position 0 and lie where plans say."""
+
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, sealer: Sealer) -> None:
+        self._ledger, self._mirror, self._sealer = ledger, mirror, sealer
+        self._is_able = all(pool.host is not None and not pool.is_partial for pool in state.pools)
+        self._cards = np.array([pool.card_at for pool in state.pools], np.int64)
+        self._loop = state.pools[0].loops.settle_forwards
+
+    def settle(self, forwards: Sequence[Forward], hits: HitLog) -> Settled:
+        """Prove, seal and note; W5 of what was sealed goes to `hits`."""
+        if not self._is_able or not all(map(_is_whole, forwards)):
+            return Settled.ALL
+        requests = list({request.uid: request for forward in forwards for request in forward.requests}.values())
+        facts = np.array([self._facts(request) for request in requests], np.int64)
+        ledger = self._ledger
+        found = self._loop(
+            np.array([forward.head for forward in forwards], np.int64),
+            facts,
+            self._cards,
+            ledger.generations,
+            ledger.states,
+            *self._mirror.memory_of_loops,
+        )
+        if found == PLANS_WRONG:
+            return Settled.ALL
+        wrong, seen = found & READS_WRONG, found >> SEALED_BITS
+        if seen:
+            self._mirror.epoch += bool(seen & REWRITTEN)
+            hits += self._sealer.sealed(forwards, [int(forward.memory[SEEN]) for forward in forwards])
+        self._note(requests, facts, has_judged=not wrong)
+        return Settled.READS if wrong else Settled.NOTHING
+
+    def _facts(self, request: Request) -> list[tuple[int, ...]]:
+        """[pools, FACTS] (cards.py)."""
+        addresses, row, tokens, epoch = request.addresses, request.row, request.tokens, self._mirror.epoch
+        addresses.follow(row, tokens)
+        num_tokens = len(tokens)
+        common = request.uid, addresses.granted_at, len(row) // SLOT_BYTES, addresses.tokens_at, num_tokens
+        return [
+            (
+                *common,
+                truth.room_for(num_tokens),
+                len(truth.values),
+                truth.signed_root,
+                request.committed_len,
+                row_len,
+                judged.length if judged.epoch == epoch else 0,
+                0,
+                0,
+                0,
+            )
+            for truth, row_len, judged in zip(request.truths, request.row_lens, request.judged, strict=True)
+        ]
+
+    def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
+        """How far rows are written, their truth is known, and they were judged clean."""
+        epoch = self._mirror.epoch
+        for request, pools in zip(requests, facts.tolist(), strict=True):
+            for pool_id, fact in enumerate(pools):
+                request.row_lens[pool_id] = fact[ROW_LEN]
+                request.truths[pool_id].grown(fact[NUM_TRUTHS])
+                if has_judged and fact[JUDGED]:
+                    request.judged[pool_id] = Judged(max(fact[KNOWN], fact[JUDGED]), fact[JUDGED_STEP], epoch)
+
+
+def _is_whole(forward: Forward) -> bool:
+    """Whether nothing was refused, every layer has stored, and the loop reads what the plan names."""
+    return forward.is_usable and forward.stored == forward.pool.full_layers and forward.dense_indices is forward.indices
