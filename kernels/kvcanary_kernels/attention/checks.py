@@ -39,7 +39,7 @@ def expect_operands(
     expect_int64(kv_indices.numel(), kv_indices=kv_indices)
     expect_int64(num_rows, kv_lens=kv_lens)
     _expect_rows("q", q, (None, None, None), FLOATS)
-    _expect_rows("out", out, tuple(q.shape), (q.dtype,))
+    _expect_rows("out", out, tuple(q.shape), FLOATS)
     _expect_rows("k", k, (None, None, q.shape[2]), POOL_FLOATS)
     _expect_rows("v", v, tuple(k.shape), (k.dtype,))
     if q.shape[1] % k.shape[1]:

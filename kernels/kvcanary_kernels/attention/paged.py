@@ -39,7 +39,7 @@ def paged_attention(
     order, slot by slot. Its last keys are its queries' own: query i sees all keys before these, and of them those up to
     its own. Rows without queries, and queries of no row, write nothing; a query that sees nothing gets zeros.
 
-    q, out:     [n, heads, dim], dim 64 or 128 or any other, bf16, fp16 or fp32; dense heads, any other strides
+    q, out:     [n, heads, dim], dim 64 or 128 or any other, each bf16, fp16 or fp32; dense heads, any other strides
     k, v:       [slots, kv_heads, dim] of one layer, as q or float8_e4m3fn; dense heads, any other strides
     kv_indptr:  [rows + 1] int64;  q_indptr: [rows + 1] int64
     kv_indices: [any] int64 pages, with page_size 1 slots; what is no page of the pool is read as the null page 0
