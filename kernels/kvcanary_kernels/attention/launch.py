@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
 from kvcanary_kernels.device import triton
 
-PROGRAMS_PER_UNIT = 8  # that a multiprocessor should find, where keys can be split
+ROWS_PER_UNIT = 128  # of tiles that a multiprocessor should find, where keys can be split
 SPLIT_KEYS = 64  # fewer are not worth a split
 MOST_SPLITS = 64
 INTERPRETED_UNITS = 2  # on a CPU nothing runs side by side
@@ -32,7 +32,8 @@ def tiles_of(
     queries = max(max_q_len, 1) * (num_heads // num_kv_heads)
     block_m = min(max(_power_of_two(queries), 16), 128)
     num_tiles = triton.cdiv(queries, block_m)
-    wanted = triton.cdiv(PROGRAMS_PER_UNIT * _num_units(device), num_rows * num_kv_heads * num_tiles)
+    programs = ROWS_PER_UNIT // block_m * _num_units(device)
+    wanted = triton.cdiv(programs, num_rows * num_kv_heads * num_tiles)
     return Tiles(block_m, num_tiles, max(min(wanted, max_kv_len // SPLIT_KEYS, MOST_SPLITS), 1))
 
 
@@ -135,7 +136,7 @@ def _schedule(block_m: int, element_size: int) -> dict[str, Any]:
     if element_size == 4:  # exact products take no tensor core, and twice the room
         return {"BLOCK_N": 32, "num_warps": 4 if block_m < 64 else 8, "num_stages": 2}
     if block_m < 64:
-        return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_N": 64, "num_warps": block_m // 8, "num_stages": 3}
     return {"BLOCK_N": 64, "num_warps": block_m // 16, "num_stages": 3}
 
 

@@ -107,11 +107,11 @@ class World:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(self.q.shape)
 
-    def contiguous(self) -> Callable[[int], None]:
+    def contiguous(self) -> Callable[[int], object]:
         """`sdpa` over copies that were made before."""
         copies = [self._ordered(pool) for pool in range(len(self.pools))]
         self._ordered = copies.__getitem__  # type: ignore[method-assign]
-        return lambda pool: self.sdpa(pool) and None
+        return self.sdpa
 
     def _ordered(self, pool: int) -> tuple[Tensor, Tensor]:
         pages = self.pools[pool].view(-1, self.case.page_size, 2, KV_HEADS, DIM)[self.indices]
