@@ -90,21 +90,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 PLAIN = {"HEADS": 8, "FOLD": 4, "DIM": 128, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_S": 8, "PAGE": 1}
-PLAIN |= {"NODES": 0, "BLOCK_NODES": 1, "WINDOW": 0, "NUM_SPLITS": 8, "CAUSAL": True}
-TREE = {"BLOCK_M": 64, "PAGE": 16, "NODES": 9, "BLOCK_NODES": 16, "WINDOW": 5, "NUM_SPLITS": 1}
+PLAIN |= {"NODES": 0, "BLOCK_NODES": 1, "WINDOW": 0, "HAS_SPLITS": True, "CAUSAL": True}
+TREE = {"BLOCK_M": 64, "PAGE": 16, "NODES": 9, "BLOCK_NODES": 16, "WINDOW": 5, "HAS_SPLITS": False}
 CONSTANTS, POOL, FLAG, WARPS = {
     "decode": ({}, "bf16", False, 4),
-    "prefill": ({"BLOCK_M": 128, "NUM_SPLITS": 1}, "bf16", False, 8),
+    "prefill": ({"BLOCK_M": 128, "HAS_SPLITS": False}, "bf16", False, 8),
     "tree": (TREE, "fp8e4nv", True, 4),
     "float32": ({"BLOCK_N": 32, "DIM": 80, "CAUSAL": False}, "fp32", True, 4),
 }[sys.argv[1]]
 QUERIES = "fp32" if POOL == "fp32" else "bf16"
 
 def type_of(name):
-    numbers = {"scale": "fp32", "v_factor": "fp32", "n": "i32", "num_rows": "i32", "num_slots": "i32"}
-    numbers |= {"num_indices": "i32"} | {name: f"*{POOL}" for name in ("k", "v")}
-    numbers |= {name: f"*{QUERIES}" for name in ("q", "out")} | {"tree_mask": "*u8"}
-    numbers |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale")}
+    numbers = {"scale": "fp32", "v_factor": "fp32"}
+    numbers |= {name: "i32" for name in ("n", "num_rows", "num_slots", "num_indices", "num_splits")}
+    numbers |= {name: f"*{POOL}" for name in ("k", "v")} | {name: f"*{QUERIES}" for name in ("q", "out")}
+    numbers |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale")} | {"tree_mask": "*u8"}
     return numbers.get(name, "i32" if name.endswith("_stride") else "*i64")
 
 for function in (_attend_kernel, _merge_kernel):

@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1.0e30)
 
 
-@triton.jit(do_not_specialize=["n", "num_slots", "num_indices", "scale", "v_factor"])
+@triton.jit(do_not_specialize=["n", "num_slots", "num_indices", "num_splits", "scale", "v_factor"])
 def _attend_kernel(
     q,
     k,
@@ -34,6 +34,7 @@ def _attend_kernel(
     n,
     num_slots,
     num_indices,
+    num_splits,
     q_stride,
     q_head_stride,
     k_stride,
@@ -52,16 +53,16 @@ def _attend_kernel(
     NODES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
 ):
     i_head = tl.program_id(0).to(tl.int64)
-    i_split = tl.program_id(1) % NUM_SPLITS
-    i_tile = tl.num_programs(1) // NUM_SPLITS - 1 - tl.program_id(1) // NUM_SPLITS  # those with most keys first
+    i_split = tl.program_id(1) % num_splits
+    i_tile = tl.num_programs(1) // num_splits - 1 - tl.program_id(1) // num_splits  # those with most keys first
     i_row = tl.program_id(2).to(tl.int64)
     q_first = tl.maximum(tl.load(q_indptr + i_row), 0)
     q_len = tl.minimum(tl.load(q_indptr + i_row + 1), n) - q_first
@@ -73,7 +74,7 @@ def _attend_kernel(
     kv_first, kv_len = _keys(kv_indptr, kv_indices, kv_lens, i_row, num_indices, PAGE, HAS_LENS)
     own = kv_len - q_len  # place of the queries' first own key
     first, last, clear_end = _range(own, kv_len, first_token, q_len, BLOCK_M, FOLD, NODES, WINDOW, CAUSAL)
-    share = tl.cdiv(tl.cdiv(last - first, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(last - first, num_splits), BLOCK_N) * BLOCK_N
     first += i_split * share
     last = tl.minimum(first + share, last)
     clear_end = first + tl.maximum(tl.minimum(clear_end, last) - first, 0) // BLOCK_N * BLOCK_N
@@ -116,10 +117,11 @@ def _attend_kernel(
         v_factor *= tl.load(v_scale)
     o_lse = (q_first + o_token) * (HEADS * FOLD) + o_head
     m_out = m_m[:, None] & m_d[None, :]
-    if NUM_SPLITS > 1:
-        o_part = i_split.to(tl.int64) * n * (HEADS * FOLD) + o_lse
+    if HAS_SPLITS:
+        size = n.to(tl.int64) * (HEADS * FOLD)
+        o_part = i_split * size + o_lse
         tl.store(partial + o_part[:, None] * DIM + o_d[None, :], b_out * v_factor, mask=m_out)
-        lses = partial + n.to(tl.int64) * (NUM_SPLITS * HEADS * FOLD * DIM)
+        lses = partial + size * DIM * num_splits
         tl.store(lses + o_part, b_lse, mask=m_m)
     else:
         o_out = (q_first + o_token) * out_stride + o_head * out_head_stride
@@ -128,7 +130,7 @@ def _attend_kernel(
             tl.store(lse + o_lse, b_lse, mask=m_m)
 
 
-@triton.jit(do_not_specialize=["n", "num_rows"])
+@triton.jit(do_not_specialize=["n", "num_rows", "num_splits"])
 def _merge_kernel(
     partial,
     q_indptr,
@@ -136,13 +138,13 @@ def _merge_kernel(
     lse,
     n,
     num_rows,
+    num_splits,
     out_stride,
     out_head_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
     """The mean of the splits of one query and head, weighted by their sums of exponents."""
@@ -152,11 +154,11 @@ def _merge_kernel(
         return
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, BLOCK_D)
-    m_s = o_s < NUM_SPLITS
+    m_s = o_s < num_splits
     m_d = o_d < DIM
     size = n.to(tl.int64) * HEADS
     o_part = o_s * size + i_token * HEADS + i_head
-    b_lse = tl.load(partial + size * (NUM_SPLITS * DIM) + o_part, mask=m_s, other=float("-inf"))
+    b_lse = tl.load(partial + size * DIM * num_splits + o_part, mask=m_s, other=float("-inf"))
     b_max = tl.maximum(tl.max(b_lse) * LOG2_E, LEAST)
     b_weight = tl.exp2(b_lse * LOG2_E - b_max)
     b_sum = tl.sum(b_weight)
