@@ -153,6 +153,13 @@ def test_every_group_size(attention, fold, device) -> None:
 
 
 @both
+@pytest.mark.parametrize("fold", [3, 7])
+def test_tiles_that_end_inside_a_token(attention, fold, device) -> None:
+    """The heads of one query may lie in two tiles, and each of them sees the query's own key."""
+    World(device, [90], [90], fold=fold).check(attention)
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_head_sizes_of_16_bit_numbers(attention, dim, dtype, device) -> None:

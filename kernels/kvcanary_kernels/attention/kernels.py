@@ -69,11 +69,12 @@ def _attend_kernel(
     o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_token = o_m // FOLD
     first_token = (i_tile * BLOCK_M) // FOLD
+    end_token = tl.minimum((i_tile * BLOCK_M + BLOCK_M - 1) // FOLD + 1, q_len)
     if first_token >= q_len:
         return
     kv_first, kv_len = _keys(kv_indptr, kv_indices, kv_lens, i_row, num_indices, PAGE, HAS_LENS)
     own = kv_len - q_len  # place of the queries' first own key
-    first, last, clear_end = _range(own, kv_len, first_token, q_len, BLOCK_M, FOLD, NODES, WINDOW, CAUSAL)
+    first, last, clear_end = _range(own, kv_len, first_token, end_token, NODES, WINDOW, CAUSAL)
     share = tl.cdiv(tl.cdiv(last - first, num_splits), BLOCK_N) * BLOCK_N
     first += i_split * share
     last = tl.minimum(first + share, last)
@@ -186,9 +187,7 @@ def _range(
     own,
     kv_len,
     first_token,
-    q_len,
-    BLOCK_M: tl.constexpr,
-    FOLD: tl.constexpr,
+    end_token,
     NODES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -200,8 +199,7 @@ def _range(
     if CAUSAL:
         clear_end = own
         if NODES == 0:
-            last_token = tl.minimum(first_token + (BLOCK_M - 1) // FOLD + 1, q_len)
-            last = tl.minimum(last, own + last_token)
+            last = tl.minimum(last, own + end_token)
             clear_end = own + first_token + 1
     if WINDOW > 0:
         first = own - WINDOW + 1
