@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
 
-KV_HEADS, SLOTS = 2, 256
+KV_HEADS, SLOTS = 2, 512
 POISON = 77.0
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 both = pytest.mark.parametrize("attention", [paged_attention, paged_attention_torch], ids=["triton", "torch"])
@@ -168,10 +168,10 @@ def test_head_sizes_of_16_bit_numbers(attention, dim, dtype, device) -> None:
 
 
 @both
-@pytest.mark.parametrize("max_kv_len", [150, 100_000])
+@pytest.mark.parametrize("max_kv_len", [300, 100_000])
 def test_split_keys(attention, max_kv_len, device) -> None:
     """A row's keys may be shared by programs, more of them than there are keys; what the scratch held is nothing."""
-    world = World(device, [150, 3, 0], [1, 1, 1], options={"max_kv_len": max_kv_len})
+    world = World(device, [300, 3, 0], [1, 1, 1], options={"max_kv_len": max_kv_len})
     sizes = {"rows": 3, "max_q_len": 1, "max_kv_len": max_kv_len, "device": device}
     workspace = attention_workspace(len(world.q), KV_HEADS * 2, KV_HEADS, 16, **sizes).fill_(torch.nan)
     assert workspace.numel() > 0
@@ -238,7 +238,7 @@ def test_no_rows(attention, device) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"page_size": 3}, "page_size must divide the pool's 256 slots, got 3"),
+        ({"page_size": 3}, "page_size must divide the pool's 512 slots, got 3"),
         ({"window": 0}, "window must be positive or None, got 0"),
         (
             {"tree_mask": torch.ones(1, 1, 1, dtype=torch.bool)},
@@ -263,7 +263,7 @@ def test_operands_that_do_not_fit(attention, wrong, message, device) -> None:
 
 def test_a_workspace_that_is_too_small(device) -> None:
     """The kernel says how much it needs."""
-    world = World(device, [150, 3], [1, 1], options={"workspace": torch.empty(7, device=device)})
+    world = World(device, [300, 3], [1, 1], options={"workspace": torch.empty(7, device=device)})
     with pytest.raises(ValueError, match=r"workspace must hold \d+ fp32 numbers, got 7 of torch.float32: make it with"):
         world.run(paged_attention)
 

@@ -59,6 +59,7 @@ def _attend_kernel(
     HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     i_head = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1) % num_splits
@@ -112,6 +113,8 @@ def _attend_kernel(
         seen = m_n[None, :] & _seen(o_n - own, o_token, m_m, mask_row, NODES, BLOCK_NODES, WINDOW, CAUSAL)
         b_acc, b_max, b_sum = _fold(tl.where(seen, b_s, float("-inf")), b_v, b_acc, b_max, b_sum)
 
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     b_lse = _log_sum(b_max, b_sum)
     if HAS_V_SCALE:
@@ -147,8 +150,11 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The mean of the splits of one query and head, weighted by their sums of exponents."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()  # launched while the splits were still at work
     i_token = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
     if (i_token < tl.load(q_indptr)) | (i_token >= tl.load(q_indptr + num_rows)):

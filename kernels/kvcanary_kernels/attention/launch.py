@@ -12,7 +12,7 @@ from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
 from kvcanary_kernels.device import triton
 
 ROWS_PER_UNIT = 128  # of tiles that a multiprocessor should find, where keys can be split
-SPLIT_KEYS = 64  # fewer are not worth a split
+SPLIT_KEYS = 128  # fewer are not worth a split
 MOST_SPLITS = 64
 INTERPRETED_UNITS = 2  # on a CPU nothing runs side by side
 
@@ -33,7 +33,7 @@ def tiles_of(
     block_m = min(max(_power_of_two(queries), 16), 128)
     num_tiles = triton.cdiv(queries, block_m)
     programs = ROWS_PER_UNIT // block_m * _num_units(device)
-    wanted = triton.cdiv(programs, num_rows * num_kv_heads * num_tiles)
+    wanted = programs // (num_rows * num_kv_heads * num_tiles)
     return Tiles(block_m, num_tiles, max(min(wanted, max_kv_len // SPLIT_KEYS, MOST_SPLITS), 1))
 
 
@@ -110,7 +110,8 @@ def launch(
         HAS_LSE=lse is not None,
         HAS_K_SCALE=isinstance(k_scale, Tensor),
         HAS_V_SCALE=isinstance(v_scale, Tensor),
-        **_schedule(tiles.block_m, q.element_size()),
+        OVERLAPS=tiles.num_splits > 1 and _overlaps(q.device),
+        **_schedule(tiles.block_m, dim, q.element_size()),
     )
     if tiles.num_splits == 1:
         return
@@ -129,16 +130,19 @@ def launch(
         BLOCK_D=max(_power_of_two(dim), 16),
         BLOCK_S=_power_of_two(tiles.num_splits),
         HAS_LSE=lse is not None,
+        OVERLAPS=_overlaps(q.device),
+        **({"launch_pdl": True} if _overlaps(q.device) else {}),
     )
 
 
-def _schedule(block_m: int, element_size: int) -> dict[str, Any]:
+def _schedule(block_m: int, dim: int, element_size: int) -> dict[str, Any]:
     """Keys a program takes at a time, its warps, and how many blocks of keys are on their way at once."""
     if element_size == 4:  # exact products take no tensor core, and twice the room
         return {"BLOCK_N": 32, "num_warps": 4 if block_m < 64 else 8, "num_stages": 2}
     if block_m < 64:
-        return {"BLOCK_N": 64, "num_warps": block_m // 8, "num_stages": 3}
-    return {"BLOCK_N": 64, "num_warps": block_m // 16, "num_stages": 3}
+        return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 3}
+    block_n = block_m if dim <= 128 else 32
+    return {"BLOCK_N": block_n, "num_warps": block_m // 16, "num_stages": 3}
 
 
 def _number(scale: float | Tensor | None) -> float:
@@ -153,6 +157,13 @@ def _power_of_two(size: int) -> int:
 
 @cache
 def _num_units(device: torch.device) -> int:
+    """Multiprocessors."""
     if device.type != "cuda":
         return INTERPRETED_UNITS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """A kernel may be launched before the one it waits for has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -102,9 +102,9 @@ def attention_workspace(
     max_kv_len: int,
     device: torch.device | str,
 ) -> Tensor:
-    """Scratch for `paged_attention` of these sizes: q [num_tokens, num_heads, head_dim] and so many ``rows``.
+    """Scratch for `paged_attention` of q [num_tokens, num_heads, head_dim] in so many ``rows``, within these bounds.
 
-    One serves all calls of a stream, one after the other, if it is made for the largest of them.
+    A call of fewer rows may split their keys more often and need more: each size has its own, or all the largest.
     """
     device = torch.device(device)
     tiles = tiles_of(rows, num_heads, num_kv_heads, max_q_len, max_kv_len, device)
