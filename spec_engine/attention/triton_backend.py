@@ -1,7 +1,4 @@
-"""Our Triton kernel behind the engine: by token indices, and by whole pages in passes that are merged.
-
-It reads all lengths on the device, so the host waits for nothing.
-"""
+"""Our Triton kernel behind the engine: by token indices, and by whole pages in passes that are merged."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from spec_engine.core import ForwardBatch, indptr
 
 
 class TritonAttention(PoolAttention):
-    """Attention by token indices: any rows, one launch a layer."""
+    """Attention by token indices: any rows at once. Lengths are read on the device, so the host waits for nothing."""
 
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
         num_rows, num_heads = len(batch.new_lens), self.kv_heads * self.fold

@@ -110,7 +110,9 @@ def _attend_kernel(
         b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_n, DIM, BLOCK_D).to(b_q.dtype)
         b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_n, DIM, BLOCK_D).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-        seen = m_n[None, :] & _seen(o_n - own, o_token, m_m, mask_row, NODES, BLOCK_NODES, WINDOW, CAUSAL)
+        seen = m_n[None, :]
+        if CAUSAL:
+            seen &= _seen(o_n - own, o_token, m_m, mask_row, NODES, BLOCK_NODES, WINDOW)
         b_acc, b_max, b_sum = _fold(tl.where(seen, b_s, float("-inf")), b_v, b_acc, b_max, b_sum)
 
     if OVERLAPS:
@@ -199,7 +201,7 @@ def _range(
     CAUSAL: tl.constexpr,
 ):
     """Keys [first, last) are seen by any query of the tile, [first, clear_end) by all of them."""
-    first = own * 0
+    first = 0
     last = kv_len
     clear_end = kv_len
     if CAUSAL:
@@ -242,23 +244,21 @@ def _seen(
     NODES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
 ):
     """[M, N]: which keys each query sees, by their place among the queries' own keys (negative: before them)."""
-    if not CAUSAL:
-        return m_m[:, None] | (column >= column)[None, :]
     if NODES == 0:
         seen = column[None, :] <= o_token[:, None]
         if WINDOW > 0:
             seen &= column[None, :] > o_token[:, None] - WINDOW
         return seen
     is_own = (column >= 0) & (column < NODES)
+    is_node = m_m & (o_token < NODES)
     nodes = mask_row + o_token[:, None] * NODES + column[None, :]
-    seen = tl.load(nodes, mask=m_m[:, None] & is_own[None, :], other=0) != 0
+    seen = tl.load(nodes, mask=is_node[:, None] & is_own[None, :], other=0) != 0
     seen |= (column < 0)[None, :]
     if WINDOW > 0:
         place = tl.where(column < 0, column, _depths(mask_row, column, is_own, NODES, BLOCK_NODES))
-        depth = _depths(mask_row, o_token, m_m, NODES, BLOCK_NODES)
+        depth = _depths(mask_row, o_token, is_node, NODES, BLOCK_NODES)
         seen &= place[None, :] > depth[:, None] - WINDOW
     return seen
 
