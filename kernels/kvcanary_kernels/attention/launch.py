@@ -11,10 +11,10 @@ from torch import Tensor
 from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
 from kvcanary_kernels.device import triton
 
-ROWS_PER_UNIT = 128  # of tiles that a multiprocessor should find, where keys can be split
+ROWS_PER_UNIT = 64  # of tiles that a multiprocessor should find, where keys can be split
 SPLIT_KEYS = 128  # fewer are not worth a split
 MOST_SPLITS = 64
-INTERPRETED_UNITS = 2  # on a CPU nothing runs side by side
+INTERPRETED_UNITS = 8  # on a CPU, where nothing runs side by side, so that tests split too
 
 
 class Tiles(NamedTuple):
@@ -32,7 +32,7 @@ def tiles_of(
     queries = max(max_q_len, 1) * (num_heads // num_kv_heads)
     block_m = min(max(_power_of_two(queries), 16), 128)
     num_tiles = triton.cdiv(queries, block_m)
-    programs = ROWS_PER_UNIT // block_m * _num_units(device)
+    programs = max(ROWS_PER_UNIT // block_m, 1) * _num_units(device)
     wanted = programs // (num_rows * num_kv_heads * num_tiles)
     return Tiles(block_m, num_tiles, max(min(wanted, max_kv_len // SPLIT_KEYS, MOST_SPLITS), 1))
 
