@@ -37,7 +37,8 @@ class EngineConfig:
     attend: "ancestors", or "columns": a draft branch reads what was written for its number before, whoever its
         ancestors are. Other engines do that; it mixes paths of the tree, which costs acceptance and never correctness.
     attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
-        draft trees on pages; "dense" is the slow reference.
+        draft trees on pages; "dense" is the slow reference. On CUDA also "triton" (token indices), "triton-paged" (page
+        tables) and "flashinfer" (token indices).
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
     max_window_tokens: slots of the target's pool where its layers have a sliding window; by default enough for all.
     context_length: longest prompt plus output; by default what the model was made for.

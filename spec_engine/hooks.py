@@ -41,6 +41,7 @@ class Forwards:
         self.num_heads = num_heads
         self.canary = canary
         self.backend = BACKENDS[backend]
+        self.backend.check_pool(pool)
         self._attention = self.backend.load()
 
     @contextmanager

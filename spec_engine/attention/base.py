@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,8 +52,13 @@ class PoolAttention:
         self.substep = substep
         self.kv_heads, self.head_dim = pool.kv.shape[-2:]
         self.fold = num_heads // self.kv_heads
-        self.bounds: list[int] = batch.kv_indptr.tolist()  # of rows in `indices`, as the canary has seen them
+        self.kv_indptr = batch.kv_indptr
         self.plan(batch, indices)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Of rows in `indices`, as the canary has seen them: on a CUDA device the host waits for them."""
+        return self.kv_indptr.tolist()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""

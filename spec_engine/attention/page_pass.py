@@ -32,8 +32,10 @@ class PagePass:
     def run(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of q ``[rows * num_new, kv_heads, fold, head_dim]``, and its LSE, without head_dim.
 
-        kv: [slots, 2, kv_heads, head_dim]. A query that sees nothing gets zeros and an LSE of -inf.
+        kv: [slots, 2, kv_heads, head_dim]. Both at least in float32. A query that sees nothing gets zeros and an LSE
+        of -inf.
         """
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
         kv = kv.view(-1, self.page_size, *kv.shape[1:])[self.tables].flatten(1, 2)  # [rows, entries, 2, heads, dim]
         entries = torch.arange(kv.shape[1], device=kv.device)
         unread = entries >= self.lens[:, None]

@@ -25,6 +25,8 @@ class BlockTableAttention(PoolAttention):
     That is true of chains and, with pages of one slot, of draft branches.
     """
 
+    pass_type = PagePass
+
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
         self.page_size = self.pool.page_size
         self.starts = batch.kv_indptr[:-1]
@@ -34,8 +36,7 @@ class BlockTableAttention(PoolAttention):
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         kv = self.pool.kv[layer]
-        exact = torch.promote_types(q.dtype, torch.float32)
-        split = q.to(exact).view(len(q), self.kv_heads, self.fold, self.head_dim)
+        split = q.view(len(q), self.kv_heads, self.fold, self.head_dim)
         outputs = [merge([part.run(kv, split[tokens]) for part in parts]) for tokens, parts in self.groups]
         return torch.cat(outputs).view_as(q).to(q.dtype)
 
@@ -51,7 +52,7 @@ class BlockTableAttention(PoolAttention):
 
     def _chain(self, tables: Tensor, rows: range, num_new: int) -> PagePass:
         own = slice(rows.start, rows.stop)
-        return PagePass(tables[own], self.lens[own], num_new, self.page_size, causal=True)
+        return self.pass_type(tables[own], self.lens[own], num_new, self.page_size, causal=True)
 
     def _tree(self, batch: ForwardBatch, mask: Tensor, indices: Tensor) -> list[PagePass]:
         num_nodes = batch.new_lens[0]
@@ -59,8 +60,8 @@ class BlockTableAttention(PoolAttention):
         own = indices[(self.starts + prefix_lens)[:, None] + torch.arange(num_nodes, device=indices.device)]
         tables = page_tables(indices, self.starts, prefix_lens, self.page_size, self.width)
         return [
-            PagePass(tables, prefix_lens, num_nodes, self.page_size),
-            PagePass(*visible_tables(own, mask), num_new=1, page_size=1),
+            self.pass_type(tables, prefix_lens, num_nodes, self.page_size),
+            self.pass_type(*visible_tables(own, mask), num_new=1, page_size=1),
         ]
 
 
@@ -81,6 +82,6 @@ class PagedAttention(BlockTableAttention):
         tables = page_tables(indices, self.starts[::topk], whole, self.page_size, self.width)
         branch_lens = tails.repeat_interleave(topk) + num_columns
         return [
-            PagePass(tables, whole, topk, self.page_size),
-            PagePass(branch_tables(own, num_columns, self.page_size), branch_lens, 1, self.page_size),
+            self.pass_type(tables, whole, topk, self.page_size),
+            self.pass_type(branch_tables(own, num_columns, self.page_size), branch_lens, 1, self.page_size),
         ]

@@ -82,13 +82,58 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
     ]
 
 
+ATTENTION = r"""
+import sys
+import triton
+from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+PLAIN = {"HEADS": 8, "FOLD": 4, "DIM": 128, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_S": 8, "PAGE": 1}
+PLAIN |= {"NODES": 0, "BLOCK_NODES": 1, "WINDOW": 0, "HAS_SPLITS": True, "CAUSAL": True}
+TREE = {"BLOCK_M": 64, "PAGE": 16, "NODES": 9, "BLOCK_NODES": 16, "WINDOW": 5, "HAS_SPLITS": False}
+CONSTANTS, POOL, FLAG, WARPS = {
+    "decode": ({}, "bf16", False, 4),
+    "prefill": ({"BLOCK_M": 128, "HAS_SPLITS": False}, "bf16", False, 8),
+    "tree": (TREE, "fp8e4nv", True, 4),
+    "float32": ({"BLOCK_N": 32, "DIM": 80, "CAUSAL": False}, "fp32", True, 4),
+}[sys.argv[1]]
+QUERIES = "fp32" if POOL == "fp32" else "bf16"
+
+def type_of(name):
+    numbers = {"scale": "fp32", "v_factor": "fp32"}
+    numbers |= {name: "i32" for name in ("n", "num_rows", "num_slots", "num_indices", "num_splits")}
+    numbers |= {name: f"*{POOL}" for name in ("k", "v")} | {name: f"*{QUERIES}" for name in ("q", "out")}
+    numbers |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale")} | {"tree_mask": "*u8"}
+    return numbers.get(name, "i32" if name.endswith("_stride") else "*i64")
+
+for function in (_attend_kernel, _merge_kernel):
+    names = {name: name.isupper() for name in function.arg_names}
+    constants = {name: (PLAIN | CONSTANTS).get(name, FLAG) for name, is_constant in names.items() if is_constant}
+    signature = {name: "constexpr" if is_constant else type_of(name) for name, is_constant in names.items()}
+    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.endswith("_stride")]
+    source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["cubin"]
+"""
+
+
+@pytest.mark.parametrize(
+    "shape", ["decode", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("prefill", "tree", "float32"))]
+)
+def test_attention_compiles_for_sm_90(shape: str, tmp_path) -> None:
+    """Both of its kernels, by what they are used for."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", ATTENTION, shape], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 WITHOUT_TRITON = """
 import sys
 
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import chain, content, count, finish, fingerprint, move, poison, seal, store, verify
+from kvcanary_kernels import attention, chain, content, count, finish, fingerprint, move, poison, seal, store, verify
 from kvcanary_kernels.record import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])

@@ -143,7 +143,7 @@ def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch
         (["--page-size", "12"], r"page_size must be a power of two, got 12"),
         (["--topk", "1", "--num-draft-tokens", "3"], r"num_draft_tokens must be num_steps \+ 1 = 6 where topk is 1"),
         (["--schedule", "async"], "schedule must be one of sync, overlap, got 'async'"),
-        (["--attention-backend", "flashinfer"], r"attention_backend must be one of torch, .*, got 'flashinfer'"),
+        (["--attention-backend", "flash"], r"attention_backend must be one of torch, .*, got 'flash'"),
         (["--kv-canary", "heal"], r"mode 'heal' does not exist yet"),
         (["--kv-canary", "loud"], r"mode must be one of off, log, raise, abort, got 'loud'"),
         (["--kv-canary-content", "some"], r"content must be one of write, rolling, full, got 'some'"),

@@ -17,8 +17,9 @@ from spec_engine import ConfigError, EngineConfig
         ({"schedule": "async"}, "schedule must be one of sync, overlap, got 'async'"),
         ({"new_token_ratio": 1.5}, r"new_token_ratio must lie in \[0, 1\], got 1.5"),
         (
-            {"attention_backend": "flashinfer"},
-            "attention_backend must be one of torch, paged, block-table, dense, got 'flashinfer'",
+            {"attention_backend": "flash"},
+            "attention_backend must be one of torch, paged, block-table, dense, triton, triton-paged, flashinfer, "
+            "got 'flash'",
         ),
         ({"dtype": "int4"}, "dtype must be one of auto, float32, float64, bfloat16, got 'int4'"),
         (

@@ -1,49 +1,98 @@
-"""Every backend against the dense reference, in float64: prefills, decodes, verified trees and draft branches."""
+"""Every backend against the dense reference: prefills, decodes, verified trees and draft branches.
+
+In float64 where a backend can; our kernels in float32 by the interpreter; and all of them in bf16 on a CUDA device.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from spec_engine.attention.backends import BACKENDS
-from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
+from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr, within_window
 from spec_engine.drafting.drafter import draft_forward
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import ancestor_mask
+from spec_engine.errors import ConfigError
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import cdiv, draft_alloc_len
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
+HEADS, KV_HEADS = 4, 2
 CPU = torch.device("cpu")
-CHAIN_BACKENDS = ["torch", "paged", "block-table"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+HOSTED = ("torch", "paged", "block-table")
+GPU_BACKENDS = [name for name in BACKENDS if name != "dense"]
+
+
+class Run(NamedTuple):
+    """A backend on a device, in a number type and a head size that it can."""
+
+    name: str
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    dim: int = 8
+
+
+Grid = Sequence[tuple[int, ...]]
+
+
+def runs(hosted: tuple[str, ...], trees: Grid = ((),), interpreted: Grid = ((),), on_gpu: Grid = ((),)) -> list:
+    """Backends by page size (and by what else is told): on the CPU, there by the interpreter, and on a GPU."""
+    kinds = [
+        ([Run(name) for name in hosted], (1, 4, 16), trees, ()),
+        ([Run(name, torch.float32) for name in ("triton", "triton-paged")], (4,), interpreted, ()),
+        ([Run(name, torch.bfloat16, "cuda", 64) for name in GPU_BACKENDS], (1, 16, 64), on_gpu, pytest.mark.gpu),
+    ]
+    return [
+        pytest.param(run, size, *tree, marks=marks, id="-".join(map(str, (run.name, run.device, size, *tree))))
+        for those, sizes, grid, marks in kinds
+        for run in those
+        for size in sizes
+        for tree in grid
+        if not tree or size == 1 or tree[0] == 1 or BACKENDS[run.name].supports_tree_pages
+    ]
 
 
 class World:
     """Requests whose pages lie in random order in a pool of random K and V; what nobody has written is NaN."""
 
-    def __init__(self, page_size: int, lens: tuple[int, ...], room: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, page_size: int, lens: tuple[int, ...], room: int, run: Run) -> None:
         torch.manual_seed(page_size + sum(lens))
         counts = [cdiv(length + room, page_size) for length in lens]
-        self.page_size, self.dtype = page_size, dtype
-        self.table = RequestTable(len(lens), max(counts) * page_size, page_size, CPU)
+        self.page_size, self.run = page_size, run
+        self.table = RequestTable(len(lens), max(counts) * page_size, page_size, torch.device(run.device))
         pages = (torch.randperm(sum(counts)) + 1).tolist()
         rows = [self.table.acquire() for _ in lens]
         for row, count in zip(rows, counts, strict=True):
             self.table.append_pages(row, 0, [pages.pop() for _ in range(count)])
         requests = tuple(SimpleNamespace(row=row) for row in rows)
         ids = tuple(f"req-{row}" for row in rows)
-        self.batch = Batch(requests, ids, torch.tensor(rows), lens, torch.tensor(lens), torch.zeros(len(lens)))
+        numbers = (self.tensor(rows), lens, self.tensor(lens), self.tensor([0] * len(lens)))
+        self.batch = Batch(requests, ids, *numbers)
         self.pool = self.new_pool(sum(counts))
         for row, length in zip(rows, lens, strict=True):
-            self.pool.kv[:, self.table.table[row, :length]] = torch.randn(1, length, 2, KV_HEADS, DIM, dtype=dtype)
+            self.pool.kv[:, self.table.table[row, :length]] = self.random(1, length, 2, KV_HEADS)
+
+    def tensor(self, values) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.run.device)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, self.run.dim, dtype=torch.float64).to(self.run.device, self.run.dtype)
+
+    def qkv(self, n: int) -> list[torch.Tensor]:
+        return [self.random(n, heads) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
     def new_pool(self, num_pages: int) -> KVPool:
-        shape = {"num_layers": 1, "num_pages": num_pages, "kv_heads": KV_HEADS, "head_dim": DIM}
-        pool = KVPool("draft", page_size=self.page_size, token_offset=1, dtype=self.dtype, device=CPU, **shape)
+        shape = {"num_layers": 1, "num_pages": num_pages, "kv_heads": KV_HEADS, "head_dim": self.run.dim}
+        kind = {"dtype": self.run.dtype, "device": torch.device(self.run.device)}
+        pool = KVPool("draft", page_size=self.page_size, token_offset=1, **kind, **shape)
         pool.kv[:, self.page_size :] = torch.nan
         return pool
 
@@ -58,47 +107,45 @@ def attention(name: str, pool: KVPool, forward: ForwardBatch, qkv: list[torch.Te
     return opened.attend(0, *qkv)
 
 
-def random_qkv(n: int) -> list[torch.Tensor]:
-    return [torch.randn(n, heads, DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+def expect_close(output: torch.Tensor, expected: torch.Tensor, run: Run) -> None:
+    torch.testing.assert_close(output, expected, rtol=TOLERANCE[run.dtype], atol=TOLERANCE[run.dtype])
 
 
-def expect_equal(name: str, world: World, forward: ForwardBatch) -> None:
-    qkv = random_qkv(len(forward.slots))
+def expect_equal(world: World, forward: ForwardBatch) -> None:
+    qkv = world.qkv(len(forward.slots))
     expected = attention("dense", world.copy(), forward, qkv)
-    torch.testing.assert_close(attention(name, world.copy(), forward, qkv), expected, rtol=1e-12, atol=1e-12)
+    expect_close(attention(world.run.name, world.copy(), forward, qkv), expected, world.run)
 
 
 @pytest.mark.parametrize("new_lens", [(1, 1, 1), (4, 4, 4), (1, 7, 3)], ids=str)
 @pytest.mark.parametrize("lens", [(0, 5, 16), (31, 32, 33)], ids=str)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", CHAIN_BACKENDS)
-def test_chains_equal_the_dense_reference(name, page_size, lens, new_lens):
+@pytest.mark.parametrize(("run", "page_size"), runs(HOSTED))
+def test_chains_equal_the_dense_reference(run, page_size, lens, new_lens):
     """Decodes, prefills and extends, with prefixes that end anywhere in a page and none at all."""
-    world = World(page_size, lens, room=8)
-    tokens = torch.zeros(sum(new_lens), dtype=torch.int64)
-    expect_equal(name, world, chain_forward("extend", 0, world.batch, world.table, tokens, new_lens))
+    world = World(page_size, lens, room=8, run=run)
+    tokens = world.tensor([0] * sum(new_lens))
+    expect_equal(world, chain_forward("extend", 0, world.batch, world.table, tokens, new_lens))
 
 
 @pytest.mark.parametrize("lens", [(3, 17), (16, 1, 38)], ids=str)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", CHAIN_BACKENDS)
-def test_verified_trees_equal_the_dense_reference(name, page_size, lens):
+@pytest.mark.parametrize(("run", "page_size"), runs(HOSTED))
+def test_verified_trees_equal_the_dense_reference(run, page_size, lens):
     """Random trees of nine nodes: every node sees its prefix, its ancestors and itself."""
     num_nodes = 9
-    world = World(page_size, lens, room=num_nodes)
-    parents = torch.tensor([[-1, *(int(torch.randint(0, n, ())) for n in range(1, num_nodes))] for _ in lens])
+    world = World(page_size, lens, room=num_nodes, run=run)
+    parents = world.tensor([[-1, *(int(torch.randint(0, n, ())) for n in range(1, num_nodes))] for _ in lens])
     rows = [
         world.table.table[request.row, : s + num_nodes] for request, s in zip(world.batch.requests, lens, strict=True)
     ]
     kv_lens = tuple(length + num_nodes for length in lens)
-    nowhere = torch.zeros(len(lens) * num_nodes, dtype=torch.int64)
+    nowhere = world.tensor([0] * len(lens) * num_nodes)
     forward = ForwardBatch(
         kind="verify",
         index=0,
         requests=world.batch.ids,
         rows_per_request=1,
         prefix_lens=world.batch.lens_tensor,
-        kv_indptr=indptr(kv_lens, CPU),
+        kv_indptr=indptr(kv_lens, nowhere.device),
         kv_indices=concat(rows),
         kv_lens=kv_lens,
         new_lens=(num_nodes,) * len(lens),
@@ -107,7 +154,7 @@ def test_verified_trees_equal_the_dense_reference(name, page_size, lens):
         positions=nowhere,
         tree_mask=ancestor_mask(parents, num_nodes),
     )
-    expect_equal(name, world, forward)
+    expect_equal(world, forward)
 
 
 class Drafts:
@@ -137,36 +184,66 @@ class Drafts:
         return draft_forward(self.world.batch, step, self.prefixes, self.path, torch.zeros_like(parents))
 
 
-GRID = [(1, 4), (2, 3), (4, 6)]
-
-
 @pytest.mark.parametrize("lens", [(7, 8), (16, 3, 41)], ids=str)
 @pytest.mark.parametrize(
-    ("name", "page_size", "topk", "num_steps"),
-    [
-        *((name, page_size, *tree) for name in ("torch", "paged") for page_size in (1, 4, 16) for tree in GRID),
-        *(("block-table", 1, *tree) for tree in GRID),
-        *(("block-table", page_size, 1, 4) for page_size in (4, 16)),
-    ],
+    ("run", "page_size", "topk", "num_steps"),
+    runs(HOSTED, [(1, 4), (2, 3), (4, 6)], interpreted=[(2, 3)], on_gpu=[(1, 4), (4, 6)]),
 )
-def test_draft_branches_equal_the_dense_reference(name, page_size, lens, topk, num_steps):
+def test_draft_branches_equal_the_dense_reference(run, page_size, lens, topk, num_steps):
     """Every branch reads its prefix and its own ancestors, whichever branches the selection let it descend from."""
-    world = World(page_size, lens, room=draft_alloc_len(page_size, topk, num_steps, 2))
-    whole_pages = BACKENDS[name].reads_pages and page_size > 1
+    world = World(page_size, lens, room=draft_alloc_len(page_size, topk, num_steps, 2), run=run)
+    whole_pages = BACKENDS[run.name].reads_pages and page_size > 1
     expected, own = (Drafts(world, topk, num_steps, pages) for pages in (False, whole_pages))
     for step in range(num_steps - 1):
-        parents = torch.randint(0, topk if step else 1, (len(lens), topk))
-        qkv = random_qkv(parents.numel())
+        parents = torch.randint(0, topk if step else 1, (len(lens), topk)).to(run.device)
+        qkv = world.qkv(parents.numel())
         reference = attention("dense", expected.pool, expected.forward(step, parents), qkv)
-        output = attention(name, own.pool, own.forward(step, parents), qkv)
-        torch.testing.assert_close(output, reference, rtol=1e-12, atol=1e-12)
+        expect_close(attention(run.name, own.pool, own.forward(step, parents), qkv), reference, run)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [1, 5, 20])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_windows_equal_the_dense_reference(name, window):
+    """Rows that begin behind position 0, each token within its window."""
+    run = Run(name, torch.float32)
+    world = World(4, (31, 3), room=8, run=run)
+    forward = chain_forward("extend", 0, world.batch, world.table, world.tensor([0] * 7), (4, 3))
+    expect_equal(world, within_window(forward, window))
+
+
+@pytest.mark.parametrize("name", ["torch", "paged", "block-table", "dense"])
 def test_the_output_has_the_type_of_the_query(name):
     """16-bit values come back as such, as close to the reference as they can be."""
-    world = World(4, (5,), room=4, dtype=torch.bfloat16)
-    forward = chain_forward("decode", 0, world.batch, world.table, torch.zeros(1, dtype=torch.int64), (1,))
-    qkv = [values.bfloat16() for values in random_qkv(1)]
-    expected, output = (attention(each, world.copy(), forward, qkv) for each in ("dense", name))
-    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    world = World(4, (5,), room=4, run=Run(name, torch.bfloat16))
+    forward = chain_forward("decode", 0, world.batch, world.table, world.tensor([0]), (1,))
+    expect_equal(world, forward)
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "message"),
+    [
+        ("flashinfer", Run("", torch.bfloat16, dim=64), "needs the package flashinfer, which is not installed"),
+        ("triton", Run(""), "computes in float32 or bfloat16 or float16, got float64"),
+    ],
+    ids=["package", "dtype"],
+)
+def test_a_backend_that_cannot_run_says_so(name, run, message, monkeypatch):
+    """One sentence: what it needs, and which ones run here."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    pool = World(4, (5,), room=4, run=run).pool
+    with pytest.raises(ConfigError, match=f"attention_backend '{name}' {message}: those that run here are torch, pag"):
+        BACKENDS[name].check_pool(pool)
+
+
+def test_kernels_need_a_cuda_device_or_the_interpreter(monkeypatch):
+    """On a CPU they run where Triton interprets them, which is for tests."""
+    pool = World(4, (5,), room=4, run=Run("", torch.float32)).pool
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    BACKENDS["triton"].check_pool(pool)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError) as refusal:
+        BACKENDS["triton-paged"].check_pool(pool)
+    assert str(refusal.value) == (
+        "attention_backend 'triton-paged' needs a CUDA device, got cpu: those that run here are torch, paged, "
+        "block-table, dense"
+    )

@@ -1,0 +1,80 @@
+"""Our Triton kernel behind the engine: by token indices, and by whole pages in passes that are merged."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.attention import attention_workspace, paged_attention
+from spec_engine.attention.base import PoolAttention
+from spec_engine.attention.page_pass import PagePass
+from spec_engine.attention.paged import PagedAttention
+from spec_engine.core import ForwardBatch, indptr
+
+
+class TritonAttention(PoolAttention):
+    """Attention by token indices: any rows at once. Lengths are read on the device, so the host waits for nothing."""
+
+    def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
+        num_rows, num_heads = len(batch.new_lens), self.kv_heads * self.fold
+        longest = {"max_q_len": max(batch.new_lens), "max_kv_len": max(batch.kv_lens)}
+        self.operands = {
+            "kv_indptr": batch.kv_indptr,
+            "kv_indices": indices,
+            "q_indptr": indptr(batch.new_lens, indices.device),
+            "tree_mask": None if batch.tree_mask is None else batch.tree_mask.contiguous(),
+            "window": batch.window,
+            "workspace": attention_workspace(
+                len(batch.slots),
+                num_heads,
+                self.kv_heads,
+                self.head_dim,
+                rows=num_rows,
+                device=indices.device,
+                **longest,
+            ),
+            "scale": self.head_dim**-0.5,
+            **longest,
+        }
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        k, v = self.pool.kv[layer].unbind(1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged_attention(q, k, v, out=out, **self.operands)
+        return out
+
+
+class TritonPass(PagePass):
+    """A `PagePass` by the kernel, in float32."""
+
+    def run(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        heads = q.flatten(1, 2)
+        out = torch.empty(heads.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(heads.shape[:2], dtype=torch.float32, device=q.device)
+        k, v = kv.unbind(1)
+        paged_attention(heads, k, v, scale=q.shape[-1] ** -0.5, out=out, lse=lse, **self._operands)
+        return out.view(q.shape), lse.view(q.shape[:-1])
+
+    @cached_property
+    def _operands(self) -> dict:
+        """What is the same in all layers: rows of equally wide tables and equally many queries."""
+        num_rows, width = self.tables.shape
+        rows = torch.arange(num_rows + 1, device=self.tables.device)
+        return {
+            "kv_indptr": rows * width,
+            "kv_indices": self.tables.flatten(),
+            "kv_lens": self.lens.contiguous(),
+            "q_indptr": rows * self.num_new,
+            "max_kv_len": width * self.page_size,
+            "max_q_len": self.num_new,
+            "page_size": self.page_size,
+            "causal": self.causal,
+        }
+
+
+class TritonPages(PagedAttention):
+    """Attention by page tables: a pass over the prefix, one over what is new, merged by their LSE."""
+
+    pass_type = TritonPass
