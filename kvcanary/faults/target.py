@@ -109,6 +109,7 @@ class Target(Protocol):
     rng: every choice of a fault comes from here; turn: number of the run, for what should be tried one by one.
     chosen: choices that the caller has made ("layer", "pool", "part"), which are not drawn.
     pools: by name, those that the canary protects; canary: for lifecycle calls that the engine does not make.
+    prompts: what `submit` was given, in order.
     """
 
     setup: Setup
@@ -118,6 +119,7 @@ class Target(Protocol):
     chosen: Mapping[str, Any]
     pools: Mapping[str, PoolView]
     canary: CanaryManager
+    prompts: list[Sequence[int]]
 
     def running(self) -> Sequence[Running]:
         """Requests past their prefill, which the next step goes on with."""

@@ -11,7 +11,9 @@ from multiprocessing import get_context
 from kvcanary.faults.catalogue import faults, find
 from kvcanary.faults.fault import READY, Fault
 from kvcanary_tools.campaign.configurations import Plan, setup_for
-from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Result, Run, perform
+from kvcanary_tools.campaign.runs import Result, perform
+from kvcanary_tools.campaign.switches import can_switch_off
+from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET, Run
 
 BATCH = 8  # runs that a worker takes at a time
 SEED_STEP = 2  # seeds keep their parity: the rules of the ranker are tuned on even ones
@@ -34,7 +36,7 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
         setups = {name: setup for name, base in plan.setups.items() if (setup := setup_for(fault, base)) is not None}
         count = runs or max(plan.runs, len(setups))
         kinds = {FAULTY: count}
-        if fault.is_seen:
+        if can_switch_off(fault.expected):
             kinds[DISABLED] = min(count, plan.disabled)
         if fault.quiet is not None:
             kinds[QUIET] = min(count, plan.quiet)
@@ -54,11 +56,6 @@ def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
     with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _one_thread) as pool:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
-
-
-def within_of(runs: Sequence[Run]) -> dict[str, int]:
-    """By fault, steps in which it must be found."""
-    return {name: find(name).within for name in {run.fault for run in runs} if name}
 
 
 def _perform_all(runs: Sequence[Run]) -> list[Result]:
