@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from kvcanary import Finding, KVCanaryError, KVCorruptionError
@@ -47,8 +48,16 @@ class Result:
 
 def perform(run: Run) -> Result:
     """The run, from its seed, and what it shows."""
-    fault = find(run.fault) if run.fault else None
+    if run.kind == CLEAN:
+        return replace(_clean(replace(run, config="")), run=run)
+    fault = find(run.fault)
     return _judged(run, fault, play(run, fault))
+
+
+@cache
+def _clean(run: Run) -> Result:
+    """Clean twins are shared by all faults of one setup and seed."""
+    return _judged(run, None, play(run, None))
 
 
 def _judged(run: Run, fault: Fault | None, ended: Played) -> Result:

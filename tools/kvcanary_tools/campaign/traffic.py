@@ -122,7 +122,10 @@ def _drive(
                 engine.submit(bench.prompt(rng, setup), params)
             if striker is not None and target.step > warm and target.is_decoding and striker(target):
                 striker = None
-            played.left += _step(target, armed)
+            try:
+                played.left += _step(target, armed)
+            finally:
+                played.step = engine.metrics.num_steps  # an error may be held back until clean tokens have left
     except Exception as error:  # a fault may end in anything
         played.error = error
     played.strike = target.strike or _of_build(armed)
