@@ -10,6 +10,7 @@ from multiprocessing import get_context
 
 from kvcanary.faults.catalogue import faults, find
 from kvcanary.faults.fault import READY, Fault
+from kvcanary_tools import console
 from kvcanary_tools.campaign.configurations import Plan, setup_for
 from kvcanary_tools.campaign.runs import Result, perform
 from kvcanary_tools.campaign.switches import can_switch_off
@@ -53,7 +54,7 @@ def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
         yield from map(perform, runs)
         return
     batches = [runs[start : start + BATCH] for start in range(0, len(runs), BATCH)]
-    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker) as pool:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
 
@@ -62,10 +63,11 @@ def _perform_all(runs: Sequence[Run]) -> list[Result]:
     return [perform(run) for run in runs]
 
 
-def _one_thread() -> None:
+def _begin_worker() -> None:
     import torch
 
     torch.set_num_threads(1)
+    console.log_to_stderr()
 
 
 def default_workers() -> int:

@@ -57,6 +57,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     from kvcanary.faults.catalogue import find
     from kvcanary_tools.campaign.museum import visit
 
+    console.log_to_stderr()
     with usage_failures():
         fault = find(name)
     room = visit(fault)

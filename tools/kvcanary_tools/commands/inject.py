@@ -55,6 +55,7 @@ def command(
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
     from kvcanary_tools.campaign.runner import chosen, default_workers, runs_of
 
+    console.log_to_stderr()
     with usage_failures():
         planned = runs_of(chosen(names), PLANS[config], runs, seed)
     if not planned:
