@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from kvcanary.faults.draft import CHUNK, has_deep_branches, read_other_parents
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.reach import any_entry, any_layer, entry_at, overwrite, submit_prompt, words_of, written_of
+from kvcanary.faults.reach import (
+    any_entry,
+    any_layer,
+    entry_at,
+    is_private,
+    overwrite,
+    submit_prompt,
+    words_of,
+    written_of,
+)
 from kvcanary.faults.target import Call, Target
 
 PAGES_BACK = 3  # by which a compressed position lags: an image stands for many
@@ -132,7 +141,7 @@ def _read_by_position_alone(target: Target) -> bool:
         return False
     mine, theirs = target.rng.sample(running, 2)
     whole = min(mine.committed_len, theirs.committed_len) // size
-    pages = [page for page in range(whole) if int(mine.slots[page * size]) != int(theirs.slots[page * size])]
+    pages = [page for page in range(whole) if is_private(target, theirs.pages[page])]
     if not pages:
         return False
     page = target.rng.choice(pages)

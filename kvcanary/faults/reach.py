@@ -114,6 +114,13 @@ def own_state(target: Target, view: PoolView) -> PoolState:
     return target.canary._state.by_name[view.name]
 
 
+def is_private(target: Target, page: int) -> bool:
+    """Whether the page is one request's alone, and no cache's."""
+    from kvcanary_kernels.record import SHARED
+
+    return int(target.canary._state.page_states[page]) != SHARED
+
+
 def mask_of(bit: int) -> int:
     """One bit of a signed 32-bit word."""
     return 1 << bit if bit < SIGN_BIT else -(1 << bit)
