@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_chunk, check_chunk_feed, check_window
 from spec_engine.acceptance.acceptor import Acceptor, Decision, Nodes
 from spec_engine.acceptance.logprobs import TokenLogProb
@@ -175,6 +176,7 @@ class Runner:
         """Bring accepted nodes of the requests ``going`` to the front of their window, K/V and records."""
         windows = forward.slots.view(len(accepted), -1)
         moves = [(b, node, place) for b in going for place, node in enumerate(accepted[b].nodes) if node != place]
+        moves = seam("draft.rewind_by_count", moves)
         if not moves:
             return
         rows, nodes, places = torch.tensor(moves, device=self.device).unbind(1)
@@ -206,6 +208,7 @@ class Runner:
         lens = [len(accepted[b].tokens) for b in going]
         before = batch if len(going) == len(batch) else batch.select(going)
         features = drafter.features(output, torch.tensor(rows, device=self.device))
+        features = seam("draft.approximate_features", features)
         drafter.extend("extend", before, torch.tensor(tokens, device=self.device), features, lens)
 
     # parts of both
