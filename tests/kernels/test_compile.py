@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"width", "page_size", "null_slots", "pool_id"}
-NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site"}
+NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail"}
 FLAGS = sys.argv[1] == "with"
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
@@ -69,6 +69,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_count_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
+        "_index_rows_kernel",
         "_plan_kernel",
         "_poison_check_kernel",
         "_poison_fill_kernel",
