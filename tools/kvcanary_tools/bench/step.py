@@ -1,14 +1,16 @@
 """What the canary costs a captured decode step of an 8B model: ``python -m kvcanary_tools.bench.step``.
 
 Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, the pool full,
-overlap schedule. Engines without a canary, with ``content=write`` and with the default rolling check take turns,
-ROUNDS times STEPS steps each; a step is timed from the host, with the device idle before the first and after the last.
+overlap schedule. An engine without a canary takes turns with one of ``content=write`` and with one of the default
+rolling check, ROUNDS times STEPS steps each; a step is timed from the host, with the device idle before the first and
+after the last.
 The floor is the bytes that a step must read over what a plain read of the same device reaches in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import time
@@ -63,7 +65,7 @@ def main(batches: Sequence[int]) -> None:
     }
     save("gpu_step", result)
     for row in rows:
-        print(f"batch {row['batch']}: off {row['ms']['off']:.3f} ms, {row['over_floor']:.2f} x the floor", end="")
+        print(f"batch {row['batch']}: off {row['off_ms']:.3f} ms, {row['over_floor']:.2f} x the floor", end="")
         for name, ratio in row["over_off"].items():
             print(f"   {name} x{ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f})", end="")
         print()
@@ -90,34 +92,43 @@ def random_decoder(config: dict) -> Decoder:
 
 
 def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
-    engines = {name: _engine(size, model, canary) for name, canary in CANARIES.items()}
-    for name, engine in engines.items():
-        progress(f"batch {size}: prompts, canary {name}")
-        _fill(engine, size)
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(ROUNDS):
-        order = list(engines.items())
-        for name, engine in order if number % 2 else reversed(order):
-            seconds[name].append(_timed(engine))
-    ratios = {
-        name: [on / off for on, off in zip(times, seconds["off"], strict=True)] for name, times in seconds.items()
-    }
-    off = median(seconds["off"])
+    pairs = {name: _one_pair(size, model, name) for name in CANARIES if name != "off"}
+    off = median(second for pair in pairs.values() for second in pair["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
-    cached = size * PROMPT_LEN * engines["off"].pools["target"].kv[:, 0].nbytes
-    canary = engines["rolling"].canary
+    config = model.config
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed_weight.itemsize
+    floor = (weights + size * PROMPT_LEN * token_bytes) / ceiling / 1e12
     return {
         "batch": size,
-        "ms": {name: round(1e3 * median(times), 4) for name, times in seconds.items()},
-        "over_off": {
-            name: {"median": round(median(r), 4), "min": round(min(r), 4), "max": round(max(r), 4)}
-            for name, r in ratios.items()
-            if name != "off"
-        },
-        "floor_ms": round(1e3 * (weights + cached) / ceiling / 1e12, 4),
-        "over_floor": round(off / ((weights + cached) / ceiling / 1e12), 4),
-        "certificate": None if canary is None else canary.certificate(),
+        "off_ms": round(1e3 * off, 4),
+        "floor_ms": round(1e3 * floor, 4),
+        "over_floor": round(off / floor, 4),
+        "over_off": {name: _spread(pair) for name, pair in pairs.items()},
+        "certificates": {name: pair["certificate"] for name, pair in pairs.items()},
     }
+
+
+def _one_pair(size: int, model: Decoder, name: str) -> dict:
+    """Seconds of a step by round, without a canary and with the one of that name; two pools fit into the memory."""
+    engines = {mode: _engine(size, model, CANARIES[mode]) for mode in ("off", name)}
+    for mode, engine in engines.items():
+        progress(f"batch {size}: prompts, canary {mode}")
+        _fill(engine, size)
+    seconds: dict[str, list[float]] = {mode: [] for mode in engines}
+    for number in range(ROUNDS):
+        order = list(engines.items())
+        for mode, engine in order if number % 2 else reversed(order):
+            seconds[mode].append(_timed(engine))
+    certificate = engines[name].canary.certificate()
+    engines.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"off": seconds["off"], "on": seconds[name], "certificate": certificate}
+
+
+def _spread(pair: dict) -> dict:
+    ratios = [on / off for on, off in zip(pair["on"], pair["off"], strict=True)]
+    return {"median": round(median(ratios), 4), "min": round(min(ratios), 4), "max": round(max(ratios), 4)}
 
 
 def _engine(size: int, model: Decoder, canary: CanaryConfig) -> Engine:
