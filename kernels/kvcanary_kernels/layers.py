@@ -111,8 +111,8 @@ def add_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total
             normed.stride(0),
             eps,
             SIZE=size,
-            BLOCK=triton.next_power_of_2(size),
-            num_warps=min(16, max(1, size // 512)),
+            HAS_DELTA=True,
+            **_whole_rows(size),
         )
 
 
@@ -120,8 +120,28 @@ def add_norm_torch(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *,
     """The torch reference of `add_norm`."""
     _expect_rows(hidden, delta, weight, total, normed)
     torch.add(hidden, delta, out=total)
-    x = total.to(torch.promote_types(hidden.dtype, torch.float32))
-    normed.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight)
+    norm_torch(total, weight, eps, normed=normed)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
+    """The RMS norm of x [n, size] times weight [size], in float32: `add_norm` without a delta. May be captured."""
+    _expect_rows(x, x, weight, x, normed)
+    n, size = x.shape
+    if n:
+        strides = x.stride(0), x.stride(0), x.stride(0), normed.stride(0)
+        _add_norm_kernel[(n,)](x, x, weight, x, normed, *strides, eps, SIZE=size, HAS_DELTA=False, **_whole_rows(size))
+
+
+def norm_torch(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
+    """The torch reference of `norm`."""
+    _expect_rows(x, x, weight, x, normed)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed.copy_(exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight)
+
+
+def _whole_rows(size: int) -> dict[str, int]:
+    """Launch options of a program that holds a row of this size."""
+    return {"BLOCK": triton.next_power_of_2(size), "num_warps": min(16, max(1, size // 512))}
 
 
 @triton.jit
@@ -187,15 +207,17 @@ def _add_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < SIZE
     b_x = tl.load(hidden + i_n * hidden_stride + o_d, mask=m_d, other=0).to(tl.float32)
-    b_x += tl.load(delta + i_n * delta_stride + o_d, mask=m_d, other=0).to(tl.float32)
-    b_rounded = b_x.to(total.dtype.element_ty)
-    tl.store(total + i_n * total_stride + o_d, b_rounded, mask=m_d)
-    b_x = b_rounded.to(tl.float32)
+    if HAS_DELTA:
+        b_x += tl.load(delta + i_n * delta_stride + o_d, mask=m_d, other=0).to(tl.float32)
+        b_rounded = b_x.to(total.dtype.element_ty)
+        tl.store(total + i_n * total_stride + o_d, b_rounded, mask=m_d)
+        b_x = b_rounded.to(tl.float32)
     b_x *= 1 / tl.sqrt(tl.sum(b_x * b_x) / SIZE + eps)
     b_weight = tl.load(weight + o_d, mask=m_d, other=0).to(tl.float32)
     tl.store(normed + i_n * normed_stride + o_d, b_x * b_weight, mask=m_d)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcanary_kernels.layers import add_norm, gated, rotate
+from kvcanary_kernels.layers import add_norm, gated, norm, rotate
 from spec_engine.models.config import ModelConfig, RopeScaling, rope_frequencies
 
 
@@ -55,8 +55,7 @@ class Decoder(nn.Module):
             if layer.layer in tap_layers:
                 taps.append(hidden)
             hidden = layer(hidden, rotation, kv)
-        config = self.config
-        hidden = F.rms_norm(hidden, (config.hidden_size,), self.norm_weight, config.rms_norm_eps)
+        hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ class DecoderLayer(nn.Module):
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
         if self.input_norm_weight is not None:
-            x = F.rms_norm(x, self.norm_shape, self.input_norm_weight, self.eps)
+            x = rms_norm(x, self.input_norm_weight, self.eps)
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], self.num_heads_all, 2 * self.half_dim)
         if is_fused(qkv):
             return self._rotated_in_place(qkv, rotation)
@@ -198,6 +197,15 @@ class RotaryTable(nn.Module):
         rows = F.embedding(positions, self.table).view(positions.shape[0], 2, 1, self.head_dim)
         cos, sin = rows.unbind(1)
         return cos, sin
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, size] over the root of its mean square, times weight [size]."""
+    if not is_fused(x):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    normed = torch.empty_like(x)
+    norm(x, weight, eps, normed=normed)
+    return normed
 
 
 def is_fused(x: Tensor) -> bool:

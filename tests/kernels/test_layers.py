@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.layers import add_norm, add_norm_torch, gated, gated_torch, rotate, rotate_torch
+from kvcanary_kernels.layers import (
+    add_norm,
+    add_norm_torch,
+    gated,
+    gated_torch,
+    norm,
+    norm_torch,
+    rotate,
+    rotate_torch,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # Triton's interpreter cuts bf16 off
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -79,6 +88,11 @@ def test_add_norm_adds_and_norms(dtype, n: int, size: int, device: str) -> None:
     add_norm_torch(hidden, delta, weight, 1e-6, total=twin[0], normed=twin[1])
     expect_close(twin[0], exact)
     expect_close(twin[1], normed.double())
+    alone, twin_alone = torch.full_like(total, POISON), torch.empty_like(total)
+    norm(total, weight, 1e-6, normed=alone)
+    norm_torch(twin[0], weight, 1e-6, normed=twin_alone)
+    assert torch.equal(alone, normed)
+    assert torch.equal(twin_alone, twin[1])
 
 
 def test_operands_of_other_shapes_are_refused() -> None:
