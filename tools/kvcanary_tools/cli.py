@@ -15,7 +15,7 @@ import click
 import kvcanary
 from kvcanary_tools import console
 
-COMMANDS = ("generate", "serve", "top", "demo", "doctor", "faults", "inject", "windows")
+COMMANDS = ("generate", "serve", "top", "demo", "doctor", "faults", "inject", "windows", "bench")
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
 
@@ -85,6 +85,8 @@ def main(ctx: click.Context) -> None:
     kvcanary inject      make every fault in many configurations, and measure what is found
     kvcanary serve       answer OpenAI's clients over HTTP
     kvcanary top         watch a running server
+    kvcanary windows     compare the windows of a sliding-window model with its books
+    kvcanary bench       measure what the canary finds and costs
     kvcanary generate    complete your own prompts, for example:
 
     \b

@@ -49,7 +49,7 @@ CANARIES = {
 }
 
 
-def main(batches: Sequence[int]) -> None:
+def main(batches: Sequence[int] = BATCHES) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
