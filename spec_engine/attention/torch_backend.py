@@ -80,7 +80,7 @@ class TorchAttention(PoolAttention):
         if batch.window is not None:
             place = torch.where(column < 0, column, depths[:, None].expand(-1, num_new, -1).gather(2, node))
             visible &= place > depths[:, :, None] - batch.window
-        mask = torch.zeros(visible.shape, dtype=self.pool.kv.dtype, device=device).masked_fill_(~visible, -torch.inf)
+        mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=device).masked_fill_(~visible, -torch.inf)
         return mask.repeat(1, self.fold, 1)[:, None]
 
 

@@ -67,7 +67,7 @@ class Drafter:
         self._drawn = DrawnDrafts(head, num_rows, device) if draws else None
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.kv.dtype, device=device)
+        self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.dtype, device=device)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ class Sizes:
     ahead: entries that the draft pool holds beyond the committed length.
     reserve: slots that a running request owns past the committed length which the host knows.
     context_length: longest prompt plus output; row_width: columns of a request-table row.
-    pool_bytes: K and V by pool; table_bytes: the request table; canary_bytes: records and fingerprints, 0 without one.
+    pool_bytes: K, V and their scales by pool; table_bytes: the request table.
+    canary_bytes: records and fingerprints, 0 without one.
     """
 
     page_size: int
