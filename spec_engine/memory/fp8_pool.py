@@ -31,8 +31,8 @@ class Fp8Pool(KVPool):
         super().__init__(name, dtype=E4M3, **settings)
         self.dtype = dtype
         self.scales = torch.zeros(self.kv.shape[:3], dtype=torch.float32, device=self.kv.device)
-        self.parts = (self.kv, self.scales)
-        self._bytes = list(self.kv.view(torch.uint8))
+        self._bytes = self.kv.view(torch.uint8)  # not every operation knows 8-bit floats
+        self.parts = (self._bytes, self.scales)
 
     def store(
         self,
@@ -44,14 +44,15 @@ class Fp8Pool(KVPool):
     ) -> None:
         """Quantise k, v ``[n, kv_heads, head_dim]`` of one layer; write them and their scales at ``slots [n]``."""
         values, scales = quantise(torch.stack((k, v), 1))
-        self._bytes[layer].index_copy_(0, slots, values.view(torch.uint8))  # which knows no 8-bit floats on a CPU
+        self._bytes[layer].index_copy_(0, slots, values.view(torch.uint8))
         self.scales[layer].index_copy_(0, slots, scales)
         if substep is not None:
             substep.store(layer, *values.unbind(1), *scales.unbind(1))
 
     def load(self, layer: int, indices: Tensor) -> Tensor:
         """K and V of one layer at ``indices [n]``: ``[n, 2, kv_heads, head_dim]`` in ``dtype``."""
-        return dequantise(super().load(layer, indices), self.scales[layer].index_select(0, indices), self.dtype)
+        values, scales = (part[layer].index_select(0, indices) for part in self.parts)
+        return dequantise(values.view(E4M3), scales, self.dtype)
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """All K and V of one layer as they lie, ``[slots, 2, kv_heads, head_dim]``, and their scales ``[slots, 2]``."""
