@@ -22,10 +22,10 @@ GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
 def toy_engine(folder, **settings) -> Engine:
     """A random 8-layer model in float64, as sure of a token as random weights are; the canary looks at everything."""
     defaults = {"draft": "none", "page_size": 4, "max_total_tokens": 1024, "prefill_chunk_tokens": 16, "canary": WHOLE}
-    settings = defaults | {"kv_cache_dtype": "fp8_e4m3"} | settings
+    settings = defaults | {"kv_cache_dtype": "fp8_e4m3", "dtype": "float64"} | settings
     if settings["draft"] == "standalone":
         settings["draft_model"] = str(folder)
-    return Engine(EngineConfig(model=str(folder), dtype="float64", **settings))
+    return Engine(EngineConfig(model=str(folder), **settings))
 
 
 def tokens_of(engine: Engine, prompts=PROMPTS) -> list[tuple[int, ...]]:
@@ -160,3 +160,26 @@ def test_a_pool_of_the_models_numbers_has_no_scales(toy_model):
     assert type(pool) is KVPool
     assert pool.kv.dtype is pool.dtype is torch.float64
     assert pool.parts == (pool.kv,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "paged", "triton", "triton-paged"])
+@pytest.mark.parametrize("draft", ["eagle3", "standalone"])
+def test_drafting_changes_no_token_on_cuda(toy_model, draft, backend):
+    """8-bit pools on a GPU, in float32: the tokens of plain decoding, no finding, whichever backend reads."""
+    settings = {"device": "cuda", "dtype": "float32", "attention_backend": backend}
+    expected = tokens_of(toy_engine(toy_model, **settings | {"attention_backend": "torch"}))
+    engine = toy_engine(toy_model, draft=draft, topk=2, num_steps=3, **settings)
+    assert tokens_of(engine) == expected
+    assert engine.canary.certificate()["findings"] == []
+
+
+@pytest.mark.gpu
+def test_scales_come_back_with_retracted_requests_on_cuda(toy_model):
+    """Pinned host memory, side streams."""
+    settings = {"device": "cuda", "dtype": "float32", "draft": "eagle3", "topk": 2, "num_steps": 3}
+    expected = tokens_of(toy_engine(toy_model, **settings))
+    engine = toy_engine(toy_model, max_total_tokens=128, new_token_ratio=0.0, host_pages=64, **settings)
+    assert tokens_of(engine) == expected
+    assert engine.metrics.restored_tokens
+    assert engine.canary.certificate()["findings"] == []

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from spec_engine.attention.backends import BACKENDS
+from spec_engine.attention.backends import BACKENDS, Needs
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr, within_window
 from spec_engine.drafting.drafter import draft_forward
 from spec_engine.drafting.layout import branch_positions
@@ -236,6 +237,18 @@ def test_a_backend_that_cannot_run_says_so(name, run, message, monkeypatch):
         BACKENDS[name].check_pool(pool)
 
 
+def test_8_bit_pools_are_refused_by_what_knows_no_scales(monkeypatch):
+    """The sentence names those that do; our kernels are among them."""
+    monkeypatch.setitem(BACKENDS, "flashinfer", replace(BACKENDS["flashinfer"], needs=Needs(own_types=True)))
+    pool = Fp8World(4, (5,), room=4, run=Run("", torch.float32)).fp8_copy()
+    with pytest.raises(ConfigError) as refusal:
+        BACKENDS["flashinfer"].check_pool(pool)
+    assert str(refusal.value) == (
+        "attention_backend 'flashinfer' knows no scales of single rows, got a pool of float8_e4m3fn: those that run "
+        "here are torch, paged, block-table, dense, triton, triton-paged"
+    )
+
+
 def test_kernels_need_a_cuda_device_or_the_interpreter(monkeypatch):
     """On a CPU they run where Triton interprets them, which is for tests."""
     pool = World(4, (5,), room=4, run=Run("", torch.float32)).pool
@@ -299,7 +312,7 @@ def test_8_bit_pools_are_read_as_what_their_numbers_stand_for(run, page_size, ne
 
 @pytest.mark.parametrize("lens", [(7, 8), (16, 3, 41)], ids=str)
 @pytest.mark.parametrize(
-    ("run", "page_size", "topk", "num_steps"), runs((*HOSTED, "dense"), [(4, 6)], interpreted=[(2, 3)])
+    ("run", "page_size", "topk", "num_steps"), runs((*HOSTED, "dense"), [(4, 6)], interpreted=[(2, 3)], on_gpu=[(4, 6)])
 )
 def test_branches_over_8_bit_pools_equal_the_dense_reference(run, page_size, lens, topk, num_steps):
     """Prefix tails and ancestors are copied into the pages of a branch with their scales."""

@@ -159,3 +159,16 @@ def test_scales_are_counted_and_protected():
     view = pool.view()
     assert [part.name for part in view.parts] == ["K", "V", "k_scale", "v_scale"]
     assert view.slot_bytes * view.num_slots == pool.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gpu_quantises_to_the_same_bytes(dtype):
+    """Bytes, scales and what is read are those of a CPU."""
+    torch.manual_seed(2)
+    rows = random_rows(500, dtype)[0]
+    values, scales = quantise(rows)
+    own, own_scales = quantise(rows.cuda())
+    assert torch.equal(own.cpu().view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(own_scales.cpu(), scales)
+    assert torch.equal(dequantise(own, own_scales, dtype).cpu(), dequantise(values, scales, dtype))
