@@ -22,14 +22,8 @@ LAYER = 11
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(request: pytest.FixtureRequest) -> Engine:
     """Two requests some steps into their decoding on 8-bit pools, page size 4, everything looked at in each forward."""
-    settings = {
-        "device": request.param,
-        "page_size": 4,
-        "topk": 2,
-        "num_steps": 3,
-        "num_draft_tokens": 6,
-        "max_total_tokens": 512,
-    }
+    settings = {"page_size": 4, "topk": 2, "num_steps": 3, "num_draft_tokens": 6, "max_total_tokens": 512}
+    settings |= {"kv_cache_dtype": "fp8_e4m3", "device": request.param}
     canary = CanaryConfig(mode="raise", content="full")
     engine = Engine(EngineConfig(canary=canary, **settings))
     for excerpt in load_excerpts()[:2]:
