@@ -49,6 +49,11 @@ class Fp8Pool(KVPool):
         if substep is not None:
             substep.store(layer, *values.unbind(1), *scales.unbind(1))
 
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Numbers of K and of V ``[n, kv_heads, head_dim]`` e4m3, and their scales ``[n] float32``."""
+        values, scales = quantise(torch.stack((k, v), 1))
+        return *values.unbind(1), *scales.unbind(1)
+
     def load(self, layer: int, indices: Tensor) -> Tensor:
         """K and V of one layer at ``indices [n]``: ``[n, 2, kv_heads, head_dim]`` in ``dtype``."""
         values, scales = (part[layer].index_select(0, indices) for part in self.parts)

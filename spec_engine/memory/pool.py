@@ -65,6 +65,10 @@ class KVPool:
         if substep is not None:
             substep.store(layer, k, v)
 
+    def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What k, v ``[n, kv_heads, head_dim]`` are in the pool, in the order of its view: K, V and extras."""
+        return k, v
+
     def load(self, layer: int, indices: torch.Tensor) -> torch.Tensor:
         """K and V of one layer at ``indices [n]``: ``[n, 2, kv_heads, head_dim]``."""
         return self._rows[layer].index_select(0, indices)
