@@ -77,11 +77,10 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     largest = wide.abs().amax((-2, -1))
     scales = (largest / LARGEST).float().clamp_min(LEAST_SCALE).masked_fill_(largest == 0, 1.0)
-    scaled = wide / scales.to(wide.dtype)[..., None, None]
-    return scaled.clamp_(-LARGEST, LARGEST).to(E4M3), scales
+    return (wide / scales.to(wide.dtype)[..., None, None]).to(E4M3), scales
 
 
 def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values [..., heads, dim]`` e4m3 times ``scales [...]``, exact in float64; the product is rounded once."""
+    """``values [..., heads, dim]`` e4m3 times ``scales [...]``: exact in float64, 16-bit types by way of float32."""
     wide = torch.promote_types(dtype, torch.float32)
     return (values.to(wide) * scales.to(wide)[..., None, None]).to(dtype)

@@ -99,7 +99,7 @@ def test_what_is_not_finite_stays_in_sight(number, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_is_read_has_the_type_of_the_model(dtype):
-    """Bytes and scales do not depend on it, where it holds what is stored; the product is rounded once."""
+    """Bytes and scales do not depend on it, where it holds what is stored; what is read is rounded to it."""
     k, v = (rows.to(dtype) for rows in random_rows(6))
     pool, exact = make_pool(dtype), make_pool(torch.float64)
     for each in (pool, exact):
