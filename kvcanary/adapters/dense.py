@@ -162,7 +162,7 @@ class DenseRows:
     def expect(self, row_tokens: Tensor, num_fed: int) -> None:
         """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""
         past = row_tokens.shape[1] - num_fed
-        known = self.tokens if self.tokens is not None else torch.empty(len(row_tokens), 0, dtype=torch.int64)
+        known = self._known(self.length, len(row_tokens))
         hits = judge_tokens(known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens)
         self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
         self.canary.report(hits, self.step)
@@ -173,12 +173,16 @@ class DenseRows:
         self.canary.coverage.peak_live_bytes = max(self.canary.coverage.peak_live_bytes, self.live_bytes)
         lengths = {layer: own.length for layer, own in self.layers.items()}
         self.canary.report(judge_fed(lengths, length, _site(before, tokens.shape[1])), self.step)
-        known = self.tokens if before else None
-        if known is None or known.shape != (len(tokens), before):
-            known = torch.full((len(tokens), before), NOT_KNOWN)
-        self.tokens = torch.cat((known, tokens.cpu()), 1)
+        self.tokens = torch.cat((self._known(before, len(tokens)), tokens.cpu()), 1)
 
     # helpers
+
+    def _known(self, length: int, default_rows: int) -> Tensor:
+        """Tokens of as many entries; NOT_KNOWN where the cache was filled, or cut to size, when nobody looked."""
+        if self.tokens is not None and self.tokens.shape[1] == length:
+            return self.tokens
+        rows = next((own.lanes.shape[1] for own in self.layers.values()), default_rows)
+        return torch.full((rows, length), NOT_KNOWN)
 
     def _planned(self, layer: int, first: int, before: int) -> Iterator[tuple[int, int]]:
         """Positions to look at: what was just stored, and all before it (`full`) or its next slice (`rolling`)."""

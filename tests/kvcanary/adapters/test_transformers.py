@@ -294,6 +294,46 @@ def test_a_cache_that_was_filled_before_is_taken_as_it_lies(models, generate) ->
     assert (finding.code, finding.layer, finding.position) == ("R9", 1, 2)
 
 
+def test_a_conversation_goes_on(models) -> None:
+    """A second generate over the first one's cache, left-padded, is clean; over other tokens it is the wrong row."""
+    model, cache = models(), transformers.DynamicCache()
+    prompt = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
+    with attach(model, FULL) as handle:
+        first = model.generate(prompt, attention_mask=prompt.ne(0), max_new_tokens=6, past_key_values=cache)
+        longer = torch.cat((first, torch.tensor([[8, 9], [10, 11]])), 1)
+        twin = copy.deepcopy(cache)
+        model.generate(longer, attention_mask=longer.ne(0), max_new_tokens=6, past_key_values=cache)
+        assert handle.findings == []
+        longer[1, 3] = 90
+        [finding] = found_by(lambda: model.generate(longer, max_new_tokens=6, past_key_values=twin))
+    assert (finding.code, finding.page, finding.position) == ("R6", 1, 3)
+    assert "token" not in finding.found
+
+
+def test_a_conversation_that_began_unwatched_goes_on(models) -> None:
+    """Tokens of what was taken as it lay are not known: counted, and no finding."""
+    model, cache = models(), transformers.DynamicCache()
+    first = model.generate(torch.arange(3, 8)[None], max_new_tokens=6, past_key_values=cache)
+    with attach(model, FULL) as handle:
+        model.generate(torch.cat((first, torch.tensor([[8, 9]])), 1), max_new_tokens=6, past_key_values=cache)
+        assert handle.findings == []
+        assert handle.certificate()["unchecked"]["entries whose token nobody said"] == 60
+        assert handle.certificate()["unchecked"]["entries taken as they lay"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_million_entries_are_clean(models, generate, family: str) -> None:
+    """Every entry that attention reads, at every step: a million of them without a finding."""
+    model = models(family)
+    with attach(model, FULL) as handle:
+        for _ in range(2 if family == "Llama" else 4):
+            generate(model, "sampling", tokens=600 if family == "Gemma2" else 480)
+        certificate = handle.certificate()
+    assert certificate["findings"] == []
+    assert certificate["slots_checked"] >= 10**6
+
+
 def test_detach_leaves_nothing_behind(models, generate) -> None:
     """Hooks, methods and the class of a cache are what they were; a second detach is harmless."""
     model, cache = models(), transformers.DynamicCache()
