@@ -433,6 +433,18 @@ def test_the_certificate_lists_what_is_not_fed(models, generate) -> None:
     assert certificate["inactive_classes"]["R7"] == "not fed"
 
 
+def test_content_write_compares_nothing_and_says_so(models, generate) -> None:
+    """Fingerprints are taken and never compared: beams pass, bytes are unread, and the classes are inactive."""
+    model = models()
+    with attach(model, CanaryConfig(content="write", seed=7)) as handle:
+        generate(model, "beams")
+        certificate = handle.certificate()
+    assert certificate["bytes_checked"] == 0
+    assert certificate["slots_sealed"] > 0
+    assert certificate["store"] == "not proved"
+    assert set(certificate["classes"]) == {"R6", "R10", "R12"}
+
+
 def test_without_transformers_one_sentence_says_what_to_install() -> None:
     """Importing the adapter is the only thing that needs it."""
     script = "import sys; sys.modules['transformers'] = None\nimport kvcanary.adapters.transformers"
