@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcanary.faults.target import Call, Running, Target
@@ -86,6 +86,11 @@ def part_of(view: PoolView, part: int) -> slice:
     return slice(piece.first, piece.first + piece.words)
 
 
+def root_forward(target: Target) -> str:
+    """The kind of forward that writes an entry which is surely committed."""
+    return "verify" if target.setup.drafts else "decode"
+
+
 def submit_prompt(target: Target, length: int) -> str:
     """A new request with a prompt that nobody has cached; `target.prompts` has it."""
     vocab_size = target.pools["target"].vocab_size or 2
@@ -101,6 +106,15 @@ def written_of(call: Call, request: int) -> slice:
     ends = [0, *per_row.cumsum(0).tolist()]
     rows = call.read.rows_per_request
     return slice(ends[request * rows], ends[(request + 1) * rows])
+
+
+def redirect(call: Call, entry: int, slot: int) -> None:
+    """One entry of a forward is written to, and read from, another slot."""
+    slots, indices = call.write.slots.clone(), call.read.indices.clone()
+    indices[indices == slots[entry]] = slot
+    slots[entry] = slot
+    call.write = replace(call.write, slots=slots)
+    call.read = replace(call.read, indices=indices)
 
 
 def row_of(slot: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_estimate, check_lengths
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.extend import alloc_extend
@@ -195,7 +196,7 @@ class KVMemory:
         if not pages:
             return
         self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
-        request.pages += pages
+        request.pages += seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
         if self.canary is not None:
             self.canary.on_alloc(request.request_id, pages, for_load)
 
