@@ -75,7 +75,8 @@ class PrefixCache:
             own = set(request.pages)
             self.allocator.share([page for page in result.pages if page not in own])
             self.allocator.free(result.duplicates)
-            self.table.replace_pages(request.row, result.pages)
+            kept = seam("lifetime.duplicate_not_remapped", result.pages, own=request.pages)
+            self.table.replace_pages(request.row, kept)
             request.pages[: len(result.pages)] = result.pages
         self.tree.lock(result.node)
         if request.node is not None:
