@@ -243,18 +243,28 @@ def _land_in_a_freed_page(target: Target) -> bool:
     if not pages or canary._ledger.generations[pages[-1]]:
         return False
     page = pages[-1]
-    canary.admit(CHILD, [1, 2, 3])
-    canary.on_alloc(CHILD, [page])
-    canary.on_free(CHILD, [page])
-    for _ in range(POISON_TURNS):
-        canary._poisoner.tick()
+    recycle(target, page)
     layer, slot = any_layer(target, view), page * view.page_size + target.rng.randrange(view.page_size)
     change(view, layer, slot, partial(_noise, target))
     target.record(pool="target", slot=slot)
-    _wait_out(target)
-    canary.admit("next", [1, 2, 3])
-    canary.on_alloc("next", [page])
+    grant_again(target, page)
     return True
+
+
+def recycle(target: Target, page: int) -> None:
+    """A request has had this page, and it was poisoned when it came back."""
+    target.canary.admit(CHILD, [1, 2, 3])
+    target.canary.on_alloc(CHILD, [page])
+    target.canary.on_free(CHILD, [page])
+    for _ in range(POISON_TURNS):
+        target.canary._poisoner.tick()
+
+
+def grant_again(target: Target, page: int) -> None:
+    """The next one has it."""
+    _wait_out(target)
+    target.canary.admit("next", [1, 2, 3])
+    target.canary.on_alloc("next", [page])
 
 
 def _noise(target: Target, words: Tensor) -> Tensor:

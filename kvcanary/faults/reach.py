@@ -117,6 +117,24 @@ def redirect(call: Call, entry: int, slot: int) -> None:
     call.read = replace(call.read, indices=indices)
 
 
+def redirect_row(call: Call, reader: int, other: int, is_private: Callable[[int], bool]) -> tuple[int, int] | None:
+    """The prefix of one request is read by the row of another; the first position and slot that are the other's alone.
+
+    None: all that they have is shared.
+    """
+    starts = call.read.indptr[:: call.read.rows_per_request].tolist()
+    length = min(int(call.read.prefix_lens[reader]), int(call.read.prefix_lens[other]))
+    indices = call.read.indices.clone()
+    mine = slice(starts[reader], starts[reader] + length)
+    theirs = indices[starts[other] : starts[other] + length].clone()
+    private = [(position, slot) for position, slot in enumerate(theirs.tolist()) if is_private(slot)]
+    if not private:
+        return None
+    indices[mine] = theirs
+    call.read = replace(call.read, indices=indices)
+    return private[0]
+
+
 def row_of(slot: int) -> Tensor:
     import torch
 
