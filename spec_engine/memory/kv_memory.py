@@ -39,7 +39,9 @@ class KVMemory:
         self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
-        self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
+        self.cache = PrefixCache(
+            allocator, PrefixTree(table.page_size, bigram=seam("identity.plain_key", is_drafting)), table
+        )
 
     @property
     def num_available(self) -> int:
@@ -242,7 +244,7 @@ class KVMemory:
 
 def _root(request: Request) -> tuple[str, str]:
     """Salt and adapter, under which alone equal tokens are equal K and V."""
-    return request.salt, request.adapter
+    return seam("identity.weak_key", (request.salt, request.adapter))
 
 
 def _window_row(request: Request) -> WindowRow:
