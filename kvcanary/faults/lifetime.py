@@ -155,6 +155,19 @@ def _free_the_halves_of_a_page(target: Target) -> bool:
     return True
 
 
+def _free_slots_for_pages(target: Target) -> bool:
+    """Slots of tokens are given back where numbers of pages belong."""
+    size = target.setup.page_size
+    for reader in target.running():
+        slots = [slot for slot in reader.slots[: reader.committed_len].tolist() if slot not in reader.pages]
+        if slots and size > 1:
+            slot = target.rng.choice(slots)
+            target.record(request=str(slot))
+            target.canary.on_free(reader.request_id, [slot])
+            return True
+    return False
+
+
 def _free_by_an_old_key(target: Target) -> bool:
     """A free was planned by a key, and comes when the key stands for a page that somebody else was granted."""
     reader, page, _ = _whole_page(target)
@@ -410,6 +423,17 @@ FAULTS = (
         applies_to="everything",
         applies=everywhere,
         strike=_free_the_halves_of_a_page,
+    ),
+    _fault(
+        "slots_for_pages",
+        "",
+        (),
+        "Evicted tokens were given back by their slots, and taken for the pages of these numbers.",
+        expected="LifetimeError",
+        also=("PageStateError", "PageOwnerError"),
+        applies_to="pages of several slots",
+        applies=lambda setup: setup.page_size > 1,
+        strike=_free_slots_for_pages,
     ),
     _fault(
         "freed_by_an_old_key",
