@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_reader, redirect_row, root_forward
+from kvcanary.faults.reach import any_reader, redirect_row, root_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
 STAGING = "pinned staging buffer"
@@ -151,6 +152,26 @@ def _build_on_the_step_before(target: Target) -> bool:
         return (root,)
 
     return _feed(target, stale)
+
+
+def _feed_a_chunk_what_was_sampled(target: Target) -> bool:
+    """A chunk that is not the last one puts its sampled token where the next one finds its first."""
+    request_id = submit_prompt(target, 3 * CHUNK)
+
+    def sampled(call: Call) -> bool:
+        if call.pool != "target" or request_id not in call.read.requests:
+            return False
+        number = call.read.requests.index(request_id)
+        if not int(call.read.prefix_lens[number]):
+            return False
+        entry, tokens = written_of(call, number).start, call.write.tokens.clone()
+        tokens[entry] = tokens[entry] ^ 1
+        call.write = replace(call.write, tokens=tokens)
+        target.record(request_id, pool="target", slot=int(call.write.slots[entry]))
+        return True
+
+    target.before("prefill", sampled)
+    return True
 
 
 def _walk_the_table_with_old_rows(target: Target) -> bool:
@@ -312,6 +333,18 @@ FAULTS = (
         expected="W6",
         applies_to="everything",
         strike=_build_on_the_step_before,
+    ),
+    Fault(
+        name="order.sampled_into_the_prompt",
+        k="K06",
+        bugs=("sgl-project/mini-sglang@ef4367f",),
+        story="A chunk that was not the last one wrote the token that it had sampled to the place of the next prompt "
+        "token, where the next chunk, which overlapped with it, took it for its input.",
+        expected="W6",
+        applies_to="prompts in chunks",
+        needs={"chunk": CHUNK},
+        applies=lambda setup: setup.pages is None,
+        strike=_feed_a_chunk_what_was_sampled,
     ),
     Fault(
         name="order.later_step",
