@@ -88,7 +88,11 @@ class Drafter:
         self.consume(batch)
         if self._drawn is not None:
             self._drawn.begin(batch)
-        growth = new_growth(self.topk, len(batch), self._chains.get(num_steps))
+        growth = new_growth(
+            self.topk,
+            len(batch),
+            self._chains.get(seam("adaptive.constants_of_another_length", num_steps, chains=self._chains)),
+        )
         if num_steps:
             self._grow(growth, batch.shifted([self.head.ahead] * len(batch)), num_steps)
         return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)

@@ -51,7 +51,7 @@ def plan_sizes(config: EngineConfig, *, max_positions: int, ahead: int | None, l
         alloc_len = draft_alloc_len(config.page_size, config.topk, config.most_steps, config.most_nodes)
         max_accept = config.most_steps + 1
     ahead = ahead or 0
-    reserve = reserve_len(alloc_len, max_accept, lag, ahead)
+    reserve = seam("bounds.no_lookahead", reserve_len(alloc_len, max_accept, lag, ahead), lag=lag)
     check_reserve(reserve, lag, max_accept, alloc_len + ahead)
     context_length = min(config.context_length or max_positions, max_positions)
     num_pages = config.max_total_tokens // config.page_size
