@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class StepChecks:
 
     hits:   checks that fired since somebody took them
     oracle: who knows tokens that the host does not know yet; None: nobody
+    judged: is told of the forwards of a pool when they have been judged
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -62,6 +63,7 @@ class StepChecks:
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
+        self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
 
     def open(self, forward: Forward) -> None:
         """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
@@ -185,6 +187,7 @@ class StepChecks:
         if self._config.content == "full" and self._compares_content:
             verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
+        self.judged(forwards, verdict)
         coverage = self._coverage
         coverage.forwards += len(forwards)
         coverage.slots_checked += sum(len(forward.ids) for forward in forwards)
@@ -231,6 +234,10 @@ class StepChecks:
         last_looks = [-1 if (step := queue.oldest()) is None else step for queue in queues]
         read.last_good = np.array(last_looks)[read.rows]  # of the bytes: identity is good to this very step
         return join_entries([read, *written])
+
+
+def _nobody(forwards: Sequence[Forward], verdict: Verdict) -> None:
+    """Who is told where nobody asked to be."""
 
 
 def _note_rows(forward: Forward) -> None:

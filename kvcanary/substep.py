@@ -69,6 +69,7 @@ class SubstepCanary:
             raise PlanError(f"{self} {wrong_values(self._pool.view, self._forward.num_entries, values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
+            self._manager.recorder.stored_again(layer)
             self._manager.report_hits(judge_layer(forward, layer))
         forward.stored |= 1 << layer
         if forward.lanes is not None:

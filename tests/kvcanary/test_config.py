@@ -28,6 +28,9 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "seed": None,
         "poison": "finite",
         "quarantine": 4,
+        "ring": 512,
+        "dump_dir": None,
+        "dump_content": False,
         "show_tokens": False,
         "disable": frozenset(),
     }

@@ -1,0 +1,93 @@
+"""Calls: which events a dump holds, and what each of their fields must be; the same table for writer and reader."""
+
+from __future__ import annotations
+
+#: By event its fields in the order of the manager's arguments, each with its kind; `?` may be left out.
+#: name: a text; int: an integer; flag: a boolean; ints: integers; tokens: token ids.
+CALLS: dict[str, dict[str, str]] = {
+    "begin_step": {"step": "int"},
+    "check": {},
+    "drain": {},
+    "settle": {},
+    "close": {},
+    "store": {"layer": "int"},
+    "map": {"pool": "name", "slots": "ints", "places": "ints"},
+    "admit": {"request_id": "name", "token_ids": "tokens", "root": "int"},
+    "append": {"request_id": "name", "token_ids": "tokens"},
+    "commit": {"request_id": "name", "committed_len": "int"},
+    "release": {"request_id": "name", "committed_len": "int?"},
+    "on_alloc": {"request_id": "name", "pages": "ints", "for_load": "flag?"},
+    "on_free": {"request_id": "name", "pages": "ints"},
+    "on_share": {"request_id": "name", "pages": "ints"},
+    "on_acquire": {"request_id": "name", "pages": "ints"},
+    "on_fork": {"request_id": "name", "child_id": "name", "pages": "ints"},
+    "on_copy": {"request_id": "name", "page": "int", "copy": "int"},
+    "on_deduplicate": {"request_id": "name", "page": "int", "kept": "int"},
+    "on_evict": {"pages": "ints"},
+    "on_load_begin": {"request_id": "name", "pages": "ints"},
+    "on_load_fail": {"request_id": "name", "pages": "ints"},
+    "on_load_end": {"request_id": "name", "pages": "ints", "length": "int", "parcel": "int?"},
+    "on_restore": {"request_id": "name", "pages": "ints", "length": "int", "parcel": "int"},
+    "on_offload": {"pages": "ints"},
+    "parcel": {"number": "int"},
+    "before_move": {},
+    "on_move": {"pool": "name", "src": "ints", "dst": "ints", "to": "name?", "guesses": "flag?"},
+    "ticket_issue": {
+        "what": "name",
+        "stream": "name",
+        "sequence": "int",
+        "reads": "ints",
+        "read_names": "names",
+        "writes": "ints",
+        "write_names": "names",
+    },
+    "ticket_waits": {"stream": "name", "other": "name", "sequence": "int"},
+    "ticket_complete": {"other": "name", "sequence": "int"},
+    "ticket_use": {"what": "name", "stream": "name", "pages": "ints", "names": "names", "writes": "flag"},
+    "forward": {
+        "kind": "name",
+        "index": "int",
+        "pool": "name",
+        "requests": "names",
+        "width": "int",
+        "entries": "int",
+        "rows": "int",
+        "has_parents": "flag",
+        "has_starts": "flag",
+        "stored": "int",
+        "plan": "ints",
+        "tails": "ints",
+        "whole_rows": "ints",
+        "wholes": "ints",
+        "mask": "ints?",
+        "mask_shape": "ints?",
+    },
+}
+FORMAT = "kvcanary-dump"
+VERSION = 1
+#: Fields of a finding's two sides that say nothing of texts, bytes or keys.
+SAFE_VALUES = frozenset(
+    {
+        "slot",
+        "slot_map_of",
+        "writes_in_forward",
+        "layers",
+        "position",
+        "owner",
+        "generation",
+        "missing",
+        "written_by_step",
+        "written_in_step",
+        "layers_changed",
+        "first_different_position",
+        "length",
+        "entries",
+        "rows",
+        "behind",
+        "access",
+        "runs",
+        "written",
+        "read",
+    }
+)
+WITHHELD = "withheld"
