@@ -56,7 +56,7 @@ class RequestState:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """All of it, between two steps, when nothing waits to be judged.
+    """All of it, behind the check of a step, when nothing waits to be judged.
 
     pages:    the arrays of `Pages` by name, and `holder_sums`
     records:  [slots of all pools, 4] uint64, token and position, chain, request and generation, step and site; None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ SUFFIX = ".kvdump"
 _events = structlog.get_logger("kvcanary")
 
 
+LISTENERS: weakref.WeakSet[Dumper] = weakref.WeakSet()
+
+
 class Dumper:
     """Writes dumps into `config.dump_dir`. What goes wrong meanwhile is told, and stops nobody."""
 
@@ -31,8 +35,7 @@ class Dumper:
     ) -> None:
         self._config, self._recorder, self._source = config, recorder, source
         self._num_dumps = 0
-        self._is_asked = False
-        self._former: Any = None
+        self.is_asked = False
 
     def on_finding(self, findings: Sequence[Finding]) -> str | None:
         """A dump for these, while there are not too many; its path."""
@@ -41,22 +44,22 @@ class Dumper:
         return self._into_folder(findings, "finding", findings[0].code)
 
     def listen(self) -> None:
-        """From now on SIGUSR1 asks for a dump, unless somebody else listens; signals come to the main thread only."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if self._config.dump_dir is None or not is_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        """From now on SIGUSR1 asks for a dump, unless the program has a use of its own for it."""
+        is_main = threading.current_thread() is threading.main_thread()  # no other may set a handler
+        if self._config.dump_dir is None or not is_main:
             return
-        self._former = signal.signal(signal.SIGUSR1, self._ask)
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, _ask)
+        LISTENERS.add(self)
 
     def close(self) -> None:
-        """Listen no more."""
-        if self._former is not None and signal.getsignal(signal.SIGUSR1) == self._ask:
-            signal.signal(signal.SIGUSR1, self._former)
-            self._former = None
+        """Listen no more. The handler stays: without one the next signal would end the process."""
+        LISTENERS.discard(self)
 
     def tick(self) -> None:
         """A step was checked: write what a signal has asked for."""
-        if self._is_asked:
-            self._is_asked = False
+        if self.is_asked:
+            self.is_asked = False
             self._into_folder((), "signal", "SIGUSR1")
 
     def write(self, path: Path, findings: Sequence[Finding], trigger: str) -> Path:
@@ -68,9 +71,6 @@ class Dumper:
         write_dump(Source(**self._source(findings, trigger)), path)
         _events.info("kvcanary.dump", path=str(path), trigger=trigger, bytes=path.stat().st_size)
         return path
-
-    def _ask(self, number: int, frame: Any) -> None:
-        self._is_asked = True
 
     def _into_folder(self, findings: Sequence[Finding], trigger: str, why: str) -> str | None:
         folder = self._config.dump_dir
@@ -87,3 +87,9 @@ class Dumper:
                 "kvcanary.dump_failed", folder=folder, trigger=trigger, error=f"{type(error).__name__}: {error}"
             )
             return None
+
+
+def _ask(number: int, frame: Any) -> None:
+    """The handler of SIGUSR1: the next check of every canary writes a dump."""
+    for dumper in LISTENERS:
+        dumper.is_asked = True

@@ -124,6 +124,7 @@ class CanaryManager(Lifecycle):
             self._stats.tick(self.step, self._coverage)
         doomed = self._act()
         self._dumper.tick()
+        self.recorder.tick(self.step)
         return doomed
 
     @recorded

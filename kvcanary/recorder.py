@@ -108,19 +108,19 @@ class Recorder:
     # what happens
 
     def begin_step(self, step: int) -> None:
-        """A step begins; now and then it begins a segment, and then all that waits is judged first."""
+        self.step = step
+        self.note("begin_step", (step,))
+
+    def tick(self, step: int) -> None:
+        """A step was checked, nothing waits to be judged: now and then a segment begins."""
         if not self.segments:
             return
         segment = self.segments[-1]
-        is_long = step - segment.checkpoint.step > self._interval
+        is_long = step - segment.checkpoint.step >= self._interval
         if is_long or segment.num_bytes > self.most_bytes // (PARTS + 1):
-            segment.events.append(("settle", (), None))
-            self.books.checks.settle()
-            self._begin_segment(step - 1)
-        self.step = step
-        self._events.append(("begin_step", (step,), None))
-        if self.maps:
-            self.note_maps()
+            self._begin_segment(step)
+        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self.most_bytes):
+            self.segments.popleft()
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
         """A call of the manager, or of its desk, is about to run."""
@@ -206,8 +206,6 @@ class Recorder:
         self._events = self.segments[-1].events
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
-        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self.most_bytes):
-            self.segments.popleft()
 
     def _covers_without_first(self) -> bool:
         return self.segments[-1].checkpoint.step - self.segments[1].checkpoint.step >= self.steps

@@ -8,7 +8,6 @@ CALLS: dict[str, dict[str, str]] = {
     "begin_step": {"step": "int"},
     "check": {},
     "drain": {},
-    "settle": {},
     "close": {},
     "store": {"layer": "int"},
     "map": {"pool": "name", "slots": "ints", "places": "ints"},

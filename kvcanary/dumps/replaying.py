@@ -119,10 +119,6 @@ class Replayer:
 
     # events that are more than a call
 
-    def _settle(self, event: Call) -> None:
-        self._damage(event)
-        self._books.checks.settle()
-
     def _admit(self, event: Call) -> None:
         self._damage(event)
         self._manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
