@@ -30,6 +30,7 @@ MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: tuples, names and small integers
 LONG = 16  # sequences of so many integers and more are kept as arrays
 MOST_DAMAGED = 4096  # slots that one check may name
+SPARE = 16  # part of the bytes that the newest step may take
 PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
 
@@ -117,9 +118,10 @@ class Recorder:
             return
         segment = self.segments[-1]
         is_long = step - segment.checkpoint.step >= self._interval
-        if is_long or segment.num_bytes > self.most_bytes // (PARTS + 1):
+        if is_long or segment.num_bytes > self.most_bytes // (PARTS + 2):
             self._begin_segment(step)
-        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self.most_bytes):
+        room = self.most_bytes - self.most_bytes // SPARE  # the next step needs some before anybody looks again
+        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > room):
             self.segments.popleft()
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
@@ -202,7 +204,7 @@ class Recorder:
     # helpers
 
     def _begin_segment(self, step: int) -> None:
-        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // (2 * (PARTS + 1)))))
+        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // (2 * (PARTS + 2)))))
         self._events = self.segments[-1].events
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None

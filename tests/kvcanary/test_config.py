@@ -58,6 +58,12 @@ def test_an_unknown_content_names_the_known_ones():
     assert refusal(content="all") == "content must be one of write, rolling, full, got 'all'"
 
 
+def test_ring_and_dump_come_from_the_environment():
+    """KVCANARY_RING and KVCANARY_DUMP are the recorder's settings."""
+    config = CanaryConfig.from_env({"KVCANARY_RING": "32", "KVCANARY_DUMP": "/var/dumps"})
+    assert (config.ring, config.dump_dir) == (32, "/var/dumps")
+
+
 def test_a_manager_refuses_mode_off():
     """A manager of a canary that is off is a mistake, and says what to pass instead."""
     with pytest.raises(CanaryConfigError) as caught:

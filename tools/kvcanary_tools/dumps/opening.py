@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcanary.dumps.reading import Dump, read_dump
 from kvcanary.errors import DumpError
 from kvcanary_tools import console
+
+if TYPE_CHECKING:
+    from kvcanary.dumps.reading import Dump
 
 dump_argument: Callable[[Any], Any] = click.argument("dump", metavar="DUMP", type=click.Path())
 HINT = "a dump is what --kv-canary-dump DIR writes at a finding, a file that ends in .kvdump"
@@ -27,6 +29,9 @@ def dump_failures() -> Iterator[None]:
 
 
 def opened(path: str) -> Dump:
+    """The dump that a command was given."""
+    from kvcanary.dumps.reading import read_dump
+
     with dump_failures():
         return read_dump(path)
 
