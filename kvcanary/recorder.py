@@ -31,6 +31,7 @@ EVENT_BYTES = 240  # of one event without arrays: tuples, names and small intege
 LONG = 16  # sequences of so many integers and more are kept as arrays
 MOST_DAMAGED = 4096  # slots that one check may name
 SPARE = 16  # part of the bytes that the newest step may take
+RECORDS = 4  # part of the bytes that the records of one checkpoint may take
 PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
 
@@ -118,9 +119,9 @@ class Recorder:
             return
         segment = self.segments[-1]
         is_long = step - segment.checkpoint.step >= self._interval
-        if is_long or segment.num_bytes > self.most_bytes // (PARTS + 2):
-            self._begin_segment(step)
         room = self.most_bytes - self.most_bytes // SPARE  # the next step needs some before anybody looks again
+        if is_long or segment.num_bytes > room // (PARTS + 1):
+            self._begin_segment(step)
         while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > room):
             self.segments.popleft()
 
@@ -204,7 +205,7 @@ class Recorder:
     # helpers
 
     def _begin_segment(self, step: int) -> None:
-        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // (2 * (PARTS + 2)))))
+        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // RECORDS)))
         self._events = self.segments[-1].events
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
