@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.dumps.reading import Call, Dump
-from kvcanary.dumps.stage import Stage
+from kvcanary.dumps.stage import Stage, fingerprint_of
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.findings import Finding
@@ -63,7 +63,7 @@ def replay(dump: Dump, until: int | None = None, code: str | None = None) -> Out
 
 
 class Replayer:
-    """One manager, and the calls that it is told of."""
+    """One manager, and the calls that it is told of; `run` comes once."""
 
     def __init__(self, dump: Dump) -> None:
         self._dump = dump
@@ -73,7 +73,7 @@ class Replayer:
             raise
         except (KVCanaryError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise _contradiction(dump, error) from error
-        self._manager, self._books = self._stage.manager, self._stage.books
+        self.manager, self._books = self._stage.manager, self._stage.books
         self._substep: SubstepCanary | WarmupSubstep | None = None
         self._values: list[Tensor] = []
         self._written: Tensor | None = None
@@ -90,7 +90,7 @@ class Replayer:
             outcome.step, outcome.num_events = step, outcome.num_events + 1
             if not self._survives(event, outcome):
                 break
-        outcome.findings = [finding for finding in self._manager.findings if code in (None, finding.code)]
+        outcome.findings = [finding for finding in self.manager.findings if code in (None, finding.code)]
         told = [finding for finding in self._dump.findings if code in (None, finding["code"])]
         told = [finding for finding in told if until is None or finding["step"] <= until]
         here = [finding.to_dict() for finding in outcome.findings]
@@ -113,7 +113,7 @@ class Replayer:
         own: Callable[[Call], None] | None = getattr(self, f"_{event['call']}", None)
         if own is None:
             self._damage(event)
-            getattr(self._manager, event["call"])(*_arguments(event))
+            getattr(self.manager, event["call"])(*_arguments(event))
         else:
             own(event)
 
@@ -121,7 +121,7 @@ class Replayer:
 
     def _admit(self, event: Call) -> None:
         self._damage(event)
-        self._manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
+        self.manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
 
     def _map(self, event: Call) -> None:
         slot_map = self._stage.pool(event["pool"]).view.slot_map
@@ -133,7 +133,7 @@ class Replayer:
         self._damage(event)
         read, write = self._plans(event)
         self._pool = pool = self._stage.pool(event["pool"])
-        self._substep = self._manager.substep(event["kind"], event["index"], event["pool"])
+        self._substep = self.manager.substep(event["kind"], event["index"], event["pool"])
         _, slots = self._substep.open(read, write)
         self._written = _tensor(slots_in(pool.view, slots.numpy()))
         for layer in range(pool.view.num_layers):
@@ -163,7 +163,7 @@ class Replayer:
         lies = (src >= 0) & (dst >= 0) & (src < source.view.num_slots) & (dst < target.view.num_slots)
         self._move(source, target, src[lies], dst[lies])
         self._damage(event)
-        self._manager.on_move(
+        self.manager.on_move(
             event["pool"], _tensor(event["src"]), _tensor(event["dst"]), event.get("to"), event.get("guesses", False)
         )
 
@@ -171,7 +171,7 @@ class Replayer:
         self._damage(event)
         pages = event["pages"]
         self._last_put = _Put(
-            self._manager.on_offload(pages.tolist()),
+            self.manager.on_offload(pages.tolist()),
             {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in self._books.state.pools},
         )
 
@@ -180,30 +180,30 @@ class Replayer:
             self._parcels[event["number"]] = self._last_put
 
     def _on_load_end(self, event: Call) -> None:
-        self._come_back(event, self._manager.on_load_end)
+        self._come_back(event, self.manager.on_load_end)
 
     def _on_restore(self, event: Call) -> None:
-        self._come_back(event, self._manager.on_restore)
+        self._come_back(event, self.manager.on_restore)
 
     def _ticket_issue(self, event: Call) -> None:
         reads = [*event["reads"].tolist(), *event["read_names"]]
         writes = [*event["writes"].tolist(), *event["write_names"]]
-        ticket = self._manager.tickets.issue(event["what"], event["stream"], reads, writes)
+        ticket = self.manager.tickets.issue(event["what"], event["stream"], reads, writes)
         self._tickets[event["stream"], event["sequence"]] = ticket
 
     def _ticket_waits(self, event: Call) -> None:
         ticket = self._tickets.get((event["other"], event["sequence"]))
         if ticket is not None:
-            self._manager.tickets.waits(event["stream"], ticket)
+            self.manager.tickets.waits(event["stream"], ticket)
 
     def _ticket_complete(self, event: Call) -> None:
         ticket = self._tickets.get((event["other"], event["sequence"]))
         if ticket is not None:
-            self._manager.tickets.complete(ticket)
+            self.manager.tickets.complete(ticket)
 
     def _ticket_use(self, event: Call) -> None:
         resources = [*event["pages"].tolist(), *event["names"]]
-        self._manager.tickets.use(event["what"], event["stream"], resources, event["writes"])
+        self.manager.tickets.use(event["what"], event["stream"], resources, event["writes"])
 
     # helpers
 
@@ -218,7 +218,7 @@ class Replayer:
         self._damage(event)
         parcel = None if put is None else put.parcel
         if parcel is None:
-            self._manager.on_load_end(event["request_id"], pages.tolist(), event["length"])
+            self.manager.on_load_end(event["request_id"], pages.tolist(), event["length"])
         else:
             tell(event["request_id"], pages.tolist(), event["length"], parcel)
 
@@ -232,7 +232,7 @@ class Replayer:
         damaged = {
             (target.name, goes_to[slot], layer)
             for name, slot, layer in self._stage.damaged
-            if name == source.name and slot in goes_to
+            if name == source.name and slot in goes_to and layer >= 0
         }
         for layer, values in enumerate(self._stage.take(source, _tensor(src))):
             self._stage.put(target, layer, _tensor(dst), values)
@@ -301,7 +301,10 @@ class Replayer:
         slot, words = damage["slot"], damage["words"]
         if damage["fingerprint"]:
             for layer in damage["layers"]:
-                pool.content_a[layer, slot] ^= 1
+                place = pool.name, slot, fingerprint_of(layer)
+                if place not in self._stage.damaged:  # several rows may have seen the same
+                    self._stage.damaged.add(place)
+                    pool.content_a[layer, slot] ^= 1
         elif damage["halves"]:
             found, expected = (rows[slot].numpy().view(np.uint32) for rows in (pool.records, pool.expected))
             public = dict(zip(PUBLIC_WORDS, words, strict=True)) if words else {}

@@ -54,7 +54,7 @@ class StandInView(PoolView):
 class Stage:
     """A manager over stand-ins. `is_exact`: rows are as long as the engine's, so that a word has its true place.
 
-    damaged: (pool, slot, layer) of bytes that are not what was stored
+    damaged: (pool, slot, layer) of bytes that are not what was stored, `fingerprint_of` it where only that is wrong
     """
 
     def __init__(self, dump: Dump) -> None:
@@ -91,7 +91,8 @@ class Stage:
         for part, value in zip(pool.view.parts, values, strict=True):
             _bits(part.tensors[layer])[slots] = _bits(value)
         if self.damaged:
-            self.damaged -= {(pool.name, slot, layer) for slot in slots.tolist()}
+            layers = layer, fingerprint_of(layer)
+            self.damaged -= {(pool.name, slot, one) for slot in slots.tolist() for one in layers}
 
     def take(self, pool: PoolState, slots: Tensor) -> list[list[Tensor]]:
         """By layer and part, the values of slots."""
@@ -195,6 +196,11 @@ class Stage:
             request.judged = [
                 judged._replace(epoch=mirror.epoch) if judged.epoch >= 0 else judged for judged in request.judged
             ]
+
+
+def fingerprint_of(layer: int) -> int:
+    """What stands for a layer's fingerprint among the layers that are damaged."""
+    return -1 - layer
 
 
 class _Part:

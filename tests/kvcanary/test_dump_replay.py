@@ -11,7 +11,7 @@ import torch
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps import stage
 from kvcanary.dumps.reading import Dump, read_dump
-from kvcanary.dumps.replaying import replay
+from kvcanary.dumps.replaying import Replayer, replay
 from kvcanary.errors import DumpError
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -156,6 +156,24 @@ def test_a_recording_without_records_is_not_replayed(tmp_path):
     dump = read_dump(engine.canary.dump(tmp_path / "bare.kvdump"))
     with pytest.raises(DumpError, match="it can be read, not replayed"):
         replay(dump)
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in FAULTS])
+def test_checks_fire_as_often_as_they_did(tmp_path, fault):
+    """In mode log a fault is seen again and again, by both rows of a fork: the replay counts the same."""
+    engine = ToyEngine(CanaryConfig(content="full", mode="log"))
+    engine.start("one", 21)
+    engine.start("two", 13)
+    engine.fork_by_reference("two", "three")
+    engine.draft("one", "two")
+    fault(engine)
+    for _ in range(3):
+        engine.decode("one", "two", "three")
+    dump = read_dump(engine.canary.dump(tmp_path / "often.kvdump"))
+    replayer = Replayer(dump)
+    assert replayer.run(None, None).missing == []
+    assert dump.manifest["certificate"]["fired"]
+    assert replayer.manager.certificate()["fired"] == dump.manifest["certificate"]["fired"]
 
 
 def test_abort_goes_on_as_the_engine_did(make_engine, tmp_path):
