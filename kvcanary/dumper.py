@@ -33,7 +33,8 @@ class Dumper:
     def __init__(
         self, config: CanaryConfig, recorder: Recorder, source: Callable[[Sequence[Finding], str], dict[str, Any]]
     ) -> None:
-        self._config, self._recorder, self._source = config, recorder, source
+        self._config, self._recorder = config, recorder
+        self._source = weakref.WeakMethod(source)  # a manager goes with its last user, and frees its pools then
         self._num_dumps = 0
         self.is_asked = False
 
@@ -64,11 +65,12 @@ class Dumper:
 
     def write(self, path: Path, findings: Sequence[Finding], trigger: str) -> Path:
         """DumpError where nothing is recorded, OSError where the file cannot be written."""
-        if not self._recorder.is_on:
+        source = self._source()
+        if source is None or not self._recorder.is_on:
             raise DumpError("there is nothing to dump: give ring some steps, and dump after arm()")
         from kvcanary.dumps.writing import Source, write_dump
 
-        write_dump(Source(**self._source(findings, trigger)), path)
+        write_dump(Source(**source(findings, trigger)), path)
         _events.info("kvcanary.dump", path=str(path), trigger=trigger, bytes=path.stat().st_size)
         return path
 

@@ -89,7 +89,7 @@ def test_the_budget_is_kept(make_engine, monkeypatch):
     engine = make_engine(page_size=1, num_pages=512)
     engine.start("old", 4 * BATCH_SLOTS)
     poisoner = engine.canary._poisoner
-    monkeypatch.setattr(poisoner, "_budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
+    monkeypatch.setattr(poisoner, "budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
     engine.finish("old")
     filled = []
     for _ in range(8):
