@@ -13,10 +13,12 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from kvcanary import CanaryConfig, Finding, KVCanaryError, KVCorruptionError, faults
 from kvcanary.codes import CODES
+from kvcanary.dumper import SUFFIX
 from kvcanary.faults.fault import UNDECLARED, Armed, Fault, Strike
 from kvcanary.faults.target import Setup
 from kvcanary_tools.campaign.engines import Bench, build
@@ -33,13 +35,17 @@ MOST_STEPS = 500
 
 @dataclass(frozen=True)
 class Run:
-    """What to do: a fault (by name; "" in a clean run), a configuration, a seed, a kind."""
+    """What to do: a fault (by name; "" in a clean run), a configuration, a seed, a kind.
+
+    dumps: folder into which a faulty run writes what was recorded, if a check fires; None: nothing is written
+    """
 
     fault: str
     config: str
     setup: Setup
     seed: int
     kind: str = FAULTY
+    dumps: str | None = None
 
     @property
     def twin(self) -> str:
@@ -105,6 +111,8 @@ def perform(run: Run) -> Result:
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
         target = EngineTarget(bench.engine, run.setup, own, run.seed // 2)
         ended = _drive(bench, target, _striker(fault, run.kind), armed, rng)
+        if run.dumps is not None and run.kind == FAULTY and isinstance(ended.error, KVCorruptionError):
+            bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
     return _judged(run, fault, target.strike, armed, ended)
 
 
