@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.buffers import Batch, StaticBuffers
+from kvcanary.captured_move import StaticMove
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
@@ -74,6 +75,14 @@ class SubstepBank:
         self._substeps[key] = substep
         self._in_order.append(substep)
         return substep
+
+    def add_move(self, pool: str, size: int) -> StaticMove:
+        """A declared move of at most ``size`` entries within this pool."""
+        if self._is_armed:
+            raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
+        if pool not in self._state.by_name:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
+        return StaticMove(self._shared, self._state.by_name[pool], size)
 
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""

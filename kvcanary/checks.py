@@ -14,6 +14,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, join_entries, written_entries
 from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.graphs import StaticChecks
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
@@ -31,7 +32,7 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tokens import Oracle, judge_tokens
-from kvcanary.truths import judge_lengths, judge_mask, judge_starts
+from kvcanary.truths import judge_lengths, judge_mask, judge_starts, note_row
 from kvcanary.writing import judge_layers
 from kvcanary_kernels.record import TOKEN_POSITION
 
@@ -69,6 +70,7 @@ class StepChecks:
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
         self.proved: Callable[[Sequence[Forward]], None] = _nobody
+        self.static: StaticChecks | None = None
 
     def open(self, forward: Forward) -> None:
         """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
@@ -78,6 +80,7 @@ class StepChecks:
 
     def settle(self, rewritten: Rewritten | None = None) -> None:
         """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""
+        self._harvest_launched()
         if not self._pending:
             self.mirror.flush()
             return
@@ -92,6 +95,26 @@ class StepChecks:
                 if own:
                     self._judge(pool, own, rewritten, left is Settled.NOTHING)
 
+    def settle_before_launch(self) -> None:
+        """A captured forward reads what the host sealed and what is true of pages: both are on the device first."""
+        if self._pending:
+            self.settle()
+        self.mirror.flush()
+        self.publish_pages()
+
+    def _harvest_launched(self) -> None:
+        """Captured forwards have judged themselves; what they wrote, the host learns before it seals anything else."""
+        if self.static is None or not self.static.launched:
+            return
+        hits: list[Hit | HitBatch] = []
+        for forward in self.static.learn(self.mirror):
+            hits += judge_tokens(forward, self.oracle)
+            hits += judge_mask(forward)
+        for pool, slots in self.static.learn_moves(self.mirror):
+            hits += self._mover.arrived(pool, slots, self.static.step)
+        self.hits += hits
+        self.hits += self.static.harvest()
+
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
         self._state.publish(self._ledger.pages)
@@ -99,12 +122,16 @@ class StepChecks:
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         granted, size = set(pages), self._state.page_size
+        if self.static is not None and self.static.launched:
+            self.settle()
         if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
             self.settle()
 
     def settle_rows_of(self, request: Request) -> None:
         """How far its rows are written is told by the forwards that have run, judged or not."""
-        if any(request is other for forward in self._pending for other in forward.requests):
+        if any(request is other for forward in self._pending for other in forward.requests) or (
+            self.static is not None and self.static.is_running(request)
+        ):
             self.settle()
 
     def roll(self, step: int) -> None:
@@ -282,11 +309,6 @@ def _nobody(forwards: Sequence[Forward], verdict: Verdict | None = None) -> None
 
 def _note_rows(forward: Forward) -> None:
     """How far each row of the pool has been written by a forward that is no guess."""
-    if forward.kind == "draft":
-        return
     pool_id, width = forward.pool.pool_id, forward.width
     for number, request in enumerate(forward.requests):
-        length = forward.prefixes[number] + forward.written[number * width]
-        if forward.kind == "extend":
-            length = min(length, request.most_final(pool_id))  # what lies beyond is junk
-        request.row_lens[pool_id] = length
+        note_row(request, forward.kind, pool_id, forward.prefixes[number] + forward.written[number * width])

@@ -48,12 +48,14 @@ class Settings:
     grants:        of the shape of the index array or table, int64, generation granted of each page read there;
                    None: R7 is judged by the states of pages alone
     engine_stores: the engine writes K and V by itself: slots are poisoned at open and read at close
+    tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
     """
 
     width: int = 1
     max_depth: int = 0
     grants: Tensor | None = None
     engine_stores: bool = False
+    tree_mask: Tensor | None = None
 
 
 class Workspace:

@@ -10,6 +10,7 @@ from typing import Any
 from kvcanary.accounting import audit
 from kvcanary.attachment import Attachment
 from kvcanary.bank import SubstepBank
+from kvcanary.captured_move import StaticMove
 from kvcanary.certificate import certificate
 from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
@@ -18,7 +19,7 @@ from kvcanary.dumper import Dumper
 from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.forward import Forward
-from kvcanary.graphs import StaticChecks
+from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
@@ -27,6 +28,7 @@ from kvcanary.refusing import refuse
 from kvcanary.response import Response
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.state import CanaryState, PoolState
+from kvcanary.static import StaticSubstep
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
 from kvcanary.tokens import Oracle, TokenOf
@@ -94,8 +96,30 @@ class CanaryManager(Lifecycle):
     def bank(self) -> SubstepBank:
         """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
         if self._static is None:
-            self._static = StaticChecks(self._state, self._ledger, self._coverage)
+            self._static = self._checks.static = StaticChecks(self._state, self._ledger, self._coverage)
         return self._static.bank
+
+    def launch(
+        self, substep: StaticSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
+    ) -> RowTruth:
+        """A captured forward of these requests runs next, the live rows of its bucket in this order.
+
+        written: by request, entries that each of its rows writes; reads: entries that all rows read. What is returned
+        goes into the forward's buffers before it runs, one value for each row of a request.
+        """
+        if self._static is None:
+            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
+        self._expect_closed("launch()")
+        requests = self.requests_of(request_ids)
+        self.recorder.note("launch", (*substep.site, substep.pool.name, tuple(request_ids)))
+        self._checks.settle_before_launch()
+        return self._static.launch(substep, requests, self.step, written, reads)
+
+    def launch_move(self, move: StaticMove) -> None:
+        """A captured move runs next, behind the forwards that were launched before it."""
+        if self._static is None:
+            raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
+        self._static.moves.append(move)
 
     def substep(self, kind: str, index: int, pool: str) -> SubstepCanary | WarmupSubstep:
         """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group."""
@@ -113,8 +137,9 @@ class CanaryManager(Lifecycle):
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
         self._expect_closed("check()")
+        is_harvested = self._static is not None and bool(self._static.launched)
         self._checks.settle()
-        if self._static is not None:
+        if self._static is not None and not is_harvested:
             self._checks.report(self._static.harvest())
         self._checks.roll(self.step)
         self._poisoner.tick()

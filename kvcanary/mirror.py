@@ -131,6 +131,13 @@ class Mirror:
         if not self._is_host:
             self._fresh.append(pool.base + move.dst)
 
+    def learn(self, rows: Rows) -> None:
+        """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""
+        if not self._is_host:
+            where = torch.from_numpy(rows).to(self._state.expected.device)
+            self.memory[rows] = self._state.expected.index_select(0, where).cpu().numpy()
+        self._note(int(self.judged[rows].any()))
+
     def forget_null_chains(self, forward: Forward) -> None:
         """Null slots have no records: their chains were for what follows in the same step."""
         slots = forward.planned.slots

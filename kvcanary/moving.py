@@ -46,12 +46,15 @@ class Mover:
                 pool.write_lanes(to_rows, content_a, expected.select(1, CONTENT_B))
             damage = found - expected  # a damaged source stays damaged
             pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
-        compares = has_lanes and self._compares_content
-        return self._arrived(pool, to_rows, move.dst_names, step) if compares else []
+        return self._arrived(pool, to_rows, move.dst_names, step) if has_lanes else []
+
+    def arrived(self, pool: PoolState, slots: Slots, step: int) -> list[Hit]:
+        """T1 for slots into which a captured step has moved entries, records and all."""
+        return self._arrived(pool, torch.from_numpy(slots).to(pool.records.device), slots, step)
 
     def _arrived(self, pool: PoolState, slots: Tensor, names: Slots, step: int) -> list[Hit]:
         """The destination's bytes, against the lanes of what was written at the source."""
-        if slots_are_right(pool, slots):
+        if not self._compares_content or slots_are_right(pool, slots):
             return []
         differs = lanes_of_slots(pool, slots)[0] != pool.content_a.index_select(1, slots)
         wrong = differs.any(0).nonzero().flatten().tolist()

@@ -15,6 +15,7 @@ from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, cha
 from kvcanary_kernels.count import count, count_torch
 from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
 from kvcanary_kernels.finish import finish, finish_torch
+from kvcanary_kernels.move import move, move_torch
 from kvcanary_kernels.plan import plan, plan_torch
 from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
 from kvcanary_kernels.seal import seal, seal_torch
@@ -37,6 +38,7 @@ class Ops:
     store: Operation
     fingerprint: Operation
     finish: Operation
+    move: Operation
     poison_fill: Operation
     poison_check: Operation
     settle: Operation
@@ -52,6 +54,7 @@ KERNELS = Ops(
     store=store,
     fingerprint=fingerprint,
     finish=finish,
+    move=move,
     poison_fill=poison_fill,
     poison_check=poison_check,
     settle=settle,
@@ -66,6 +69,7 @@ REFERENCES = Ops(
     store=store_torch,
     fingerprint=fingerprint_torch,
     finish=finish_torch,
+    move=move_torch,
     poison_fill=poison_fill_torch,
     poison_check=poison_check_torch,
     settle=settle_torch,

@@ -1,22 +1,29 @@
-"""Fixtures for tests of any paged engine: `kv_canary` attaches a canary, `kv_fault` expects a fault to be found.
+"""For tests of any paged engine: `kv_canary` attaches a canary, `kv_fault` makes a fault that must be found.
 
-pytest_plugins = ["kvcanary.pytest_plugin"]
+Installing kvcanary is enough: pytest finds the plugin, and loading it imports no torch.
 
 def test_prefill_is_clean(kv_canary):
     canary = kv_canary([PoolView("target", k, v, page_size=16)])
     ...  # run the engine with this canary: a finding fails the test, when it fires or at its end
 
+@pytest.mark.kvfault("bits.flip", layer=3)
 def test_a_flipped_bit_is_found(kv_canary, kv_fault):
     ...
-    finding = kv_fault(arm=flip_a_bit, run=engine.step, code="R9", slot=33)
+    kv_fault(run=engine.step)  # made in the attached canary's pools; found by its check, at its place
+
+def test_a_stray_write_is_found(kv_canary, kv_fault):
+    ...
+    finding = kv_fault(arm=stray_write, run=engine.step, code="R9", slot=33)
 
 def test_an_undone_fix_is_found(kv_fault):
-    error = kv_fault(arm="bounds.row_width", run=lambda: engine().generate(prompts), code="RowOverflowError")
+    error = kv_fault(arm="bounds.row_width", run=lambda: engine().generate(prompts))
+
+`pytest --kvcanary=log` gives canaries another mode, where a test does not say one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,30 +31,52 @@ import pytest
 
 if TYPE_CHECKING:
     from kvcanary.errors import KVCanaryError
+    from kvcanary.faults.fault import Fault
+    from kvcanary.faults.target import Target
     from kvcanary.findings import Finding
     from kvcanary.manager import CanaryManager
     from kvcanary.views import PoolView
 
+MODES = ("log", "raise", "abort")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvcanary", "KV-cache integrity canary")
+    group.addoption("--kvcanary", choices=MODES, default="raise", help="mode of canaries whose test does not say one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "kvfault(name, **choices): the fault of kvcanary.faults that kv_fault makes in this test"
+    )
+
 
 @pytest.fixture
-def kv_canary() -> Iterator[Callable[..., CanaryManager]]:
-    """Attach an armed canary: `kv_canary(pools, **settings of CanaryConfig)`.
+def kv_attached() -> list[CanaryManager]:
+    """The canaries that `kv_canary` has attached in this test, in order."""
+    return []
+
+
+@pytest.fixture
+def kv_canary(
+    request: pytest.FixtureRequest, kv_attached: list[CanaryManager]
+) -> Iterator[Callable[..., CanaryManager]]:
+    """Attach an armed canary: `kv_canary(pools, **settings of CanaryConfig)`; the mode is that of `--kvcanary`.
 
     At the end of the test what is pending is judged; a canary with findings fails the test with its report, unless
-    they were raised while it ran (mode `raise`, the default).
+    they were raised while it ran (mode `raise`).
     """
     from kvcanary import CanaryConfig, CanaryManager
 
-    attached: list[CanaryManager] = []
-
     def attach(pools: Sequence[PoolView], **settings: Any) -> CanaryManager:
+        settings.setdefault("mode", request.config.getoption("kvcanary", "raise"))
         canary = CanaryManager(CanaryConfig(**settings), pools)
         canary.arm()
-        attached.append(canary)
+        kv_attached.append(canary)
         return canary
 
     yield attach
-    for canary in attached:
+    for canary in kv_attached:
         raised = canary.config.mode == "raise" and canary.findings
         if not raised:
             canary.drain()
@@ -58,41 +87,93 @@ def kv_canary() -> Iterator[Callable[..., CanaryManager]]:
 
 
 @pytest.fixture
-def kv_fault() -> Iterator[Callable[..., Finding | KVCanaryError]]:
-    """Arm a fault, run, and expect what finds it: `kv_fault(arm, run, code, **fields of what is found)`.
+def kv_fault(
+    request: pytest.FixtureRequest, kv_attached: list[CanaryManager]
+) -> Iterator[Callable[..., Finding | KVCanaryError]]:
+    """Make a fault, run, and expect what finds it: `kv_fault(arm, run, code, target=..., **fields of what is found)`.
 
-    arm: what to call, or the name of a fault of `kvcanary.faults`, which stays armed to the end of the test.
-    `run` must raise: KVCorruptionError, whose first finding must have this code, or a typed error of that name.
-    Finding or error is returned; it must have these fields too (slot=33, layer=3).
+    arm: what to call, or the name of a fault; by default that of the marker `kvfault`. One that undoes a fix stays
+    armed to the end of the test, another strikes now, in `target`, by default the pools of the last attached canary.
+    `run` must raise: KVCorruptionError, whose first finding must have this code, or a typed error of that name; by
+    default what the fault expects. Finding or error is returned; it must have the fields that are given, and those that
+    the fault has recorded.
     """
-    from kvcanary import KVCanaryError, faults
-
+    marker = request.node.get_closest_marker("kvfault")
     with ExitStack() as armed:
 
         def strike(
-            arm: Callable[[], object] | str, run: Callable[[], object], code: str, **fields: Any
+            arm: Callable[[], object] | str | None = None,
+            run: Callable[[], object] | None = None,
+            code: str | None = None,
+            *,
+            target: Target | None = None,
+            **fields: Any,
         ) -> Finding | KVCanaryError:
+            choices: Mapping[str, Any] = {}
+            if arm is None:
+                arm, choices = _marked(marker)
+            if run is None:
+                raise TypeError("kv_fault needs run=, what must end in the finding")
             if isinstance(arm, str):
-                armed.enter_context(faults.arm(arm))
+                fault, place = _made(arm, choices, target, kv_attached, armed)
+                code, fields = code or fault.expected, {**place, **fields}
             else:
                 arm()
-            try:
-                run()
-            except KVCanaryError as error:
-                return _expected(error, code, fields)
-            pytest.fail(f"no check fired, {code} was expected", pytrace=False)
+            if code is None:
+                raise TypeError("kv_fault needs code=, what must find a fault that is no fault of the catalogue")
+            return _caught(run, code, fields)
 
         yield strike
 
 
-def _expected(error: KVCanaryError, code: str, fields: dict[str, Any]) -> Finding | KVCanaryError:
+def _marked(marker: pytest.Mark | None) -> tuple[str, Mapping[str, Any]]:
+    if marker is None or not marker.args:
+        raise TypeError('kv_fault needs arm=, or the marker @pytest.mark.kvfault("family.name")')
+    return marker.args[0], marker.kwargs
+
+
+def _made(
+    name: str, choices: Mapping[str, Any], target: Target | None, attached: Sequence[CanaryManager], armed: ExitStack
+) -> tuple[Fault, Mapping[str, Any]]:
+    """The fault, armed or struck, and what it has recorded of its place."""
+    from kvcanary import faults
+    from kvcanary.faults.attached import AttachedTarget
+    from kvcanary.faults.catalogue import find
+
+    fault = find(name)
+    if fault.strike is None:
+        armed.enter_context(faults.arm(name))
+        return fault, {}
+    if target is None:
+        if not attached:
+            raise TypeError(f"{name} strikes a running engine: attach a canary first, or pass target=")
+        target = AttachedTarget(attached[-1], chosen=choices)
+    if not fault.strike(target):
+        pytest.fail(f"{name} could not strike, it applies to {fault.applies_to}", pytrace=False)
+    return fault, {} if target.strike is None else target.strike.place
+
+
+def _caught(run: Callable[[], object], code: str, fields: Mapping[str, Any]) -> Finding | KVCanaryError:
+    from kvcanary import KVCanaryError
+
+    try:
+        run()
+    except KVCanaryError as error:
+        return _expected(error, code, fields)
+    pytest.fail(f"no check fired, {code} was expected", pytrace=False)
+
+
+def _expected(error: KVCanaryError, code: str, fields: Mapping[str, Any]) -> Finding | KVCanaryError:
     """The first finding, or the error itself where it has none; another than the expected one fails the test."""
     findings = getattr(error, "findings", None)
     cause, name, text = error, type(error).__name__, str(error)
     if findings:
         cause, name, text = findings[0], findings[0].code, error_text(findings[0])
     found = {"code": name} | {field: getattr(cause, field) for field in fields}
-    expected = {"code": code} | fields
+    expected = {"code": code} | {
+        name: found[name] if isinstance(value, frozenset) and found[name] in value else value
+        for name, value in fields.items()
+    }
     if found != expected:
         pytest.fail(f"expected {expected}, found {found}:\n{text}", pytrace=False)
     return cause

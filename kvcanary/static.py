@@ -24,6 +24,7 @@ class StaticSubstep:
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
     number:  of the substep in its bank
+    width:   rows a request;  tree_mask: of trees, what attention lets each node see
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class StaticSubstep:
             self.work = Workspace(self.forward, pool, settings)
         self._claims = shared.claims[pool.name]
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
+        self.width, self.tree_mask = settings.width, settings.tree_mask
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self._is_open = False
 

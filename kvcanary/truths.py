@@ -76,6 +76,14 @@ def judge_mask(forward: Forward) -> list[Hit]:
     ]
 
 
+def note_row(request: Request, kind: str, pool_id: int, length: int) -> None:
+    """A forward has written the row of a pool up to this length, or is about to; guesses lengthen no row."""
+    if kind == "extend":
+        length = min(length, request.most_final(pool_id))  # what lies beyond is junk
+    if kind != "draft":
+        request.row_lens[pool_id] = length
+
+
 def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: int, step: int) -> list[Hit]:
     """H1 where entries become final that no forward with hooks has written. Draft pools catch up one step later."""
     hits = []

@@ -16,6 +16,7 @@ from spec_engine.config import EngineConfig
 from spec_engine.drafting.adaptive import AdaptivePolicy
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.errors import ConfigError
+from spec_engine.graphs.settings import check_model, runner_class
 from spec_engine.hooks import Forwards
 from spec_engine.layered import LayeredForwards, LayerGroup
 from spec_engine.loading import dtype_of, load_models
@@ -34,7 +35,6 @@ from spec_engine.models.tokenizer import Tokenizer
 from spec_engine.recurrence import recurrent_pool, settings_for
 from spec_engine.relay import Relay
 from spec_engine.results import Results
-from spec_engine.runner import Runner
 from spec_engine.scheduler import Scheduler
 from spec_engine.sliding import check_draft_window, pool_layers, window_pool
 from spec_engine.streams import Streams
@@ -59,6 +59,7 @@ class Assembly:
         self.device = _device(config.device)
         self.model, self.head, self.tokenizer = load_models(config, self.device, model, draft, tokenizer)
         self.config = config = settings_for(self.model, config)
+        check_model(config, self.model, self.device)
         self.adaptive = _adaptive(config, self.head)
         self.lag = HOST_LAG[config.schedule]
         self._build()
@@ -116,7 +117,7 @@ class Assembly:
             num_rows=sizes.num_rows + 1,
             device=self.device,
         )
-        self.runner = Runner(
+        self.runner = runner_class(config)(
             self.model,
             self._target_forwards(),
             self.drafter,
@@ -128,6 +129,8 @@ class Assembly:
         )
         self._check_sizes()
         self.sizes = self._weighed(sizes)
+        with torch.inference_mode():
+            self.runner.record(config.buckets)
         if self.canary is not None:
             self.canary.arm()
 

@@ -19,6 +19,14 @@ DTYPES = ("auto", "float32", "float64", "bfloat16")
 ATTENTION_BACKENDS = tuple(BACKENDS)
 SCHEDULES = ("sync", "overlap")
 ACCEPTANCES = ("match", "tree", "rejection")
+#: What settings must be where decode steps are captured.
+GRAPH_SETTINGS: dict[str, tuple[object, ...]] = {
+    "attention_backend": ("torch", "triton"),
+    "attend": ("ancestors",),
+    "adaptive_steps": (False,),
+    "acceptance": ("match", "tree"),
+    "canary content": ("rolling", "write"),
+}
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
 
@@ -50,6 +58,9 @@ class EngineConfig:
         drafting changes no token; "tree": target-only tree sampling; "rejection": chain rejection sampling, of drafts
         that are drawn. All three keep the target's distribution; greedy requests accept what the target takes.
     threshold_single, threshold_acc: of acceptance "tree", see `Thresholds`.
+    graphs: "on": decode steps run as programs over static buffers, on a GPU as CUDA graphs; "off": as they come.
+    graph_buckets: batch sizes that programs are made for; by default powers of two up to max_running_requests. A batch
+        larger than all of them runs as without graphs.
     new_token_ratio: share of max_new_tokens that admission counts with; below 1 requests may be retracted and resume.
     """
 
@@ -77,6 +88,8 @@ class EngineConfig:
     acceptance: str = "match"
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
+    graphs: str = "off"
+    graph_buckets: Sequence[int] | None = None
     canary: CanaryConfig = field(default_factory=lambda: CanaryConfig(mode="off"))
 
     def __post_init__(self) -> None:
@@ -103,6 +116,34 @@ class EngineConfig:
             check_backend(self.attention_backend, self.topk, self.page_size)
             self._check_tree()
         self._check_adaptive()
+        self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        _require_one_of("graphs", self.graphs, ("off", "on"))
+        if self.graph_buckets is not None:
+            object.__setattr__(self, "graph_buckets", tuple(sorted(set(self.graph_buckets))))
+            for size in self.graph_buckets:
+                _require_positive("graph_buckets", size)
+        if self.graphs == "off":
+            return
+        for name, needed in GRAPH_SETTINGS.items():
+            value = self.canary.content if name == "canary content" else getattr(self, name)
+            if value not in needed:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(map(str, needed))} with graphs, got {value!r}: a captured step "
+                    "cannot do it yet",
+                    f"use graphs off, or {name} {needed[0]}",
+                )
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Batch sizes that programs are made for, ascending; none without graphs."""
+        if self.graphs == "off":
+            return ()
+        if self.graph_buckets is not None:
+            return tuple(self.graph_buckets)
+        most = self.max_running_requests
+        return (*(1 << power for power in range((most - 1).bit_length())), most)
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_chunk, check_chunk_feed, check_window
 from spec_engine.acceptance.acceptor import Acceptor, Decision, Nodes
 from spec_engine.acceptance.logprobs import TokenLogProb
@@ -44,6 +45,14 @@ class Part:
     committed_len: int
     tokens: list[int]
     logprobs: tuple[TokenLogProb, ...] | None = None
+
+
+class Verified(NamedTuple):
+    """Drafted trees, the slots of their nodes [bs, N], and what the target's forward over them gave."""
+
+    tree: Tree
+    windows: Tensor
+    output: DecoderOutput
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,9 @@ class Runner:
         self.device = table.table.device
         self._doomed: frozenset[str] = frozenset()  # as of the last look
 
+    def record(self, buckets: Sequence[int]) -> None:
+        """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
+
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
         self.relay.seed(row, committed_len)
@@ -103,7 +115,7 @@ class Runner:
         doomed = self._judge()
         ends = [chunk.end for chunk in chunks]
         bonus = [(chunk.request.tokens + token)[chunk.end] for chunk, token in zip(chunks, new, strict=True)]
-        self.relay.publish(batch.rows, ends, bonus)
+        self._publish(batch, ends, bonus)
         return self._finish(False, batch, ends, new, logprobs, doomed, accepted)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
@@ -114,36 +126,48 @@ class Runner:
         requests = [request for request in requests if request.request_id not in self._doomed]
         if not requests:
             return StepResult(True, (), self._doomed)
-        batch = Batch.of(requests, self.relay)
+        batch = self._batch_of(requests)
         if self.drafter is None:
             return self._decode_one(batch)
         return self._draft_step(batch, self.drafter, num_steps)
 
     # decode steps
 
+    def _batch_of(self, requests: Sequence[Request]) -> Batch:
+        return Batch.of(requests, self.relay)
+
     def _decode_one(self, batch: Batch) -> StepResult:
-        forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
-        decision = self._decide(batch, self._forward(forward, batch).hidden)
+        decision = self._decide(batch, self._decoded(batch))
         doomed = self._judge()
-        accepted = [Accepted([0], [token]) for token in decision.accepted.bonus.tolist()]
+        accepted = self._to_host(batch, None, decision)
         return self._commit(batch, accepted, decision, doomed)
+
+    def _decoded(self, batch: Batch) -> Tensor:
+        """The hidden states of the bonus tokens, [bs, H]."""
+        forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
+        return self._forward(forward, batch).hidden
 
     def _draft_step(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> StepResult:
         # slots of row positions [0, S): committed   [S, S + reserve): branches (draft pool), tree window (target pool)
-        tree = drafter.draft(batch, num_steps)
-        forward = self.verify_forward(batch, tree)
-        output = self._forward(forward, batch, tree)
+        tree, windows, output = self._verified(batch, drafter, num_steps)
         decision = self._decide(batch, output.hidden, tree, drafter.draft_probs)
         doomed = self._judge()
-        accepted = to_host(tree, decision.accepted, batch.ids)
+        accepted = self._to_host(batch, tree, decision)
         going = [b for b, request_id in enumerate(batch.ids) if request_id not in doomed]
-        self.compact(forward, accepted, going)
+        self.compact(windows, accepted, going)
         if self.states is not None:
             self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
         result = self._commit(batch, accepted, decision, doomed)
         if going:
             self._extend(batch, drafter, output, accepted, going)
         return result
+
+    def _verified(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> Verified:
+        """Draft and verify."""
+        tree = drafter.draft(batch, num_steps)
+        forward = self.verify_forward(batch, tree)
+        output = self._forward(forward, batch, tree)
+        return Verified(tree, forward.slots.view(len(batch), -1), output)
 
     def verify_forward(self, batch: Batch, tree: Tree) -> ForwardBatch:
         """All N nodes of every tree in one target forward; node n is written at row position S + n."""
@@ -171,10 +195,10 @@ class Runner:
             tree_mask=tree.mask,
         )
 
-    def compact(self, forward: ForwardBatch, accepted: Sequence[Accepted], going: Sequence[int]) -> None:
-        """Bring accepted nodes of the requests ``going`` to the front of their window, K/V and records."""
-        windows = forward.slots.view(len(accepted), -1)
+    def compact(self, windows: Tensor, accepted: Sequence[Accepted], going: Sequence[int]) -> None:
+        """Bring accepted nodes of the requests ``going`` to the front of their ``windows [bs, N]``, K/V and records."""
         moves = [(b, node, place) for b in going for place, node in enumerate(accepted[b].nodes) if node != place]
+        moves = seam("draft.rewind_by_count", moves)
         if not moves:
             return
         rows, nodes, places = torch.tensor(moves, device=self.device).unbind(1)
@@ -186,7 +210,7 @@ class Runner:
     ) -> StepResult:
         lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]
         tokens = [path.tokens for path in accepted]
-        self.relay.publish(batch.rows, lens, [new[-1] for new in tokens])
+        self._publish(batch, lens, [new[-1] for new in tokens])
         requests = enumerate(batch.requests)
         logprobs = [decision.logprobs_of(b, request.params, len(tokens[b])) for b, request in requests]
         return self._finish(True, batch, lens, tokens, logprobs, doomed, decision.accepted)
@@ -206,6 +230,7 @@ class Runner:
         lens = [len(accepted[b].tokens) for b in going]
         before = batch if len(going) == len(batch) else batch.select(going)
         features = drafter.features(output, torch.tensor(rows, device=self.device))
+        features = seam("draft.approximate_features", features)
         drafter.extend("extend", before, torch.tensor(tokens, device=self.device), features, lens)
 
     # parts of both
@@ -271,6 +296,16 @@ class Runner:
     def following(self, chunk: Chunk, sampled: list[int]) -> list[int]:
         """Token p + 1 for every position p of a chunk; past what is known that is the token just sampled."""
         return chunk.request.tokens[chunk.start + 1 : chunk.end + 1] + sampled
+
+    def _to_host(self, batch: Batch, tree: Tree | None, decision: Decision) -> list[Accepted]:
+        """Each request's accepted path; waits for the device."""
+        if tree is None:
+            return [Accepted([0], [token]) for token in decision.accepted.bonus.tolist()]
+        return to_host(tree, decision.accepted, batch.ids)
+
+    def _publish(self, batch: Batch, lens: Sequence[int], bonus: Sequence[int]) -> None:
+        """New committed lengths, and the tokens that follow them."""
+        self.relay.publish(batch.rows, lens, bonus)
 
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts."""

@@ -9,6 +9,7 @@ CALLS: dict[str, dict[str, str]] = {
     "check": {},
     "drain": {},
     "judge_copies": {},
+    "launch": {"kind": "name", "index": "int", "pool": "name", "requests": "names"},
     "close": {"pool": "name"},
     "store": {"pool": "name", "layer": "int"},
     "map": {"pool": "name", "slots": "ints", "places": "ints"},

@@ -50,7 +50,10 @@ def _strike_a_free_slot(target: Target, damage: Damage) -> bool:
     entry = any_entry(target)
     if entry is None or entry.pool.slot_map is not None:
         return False
-    layer, slot = any_layer(target, entry.pool), target.free_pages()[-1] * entry.pool.page_size
+    free = target.free_pages()
+    if not free:
+        return False
+    layer, slot = any_layer(target, entry.pool), free[-1] * entry.pool.page_size
     change(entry.pool, layer, slot, partial(damage, target, entry, layer))
     target.record(code="")
     return True
@@ -183,7 +186,7 @@ def _damage_fingerprint(target: Target) -> bool:
     return True
 
 
-def _in_one_row(name: str, story: str, damage: Damage) -> Fault:
+def _in_one_row(name: str, story: str, damage: Damage, cause: str | tuple[str, ...] = "") -> Fault:
     return Fault(
         name=f"bits.{name}",
         story=story,
@@ -191,6 +194,7 @@ def _in_one_row(name: str, story: str, damage: Damage) -> Fault:
         applies_to="everything",
         strike=partial(_strike, damage=damage),
         quiet=partial(_strike_a_free_slot, damage=damage),
+        cause=cause,
     )
 
 
@@ -201,10 +205,12 @@ FAULTS = (
         "The top bits of two words of a row turn over, which a sum of 32 bits does not see.",
         _flip_two_signs,
     ),
-    _in_one_row("zeroed_row", "K or V of an entry is cleared in one layer, as by a late memset.", _zero),
-    _in_one_row("row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot),
-    _in_one_row("k_and_v_swapped", "K lies where V belongs, and V where K does.", _exchange_parts),
-    _in_one_row("shifted_by_a_head", "The heads of K or V lie one place too far.", _shift_a_head),
+    _in_one_row("zeroed_row", "K or V of an entry is cleared in one layer, as by a late memset.", _zero, "order"),
+    _in_one_row(
+        "row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot, "addressing"
+    ),
+    _in_one_row("k_and_v_swapped", "K lies where V belongs, and V where K does.", _exchange_parts, "transfer"),
+    _in_one_row("shifted_by_a_head", "The heads of K or V lie one place too far.", _shift_a_head, "transfer"),
     _in_one_row("nan_row", "K or V of an entry is NaN in one layer.", partial(_fill, value=float("nan"))),
     _in_one_row("inf_row", "K or V of an entry is infinite in one layer.", partial(_fill, value=float("inf"))),
     Fault(
@@ -213,6 +219,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_swap_rows,
+        cause=("addressing", "transfer"),
     ),
     Fault(
         name="bits.page_overwritten",
@@ -220,6 +227,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_overwrite_a_page,
+        cause=("bits", "transfer"),
     ),
     Fault(
         name="bits.row_lost",

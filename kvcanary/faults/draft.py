@@ -1,16 +1,183 @@
-"""Draft trees whose arrays are not what their readers take them for."""
+"""Drafts and trees: entries of the wrong token, position or parent; arrays that are not what readers take them for."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.fault import Fault
+from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.reach import row_of, submit_prompt, written_of
+from kvcanary.faults.target import Call, Move, Setup, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK = 16
+FIRST_SEEN = 2  # draft forward that reads two drafted entries, so that they can contradict each other
 
 
 def _narrow(dtype: Any, *, topk: int) -> Any:
     import torch
 
     return torch.int32 if topk == 1 else dtype
+
+
+def _shift_positions(target: Target) -> bool:
+    """Every entry of the draft forwards one position too far."""
+
+    def shift(call: Call) -> bool:
+        call.write = replace(call.write, positions=call.write.positions + 1)
+        first = int(call.write.positions.argmin())  # positions are told in their order
+        target.record(
+            call.read.requests[first // call.read.rows_per_request],
+            pool="draft",
+            site=("draft", call.index),
+            slot=int(call.write.slots[first]),
+            position=int(call.write.positions[first]),
+        )
+        return False
+
+    target.before("draft", shift)
+    return True
+
+
+def _feed_at_chunk_end(target: Target) -> bool:
+    """A prompt in several chunks; the drafter's entry at the end of the first takes a guess for the next token."""
+    request_id = submit_prompt(target, 3 * CHUNK)
+
+    def guess(call: Call) -> bool:
+        if call.pool != "draft" or request_id not in call.read.requests:
+            return False
+        place = written_of(call, call.read.requests.index(request_id)).stop - 1
+        tokens = call.write.tokens.clone()
+        tokens[place] = (tokens[place] + 1) % _vocab_size(target)
+        call.write = replace(call.write, tokens=tokens)
+        target.record(request_id, pool="draft", slot=int(call.write.slots[place]), position=CHUNK - 1)
+        return True
+
+    target.before("prefill", guess)
+    return True
+
+
+def _forget_the_shift(target: Target) -> bool:
+    """The drafter's prompt entries hold the token of their own position, not the one that follows."""
+    request_id, prompt = submit_prompt(target, 2 * CHUNK), target.prompts[-1]
+    first = next(p for p in range(len(prompt) - 1) if prompt[p] != prompt[p + 1])
+
+    def unshifted(call: Call) -> bool:
+        if call.pool != "draft" or request_id not in call.read.requests:
+            return False
+        own = written_of(call, call.read.requests.index(request_id))
+        tokens = call.write.tokens.clone()
+        tokens[own] = tokens.new_tensor(prompt[: own.stop - own.start])
+        call.write = replace(call.write, tokens=tokens)
+        slot = int(call.write.slots[own.start + first])
+        target.record(request_id, pool="draft", slot=slot, position=first)
+        return True
+
+    target.before("prefill", unshifted)
+    return True
+
+
+def _read_by_column(target: Target) -> bool:
+    """Survivors attend what was written for their column, not for their parent."""
+    return read_other_parents(target, lambda column, num_columns: column)
+
+
+def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> bool:
+    """From the third draft forward on, rows take their parent from this column; further ancestors are right.
+
+    A parent that continues these says nothing of itself: whose child an entry is, is known to the drafter alone.
+    """
+    before: list[Call] = []
+
+    def misread(call: Call) -> bool:
+        last = before[-1] if call.index else None
+        before[:] = [call]
+        if last is None or call.index < FIRST_SEEN:
+            return False
+        ends, indices, width = call.read.indptr.tolist(), call.read.indices.clone(), call.read.rows_per_request
+        wrong: list[tuple[int, str]] = []
+        for row in range(len(ends) - 1):
+            place, other = ends[row + 1] - 2, row - row % width + column_of(row % width, width)
+            if last.read.indices[last.read.indptr[other + 1] - 2] != indices[place - 1]:
+                wrong.append((place - ends[row], call.read.requests[row // width]))
+            indices[place] = last.write.slots[other]
+        call.read = replace(call.read, indices=indices)
+        if wrong:
+            position, reader = min(wrong, key=lambda one: one[0])
+            target.record(reader=reader, pool="draft", site=("draft", call.index), position=position)
+        return False
+
+    target.before("draft", misread)
+    return True
+
+
+def _feed_a_placeholder(target: Target) -> bool:
+    """A request's newest token is fed as the placeholder that stood for it."""
+
+    def placeholder(call: Call) -> bool:
+        first = 0 if int(call.write.tokens[0]) else written_of(call, len(call.read.requests) - 1).start
+        if not int(call.write.tokens[first]):
+            return False
+        tokens = call.write.tokens.clone()
+        tokens[first] = 0  # what a clamp makes of -1
+        call.write = replace(call.write, tokens=tokens)
+        slot, position = int(call.write.slots[first]), int(call.write.positions[first])
+        writer = call.read.requests[0 if not first else -1]
+        target.record(writer, pool="target", slot=slot, position=position)
+        return True
+
+    target.before("verify", placeholder)
+    return True
+
+
+def _lose_the_move(pool: str, late: bool) -> Callable[[Target], bool]:
+    """Rows that should be copied stay where they are: in what was told, all arrived."""
+
+    def strike(target: Target) -> bool:
+        def stay(move: Move) -> bool:
+            if move.pool != pool:
+                return False
+            view = target.pools[pool]
+            moved = [
+                slot
+                for source, slot in zip(move.source.tolist(), move.destination.tolist(), strict=True)
+                if bool((view.rows.gather_layer(0, row_of(source)) != view.rows.gather_layer(0, row_of(slot))).any())
+            ]
+            if not moved:
+                return False
+            move.source = move.destination
+            target.record(UNDECLARED, pool=pool, slot=frozenset(moved), late=late)
+            return True
+
+        target.on_move(stay)
+        return True
+
+    return strike
+
+
+def _first_slots(moves: list[Any]) -> list[Any]:
+    """A rewind that keeps so many slots, whichever nodes were accepted."""
+    return []
+
+
+def _own_features(features: Tensor) -> Tensor:
+    """Features as a draft guesses them: near the target's, and not its."""
+    return features * 0.75
+
+
+def _drafts_twice(setup: Setup) -> bool:
+    return setup.drafts and setup.num_steps > 1
+
+
+def has_deep_branches(setup: Setup) -> bool:
+    return setup.drafts and setup.topk > 1 and setup.num_steps > FIRST_SEEN + 1 and setup.pages is None
+
+
+def _vocab_size(target: Target) -> int:
+    return target.pools["target"].vocab_size or 2
 
 
 FAULTS = (
@@ -24,5 +191,116 @@ FAULTS = (
         needs={"topk": 1, "num_draft_tokens": None},
         applies=lambda setup: setup.drafts,
         perturb=_narrow,
+    ),
+    Fault(
+        name="draft.position_off_by_one",
+        k="K05",
+        bugs=("sgl-project/sglang#25015",),
+        story="Positions were raised before each draft forward, not behind it: every drafted entry was rotated for the "
+        "position after its own. Output stayed right and acceptance fell; somebody printed positions to see it.",
+        expected="W5",
+        applies_to="drafts of two steps and more",
+        applies=_drafts_twice,
+        strike=_shift_positions,
+    ),
+    Fault(
+        name="draft.chunk_tail_token",
+        k="K06",
+        bugs=("sgl-project/sglang#26329", "ModelTC/LightLLM#1079", "NVIDIA/TensorRT-LLM#18295"),
+        story="The drafter's entry at the end of a prompt chunk needs the next prompt token. Where the chunk is not "
+        "the "
+        "last one it got the token that was just sampled. Three engines made this mistake within ten months.",
+        expected="W6",
+        applies_to="drafts, prompts in chunks",
+        needs={"chunk": CHUNK},
+        applies=lambda setup: setup.drafts and setup.pages is None,
+        strike=_feed_at_chunk_end,
+    ),
+    Fault(
+        name="draft.token_offset_0",
+        k="K07",
+        bugs=("mlc-ai/mlc-llm#2266",),
+        story="The drafter's slot p holds the pair of features p and token p + 1. Its prompt was not shifted: slot p "
+        "took token p, and drafts were poor from then on.",
+        expected="W6",
+        applies_to="drafts that hold pairs",
+        applies=lambda setup: setup.drafts and setup.pages is None,
+        strike=_forget_the_shift,
+    ),
+    Fault(
+        name="draft.child_attends_sibling",
+        k="K09",
+        bugs=("sgl-project/sglang#8409",),
+        story="Survivors of a selection took the K and V of their column, not of their parent: from the second level "
+        "on, nodes attended siblings of their ancestors. It showed as warnings of invalid trees, and less acceptance.",
+        expected="R5",
+        applies_to="topk > 1, drafts of four steps and more; before that nothing drafted can contradict another",
+        needs={"num_steps": 5, "topk": 4, "num_draft_tokens": None},
+        applies=has_deep_branches,
+        strike=_read_by_column,
+    ),
+    Fault(
+        name="draft.placeholder_token",
+        k="K21",
+        bugs=("vllm-project/vllm#46899", "vllm-project/vllm#40768"),
+        story="An asynchronous scheduler puts placeholders where tokens are not known yet. A request that sat out one "
+        "step kept its own, and they were fed as tokens. A rare crash in production, and not reproduced for long.",
+        expected="W6",
+        applies_to="drafts",
+        applies=lambda setup: setup.drafts,
+        strike=_feed_a_placeholder,
+        cause="order",
+    ),
+    Fault(
+        name="draft.rewind_by_count",
+        k="K04",
+        bugs=("NVIDIA/TensorRT-LLM#10343", "sgl-project/sglang#26866"),
+        story="After the verify the first n slots of the window were kept, where n nodes were accepted: the right "
+        "number, and not the accepted path. More candidates made acceptance worse, which nobody could explain.",
+        expected="R6",
+        also=("R4", "R5"),
+        applies_to="topk > 1",
+        applies=lambda setup: setup.drafts and setup.topk > 1,
+        perturb=_first_slots,
+        late=True,
+    ),
+    Fault(
+        name="draft.compaction_lost",
+        k="K04",
+        bugs=("sgl-project/sglang#26866",),
+        story="The move of accepted entries to the front of their window was declared, and copied nothing.",
+        expected="T1",
+        applies_to="topk > 1",
+        applies=lambda setup: setup.drafts and setup.topk > 1,
+        strike=_lose_the_move("target", late=True),
+        cause="transfer",
+    ),
+    Fault(
+        name="draft.tail_copy_lost",
+        k="K04",
+        story="Branches on pages of their own need the entries of the prefix's last page in front of them. The copy "
+        "was "
+        "not made, and branches but the first attended whatever lay there.",
+        expected="T1",
+        applies_to="topk > 1 with page_size > 1, attention by whole pages",
+        needs={"backend": "paged"},
+        applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1 and setup.page_size > 1,
+        bugs=("sgl-project/sglang#26866",),
+        strike=_lose_the_move("draft", late=False),
+        cause="transfer",
+    ),
+    Fault(
+        name="draft.approximate_features",
+        k="K22",
+        bugs=("vllm-project/vllm#14649",),
+        story="Entries that the drafter wrote from its own guessed features were kept after the verify, and not "
+        "written "
+        "again from the target's: 8 to 15 % less acceptance. The bytes are what the code meant to write, so that no "
+        "check of bytes or identity can see it.",
+        expected="shorter accepted lengths",
+        applies_to="drafts that take features",
+        applies=lambda setup: setup.drafts,
+        perturb=_own_features,
+        late=True,
     ),
 )

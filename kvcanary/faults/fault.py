@@ -29,18 +29,20 @@ class Fault:
     story: what went wrong there, in a sentence or two.
     expected: the code of the finding, or the name of the typed error, that must come first; or else its effect, in
         words, where no check can see it: the canary must say nothing then.
+    also: codes that may come first in its place, where that depends on what the wrong slot happens to hold.
     applies_to: settings under which it matters, in words; `applies` says the same of a Setup.
     needs: fields of a Setup without which it cannot be made; a campaign sets them.
 
     One of two ways to make it, none where it is pending:
     perturb: ``perturb(value, **where of the seam)`` is the value that the bug computed; an engine has the seam.
+    late: the seam is behind the point where its step's tokens are sampled.
     place: ``place(value, changed, **where)``: what the finding must name of it, as in `Strike.place`.
     strike: ``strike(target)`` makes it in a running engine and tells the target what it did (`Target.record`), at once
         or from a hook; False where it cannot be made now: it is asked again before the next step.
     quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
 
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others.
-    cause: family of the right cause in a report, where it is another than the fault's own.
+    cause: families of the right cause in a report, where they are others than the fault's own.
     state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
     """
 
@@ -50,14 +52,16 @@ class Fault:
     applies_to: str
     bugs: tuple[str, ...] = ()
     k: str = ""
+    also: tuple[str, ...] = ()
     perturb: Callable[..., Any] | None = None
     place: Callable[..., Mapping[str, Any]] | None = None
     strike: Callable[[Target], bool] | None = None
     quiet: Callable[[Target], bool] | None = None
     applies: Callable[[Setup], bool] = everywhere
     needs: Mapping[str, Any] = field(default_factory=dict)
+    late: bool = False
     within: int = 2
-    cause: str = ""
+    cause: str | tuple[str, ...] = ""
     state: str = READY
     reason: str = ""
 
@@ -73,6 +77,11 @@ class Fault:
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Families of the right cause."""
+        return (self.cause or self.family,) if isinstance(self.cause, str) else self.cause
 
     @property
     def is_seam(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcanary.faults.target import Running, Target
+from kvcanary.faults.target import Call, Running, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,9 +86,39 @@ def part_of(view: PoolView, part: int) -> slice:
     return slice(piece.first, piece.first + piece.words)
 
 
+def submit_prompt(target: Target, length: int) -> str:
+    """A new request with a prompt that nobody has cached; `target.prompts` has it."""
+    vocab_size = target.pools["target"].vocab_size or 2
+    return target.submit([target.rng.randrange(vocab_size) for _ in range(length)], target.setup.new_tokens)
+
+
+def written_of(call: Call, request: int) -> slice:
+    """Entries of a write plan that are of this request, by its number in the batch."""
+    per_row = call.read.num_written
+    if isinstance(per_row, int):
+        width = per_row * call.read.rows_per_request
+        return slice(request * width, (request + 1) * width)
+    ends = [0, *per_row.cumsum(0).tolist()]
+    rows = call.read.rows_per_request
+    return slice(ends[request * rows], ends[(request + 1) * rows])
+
+
+def row_of(slot: int) -> Tensor:
+    import torch
+
+    return torch.tensor([slot])
+
+
 def own_state(target: Target, view: PoolView) -> PoolState:
     """The canary's own records and fingerprints of a pool."""
     return target.canary._state.by_name[view.name]
+
+
+def is_private(target: Target, page: int) -> bool:
+    """Whether the page is one request's alone, and no cache's."""
+    from kvcanary_kernels.record import SHARED
+
+    return int(target.canary._state.page_states[page]) != SHARED
 
 
 def mask_of(bit: int) -> int:

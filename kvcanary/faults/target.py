@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcanary.faults.fault import Strike
     from kvcanary.manager import CanaryManager
     from kvcanary.views import PoolView, ReadPlan, WritePlan
 
@@ -109,15 +110,20 @@ class Target(Protocol):
     rng: every choice of a fault comes from here; turn: number of the run, for what should be tried one by one.
     chosen: choices that the caller has made ("layer", "pool", "part"), which are not drawn.
     pools: by name, those that the canary protects; canary: for lifecycle calls that the engine does not make.
+    prompts: what `submit` was given, in order; strike: what was recorded.
     """
 
     setup: Setup
-    step: int
     rng: random.Random
     turn: int
     chosen: Mapping[str, Any]
     pools: Mapping[str, PoolView]
     canary: CanaryManager
+    prompts: list[Sequence[int]]
+    strike: Strike | None
+
+    @property
+    def step(self) -> int: ...
 
     def running(self) -> Sequence[Running]:
         """Requests past their prefill, which the next step goes on with."""

@@ -25,6 +25,7 @@ from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import draft_index_width
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
+from spec_engine.request import Request
 from spec_engine.scheduler import Chunk
 
 
@@ -84,7 +85,7 @@ class Drafter:
         num_steps: T of this step, one of ``step_choices``; 0 makes a root alone.
         """
         num_steps = self.num_steps if num_steps is None else num_steps
-        self._consume(batch)
+        self.consume(batch)
         if self._drawn is not None:
             self._drawn.begin(batch)
         growth = new_growth(self.topk, len(batch), self._chains.get(num_steps))
@@ -136,7 +137,7 @@ class Drafter:
         proposed = self._propose(hidden, batch, forward.positions.index_select(0, last), is_first=True)
         for kept, own in zip((self._probs, self._tokens, self._hidden), (*proposed, hidden), strict=True):
             kept.index_copy_(0, batch.rows, own)
-        self._publish(batch, new_lens)
+        self.publish(batch.requests, [length + new for length, new in zip(batch.lens, new_lens, strict=True)])
 
     def num_leading(self, chunk: Chunk) -> int:
         """Entries that a chunk writes before those of its positions: what lies ahead behind a row's first prefix."""
@@ -149,11 +150,12 @@ class Drafter:
             output = DecoderOutput(output.hidden[rows], taps)
         return self.head.features(output)
 
-    def _publish(self, batch: Batch, new_lens: Sequence[int]) -> None:
-        for request, length, new in zip(batch.requests, batch.lens, new_lens, strict=True):
-            self._published[request.row] = request.request_id, length + new
+    def publish(self, requests: Sequence[Request], lens: Sequence[int]) -> None:
+        """Proposals of these requests lie in the relay, for these committed lengths."""
+        for request, length in zip(requests, lens, strict=True):
+            self._published[request.row] = request.request_id, length
 
-    def _consume(self, batch: Batch) -> None:
+    def consume(self, batch: Batch) -> None:
         """RelayError unless each request takes the proposals of its own last forward, once."""
         for request, length in zip(batch.requests, batch.lens, strict=True):
             check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
@@ -167,8 +169,32 @@ class Drafter:
         if self._drawn is not None:
             propose = self._drawn.first if is_first else self._drawn.extend
             return propose(logits, batch, positions + self.head.token_offset + 1)
+        return self._likeliest(logits)
+
+    def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
         return probs, self.head.to_target_ids(ids)
+
+    # parts of a captured step, which waits for nothing and looks at no device value
+
+    @property
+    def chain_constants(self) -> ChainConstants | None:
+        """Those of a chain of ``num_steps``; None for trees."""
+        return self._chains.get(self.num_steps)
+
+    def proposals(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What waits in the relay for ``rows [n]``: probabilities and tokens [n, K], the hidden state behind them."""
+        return self._probs[rows], self._tokens[rows], self._hidden[rows]
+
+    def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The K likeliest continuations of each row of ``hidden [n, H]``: probabilities and tokens, both [n, K]."""
+        return self._likeliest(self.head.logits(hidden))
+
+    def propose_from(self, rows: Tensor, hidden: Tensor, is_live: Tensor) -> None:
+        """Leave the likeliest continuations of ``hidden [n, H]`` in the relay; padding is row 0, and leaves zeros."""
+        probs, tokens = self.likeliest(hidden)
+        for relay, values in ((self._probs, probs), (self._tokens, tokens), (self._hidden, hidden)):
+            relay[rows] = torch.where(is_live[:, None], values, 0)
 
     def _branch_slots(self, batch: Batch, num_steps: int) -> Tensor:
         page_size = self.table.page_size

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvcanary_kernels.layers import add_norm, gated, norm, rotate
 from spec_engine.models.config import ModelConfig, RopeScaling, rope_frequencies
 
 
@@ -54,8 +55,7 @@ class Decoder(nn.Module):
             if layer.layer in tap_layers:
                 taps.append(hidden)
             hidden = layer(hidden, rotation, kv)
-        config = self.config
-        hidden = F.rms_norm(hidden, (config.hidden_size,), self.norm_weight, config.rms_norm_eps)
+        hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -111,8 +111,10 @@ class DecoderLayer(nn.Module):
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
         if self.input_norm_weight is not None:
-            x = F.rms_norm(x, self.norm_shape, self.input_norm_weight, self.eps)
+            x = rms_norm(x, self.input_norm_weight, self.eps)
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], self.num_heads_all, 2 * self.half_dim)
+        if is_fused(qkv):
+            return self._rotated_in_place(qkv, rotation)
         qk, v = qkv.split_with_sizes(self.head_split, 1)
         if self.q_norm_weight is not None:
             qk = self._normed(qk)
@@ -123,10 +125,28 @@ class DecoderLayer(nn.Module):
 
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
         """Output product, residual, norm, MLP, residual."""
-        hidden = hidden + F.linear(attention.flatten(1), self.o_weight, self.o_bias)
+        output = F.linear(attention.flatten(1), self.o_weight, self.o_bias)
+        if is_fused(output):
+            return self._finished_in_place(hidden, output)
+        hidden = hidden + output
         x = F.rms_norm(hidden, self.norm_shape, self.post_norm_weight, self.eps)
         gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.down_weight)
+
+    def _rotated_in_place(self, qkv: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q_heads, kv_heads = self.qk_split
+        norms = {"q_norm": self.q_norm_weight, "k_norm": self.k_norm_weight, "eps": self.eps}
+        rotate(qkv, *rotation, num_heads=q_heads + kv_heads, num_q_heads=q_heads, **norms)
+        q, k, v = qkv.split_with_sizes((q_heads, kv_heads, kv_heads), 1)
+        return q, k, v
+
+    def _finished_in_place(self, hidden: Tensor, output: Tensor) -> Tensor:
+        total, normed = torch.empty_like(output), torch.empty_like(output)
+        add_norm(hidden, output, self.post_norm_weight, self.eps, total=total, normed=normed)
+        gate_up = F.linear(normed, self.gate_up_weight)
+        product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        gated(gate_up, product)
+        return total.addmm_(product, self.down_weight.t())
 
     def _normed(self, qk: Tensor) -> Tensor:
         q, k = qk.split_with_sizes(self.qk_split, 1)
@@ -177,6 +197,20 @@ class RotaryTable(nn.Module):
         rows = F.embedding(positions, self.table).view(positions.shape[0], 2, 1, self.head_dim)
         cos, sin = rows.unbind(1)
         return cos, sin
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, size] over the root of its mean square, times weight [size]."""
+    if not is_fused(x):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    normed = torch.empty_like(x)
+    norm(x, weight, eps, normed=normed)
+    return normed
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether what follows a product runs as our kernels: on a GPU, outside of training, below float64."""
+    return x.is_cuda and not x.requires_grad and x.dtype is not torch.float64
 
 
 def _rotary_table(rope: RopeScaling, head_dim: int, max_positions: int) -> Tensor:

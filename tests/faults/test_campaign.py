@@ -14,8 +14,9 @@ from kvcanary_tools.campaign import runner, runs
 from kvcanary_tools.campaign.configurations import PLANS, QUICK, Plan, setup_for
 from kvcanary_tools.campaign.matrix import rows_of, totals_of
 from kvcanary_tools.campaign.report import failures
-from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Run, perform
+from kvcanary_tools.campaign.runs import perform
 from kvcanary_tools.campaign.switches import checks_of, switched_off
+from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, KINDS, QUIET, Run
 
 NAME, SETUP = "p4-k2-t3", QUICK["p4-k2-t3"]
 READY = [fault.name for fault in faults() if fault.state == "ready"]
@@ -26,9 +27,8 @@ def test_every_fault_is_found_as_it_says(name):
     """In the quick configurations to which it applies: check, place, writer, in time, no leak, silent twins."""
     planned = runner.runs_of([catalogue.find(name)], PLANS["quick"], None, seed=1)
     results = list(runner.campaign(planned, workers=1))
-    within = runner.within_of(planned)
-    [total] = totals_of(results, within)
-    assert total.is_right, "\n".join(failures(results, within))
+    [total] = totals_of(results)
+    assert total.is_right, "\n".join(failures(results))
     assert total.runs
     assert total.writer_right == total.writers
 
@@ -36,7 +36,7 @@ def test_every_fault_is_found_as_it_says(name):
 def strike_with(monkeypatch, strike, kind: str = FAULTY, **more) -> runs.Result:
     """One run of a fault made up for the test."""
     fault = Fault("bits.made_up", "Made up.", more.pop("expected", "R9"), "everything", strike=strike, **more)
-    monkeypatch.setattr(catalogue, "find", lambda name: fault)
+    monkeypatch.setattr(runs, "find", lambda name: fault)
     return perform(Run(fault.name, NAME, SETUP, 1, kind))
 
 
@@ -83,7 +83,7 @@ def test_a_fault_that_strikes_nothing_is_untried(monkeypatch):
     assert not result.struck
     assert len(asked) > 3
     assert asked == sorted(set(asked))
-    [total] = totals_of([result], {"bits.made_up": 1})
+    [total] = totals_of([result])
     assert (total.runs, total.untried) == (0, 1)
 
 
@@ -137,7 +137,7 @@ def test_what_a_campaign_runs():
     pending = Fault("bits.later", "s", "R9", "a", state="pending", reason="no beams")
     plan = Plan({"a": Setup(), "b": Setup(topk=1), "c": Setup(page_size=1)}, runs=4, quiet=1, disabled=2)
     planned = runner.runs_of([wide, pending], plan, None, seed=1)
-    by_kind = {kind: [(run.config, run.seed) for run in planned if run.kind == kind] for kind in runs.KINDS}
+    by_kind = {kind: [(run.config, run.seed) for run in planned if run.kind == kind] for kind in KINDS}
     assert by_kind == {
         FAULTY: [("a", 1), ("c", 3), ("a", 5), ("c", 7)],
         DISABLED: [("a", 1), ("c", 3)],
@@ -152,7 +152,7 @@ def test_rows_are_by_configuration(monkeypatch):
     """The matrix of the JSON has a row a fault and configuration, with the twins of its own setup."""
     fault = catalogue.find("bits.flip")
     planned = runner.runs_of([fault], PLANS["quick"], 4, seed=1)
-    rows = rows_of(runner.campaign(planned, 1), runner.within_of(planned))
+    rows = rows_of(runner.campaign(planned, 1))
     assert [(row.config, row.runs) for row in rows] == [
         ("p4-k2-t3", 2),
         ("p1-k4-t2-overlap", 1),

@@ -125,3 +125,8 @@ def test_licence_is_apache(root: Path, pyproject: dict[str, Any]) -> None:
     for words in ("Apache License", "Version 2.0, January 2004", "3. Grant of Patent License", "END OF TERMS AND"):
         assert words in text
     assert pyproject["project"]["license"] == "Apache-2.0"
+
+
+def test_pytest_finds_the_plugin(pyproject: dict[str, Any]) -> None:
+    """By an entry point that has the module's name, so that naming it in `pytest_plugins` too does no harm."""
+    assert pyproject["project"]["entry-points"]["pytest11"] == {"kvcanary.pytest_plugin": "kvcanary.pytest_plugin"}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.buffers import StaticBuffers
+from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
+from kvcanary_kernels import record
+from kvcanary_kernels.record import signed
 
 TOKENS = [50, 51, 52, 53, 54, 55]
 
@@ -109,3 +112,116 @@ def test_a_freed_page_is_stale_to_the_next_replay(run):
     freed.canary.check()
     assert {finding.code for finding in freed.canary.findings} >= {"W2"}
     assert torch.equal(freed.canary._state.generations, torch.from_numpy(freed.canary._ledger.generations))
+
+
+class Tree:
+    """One request whose prefill and verify are launched substeps: a chain of two nodes behind three entries."""
+
+    def __init__(self, rig, static_row) -> None:
+        self.rig, self.static_row = rig, static_row
+        self.canary = CanaryManager(CanaryConfig(seed=7, mode="log"), [rig.pool.view])
+        self.mask = torch.zeros(2, 2, 2, dtype=torch.bool)
+        self.prefill, self.verify = (
+            self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 16, **own), **settings)
+            for kind, own, settings in (
+                ("prefill", {}, {}),
+                ("verify", {"is_tree": True}, {"max_depth": 2, "tree_mask": self.mask}),
+            )
+        )
+        self.move = self.canary.bank.add_move("target", 2)
+        self.canary.arm()
+        self.canary.admit("ann", TOKENS[:4])
+        self.canary.on_alloc("ann", [1, 2])
+        self.uid = self.canary.requests_of(["ann"])[0].uid
+
+    def launch(self, number: int, substep, ids: list[int], tokens: list[int], parents: list[int] | None = None):
+        """A forward of these entries; what the host gave for its row."""
+        self.canary.begin_step(number)
+        truth = self.canary.launch(substep, ["ann"], [len(tokens)], len(ids))
+        substep.buffers.fill(self.rig.batch([self.static_row(self.uid, ids, tokens, parents)]))
+        self.rig.body(substep)
+        return truth
+
+    def fired(self) -> list[tuple[str, tuple[str, int], int]]:
+        self.canary.check()
+        return [(finding.code, finding.site, finding.slot) for finding in self.canary.findings]
+
+
+@pytest.fixture
+def tree(make_static, static_row) -> Tree:
+    made = Tree(make_static(), static_row)
+    truth = made.launch(1, made.prefill, [4, 5, 6], TOKENS[:3])
+    assert (truth.uids, truth.prefix_lens, truth.truths) == ([made.uid], [0], [signed(made.verify.pool.root)])
+    return made
+
+
+def verify(tree: Tree, sees: list[list[int]], tokens: list[int] = TOKENS[3:5]) -> None:
+    tree.mask[0] = torch.tensor(sees).bool()
+    tree.launch(2, tree.verify, [4, 5, 6, 7, 8], tokens, [-1, 0])
+
+
+def test_the_host_learns_what_launched_forwards_have_written(tree):
+    """Rows may be committed, their pages are written, and forwards are counted as eager ones are."""
+    assert tree.fired() == []
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]])
+    assert tree.fired() == []
+    request = tree.canary.requests_of(["ann"])[0]
+    assert request.row_lens == [5]
+    assert [STATE_NAMES[state] for state in tree.canary._ledger.states[[1, 2]]] == ["WRITTEN", "WRITTEN"]
+    certificate = tree.canary.certificate()
+    assert [certificate[name] for name in ("forwards", "slots_checked", "slots_sealed")] == [2, 8, 5]
+
+
+def test_a_commit_learns_of_forwards_that_nobody_judged_yet(tree):
+    """Between launch and check too."""
+    tree.canary.commit("ann", 3)
+    assert tree.canary._static.launched == []
+    assert tree.fired() == []
+
+
+def test_a_token_that_is_not_the_requests_is_w6(tree):
+    """The root of a launched tree is the request's own token; nodes behind it are guesses."""
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], [99, 98])
+    assert tree.fired() == [("W6", ("verify", 0), 7)]
+
+
+def test_a_mask_that_shows_a_stranger_is_r13(tree):
+    """A node sees itself and its ancestors, in a captured forward as in any."""
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 1], [1, 1]])
+    assert tree.fired() == [("R13", ("verify", 0), 7)]
+
+
+@pytest.mark.parametrize("moves_bytes", [True, False])
+def test_a_captured_move_brings_the_records(tree, moves_bytes):
+    """The host learns where entries lie now; bytes that did not come along are T1."""
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]])
+    pool, source, destination = tree.verify.pool, torch.tensor([8, 0]), torch.tensor([7, 0])
+    tree.canary.launch_move(tree.move)
+    if moves_bytes:
+        tree.rig.kv[:, 7] = tree.rig.kv[:, 8]
+    tree.move.record(source, destination, torch.tensor([True, False]))
+    assert tree.fired() == ([] if moves_bytes else [("T1", ("move", 0), 7)])
+    assert torch.equal(pool.records, pool.expected)
+    moved = record.read_record(pool.records, 7)
+    assert (moved.token, moved.position, moved.step) == (TOKENS[4], 4, 2)
+    assert (tree.move.src.tolist(), tree.move.dst.tolist()) == ([8, -1], [7, -1])
+
+
+def test_moves_are_added_before_arm_to_pools_that_are_there(tree, make_static):
+    """H2 and a sentence, as for substeps."""
+    with pytest.raises(HookOrderError, match="add_move\\(\\) must come before arm\\(\\): the move in the target pool"):
+        tree.canary.bank.add_move("target", 2)
+    with pytest.raises(PlanError, match="pool must be one of target, got 'draft'"):
+        make_static().bank.add_move("draft", 2)
+
+
+def test_a_launch_needs_a_bank(make_engine):
+    """H2: a manager whose bank nobody asked for has captured nothing."""
+    with pytest.raises(HookOrderError, match="launch\\(\\) needs substeps of this manager's bank, got None"):
+        make_engine().canary.launch(None, [], [], 0)
+    with pytest.raises(HookOrderError, match="launch_move\\(\\) needs a move of this manager's bank"):
+        make_engine().canary.launch_move(None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 SUITE = '''
@@ -9,8 +12,6 @@ import pytest, torch
 from kvcanary import PoolView, ReadPlan, WritePlan
 from kvcanary.faults import seam
 from kvcanary.invariants import check_row_fits
-
-pytest_plugins = ["kvcanary.pytest_plugin"]
 
 
 def ints(*values):
@@ -105,14 +106,81 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_a_suite_sees(pytester: pytest.Pytester, case: str) -> None:
-    """Each outcome, in a suite of its own."""
-    body, passed, told = CASES[case]
-    pytester.makepyfile(SUITE + f"\n\ndef test_it(kv_canary, kv_fault):\n    {body}\n")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+#: By what it is: arguments of the marker, the test's body, how many pass, and what is told.
+MARKED = {
+    "a fault of the catalogue passes": (
+        "'bits.flip', layer=0",
+        "engine = Engine(kv_canary, content='full'); run(engine); assert kv_fault(run=engine.step).layer == 0",
+        1,
+        "",
+    ),
+    "a fault that the engine hides fails": (
+        "'bits.flip'",
+        "engine = Engine(kv_canary, content='write'); run(engine); kv_fault(run=engine.step)",
+        0,
+        "no check fired, R9 was expected",
+    ),
+    "an undone fix passes": (
+        "'bounds.row_width'",
+        "kv_fault(run=lambda: grow(seam('bounds.row_width', 99, context_length=10, num_draft_tokens=6)))",
+        1,
+        "",
+    ),
+    "a fault that needs more than pools fails": (
+        "'draft.position_off_by_one'",
+        "engine = Engine(kv_canary); kv_fault(run=engine.step)",
+        0,
+        "NeedsHarnessError: the fault needs a hook before draft",
+    ),
+    "a fault without an engine fails": ("'bits.flip'", "kv_fault(run=print)", 0, "attach a canary first"),
+    "a fault that cannot strike yet fails": (
+        "'bits.flip'",
+        "engine = Engine(kv_canary); kv_fault(run=engine.step)",
+        0,
+        "bits.flip could not strike, it applies to everything",
+    ),
+}
+
+
+def run_suite(pytester: pytest.Pytester, body: str, *options: str, marker: str = "") -> pytest.RunResult:
+    """The result of a suite of one test with this body."""
+    marked = f"@pytest.mark.kvfault({marker})\n" if marker else ""
+    pytester.makepyfile(SUITE + f"\n\n{marked}def test_it(kv_canary, kv_fault):\n    {body}\n")
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "kvcanary.pytest_plugin", *options)
+
+
+def expect(result: pytest.RunResult, passed: int, told: str) -> None:
     outcomes = result.parseoutcomes()
     assert outcomes.get("passed", 0) == passed, result.stdout.str()
     assert bool(outcomes.get("failed", 0) + outcomes.get("errors", 0)) == bool(told)
     if told:
         result.stdout.fnmatch_lines([f"*{told}*".replace("[", "[[]")])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_suite_sees(pytester: pytest.Pytester, case: str) -> None:
+    """Each outcome, in a suite of its own."""
+    body, passed, told = CASES[case]
+    expect(run_suite(pytester, body), passed, told)
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_what_a_marked_test_sees(pytester: pytest.Pytester, case: str) -> None:
+    """`@pytest.mark.kvfault` names the fault; `kv_fault` makes it and knows what must find it."""
+    marker, body, passed, told = MARKED[case]
+    expect(run_suite(pytester, body, "--strict-markers", marker=marker), passed, told)
+
+
+def test_the_option_sets_the_mode(pytester: pytest.Pytester) -> None:
+    """`--kvcanary=log`: canaries go on after a finding, and the test fails at its end."""
+    body = "engine = Engine(kv_canary, content='full'); run(engine); engine.damage(); engine.step(); print('went on')"
+    result = run_suite(pytester, body, "--kvcanary=log", "-s")
+    expect(result, 1, "kvcanary found 1: content changed (R9) at slot 5")
+    result.stdout.fnmatch_lines(["*went on*"])
+
+
+def test_loading_the_plugin_loads_no_torch() -> None:
+    """Every session of whoever installs kvcanary loads it."""
+    script = "import kvcanary.pytest_plugin, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "[]"

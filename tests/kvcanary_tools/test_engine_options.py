@@ -27,7 +27,7 @@ FLAGS = {
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),
     *("--sample-min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--logit-bias"),
     *("--stop", "--stop-token-id", "--logprobs", "--acceptance", "--threshold-single", "--threshold-acc"),
-    *("--adaptive-steps", "--attend", "--attention-backend", "--schedule", "--max-total-tokens"),
+    *("--adaptive-steps", "--attend", "--attention-backend", "--graphs", "--schedule", "--max-total-tokens"),
     *("--max-running-requests", "--context-length", "--host-pages", "--max-window-tokens"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens"),

@@ -84,3 +84,10 @@ def test_an_unknown_fault_is_wrong_usage(kvcanary, name: str, closest: str) -> N
     assert result.exit_code == 2
     assert f"got '{name}': did you mean {closest}" in result.stderr
     assert "\n\nhint: kvcanary faults lists them all" in result.stderr
+
+
+def test_a_state_fault_is_shown_elsewhere(kvcanary) -> None:
+    """What strikes an engine's state undoes no fix: the command that makes it is named."""
+    result = kvcanary(*GENERATE, "--reenact", "bits.flip")
+    assert result.exit_code == 2
+    assert "hint: kvcanary faults show bits.flip" in result.stderr

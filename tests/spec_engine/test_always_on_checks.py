@@ -96,7 +96,7 @@ def exchange_the_proposals(engine: Engine) -> None:
 
 
 def consume_twice(engine: Engine) -> None:
-    engine.drafter._publish = lambda *a: None
+    engine.drafter.publish = lambda *a: None
 
 
 def underestimate_at_admission(engine: Engine) -> None:

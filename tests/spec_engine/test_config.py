@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvcanary import CanaryConfig
 from spec_engine import ConfigError, EngineConfig
 
 
@@ -43,6 +44,16 @@ from spec_engine import ConfigError, EngineConfig
         ),
         ({"adaptive_steps": True}, "adaptive_steps needs topk 1, got 4"),
         ({"adaptive_steps": True, "topk": 1, "draft": "none"}, "adaptive_steps needs a draft, got draft 'none'"),
+        ({"graphs": "maybe"}, "graphs must be one of off, on, got 'maybe'"),
+        ({"graph_buckets": [0]}, "graph_buckets must be a positive whole number, got 0"),
+        ({"graphs": "on", "attention_backend": "paged"}, "attention_backend must be torch or triton with graphs, got"),
+        ({"graphs": "on", "attend": "columns"}, "attend must be ancestors with graphs, got 'columns'"),
+        ({"graphs": "on", "adaptive_steps": True, "topk": 1}, "adaptive_steps must be False with graphs, got True"),
+        ({"graphs": "on", "acceptance": "rejection", "topk": 1}, "acceptance must be match or tree with graphs, got"),
+        (
+            {"graphs": "on", "canary": CanaryConfig(mode="raise", content="full")},
+            "canary content must be rolling or write with graphs, got 'full': a captured step cannot do it yet",
+        ),
         ({"adaptive_steps": {2: (1,)}, "topk": 1}, r"candidates must begin at batch size 1, got \[2\]"),
     ],
 )
@@ -76,3 +87,18 @@ def test_chains_are_sized_for_the_longest_that_may_be_chosen(settings, choices, 
     """Every T of every batch size, and N of the largest."""
     config = EngineConfig(topk=1, **settings)
     assert (config.step_choices, config.most_steps, config.most_nodes) == (choices, choices[-1], nodes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "buckets"),
+    [
+        ({}, ()),
+        ({"graphs": "on"}, (1, 2, 4, 8)),
+        ({"graphs": "on", "max_running_requests": 1}, (1,)),
+        ({"graphs": "on", "max_running_requests": 6}, (1, 2, 4, 6)),
+        ({"graphs": "on", "graph_buckets": [4, 2, 4]}, (2, 4)),
+    ],
+)
+def test_buckets_are_powers_of_two_and_the_largest_batch(settings, buckets):
+    """Ascending, each once; none without graphs."""
+    assert EngineConfig(**settings).buckets == buckets

@@ -33,6 +33,7 @@ COMMANDS = (
     "diff",
     "bisect",
     "certify",
+    "bench",
 )
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
@@ -105,6 +106,8 @@ def main(ctx: click.Context) -> None:
     kvcanary inject      make every fault in many configurations, and measure what is found
     kvcanary serve       answer OpenAI's clients over HTTP
     kvcanary top         watch a running server
+    kvcanary windows     compare the windows of a sliding-window model with its books
+    kvcanary bench       measure what the canary finds and costs
     kvcanary generate    complete your own prompts, for example:
 
     \b

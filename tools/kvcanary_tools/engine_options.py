@@ -263,6 +263,11 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
         _engine_option("--device", metavar="DEVICE", help="Where it runs."),
         _engine_option("--attention-backend", metavar="NAME", help="Which kernels read the cache."),
+        _engine_option(
+            "--graphs",
+            metavar="off|on",
+            help="Run decode steps as programs over static buffers, on a GPU as CUDA graphs.",
+        ),
         _engine_option("--schedule", metavar="sync|overlap", help="How host and device take turns."),
         _engine_option("--max-total-tokens", type=int, metavar="N", help="Slots of each KV pool."),
         _engine_option(

@@ -16,12 +16,18 @@ from kvcanary_tools import console
 def reenacting(name: str | None, as_json: bool) -> Iterator[None]:
     """Undo the fix ``name`` meanwhile. The typed error in which that ends is shown, and ends the command with code 1.
 
-    UnknownFaultError when there is no such fault; a sentence when the run never came to its formula.
+    UnknownFaultError when there is no such fault, UsageFailure when it undoes no fix; a sentence when the run never
+    came to its formula.
     """
     if not name:
         yield
         return
     with faults.arm(name) as armed:
+        if not armed.fault.is_seam:
+            raise console.UsageFailure(
+                f"--reenact undoes one fix, and {name} strikes the state of a running engine instead",
+                f"kvcanary faults show {name}",
+            )
         try:
             yield
         except InvariantError as error:

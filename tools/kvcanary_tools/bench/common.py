@@ -81,7 +81,7 @@ def _processor() -> str:
 
 def save(name: str, result: dict) -> None:
     """Write ``results/NAME.json``."""
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)

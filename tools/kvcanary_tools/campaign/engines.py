@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def build(setup: Setup, canary: CanaryConfig) -> Bench:
 
 def engine_config(setup: Setup, canary: CanaryConfig) -> EngineConfig:
     """The engine's own settings."""
-    drafting = {"draft": "none"}
+    drafting: dict[str, Any] = {"draft": "none"}
     if setup.drafts:
         names = ("topk", "num_steps", "num_draft_tokens", "attend")
         drafting = {name: getattr(setup, name) for name in names} | {"adaptive_steps": setup.adaptive}

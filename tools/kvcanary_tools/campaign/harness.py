@@ -39,7 +39,8 @@ class EngineTarget:
         self.engine, self.setup, self.rng, self.turn = engine, setup, rng, turn
         self.chosen: Mapping[str, Any] = chosen or {}
         self.canary: CanaryManager = engine.canary
-        self.pools: Mapping[str, PoolView] = {name: pool.view() for name, pool in engine.pools.items()}
+        self.pools: Mapping[str, PoolView] = {name: engine._view(pool) for name, pool in engine.pools.items()}
+        self.prompts: list[Sequence[int]] = []
         self.strike: Strike | None = None
         self.is_stepping = False
         self._before: list[tuple[str, Hook]] = []
@@ -52,6 +53,12 @@ class EngineTarget:
     @property
     def step(self) -> int:
         return self.engine.metrics.num_steps + (not self.is_stepping)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step is everybody's: nobody waits, and no prompt is half-way."""
+        engine = self.engine
+        return not engine.scheduler.waiting and all(request.is_prefilled for request in engine.running)
 
     def running(self) -> Sequence[Running]:
         table = self.engine.request_table.table
@@ -76,6 +83,7 @@ class EngineTarget:
         self._moves.append(hook)
 
     def submit(self, tokens: Sequence[int], new_tokens: int) -> str:
+        self.prompts.append(tokens)
         return self.engine.submit(tokens, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
 
     def cancel(self, request_id: str) -> None:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Result
+from kvcanary_tools.campaign.runs import Result
+from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET
 
 ALL = "all"
 BEST = 3  # causes that a report names
@@ -65,8 +66,8 @@ class Row:
         return asdict(self)
 
 
-def rows_of(results: Iterable[Result], within: dict[str, int]) -> list[Row]:
-    """One row a fault and configuration; `within`: by fault, steps in which it must be found."""
+def rows_of(results: Iterable[Result]) -> list[Row]:
+    """One row a fault and configuration."""
     clean: dict[str, list[Result]] = defaultdict(list)
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
@@ -74,22 +75,22 @@ def rows_of(results: Iterable[Result], within: dict[str, int]) -> list[Row]:
             clean[result.run.twin].append(result)
         else:
             groups[result.run.fault, result.run.config].append(result)
-    return [_row(key, group, clean[group[0].run.twin], within[key[0]]) for key, group in groups.items()]
+    return [_row(key, group, clean[group[0].run.twin]) for key, group in groups.items()]
 
 
-def totals_of(results: Sequence[Result], within: dict[str, int]) -> list[Row]:
+def totals_of(results: Sequence[Result]) -> list[Row]:
     """One line a fault, over all its configurations."""
     clean: dict[str, list[Result]] = defaultdict(list)
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         (clean[result.run.twin] if result.run.kind == CLEAN else groups[result.run.fault]).append(result)
     return [
-        _row((fault, ALL), group, [r for twin in {one.run.twin for one in group} for r in clean[twin]], within[fault])
+        _row((fault, ALL), group, [r for twin in {one.run.twin for one in group} for r in clean[twin]])
         for fault, group in groups.items()
     ]
 
 
-def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result], within: int) -> Row:
+def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result]) -> Row:
     kinds: dict[str, list[Result]] = defaultdict(list)
     for result in group:
         kinds[result.run.kind].append(result)
@@ -111,7 +112,7 @@ def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result],
         writers=sum(result.writer_right is not None for result in found),
         writer_right=sum(bool(result.writer_right) for result in found),
         steps_to_detection={"median": median(steps), "max": max(steps)} if steps else None,
-        late=sum(step > within for step in steps),
+        late=sum(result.late for result in found),
         tokens_leaked=sum(result.leaked for result in found),
         tokens_exposed=sum(result.exposed for result in found),
         twins=len(twins),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
 import kvcanary
 from kvcanary_tools.campaign.matrix import Row
-from kvcanary_tools.campaign.runs import FAULTY, Result
+from kvcanary_tools.campaign.runs import Result
+from kvcanary_tools.campaign.traffic import FAULTY
 
 MOST_FAILURES = 20
 COLUMNS = ("fault", "runs", "found", "by", "place", "writer", "steps", "leaked", "exposed", "twins", "off", "cause 1st")
@@ -45,9 +46,9 @@ def _share(count: int, total: int) -> str:
     return f"{count / total:.0%}" if total else "-"
 
 
-def failures(results: Sequence[Result], within: Mapping[str, int]) -> Iterator[str]:
+def failures(results: Sequence[Result]) -> Iterator[str]:
     """The first runs that did not end as they should, with how to repeat them."""
-    wrong = [result for result in results if not is_right(result, within)]
+    wrong = [result for result in results if not is_right(result)]
     for result in wrong[:MOST_FAILURES]:
         run, said = result.run, result.text.partition("\n")[0] or "nothing fired"
         yield f"{run.fault or 'no fault'}, {run.kind}, {run.config}, seed {run.seed}: {said}"
@@ -55,11 +56,10 @@ def failures(results: Sequence[Result], within: Mapping[str, int]) -> Iterator[s
         yield f"and {len(wrong) - MOST_FAILURES} more"
 
 
-def is_right(result: Result, within: Mapping[str, int]) -> bool:
+def is_right(result: Result) -> bool:
     """Whether a run ended as its kind says; one in which the fault never struck says nothing."""
     if result.run.kind == FAULTY:
-        in_time = result.steps is None or result.steps <= within[result.run.fault]
-        right = result.found and result.place_right is not False and in_time and not result.leaked
+        right = result.found and result.place_right is not False and not result.late and not result.leaked
         return right or not result.struck
     return not result.found
 

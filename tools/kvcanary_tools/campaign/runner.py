@@ -10,8 +10,11 @@ from multiprocessing import get_context
 
 from kvcanary.faults.catalogue import faults, find
 from kvcanary.faults.fault import READY, Fault
+from kvcanary_tools import console
 from kvcanary_tools.campaign.configurations import Plan, setup_for
-from kvcanary_tools.campaign.runs import CLEAN, DISABLED, FAULTY, QUIET, Result, Run, perform
+from kvcanary_tools.campaign.runs import Result, perform
+from kvcanary_tools.campaign.switches import can_switch_off
+from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET, Run
 
 BATCH = 8  # runs that a worker takes at a time
 SEED_STEP = 2  # seeds keep their parity: the rules of the ranker are tuned on even ones
@@ -34,7 +37,7 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
         setups = {name: setup for name, base in plan.setups.items() if (setup := setup_for(fault, base)) is not None}
         count = runs or max(plan.runs, len(setups))
         kinds = {FAULTY: count}
-        if fault.is_seen:
+        if can_switch_off(fault.expected):
             kinds[DISABLED] = min(count, plan.disabled)
         if fault.quiet is not None:
             kinds[QUIET] = min(count, plan.quiet)
@@ -51,24 +54,20 @@ def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
         yield from map(perform, runs)
         return
     batches = [runs[start : start + BATCH] for start in range(0, len(runs), BATCH)]
-    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker) as pool:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
-
-
-def within_of(runs: Sequence[Run]) -> dict[str, int]:
-    """By fault, steps in which it must be found."""
-    return {name: find(name).within for name in {run.fault for run in runs} if name}
 
 
 def _perform_all(runs: Sequence[Run]) -> list[Result]:
     return [perform(run) for run in runs]
 
 
-def _one_thread() -> None:
+def _begin_worker() -> None:
     import torch
 
     torch.set_num_threads(1)
+    console.log_to_stderr()
 
 
 def default_workers() -> int:

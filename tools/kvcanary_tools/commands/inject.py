@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.engine_options import CONTEXT
+from kvcanary_tools.engine_options import CONTEXT, usage_failures
 
 if TYPE_CHECKING:
-    from kvcanary_tools.campaign.runs import Result, Run
+    from kvcanary_tools.campaign.runs import Result
+    from kvcanary_tools.campaign.traffic import Run
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -67,21 +69,22 @@ def command(
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.matrix import rows_of, totals_of
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
-    from kvcanary_tools.campaign.runner import chosen, default_workers, runs_of, within_of
+    from kvcanary_tools.campaign.runner import chosen, default_workers, runs_of
 
-    planned = runs_of(chosen(names), PLANS[config], runs, seed)
+    console.log_to_stderr()
+    with usage_failures():
+        planned = runs_of(chosen(names), PLANS[config], runs, seed)
     if not planned:
         raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
     if dumps is not None:
         dumps.mkdir(parents=True, exist_ok=True)
         planned = [replace(run, dumps=str(dumps)) for run in planned]
     results = _perform(planned, workers or default_workers())
-    within = within_of(planned)
-    rows, totals = rows_of(results, within), totals_of(results, within)
+    rows, totals = rows_of(results), totals_of(results)
     to_stdout = json_file is not None and str(json_file) == "-"
     for line in matrix_lines(totals):
         (console.say if to_stdout else console.data)(line)
-    for line in failures(results, within):
+    for line in failures(results):
         console.say(line, fg="red")
     if json_file is not None:
         _write(json_file, json.dumps(as_json(rows, config=config, seed=seed, runs=runs), indent=2) + "\n")
@@ -104,10 +107,7 @@ def _perform(planned: list[Run], workers: int) -> list[Result]:
     """With a progress bar on stderr, where that is a terminal."""
     from kvcanary_tools.campaign.runner import campaign
 
-    hidden = not click.get_text_stream("stderr").isatty()
-    with click.progressbar(
-        length=len(planned), label="runs", file=click.get_text_stream("stderr"), hidden=hidden
-    ) as bar:
+    with click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
         results = []
         for result in campaign(planned, workers):
             results.append(result)

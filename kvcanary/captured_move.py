@@ -1,0 +1,60 @@
+"""StaticMove: a declared move inside a captured step; records follow bytes between slots that only the device knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary.launches import Shared
+from kvcanary.ops import ops_for
+from kvcanary.sites import pack_site
+from kvcanary.state import PoolState
+
+NOWHERE = -1
+
+
+class StaticMove:
+    """At most ``size`` entries of one pool, made by `SubstepBank.add_move`. No hook allocates or waits for the device.
+
+    src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
+    """
+
+    def __init__(self, shared: Shared, pool: PoolState, size: int) -> None:
+        self.pool, self._shared, self._ops = pool, shared, ops_for(pool.records.device)
+        layers, device = pool.view.num_layers, pool.records.device
+        with torch.inference_mode(False):
+            self.src, self.dst = (torch.full((size,), NOWHERE, dtype=torch.int64, device=device) for _ in range(2))
+            self._generations, self._owners = torch.zeros_like(self.src), torch.zeros_like(self.src)
+            columns = pool.records.shape[1]
+            scratch = (
+                torch.zeros(size, width, dtype=torch.int64, device=device) for width in (columns + layers, columns)
+            )
+            both = (pool.records, pool.content_a), (pool.expected, pool.content_a[:0])
+            self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
+            self._site = torch.tensor([pack_site("move", 0)], device=device)
+
+    def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
+        """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
+
+        Every source was read before any destination was written; destinations are distinct.
+        """
+        state, pool = self._shared.state, self.pool
+        self.src.copy_(torch.where(moves, source, NOWHERE))
+        self.dst.copy_(torch.where(moves, destination, NOWHERE))
+        pages = torch.where(moves, destination, 0).clamp(0, pool.view.num_slots - 1) // state.page_size
+        self._generations.copy_(state.generations[pages])
+        self._owners.copy_(state.owners[pages])
+        for records, content, scratch in self._copies:
+            self._ops.move(
+                records,
+                content,
+                self.src,
+                self.dst,
+                generations=self._generations,
+                step=self._shared.step,
+                sites=self._site,
+                requests=self._owners,
+                pool_id=pool.pool_id,
+                keys=pool.keys,
+                scratch=scratch,
+            )

@@ -1,0 +1,175 @@
+"""A captured drafting step: the draft loop and the target's forward over the tree that it grew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from spec_engine.acceptance.distribution import greedy_tokens
+from spec_engine.acceptance.walk import Acceptance, match
+from spec_engine.drafting.chain import new_growth
+from spec_engine.drafting.layout import branch_positions
+from spec_engine.drafting.tree import Tree
+from spec_engine.graphs.decision import compact
+from spec_engine.graphs.feed import Feed
+from spec_engine.graphs.forward import StaticForward, slots_at
+from spec_engine.graphs.hooks import Hooked, StaticForwards
+from spec_engine.graphs.results import Results
+from spec_engine.graphs.step import SECTIONS, StepProgram
+from spec_engine.models.decoder import DecoderOutput
+from spec_engine.verify import Accepted, to_host
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from spec_engine.core import Batch
+    from spec_engine.drafting.drafter import Drafter
+    from spec_engine.graphs.program import Recorder
+    from spec_engine.models.decoder import Decoder
+    from spec_engine.relay import Relay
+
+
+class DraftProgram(StepProgram):
+    """T selections with T - 1 draft forwards, the tree, and its verify, for up to ``size`` requests.
+
+    After a run ``output`` holds what the verify made of all nodes, [size * N, ...], those of padding last.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        model: Decoder,
+        target: StaticForwards,
+        drafter: Drafter,
+        drafts: StaticForwards,
+        relay: Relay,
+        recorder: Recorder,
+    ) -> None:
+        sizes = {"rows": size, "branches": 1, **dict.fromkeys(SECTIONS, 1)}
+        sizes |= target.sections("verify", size) | drafts.sections("draft", size * drafter.topk)
+        super().__init__(size, Feed(sizes, drafter.table.table.device), relay)
+        self._model, self._target, self._drafter, self._drafts = model, target, drafter, drafts
+        self._table, self._page_size = drafter.table.table, drafter.table.page_size
+        self._draft_forwards = [self._make_draft(step) for step in range(drafter.num_steps - 1)]
+        nodes, depth = drafter.num_draft_tokens, drafter.num_steps
+        verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
+        self._verify = target.hook(verify, self._feed, "verify", "live")
+        path = (size, depth + 1)
+        shapes = {"tokens": (size, nodes), "parents": (size, nodes), "predict": (size, nodes)}
+        self._results = Results(shapes | {"nodes": path, "lens": (size,)}, self._table.device)
+        self._move = self._target.hook_move(size * (depth + 1)) if self.compacts else None
+        self._tree: Tree
+        self.output: DecoderOutput
+        self._run = recorder.record(self._body)
+
+    def _make_draft(self, step: int) -> Hooked:
+        topk = self._drafter.topk
+        forward = StaticForward.allocate(
+            "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step
+        )
+        return self._drafts.hook(forward, self._feed, "draft", "branches")
+
+    def __call__(self, batch: Batch, decides: bool) -> Tensor:
+        """The hidden states of all nodes, [bs * N, H]; ``decides``: acceptance, moves, the relay's new lengths too."""
+        live, topk, nodes = len(batch), self._drafter.topk, self._drafter.num_draft_tokens
+        branches, committed = live * topk, sum(batch.lens)
+        self._feed.set(
+            rows=[request.row for request in batch.requests], live=[live], branches=[branches], decides=[decides]
+        )
+        prefixes = topk * (committed + live * self._drafter.head.ahead)
+        for step, hooked in enumerate(self._draft_forwards):
+            reads = prefixes + branches * (step + 1)
+            self._drafts.launch(hooked, self._feed, batch.ids, [1] * live, reads=reads)
+        written = live * nodes
+        self._target.launch(self._verify, self._feed, batch.ids, [nodes] * live, reads=committed + written)
+        if self._move is not None and decides:
+            self._target.launch_move(self._move)
+        self._feed.send()
+        self._run()
+        self._results.send()
+        return self.output.hidden[:written]
+
+    def tree(self, live: int) -> Tree:
+        """The trees of the first ``live`` requests; gone with the next run."""
+        tree = self._tree
+        return Tree(tree.tokens[:live], tree.parents[:live], tree.depths[:live], tree.mask[:live])
+
+    def fetch(self, batch: Batch) -> list[Accepted]:
+        """What each request accepts by argmax; waits for the device."""
+        found = {name: values[: len(batch)] for name, values in self._results.fetch().items()}
+        accepted = Acceptance(found["nodes"], found["lens"], found["predict"])
+        live = self.tree(len(batch))
+        return to_host(Tree(found["tokens"], found["parents"], live.depths, live.mask), accepted, batch.ids)
+
+    def windows(self, live: int) -> Tensor:
+        """[live, N] int64: the slots of their nodes."""
+        return self._verify.forward.slots.view(self.size, -1)[:live]
+
+    def _body(self) -> None:
+        rows, lens, bonus = self._load()
+        self._tree = tree = self._grow(rows, lens + self._drafter.head.ahead, bonus)
+        self._judge(rows, lens, tree)
+        accepted = self._accept(tree)
+        is_decided = self._commit(accepted)
+        if self.compacts:
+            moved = compact(self._target.pool, self.windows(self.size), accepted, is_decided)
+            if self._move is not None:
+                self._move.record(*moved)
+        self._results.put(
+            tokens=tree.tokens,
+            parents=tree.parents,
+            predict=accepted.predict,
+            nodes=accepted.nodes,
+            lens=accepted.lens,
+        )
+
+    @property
+    def compacts(self) -> bool:
+        """Whether a step that decides moves accepted nodes too: a chain has none to move."""
+        return self._drafter.topk > 1
+
+    def _accept(self, tree: Tree) -> Acceptance:
+        logits = self._model.logits(self.output.hidden).view(*tree.tokens.shape, -1)
+        return match(tree.tokens, tree.parents, greedy_tokens(logits), self._drafter.num_steps)
+
+    def _grow(self, rows: Tensor, lens: Tensor, bonus: Tensor) -> Tree:
+        """Rows of the draft pool hold ``lens [size]`` final entries."""
+        drafter, size, topk = self._drafter, self.size, self._drafter.topk
+        layout = {"topk": topk, "num_steps": drafter.num_steps, "page_size": self._page_size}
+        slots = slots_at(self._table, rows[:, None, None], branch_positions(lens, **layout))  # [size, K, T]
+        growth = new_growth(topk, size, drafter.chain_constants)
+        probs, tokens, hidden = drafter.proposals(rows)
+        growth.add(probs[:, None], tokens[:, None])
+        hidden, path = hidden[:, None], slots[:, :1, :0]
+        for step, hooked in enumerate(self._draft_forwards):
+            tokens, parents = growth.survive()
+            hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
+            path = torch.cat((path, slots[:, :, step : step + 1]), -1)  # ancestors, then the branch's own column
+            forward = hooked.forward
+            forward.tokens.copy_(tokens.flatten())
+            forward.positions.copy_((lens + step)[:, None].expand(-1, topk).flatten())
+            forward.slots.copy_(path[:, :, -1].flatten())
+            forward.read(self._table, rows, lens, path.flatten(0, 1), self._drafts.pool.num_slots)
+            with self._drafts.open(hooked) as attention:
+                flat = drafter.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
+            probs, children = drafter.likeliest(flat)
+            growth.add(probs.view(size, -1, topk), children.view(size, -1, topk))
+            hidden = flat.view(size, topk, -1)
+        return growth.finish(bonus, drafter.num_draft_tokens)
+
+    def _judge(self, rows: Tensor, lens: Tensor, tree: Tree) -> None:
+        """The target's forward over all nodes; node n is written at row position S + n."""
+        forward = self._verify.forward
+        nodes = torch.arange(forward.new, device=rows.device)
+        window = slots_at(self._table, rows[:, None], lens[:, None] + nodes)
+        first = torch.arange(self.size, device=rows.device)[:, None] * forward.new
+        forward.tokens.copy_(tree.tokens.flatten())
+        forward.positions.copy_((lens[:, None] + tree.depths).flatten())
+        forward.slots.copy_(window.flatten())
+        forward.parents.copy_(torch.where(tree.parents < 0, -1, tree.parents + first).flatten())
+        forward.tree_mask.copy_(tree.mask)
+        forward.read(self._table, rows, lens, window, self._target.pool.num_slots)
+        with self._target.open(self._verify) as attention:
+            self.output = self._model(forward.tokens, forward.positions, attention, self._drafter.tap_layers)

@@ -1,0 +1,155 @@
+"""The two doors into a pool for captured forwards, with the canary's graph-safe hooks at both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
+from kvcanary_kernels.forward import ForwardPlan
+from kvcanary_kernels.table import as_table
+from spec_engine.graphs.feed import Feed
+from spec_engine.graphs.forward import StaticForward
+from spec_engine.memory.pool import KVPool
+from spec_engine.models.decoder import KVAccess
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
+    from kvcanary.captured_move import StaticMove
+    from kvcanary.static import StaticSubstep
+
+TRUTH = ("uids", "prefix_lens", "truths")  # sections of a feed that a watched forward needs, one value a row each
+
+
+@dataclass(frozen=True, eq=False)
+class Hooked:
+    """A static forward with its hooks; name: of its sections in the feed; workspace: of its attention on a GPU."""
+
+    forward: StaticForward
+    workspace: Tensor | None
+    substep: StaticSubstep | None
+    name: str
+
+
+class StaticForwards:
+    """Opens static forwards over one pool; ``num_heads`` are the query heads of the model that owns it."""
+
+    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None) -> None:
+        self.pool, self.num_heads, self.canary = pool, num_heads, canary
+
+    def sections(self, name: str, rows: int) -> dict[str, int]:
+        """What a feed must hold for forwards of so many rows."""
+        return {} if self.canary is None else {f"{name}_{part}": rows for part in TRUTH}
+
+    def hook(self, forward: StaticForward, feed: Feed, name: str, live: str) -> Hooked:
+        """The forward with its hooks over sections ``name`` of the feed; ``live``: the section with its live rows."""
+        workspace = self._workspace(forward)
+        if self.canary is None:
+            return Hooked(forward, workspace, None, name)
+        uids, prefix_lens, truths = (feed[f"{name}_{part}"] for part in TRUTH)
+        plan = ForwardPlan(
+            as_table(forward.indices),
+            forward.indptr[:-1],
+            forward.indptr[1:],
+            forward.bounds,
+            forward.slots,
+            forward.tokens,
+            forward.positions,
+            forward.parents,
+            prefix_lens,
+            truths,
+            uids,
+            feed[live],
+            forward.ancestors,
+        )
+        substep = self.canary.bank.add(
+            self.pool.name,
+            forward.kind,
+            forward.index,
+            plan,
+            width=forward.width,
+            max_depth=forward.depth,
+            tree_mask=forward.tree_mask,
+        )
+        return Hooked(forward, workspace, substep, name)
+
+    def _workspace(self, forward: StaticForward) -> Tensor | None:
+        kv, device = self.pool.kv, self.pool.kv.device
+        if device.type != "cuda":
+            return None
+        return attention_workspace(
+            forward.slots.numel(),
+            self.num_heads,
+            *kv.shape[-2:],
+            rows=forward.num_rows,
+            max_q_len=forward.new,
+            max_kv_len=forward.max_kv_len,
+            device=device,
+        )
+
+    def launch(self, hooked: Hooked, feed: Feed, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+        """Tell the canary that the forward runs next, and the feed what the canary knows of its rows."""
+        if self.canary is None or hooked.substep is None:
+            return
+        truth = self.canary.launch(hooked.substep, requests, written, reads)
+        width = hooked.forward.width
+        rows = {part: [value for value in getattr(truth, part) for _ in range(width)] for part in TRUTH}
+        feed.set(**{f"{hooked.name}_{part}": values for part, values in rows.items()})
+
+    def hook_move(self, size: int) -> StaticMove | None:
+        """What tells the canary of moves of at most ``size`` entries; None without one."""
+        return None if self.canary is None else self.canary.bank.add_move(self.pool.name, size)
+
+    def launch_move(self, move: StaticMove) -> None:
+        """Tell the canary that a move runs next."""
+        if self.canary is not None:
+            self.canary.launch_move(move)
+
+    @contextmanager
+    def open(self, hooked: Hooked) -> Iterator[KVAccess]:
+        """The attention of one forward, whose index arrays have been built."""
+        substep = hooked.substep
+        if substep is not None:
+            substep.open()
+        yield StaticAttention(self, hooked)
+        if substep is not None:
+            substep.close()
+
+
+class StaticAttention:
+    """A `KVAccess` by token indices that lie on the device."""
+
+    def __init__(self, forwards: StaticForwards, hooked: Hooked) -> None:
+        self._pool, self._heads = forwards.pool, forwards.num_heads
+        self._forward, self._substep, self._workspace = hooked.forward, hooked.substep, hooked.workspace
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
+        forward, pool = self._forward, self._pool
+        if self._substep is None:
+            pool.store(layer, forward.slots, k, v)
+        else:
+            self._substep.store(layer, k, v)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # padding has no row that writes it
+        keys, values = pool.kv[layer].unbind(1)
+        attend = paged_attention if q.is_cuda else paged_attention_torch
+        attend(
+            q,
+            keys,
+            values,
+            kv_indptr=forward.indptr,
+            kv_indices=forward.indices,
+            q_indptr=forward.bounds,
+            max_kv_len=forward.max_kv_len,
+            max_q_len=forward.new,
+            scale=q.shape[-1] ** -0.5,
+            out=out,
+            tree_mask=forward.tree_mask,
+            workspace=self._workspace,
+        )
+        return out

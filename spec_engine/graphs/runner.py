@@ -1,0 +1,138 @@
+"""A runner whose decode steps are captured programs; prefill, moves and what is drawn stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from kvcanary.invariants import check_branches, check_rows_distinct, check_window
+from spec_engine.acceptance.acceptor import Decision
+from spec_engine.drafting.drafter import Drafter
+from spec_engine.drafting.layout import branch_stride
+from spec_engine.graphs.decision import is_decided_by_argmax
+from spec_engine.graphs.decode import DecodeProgram
+from spec_engine.graphs.drafting import DraftProgram
+from spec_engine.graphs.extend import ExtendProgram
+from spec_engine.graphs.hooks import StaticForwards
+from spec_engine.graphs.program import Recorder
+from spec_engine.models.decoder import DecoderOutput
+from spec_engine.runner import Runner, StepResult, Verified
+from spec_engine.verify import Accepted
+
+if TYPE_CHECKING:
+    from spec_engine.core import Batch
+    from spec_engine.drafting.tree import Tree
+    from spec_engine.request import Request
+    from spec_engine.scheduler import Chunk
+
+
+class Bucket(NamedTuple):
+    """The programs of one batch size; extend: None without drafting."""
+
+    step: DecodeProgram | DraftProgram
+    extend: ExtendProgram | None = None
+
+
+class GraphRunner(Runner):
+    """Runs the smallest bucket that holds a batch; one that no bucket holds runs as without graphs.
+
+    Where every request takes its likeliest token the program decides by itself, and the host reads what it did; else
+    acceptance runs behind it as it does without graphs.
+    """
+
+    def record(self, buckets: Sequence[int]) -> None:
+        """Make the programs of these batch sizes, ascending; before the canary is armed."""
+        self._lens: dict[int, int] = {}  # by row, the committed length that the relay holds
+        self._bucket: Bucket | None = None  # in which the current step runs
+        self._decides = False  # whether its program does
+        recorder = Recorder(self.device)
+        target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary)
+        self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
+
+    def begin(self, row: int, committed_len: int) -> None:
+        """A request takes this row with ``committed_len`` entries that are there already."""
+        super().begin(row, committed_len)
+        self._lens[row] = committed_len
+
+    def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Forward prompt chunks, as without graphs."""
+        self._bucket, self._decides = None, False
+        return super().prefill(chunks)
+
+    def _make_bucket(self, size: int, target: StaticForwards, recorder: Recorder) -> Bucket:
+        drafter = self.drafter
+        if drafter is None:
+            return Bucket(DecodeProgram(size, self.model, target, self.table, self.relay, recorder))
+        drafts = StaticForwards(drafter.forwards.pool, drafter.forwards.num_heads, self.canary)
+        step = DraftProgram(size, self.model, target, drafter, drafts, self.relay, recorder)
+        return Bucket(step, ExtendProgram(size, drafter, drafts, step, recorder))
+
+    # a step, in the order of its run
+
+    def _batch_of(self, requests: Sequence[Request]) -> Batch:
+        """On the addresses of the smallest bucket that holds the requests; their lengths as the host last read them."""
+        self._bucket = next((bucket for bucket in self._buckets if bucket.step.size >= len(requests)), None)
+        if self._bucket is None:
+            self._decides = False
+            return super()._batch_of(requests)
+        self._decides = is_decided_by_argmax(request.params for request in requests)
+        check_rows_distinct([request.request_id for request in requests], [request.row for request in requests])
+        return self._bucket.step.batch(requests, [self._lens[request.row] for request in requests])
+
+    def _decoded(self, batch: Batch) -> Tensor:
+        if self._bucket is None:
+            return super()._decoded(batch)
+        return self._bucket.step(batch, self._decides)
+
+    def _verified(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> Verified:
+        if self._bucket is None:
+            return super()._verified(batch, drafter, num_steps)
+        self._check(batch, drafter)
+        drafter.consume(batch)
+        step, live = self._bucket.step, len(batch)
+        hidden = step(batch, self._decides)
+        return Verified(step.tree(live), step.windows(live), DecoderOutput(hidden, None))
+
+    def _decide(
+        self, batch: Batch, hidden: Tensor, tree: Tree | None = None, draft_probs: Tensor | None = None
+    ) -> Decision:
+        if self._bucket is None or not self._decides:
+            return super()._decide(batch, hidden, tree, draft_probs)
+        return Decision(self._bucket.step.accepted(len(batch)), None)
+
+    def _to_host(self, batch: Batch, tree: Tree | None, decision: Decision) -> list[Accepted]:
+        if self._bucket is None or not self._decides:
+            return super()._to_host(batch, tree, decision)
+        return self._bucket.step.fetch(batch)
+
+    def compact(self, windows: Tensor, accepted: Sequence[Accepted], going: Sequence[int]) -> None:
+        """Bring accepted nodes of the requests ``going`` to the front of their windows, unless the program did."""
+        if not self._decides:
+            super().compact(windows, accepted, going)
+
+    def _publish(self, batch: Batch, lens: Sequence[int], bonus: Sequence[int]) -> None:
+        self._lens.update(zip((request.row for request in batch.requests), lens, strict=True))
+        if not self._decides:
+            super()._publish(batch, lens, bonus)
+
+    def _extend(
+        self, batch: Batch, drafter: Drafter, output: DecoderOutput, accepted: Sequence[Accepted], going: Sequence[int]
+    ) -> None:
+        if self._bucket is None or self._bucket.extend is None:
+            super()._extend(batch, drafter, output, accepted, going)
+            return
+        self._bucket.extend(batch, accepted, going)
+        lens = [batch.lens[b] + len(accepted[b].tokens) for b in going]
+        drafter.publish([batch.requests[b] for b in going], lens)
+
+    def _check(self, batch: Batch, drafter: Drafter) -> None:
+        """What the host knows of the step's slots before they are used."""
+        page_size = self.table.page_size
+        for request, length in zip(batch.requests, batch.lens, strict=True):
+            allocated, name = len(request.pages) * page_size, request.request_id
+            check_window(name, length, drafter.num_draft_tokens, allocated)
+            begin = length + drafter.head.ahead
+            stride = branch_stride(begin % page_size, drafter.num_steps, page_size)
+            check_branches(name, begin, stride, drafter.topk, drafter.num_steps, allocated)

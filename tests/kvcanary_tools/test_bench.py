@@ -1,0 +1,47 @@
+"""`kvcanary bench`: every benchmark has its line, and its JSON goes where the user says."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+
+from kvcanary_tools import bench
+from kvcanary_tools.bench import common, retractions
+from kvcanary_tools.commands.bench import TABLES
+
+
+def test_every_benchmark_is_listed(kvcanary) -> None:
+    """What has a main() is a table, and every table has one; without a name all of them are shown."""
+    modules = {module.name for module in iter_modules(bench.__path__)}
+    scripts = {name for name in modules if hasattr(import_module(f"{bench.__name__}.{name}"), "main")}
+    assert {name.replace("-", "_") for name in TABLES} == scripts
+    lines = kvcanary("bench").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(TABLES)
+
+
+def test_json_goes_into_the_folder(kvcanary, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into --out, made if need be, and never into the package."""
+    monkeypatch.setattr(common, "RESULTS", common.RESULTS)
+    monkeypatch.setattr(retractions, "main", lambda: common.save("retractions", {"rows": 1}))
+    assert kvcanary("bench", "retractions", "--out", str(tmp_path / "new")).exit_code == 0
+    assert json.loads((tmp_path / "new" / "retractions.json").read_text()) == {"rows": 1}
+
+
+@pytest.mark.parametrize("name", ["kernels", "attention", "step"])
+def test_a_table_without_its_device_is_a_sentence(kvcanary, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1, nothing on stdout."""
+    monkeypatch.setattr(common, "RESULTS", common.RESULTS)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = kvcanary("bench", name)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+
+
+def test_an_unknown_table_is_refused(kvcanary) -> None:
+    """With the ones that there are."""
+    result = kvcanary("bench", "speed")
+    assert result.exit_code == 2
+    assert "'kernels'" in result.stderr

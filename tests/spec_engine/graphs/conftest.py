@@ -1,0 +1,42 @@
+"""Engines with and without graphs that get the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvcanary import CanaryConfig
+from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.models.embedded import load_excerpts
+
+COVERAGE = ("forwards", "slots_checked", "slots_sealed", "bytes_checked", "unchecked")
+PROMPTS = [excerpt.prompt[:80] for excerpt in load_excerpts()[20:23]]
+
+
+@pytest.fixture
+def make() -> Callable[..., Engine]:
+    """Engine over the embedded model, by settings; ``mode``: of its canary."""
+
+    def engine(mode: str = "raise", **settings: object) -> Engine:
+        settings = {"max_total_tokens": 1024, "context_length": 160, "max_running_requests": 4} | settings
+        canary = CanaryConfig(mode=mode, seed=5)
+        return Engine(EngineConfig(canary=canary, **settings))
+
+    return engine
+
+
+@pytest.fixture
+def outcome() -> Callable[..., tuple[list[tuple[int, ...]], dict[str, object]]]:
+    """``(engine, prompts=, **sampling) -> outputs and coverage``."""
+
+    def run(engine: Engine, prompts: list[str] = PROMPTS, **sampling: object):
+        params = SamplingParams(**{"max_new_tokens": 10, "ignore_eos": True} | sampling)
+        outputs = [output.token_ids for output in engine.generate(prompts, params)]
+        if engine.canary is None:
+            return outputs, {}
+        certificate = engine.canary.certificate()
+        assert certificate["findings"] == []
+        return outputs, {name: certificate[name] for name in COVERAGE}
+
+    return run

@@ -1,0 +1,108 @@
+"""Graphs change no token and leave nothing unchecked: outputs and coverage are those of an engine without them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from kvcanary import CanaryConfig
+from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.mock import MockTokenizer, random_model
+from spec_engine.models import Standalone
+from spec_engine.models.embedded import load_excerpts
+
+GRID = [
+    {"page_size": page_size, "topk": topk, "num_steps": steps, "schedule": schedule}
+    for page_size, topk, steps, schedule in itertools.product((1, 4, 16), (1, 2, 4), (1, 2, 3, 4), ("sync", "overlap"))
+]
+CHOSEN = random.Random(5).sample(GRID, 6)
+
+
+def name(settings: dict) -> str:
+    return "P{page_size}-K{topk}-T{num_steps}-{schedule}".format(**settings)
+
+
+def check(make, outcome, settings: dict, **sampling: object) -> None:
+    """Three requests in a bucket of four."""
+    plain = outcome(make(**settings), **sampling)
+    captured = outcome(make(graphs="on", **settings), **sampling)
+    assert captured == plain
+
+
+@pytest.mark.parametrize("settings", CHOSEN, ids=name)
+def test_drafting_with_graphs_is_drafting(make, outcome, settings):
+    """Pages, widths, depths and schedules."""
+    check(make, outcome, settings | {"dtype": "float64"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [case for case in GRID if case not in CHOSEN], ids=name)
+def test_drafting_with_graphs_is_drafting_everywhere(make, outcome, settings):
+    """All others."""
+    check(make, outcome, settings | {"dtype": "float64"})
+
+
+@pytest.mark.parametrize(("draft", "dtype"), [("none", "float32"), ("none", "float64"), ("eagle", "float32")])
+def test_with_each_number_type(make, outcome, draft, dtype):
+    """Plain decode steps, and drafting with the other head."""
+    check(make, outcome, {"draft": draft, "dtype": dtype, "page_size": 4})
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.8, "seed": 3, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"logprobs": 2},
+    ],
+    ids=["drawn", "penalised", "logprobs"],
+)
+def test_with_each_way_to_sample(make, outcome, sampling):
+    """Whatever the acceptance looks at, it sees the same."""
+    check(make, outcome, {"topk": 2, "num_steps": 2}, **sampling)
+
+
+@pytest.mark.parametrize(("page_size", "topk", "num_steps"), [(4, 1, 4), (16, 3, 2)])
+def test_a_draft_model_of_its_own(page_size, topk, num_steps):
+    """Its pool is one entry ahead in everything; drafting for itself it is accepted whole."""
+    target = random_model(3, logit_scale=30.0, max_position_embeddings=128)
+    settings = {"page_size": page_size, "topk": topk, "num_steps": num_steps, "dtype": "float64"}
+    results = []
+    for graphs in ("off", "on"):
+        config = EngineConfig(draft="standalone", graphs=graphs, canary=CanaryConfig(mode="raise"), **settings)
+        engine = Engine(config, model=target, draft=Standalone(target, target), tokenizer=MockTokenizer())
+        outputs = engine.generate([[5, 6, 7], [9] * 17 + [2]], SamplingParams(max_new_tokens=1 + 3 * (num_steps + 1)))
+        assert engine.metrics.accepted_length == num_steps + 1
+        certificate = engine.canary.certificate()
+        results.append(
+            [*(output.token_ids for output in outputs), certificate["slots_checked"], certificate["forwards"]]
+        )
+    assert results[0] == results[1]
+
+
+def test_tree_sampling(make, outcome):
+    """Acceptance by tree sampling takes the same coins to the same nodes."""
+    settings = {"dtype": "float64", "topk": 2, "num_steps": 3, "acceptance": "tree", "threshold_single": 0.7}
+    check(make, outcome, settings, temperature=0.9, seed=11)
+
+
+def test_the_smallest_bucket_that_fits_runs_and_none_where_none_does(make, outcome):
+    """Requests come and go over two buckets and a batch size that has none; each batch covers its own rows."""
+    prompts = [excerpt.prompt[:60] for excerpt in load_excerpts()[20:26]]
+    settings = {"topk": 2, "num_steps": 2, "max_running_requests": 5}
+    plain = outcome(make(**settings), prompts, max_new_tokens=9)
+    captured = outcome(make(graphs="on", graph_buckets=[3, 1], **settings), prompts, max_new_tokens=9)
+    assert captured == plain
+
+
+def test_under_pressure_with_shared_prefixes(make, outcome):
+    """Retraction, resumption and the prefix cache go on as they do."""
+    prompts = [f"def f(a, b):\n    return {tail}" for tail in ("a + b", "a - b", "a", "b")]
+    settings = {"dtype": "float64", "page_size": 4, "topk": 2, "num_steps": 2, "max_total_tokens": 96}
+    settings |= {"new_token_ratio": 0.0, "max_running_requests": 5}
+    engine = make(graphs="on", **settings)
+    captured = outcome(engine, prompts, max_new_tokens=16)
+    assert captured == outcome(make(**settings), prompts, max_new_tokens=16)
+    assert engine.metrics.num_retractions > 0

@@ -1,0 +1,68 @@
+"""Captured decode steps on a GPU: the CUDA graphs give what eager steps give, canary inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+SHAPES = [
+    {"draft": "none"},
+    {"topk": 1, "num_steps": 3},
+    {"topk": 4, "num_steps": 4, "page_size": 4},
+    {"topk": 2, "num_steps": 1, "page_size": 1},
+]
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_graphs_give_the_tokens_of_eager_steps(make, outcome, settings):
+    """float32, three requests in a bucket of four; nothing fires, and as much is checked."""
+    settings = settings | {"dtype": "float32", "device": "cuda"}
+    plain, coverage = outcome(make(**settings), max_new_tokens=32)
+    captured, own = outcome(make(graphs="on", **settings), max_new_tokens=32)
+    assert captured == plain
+    assert own == coverage
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Whatever waits for the device without saying so raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_a_decode_step_waits_for_one_copy(make, outcome, settings):
+    """Without a canary a greedy step waits for the event behind the copy of its results, and for nothing else."""
+    settings = settings | {"dtype": "float32", "device": "cuda"}
+    engine = make("off", graphs="on", **settings)
+    decode, steps = engine.runner.decode, []
+
+    def strict(requests):
+        steps.append(len(requests))
+        with refusing_to_wait():
+            return decode(requests)
+
+    engine.runner.decode = strict
+    captured, _ = outcome(engine, max_new_tokens=32)
+    assert captured == outcome(make("off", **settings), max_new_tokens=32)[0]
+    assert len(steps) > 4
+
+
+def test_memory_does_not_grow(make, outcome):
+    """Over 1,000 steps with a canary the allocator holds what it held after the first prompts."""
+    engine = make(graphs="on", device="cuda", dtype="float32", topk=2, num_steps=2)
+    outcome(engine, max_new_tokens=64)
+    outcome(engine, max_new_tokens=64)
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    while engine.metrics.num_steps < 1000:
+        outcome(engine, max_new_tokens=64)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == allocated

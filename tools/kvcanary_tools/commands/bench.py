@@ -1,0 +1,55 @@
+"""`kvcanary bench`: the benchmarks behind the README's figures, one table each."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.engine_options import CONTEXT
+
+#: What each measures.
+TABLES = {
+    "overhead": "the canary on over off on a CPU, prefill and steps",
+    "drafting": "drafting over no drafting on a CPU",
+    "host-checks": "what always-on host checks cost",
+    "ancestors": "accepted length, drafts that read ancestors over columns",
+    "retractions": "retractions with the tight and the worst-case estimate",
+    "misses": "corruptions that are not found",
+    "false-alarms": "findings in right traffic",
+    "kernels": "fingerprint and check kernels over a device copy; needs a GPU",
+    "attention": "paged attention over a plain read; needs a GPU",
+    "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
+}
+
+
+@click.command("bench", context_settings=CONTEXT, short_help="Measure: one table, and JSON beside it.")
+@click.argument("name", required=False, type=click.Choice(list(TABLES)), metavar="[NAME]")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the JSON; by default this one."
+)
+def command(name: str | None, out: Path | None) -> None:
+    """Run one benchmark: its table goes to stdout, NAME.json with device and versions into a folder.
+
+    Without a NAME it lists what there is.
+
+    \b
+      kvcanary bench retractions --out results
+
+    Exit codes: 0 measured, 1 what it needs is not there, 2 wrong usage.
+    """
+    if name is None:
+        width = max(map(len, TABLES))
+        for table, what in TABLES.items():
+            console.data(f"{table:<{width}}  {what}")
+        return
+    from kvcanary_tools.bench import common
+
+    common.RESULTS = out or Path.cwd()
+    module = import_module(f"kvcanary_tools.bench.{name.replace('-', '_')}")
+    try:
+        module.main([]) if name in ("misses", "false-alarms") else module.main()
+    except SystemExit as absent:  # a device that is not there, in a sentence
+        raise click.ClickException(str(absent)) from absent
