@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ class StepChecks:
 
     hits:   checks that fired since somebody took them
     oracle: who knows tokens that the host does not know yet; None: nobody
+    judged: is told of the forwards of a pool when they have been judged;  proved: of those that a loop proved clean
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -66,6 +67,8 @@ class StepChecks:
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
+        self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
+        self.proved: Callable[[Sequence[Forward]], None] = _nobody
         self.static: StaticChecks | None = None
 
     def open(self, forward: Forward) -> None:
@@ -231,14 +234,16 @@ class StepChecks:
         """What forwards of one pool have read; `is_clean`: the identity of all that was proved."""
         is_full = self._config.content == "full" and self._compares_content
         if is_clean and not is_full:
+            self.proved(forwards)
             self._count(pool, forwards)
             return
         for forward in forwards:
             forward.read_rows()
-        verdict = Verdict([], sort_rows(forwards).segments, 0) if is_clean else self._reader.judge(pool, forwards)
+        verdict = Verdict([], sort_rows(forwards).segments, [], 0) if is_clean else self._reader.judge(pool, forwards)
         if is_full:
             verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
+        self.judged(forwards, verdict)
         self._count(pool, forwards)
         self._coverage.skip("truth not known to the host", verdict.unknown_truths)
 
@@ -290,6 +295,10 @@ class StepChecks:
         last_looks = [-1 if (step := queue.oldest()) is None else step for queue in queues]
         read.last_good = np.array(last_looks)[read.rows]  # of the bytes: identity is good to this very step
         return join_entries([read, *written])
+
+
+def _nobody(forwards: Sequence[Forward], verdict: Verdict | None = None) -> None:
+    """Who is told where nobody asked to be."""
 
 
 def _note_rows(forward: Forward) -> None:

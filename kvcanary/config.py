@@ -35,6 +35,9 @@ class CanaryConfig:
     poison: what freed pages are filled with, and looked at for before they are granted again: `finite` (a pattern
         that attention survives), `nan` (a debug mode: one wrong read ruins the output), `off`.
     quarantine: steps that a freed page waits before an engine grants it again.
+    ring: steps that the flight recorder keeps, in at most 64 MB; 0: it records nothing.
+    dump_dir: folder into which a finding, or SIGUSR1, writes what was recorded; None: nothing is written unasked.
+    dump_content: dumps have the token ids as they are, and the bytes of the slots that findings name.
     """
 
     mode: str = "raise"
@@ -44,6 +47,9 @@ class CanaryConfig:
     disable: frozenset[str] = field(default_factory=frozenset)
     poison: str = "finite"
     quarantine: int = 4
+    ring: int = 512
+    dump_dir: str | None = None
+    dump_content: bool = False
     show_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +60,7 @@ class CanaryConfig:
         if self.poison not in POISONS:
             raise CanaryConfigError(f"poison must be one of {', '.join(POISONS)}, got {self.poison!r}")
         _check_quarantine(self.quarantine)
+        _check_ring(self.ring, self.dump_dir)
         _check_seed(self.seed)
         object.__setattr__(self, "disable", _checked_codes(self.disable))
 
@@ -64,9 +71,9 @@ class CanaryConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CanaryConfig:
-        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _DISABLE and KVCANARY_KV_CANARY_SEED.
+        """Settings from KVCANARY_MODE, _CONTENT, _BUDGET, _POISON, _QUARANTINE, _RING, _DUMP and _DISABLE.
 
-        `overrides` win.
+        `overrides` win. The seed is KVCANARY_KV_CANARY_SEED.
 
         KVCANARY_SEED is the sampling seed of the command line, never the canary's.
         """
@@ -111,7 +118,7 @@ def _parse_budget(text: str) -> int | None:
     return None if text.lower() == "auto" else parse_bytes(text)
 
 
-_VARIABLES = {"seed": "KV_CANARY_SEED"}
+_VARIABLES = {"seed": "KV_CANARY_SEED", "dump_dir": "DUMP"}
 _PARSERS = {
     "mode": str.lower,
     "content": str.lower,
@@ -119,6 +126,8 @@ _PARSERS = {
     "seed": _parse_integer("seed"),
     "poison": str.lower,
     "quarantine": _parse_integer("quarantine"),
+    "ring": _parse_integer("ring"),
+    "dump_dir": os.fspath,
     "disable": parse_codes,
 }
 
@@ -142,6 +151,13 @@ def _check_budget(budget: int | None) -> None:
 def _check_quarantine(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise CanaryConfigError(f"quarantine must be a number of steps, 0 or more, got {steps!r}")
+
+
+def _check_ring(ring: int, dump_dir: str | None) -> None:
+    if isinstance(ring, bool) or not isinstance(ring, int) or ring < 0:
+        raise CanaryConfigError(f"ring must be a number of steps, 0 or more, got {ring!r}")
+    if dump_dir is not None and not ring:
+        raise CanaryConfigError(f"a ring of 0 steps has nothing to dump into {dump_dir!r}: give ring some steps")
 
 
 def _check_seed(seed: int | None) -> None:

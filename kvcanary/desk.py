@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger
@@ -11,16 +12,21 @@ from kvcanary.tickets import HOST, Resource, Stream, Ticket, Tickets, Touched, V
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
+Note = Callable[[str, Sequence[Any]], None]
 
 
 class TicketDesk:
-    """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit."""
+    """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
+
+    note: is told of every call, by name and arguments
+    """
 
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
         self._ledger, self._pool, self._report = ledger, pool, report
         self._tickets = Tickets(ledger.generations)
         self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
+        self.note: Note = _nobody
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
@@ -29,15 +35,18 @@ class TicketDesk:
         """
         self.is_used = True
         ticket = self._tickets.issue(what, stream, self._granted(reads), self._granted(writes))
+        self.note("ticket_issue", (what, str(stream), ticket.sequence, *_sorted(reads), *_sorted(writes)))
         self._tell(ticket.violations)
         return ticket
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """What comes on this stream from now on runs behind the ticket's work."""
+        self.note("ticket_waits", (str(stream), str(ticket.stream), ticket.sequence))
         self._tickets.waits(stream, ticket)
 
     def complete(self, ticket: Ticket) -> None:
         """The host has seen the work's event."""
+        self.note("ticket_complete", (str(ticket.stream), ticket.sequence))
         self._tell(self._tickets.complete(ticket))
 
     def use(
@@ -48,11 +57,18 @@ class TicketDesk:
         requests: whose tokens a violation touches, where that is not the owner of a page.
         """
         if self.is_used:
+            self.note("ticket_use", (what, str(stream), *_sorted(resources), writes, tuple(requests)))
             self._tell(self._tickets.use(what, stream, self._granted(resources), writes), requests)
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else, and counts its generation up."""
+        self.note("ticket_renew", (buffer, generation))
         self._tickets.renew(buffer, generation)
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """Host buffers that have a generation, and the one that they are in."""
+        return self._tickets.buffers
 
     def freed(self, pages: Sequence[int]) -> None:
         """Pages are given back: nothing may be in flight there."""
@@ -91,3 +107,18 @@ class TicketDesk:
 
 def _names(owner: str | None) -> Sequence[str]:
     return () if owner is None else (owner,)
+
+
+def _sorted(resources: Resources) -> tuple[list[int], tuple[str, ...], list[int] | None]:
+    """Pages, names of buffers, and of both, where it was said, the generations that were meant; -1: any."""
+    pages = [resource for resource in resources if not isinstance(resource, str)]
+    names = tuple(resource for resource in resources if isinstance(resource, str))
+    if not isinstance(resources, Mapping):
+        return pages, names, None
+    order: list[Resource] = [*pages, *names]
+    planned = [resources[resource] for resource in order]
+    return pages, names, [-1 if generation is None else generation for generation in planned]
+
+
+def _nobody(name: str, args: Sequence[Any]) -> None:
+    """Who is told where nobody asked to be."""

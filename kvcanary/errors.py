@@ -81,3 +81,7 @@ class RepairRefusedError(KVCanaryError, ValueError):
     def __init__(self, message: str, *, pool: str, slot: int, reason: str) -> None:
         super().__init__(message)
         self.pool, self.slot, self.reason = pool, slot, reason
+
+
+class DumpError(KVCanaryError, ValueError):
+    """A dump cannot be read: truncated, foreign, of a newer version, or made to harm."""

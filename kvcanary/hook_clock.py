@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvcanary.manager import CanaryManager
     from kvcanary.substep import SubstepCanary, WarmupSubstep
 
-READS = frozenset({"certificate", "page_map"})  # an engine's step does not wait for them
+READS = frozenset({"certificate", "dump", "page_map"})  # an engine's step does not wait for them
 
 
 class HookClock:
@@ -58,7 +58,8 @@ class HookClock:
 class _TimedSubstep:
     """The hooks of one forward, each under the clock."""
 
-    __slots__ = ("close", "open", "store")
+    __slots__ = ("close", "open", "put", "store")
 
     def __init__(self, substep: SubstepCanary | WarmupSubstep, timed: Callable[..., Any]) -> None:
         self.open, self.store, self.close = timed(substep.open), timed(substep.store), timed(substep.close)
+        self.put = timed(lambda *values: substep.put(*values))  # another one when it was opened

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -82,10 +82,14 @@ class HitGroup:
 
 
 class HitLog:
-    """Hits by (code, site). Its memory is bounded by the groups times KEPT_HITS, whatever fires."""
+    """Hits by (code, site). Its memory is bounded by the groups times KEPT_HITS, whatever fires.
+
+    watch: is told of every hit as it comes
+    """
 
     def __init__(self, disabled: Set[str] = frozenset()) -> None:
         self._disabled = disabled
+        self.watch: Callable[[Hit | HitBatch], None] = _nobody
         self._groups: dict[tuple[str, tuple[str, int]], HitGroup] = {}
 
     def __len__(self) -> int:
@@ -105,6 +109,7 @@ class HitLog:
         """One hit; what may fire for very many entries comes as a batch."""
         if hit.code in self._disabled:
             return
+        self.watch(hit)
         group = self._groups.setdefault((hit.code, hit.site), HitGroup())
         group.count, group.last = group.count + 1, hit
         if len(group.kept) < KEPT_HITS:
@@ -116,6 +121,7 @@ class HitLog:
         """Any number of entries at once; only those that are kept become objects."""
         if not len(batch) or batch.code in self._disabled:
             return
+        self.watch(batch)
         group = self._groups.setdefault((batch.code, batch.site), HitGroup())
         chosen = _choose(batch, KEPT_HITS - len(group.kept))
         group.kept += [batch.hit(number, end) for number, end in zip(chosen, _run_ends(batch, chosen), strict=True)]
@@ -127,6 +133,10 @@ class HitLog:
         """All groups; the log is empty afterwards."""
         groups, self._groups = list(self._groups.values()), {}
         return groups
+
+
+def _nobody(hit: Hit | HitBatch) -> None:
+    """Who watches where nobody does."""
 
 
 def _choose(batch: HitBatch, room: int) -> list[int]:

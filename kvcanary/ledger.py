@@ -23,7 +23,7 @@ class Ledger(RowBook):
     def __init__(self, num_pages: int, page_size: int, null_pages: int, keys: Keys, roles: Sequence[Role]) -> None:
         """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
-        self._quarantine = Quarantine()
+        self.quarantined = Quarantine()
 
     # private pages
 
@@ -169,11 +169,11 @@ class Ledger(RowBook):
         """Freed pages wait before they are granted again."""
         where = self.pages.numbers(pages)
         self.pages.advance("quarantined", where, step)
-        self._quarantine.add(where.tolist(), step)
+        self.quarantined.add(where.tolist(), step)
 
     def leave_quarantine(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> list[int]:
         """Pages that may be granted again: after `steps`; while `wanted` pages are needed, after `least` steps."""
-        left = self._quarantine.leave(step, steps, wanted, least)
+        left = self.quarantined.leave(step, steps, wanted, least)
         if not left:
             return []
         self.pages.advance("left quarantine", self.pages.numbers(left), step)

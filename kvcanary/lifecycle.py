@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcanary.adopting import adopt
 from kvcanary.certificate import Coverage
+from kvcanary.checkpoint import Books
 from kvcanary.checks import StepChecks
 from kvcanary.config import CanaryConfig
 from kvcanary.desk import TicketDesk
@@ -17,6 +18,7 @@ from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
+from kvcanary.recorder import Recorder, recorded
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_commit
@@ -53,9 +55,15 @@ class Lifecycle:
         self._quarantine = config.quarantine if holds_back else 0
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
         self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
+        books = Books(state, self._ledger, self._checks, self.tickets, self._poisoner, self._mapped, self._untold)
+        self.recorder = Recorder(books, config.ring)
+        self._checks.hits.watch = self.recorder.fired
+        self._checks.judged, self._checks.proved = self.recorder.judged, self.recorder.proved
+        self.tickets.note = self.recorder.note
 
     # requests
 
+    @recorded
     def admit(self, request_id: str, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
         """A request with its prompt: the host truth of its rows starts.
 
@@ -68,10 +76,12 @@ class Lifecycle:
             )
         self._ledger.admit(request_id, token_ids, self.step, salt, adapter)
 
+    @recorded
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Tokens that were accepted for this request."""
         self._ledger.append(request_id, token_ids, self.step)
 
+    @recorded
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
         self._expect_closed("commit()")
@@ -90,6 +100,7 @@ class Lifecycle:
 
     # pages of one request
 
+    @recorded
     def on_alloc(self, request_id: str, pages: Sequence[int], for_load: bool = False) -> None:
         """Pages granted, in row order: the row's page i holds positions [i * page_size, (i + 1) * page_size).
 
@@ -100,6 +111,7 @@ class Lifecycle:
         self._ledger.grant(request_id, pages, self.step, for_load)
         self._checks.report(self._poisoner.granted(pages, self.step))
 
+    @recorded
     def on_free(self, request_id: str, pages: Sequence[int]) -> None:
         """Pages given back; from now on nobody may read them. What a cache or another row holds stays."""
         self._checks.settle()
@@ -118,6 +130,7 @@ class Lifecycle:
 
     # pages of many
 
+    @recorded
     def on_share(self, request_id: str, pages: Sequence[int]) -> None:
         """A prefix cache takes these final pages too: the row's bytes are read again, then nobody may write them."""
         request = self._ledger.request(request_id)
@@ -125,6 +138,7 @@ class Lifecycle:
         self._finalise(request)  # a draft pool catches up after the commit
         self._ledger.share(request_id, pages, self.step)
 
+    @recorded
     def on_acquire(self, request_id: str, pages: Sequence[int]) -> None:
         """A cache hit: published pages become the head of the row, and their bytes are read again."""
         self._checks.settle()
@@ -133,6 +147,7 @@ class Lifecycle:
         self._inherit(request, len(request.pages) * self._state.page_size)
         self._checks.look_again(request, self.step)
 
+    @recorded
     def on_fork(self, request_id: str, child_id: str, pages: Sequence[int]) -> None:
         """The head of one row becomes the head of another, empty one; neither may write it before `on_copy`."""
         self._checks.settle()
@@ -145,6 +160,7 @@ class Lifecycle:
                 within = min(len(pages) * self._state.page_size, len(child.tokens))
                 child.row_lens[pool.pool_id] = min(parent.final_len(pool.pool_id), within)
 
+    @recorded
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
         self._checks.settle()
@@ -154,6 +170,7 @@ class Lifecycle:
         request = self._ledger.request(request_id)
         request.judged = [Judged()] * len(request.judged)
 
+    @recorded
     def on_deduplicate(self, request_id: str, page: int, kept: int) -> None:
         """A private final page of the row is replaced by the equal one that a prefix cache holds already, and is free.
 
@@ -169,6 +186,7 @@ class Lifecycle:
         self._leave([page])
         request.judged = [Judged()] * len(request.judged)
 
+    @recorded
     def on_evict(self, pages: Sequence[int]) -> None:
         """A prefix cache gives up pages that no row names."""
         self._checks.settle()
@@ -179,6 +197,7 @@ class Lifecycle:
 
     # pages of a group behind a slot map
 
+    @recorded
     def on_map(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
         """Full pages are granted with free pages of the group, where the map leads now; before their `on_alloc`.
 
@@ -191,18 +210,23 @@ class Lifecycle:
 
     # bytes from elsewhere
 
+    @recorded
     def on_load_begin(self, request_id: str, pages: Sequence[int]) -> None:
         """Bytes are on their way into these pages of the row; reading one of them is R12 until `on_load_end`."""
         self._checks.settle()
         self._ledger.load_begin(request_id, pages, self.step)
 
+    @recorded
     def on_offload(self, pages: Sequence[int]) -> Parcel:
         """Bytes of these pages are about to be copied elsewhere; give the parcel to the `on_load_end` of the way back.
 
         The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
-        return self._checks.pack(pages)
+        parcel = self._checks.pack(pages)
+        self.recorder.number_parcel(parcel)
+        return parcel
 
+    @recorded
     def on_load_end(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel | None = None) -> None:
         """They have arrived: positions below `length` hold the request's own tokens.
 
@@ -219,11 +243,13 @@ class Lifecycle:
         else:
             self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
+    @recorded
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
         """They did not arrive: these pages must be written, loaded again or freed before anybody reads them."""
         self._checks.settle()
         self._ledger.load_fail(request_id, pages, self.step)
 
+    @recorded
     def on_restore(self, request_id: str, pages: Sequence[int], length: int, parcel: Parcel) -> None:
         """Bytes that were put away lie in these pages of the row, granted and not yet written: their records follow.
 
@@ -234,11 +260,13 @@ class Lifecycle:
         self._ledger.restore(request_id, pages, self.step)
         self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
 
+    @recorded
     def before_move(self) -> None:
         """Bytes that a forward of this step wrote are about to move: what is pending is judged where they lie now."""
         self._expect_closed("before_move()")
         self._checks.settle()
 
+    @recorded
     def on_move(self, pool: str, src: Tensor, dst: Tensor, to: str | None = None, guesses: bool = False) -> None:
         """Bytes were moved, every source read before any destination was written: the records follow.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvcanary.accounting import audit
@@ -14,6 +15,7 @@ from kvcanary.certificate import certificate
 from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
+from kvcanary.dumper import Dumper
 from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.forward import Forward
@@ -21,10 +23,11 @@ from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
+from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
 from kvcanary.response import Response
 from kvcanary.sites import SUBSTEP_KINDS
-from kvcanary.state import CanaryState
+from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
@@ -45,7 +48,9 @@ class CanaryManager(Lifecycle):
         self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         super().__init__(config, CanaryState(pools, seed), holds_back)
-        self._response = Response(config, self._ledger, Describer(self._state, self._ledger, config.show_tokens))
+        describer = Describer(self._state, self._ledger, config.show_tokens)
+        self._dumper = Dumper(config, self.recorder, self._source)
+        self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
         self._stats = Stats()
         self._doomed: frozenset[str] = frozenset()
         self._static: StaticChecks | None = None
@@ -57,10 +62,13 @@ class CanaryManager(Lifecycle):
         self.is_armed = True
         if self._static is not None:
             self._static.bank.arm()
+        self.recorder.start(self.step)
+        self._dumper.listen()
 
     def detach(self) -> None:
         """The engine is gone: its pools may have another canary."""
         self._attachment.release()
+        self._dumper.close()
 
     def set_oracle(self, token_of: TokenOf | None, judges_guesses: bool = False) -> None:
         """W6 judges what the host does not know yet by `token_of(request_id, position)`; None: by nobody, as at first.
@@ -76,6 +84,7 @@ class CanaryManager(Lifecycle):
         self._expect_closed("begin_step()")
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
+        self.recorder.begin_step(step)
         self.step = self.tickets.step = step
         if self._static is not None:
             self._checks.publish_pages()
@@ -102,6 +111,7 @@ class CanaryManager(Lifecycle):
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
         self._expect_closed("launch()")
         requests = self.requests_of(request_ids)
+        self.recorder.note("launch", (*substep.site, substep.pool.name, tuple(request_ids)))
         self._checks.settle_before_launch()
         return self._static.launch(substep, requests, self.step, written, reads)
 
@@ -120,6 +130,7 @@ class CanaryManager(Lifecycle):
         state = self._pool(pool)
         return SubstepCanary(self, kind, index, state) if self.is_armed else WarmupSubstep()
 
+    @recorded
     def check(self) -> frozenset[str]:
         """Judge everything opened since the last check, and one slice of the rolling check; before tokens leave.
 
@@ -137,7 +148,10 @@ class CanaryManager(Lifecycle):
         if self._stats.is_due(self.step):
             self._refresh()
             self._stats.tick(self.step, self._coverage)
-        return self._act()
+        doomed = self._act()
+        self._dumper.tick()
+        self.recorder.tick(self.step)
+        return doomed
 
     def judge_copies(self) -> frozenset[str]:
         """Judge what was told of copies since the last check (O1), before what they brought is used.
@@ -146,9 +160,11 @@ class CanaryManager(Lifecycle):
         """
         if not self.tickets.has_told:
             return frozenset()
+        self.recorder.note("judge_copies", ())
         self.tickets.has_told = False
         return self._act()
 
+    @recorded
     def drain(self) -> frozenset[str]:
         """At idle and shutdown: judge what is still pending; the answer is that of `check`.
 
@@ -159,6 +175,7 @@ class CanaryManager(Lifecycle):
         audit(self._ledger)
         return self._act()
 
+    @recorded
     def release(self, request_id: str, committed_len: int | None = None) -> bool:
         """The request ends, before its last tokens leave: judge what is pending, and look at all its bytes again.
 
@@ -183,6 +200,7 @@ class CanaryManager(Lifecycle):
         request.released = True
         return is_intact
 
+    @recorded
     def on_unmap(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
         """The group gives up its own pages, the full ones may stay. Told while the map still leads there.
 
@@ -220,6 +238,13 @@ class CanaryManager(Lifecycle):
 
         return page_map(self._ledger, self._checks.cached.read_at, self.step)
 
+    def dump(self, path: Path | str) -> Path:
+        """Write what was recorded, and all findings so far, into this file. DumpError with `ring` 0 or before `arm()`.
+
+        Nothing of prompts, bytes and keys leaves, unless `config.dump_content` asks for it.
+        """
+        return self._dumper.write(Path(path), self.findings, "command")
+
     # called by substeps
 
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
@@ -235,15 +260,30 @@ class CanaryManager(Lifecycle):
     def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> None:
         self._checks.open(forward)
         self._open.append(substep)
+        self.recorder.opened(forward)
         self.report_hits(hits)
 
     def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)
 
-    def closed(self, substep: SubstepCanary) -> None:
+    def closed(self, substep: SubstepCanary, pool: PoolState) -> None:
+        self.recorder.closed(pool.name)
         self._open.remove(substep)
 
     # helpers
+
+    def _source(self, findings: Sequence[Finding], trigger: str) -> dict[str, Any]:
+        """What a dump of now is written of."""
+        return {
+            "config": self.config,
+            "books": self.recorder.books,
+            "recorder": self.recorder,
+            "findings": findings,
+            "certificate": self.certificate(),
+            "quarantine": self._quarantine,
+            "step": self.step,
+            "trigger": trigger,
+        }
 
     def _act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""

@@ -110,7 +110,7 @@ class Pages:
         self.history = History()
         self._changed = np.zeros(num_pages, dtype=np.bool_)
         self.is_changed = False
-        self._holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
+        self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
 
     def __len__(self) -> int:
         return len(self.states)
@@ -167,11 +167,11 @@ class Pages:
 
     def add_reference(self, pages: Array, uid: int) -> None:
         self.refcounts[pages] += 1
-        self._holder_sums[pages] += uid
+        self.holder_sums[pages] += uid
 
     def drop_reference(self, pages: Array, uid: int) -> None:
         self.refcounts[pages] -= 1
-        self._holder_sums[pages] -= uid
+        self.holder_sums[pages] -= uid
 
     def take_back(self, page: Array, step: int, request_id: str) -> None:
         """The one request that still holds an unpublished page owns it again, bytes and generation as they are."""
@@ -180,7 +180,7 @@ class Pages:
 
     def last_holder(self, page: Array) -> int:
         """The uid of the only row that names a page."""
-        return int(self._holder_sums[page].item())
+        return int(self.holder_sums[page].item())
 
     def wrote(self, pages: Array) -> None:
         """A forward has written slots of these pages; pages that it must not write stay as they are."""
@@ -208,6 +208,10 @@ class Pages:
         self.is_changed = False
         return self._changed, self.generations, self.owners, self.states
 
+    def changed_everywhere(self) -> None:
+        """The arrays were filled from elsewhere."""
+        self._changed[:] = self.is_changed = True
+
     def changes(self) -> Array:
         """[n] int64, ascending: pages to which something has happened since the last call, for a copy of the arrays."""
         changed = self._changed.nonzero()[0]
@@ -232,7 +236,7 @@ class Pages:
     def _begin_generation(self, pages: Array, references: int, holders: int) -> None:
         self.generations[pages] = np.maximum(self.generations.take(pages) + 1 & MASK_32, 1)
         self.refcounts[pages] = references
-        self._holder_sums[pages] = holders
+        self.holder_sums[pages] = holders
 
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
         state = int(self.states[page])

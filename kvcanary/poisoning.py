@@ -29,44 +29,44 @@ class Poisoner:
         self._is_off, self._nan = pattern == "off", pattern == "nan"
         self._pools = pools
         self._slot_bytes = sum(pool.view.slot_bytes for pool in self._pools)
-        self._budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
+        self.budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
         self._ops = ops_for(state.records.device)
-        self._credit = 0
-        self._waiting: dict[int, None] = {}  # freed pages, oldest first
-        self._poisoned: set[int] = set()
+        self.credit = 0
+        self.waiting: dict[int, None] = {}  # freed pages, oldest first
+        self.poisoned: set[int] = set()
 
     def freed(self, pages: Iterable[int]) -> None:
         """These pages belong to nobody; `tick` will fill them."""
         if not self._is_off:
-            self._waiting.update(dict.fromkeys(pages if self._pools else ()))
+            self.waiting.update(dict.fromkeys(pages if self._pools else ()))
 
     def tick(self) -> None:
         """A step has passed: fill what its budget, and what was saved of it, allow."""
-        if not self._waiting:
-            self._credit = 0
+        if not self.waiting:
+            self.credit = 0
             return
-        self._credit += self._budget
+        self.credit += self.budget
         page_bytes = self._state.page_size * self._slot_bytes
-        count = min(self._credit // page_bytes, len(self._waiting))
-        if count * self._state.page_size >= BATCH_SLOTS or count == len(self._waiting):
-            self._credit -= count * page_bytes
-            self._fill(list(islice(self._waiting, count)))
+        count = min(self.credit // page_bytes, len(self.waiting))
+        if count * self._state.page_size >= BATCH_SLOTS or count == len(self.waiting):
+            self.credit -= count * page_bytes
+            self.fill(list(islice(self.waiting, count)))
 
     def granted(self, pages: Sequence[int], step: int, full_pages: Sequence[int] | None = None) -> list[HitBatch]:
         """P1 for every slot of these pages whose poison is damaged; they have an owner from now on.
 
         `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
         """
-        if self._is_off or not (self._waiting or self._poisoned):
+        if self._is_off or not (self.waiting or self.poisoned):
             return []
-        waiting = [page for page in pages if page in self._waiting]
-        poisoned = [page for page in pages if page in self._poisoned]
+        waiting = [page for page in pages if page in self.waiting]
+        poisoned = [page for page in pages if page in self.poisoned]
         for page in waiting:
-            del self._waiting[page]
+            del self.waiting[page]
         self._coverage.skip("freed pages reused before they were poisoned", len(waiting))
         if not poisoned:
             return []
-        self._poisoned.difference_update(poisoned)
+        self.poisoned.difference_update(poisoned)
         full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
         names = None if full is None else on_host(self._slots([full[page] for page in poisoned]))
         hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step, names)]
@@ -74,10 +74,11 @@ class Poisoner:
             self._zero(poisoned)
         return hits
 
-    def _fill(self, pages: Sequence[int]) -> None:
+    def fill(self, pages: Sequence[int]) -> None:
+        """Poison pages that wait."""
         for page in pages:
-            del self._waiting[page]
-        self._poisoned.update(pages)
+            del self.waiting[page]
+        self.poisoned.update(pages)
         slots = self._slots(pages)
         for pool in self._pools:
             if pool.host is None:

@@ -10,13 +10,13 @@ class Quarantine:
     """Pages in the order in which they came, each with its step."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, int]] = deque()
+        self.waiting: deque[tuple[int, int]] = deque()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def add(self, pages: Iterable[int], step: int) -> None:
-        self._waiting.extend((page, step) for page in pages)
+        self.waiting.extend((page, step) for page in pages)
 
     def leave(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> list[int]:
         """The pages that may go now, longest waiting first.
@@ -25,10 +25,10 @@ class Quarantine:
         wanted: under pressure so many pages are needed: they go earlier, but never before `least` steps
         """
         left: list[int] = []
-        while self._waiting:
-            page, since = self._waiting[0]
+        while self.waiting:
+            page, since = self.waiting[0]
             if step - since < (least if len(left) < wanted else steps):
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             left.append(page)
         return left

@@ -37,10 +37,14 @@ from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify_torch
 
 @dataclass(slots=True)
 class Verdict:
-    """What judging gave; `segments` hold every entry that was read and that these forwards did not write."""
+    """What judging gave; `segments` hold every entry that was read and that these forwards did not write.
+
+    suspects: those of rows that do not name what they should
+    """
 
     hits: list[Hit | HitBatch]
     segments: list[Segment]
+    suspects: list[Segment]
     unknown_truths: int
 
 
@@ -68,7 +72,7 @@ class Reader:
                 hits.append(_null_writes(forward))
         if pool.view.slot_map is not None and "R8" in self._active:
             hits += _shared_slots(forwards, [*prefixes, *rows.suspects])
-        return Verdict(hits, prefixes + rows.suspects, self._unknown_truths)
+        return Verdict(hits, prefixes + rows.suspects, rows.suspects, self._unknown_truths)
 
     def slots(self, segments: Sequence[Segment]) -> Tensor:
         """[n] int64: the slots of all segments."""

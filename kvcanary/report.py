@@ -19,11 +19,12 @@ PLACELESS = frozenset({"H1", "H2"})  # they are about the canary, not about a sl
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one check, what was done about them, and the counters at that moment."""
+    """Findings of one check, what was done about them, and the counters at that moment; where they were dumped."""
 
     findings: tuple[Finding, ...]
     action: str
     counters: Mapping[str, int]
+    dump: str | None = None
 
     def text(self, colour: bool = False) -> str:
         """One screen, the class and the place first."""
@@ -35,6 +36,7 @@ class Report:
         if len(others) > SHOWN_HEADLINES:
             lines.append(f"kvcanary: and {len(others) - SHOWN_HEADLINES} more findings")
         lines.append(_line("action", self.action))
+        lines += [_line("dump", self.dump)] if self.dump else []
         lines.append(_summary(len(self.findings), self.counters))
         return "\n".join(lines)
 
@@ -44,6 +46,7 @@ class Report:
             "findings": [finding.to_dict() for finding in self.findings],
             "action": self.action,
             "counters": dict(self.counters),
+            "dump": self.dump,
         }
 
     def print(self, stream: TextIO) -> None:

@@ -65,12 +65,12 @@ class ReadQueue:
 
     def __init__(self) -> None:
         self.length = 0  # positions [0, length) are in the queue
-        self._ranges: deque[tuple[int, int, int]] = deque()  # (start, end, step in which it was known good)
+        self.ranges: deque[tuple[int, int, int]] = deque()  # (start, end, step in which it was known good)
 
     def extend_to(self, length: int, step: int) -> None:
         """Positions [self.length, length) are final; their bytes were known good in `step`, when written."""
         if length > self.length:
-            self._ranges.append((self.length, length, step))
+            self.ranges.append((self.length, length, step))
             self.length = length
 
     def take(self, count: int, step: int, again: bool = False) -> list[tuple[int, int, int]]:
@@ -79,27 +79,27 @@ class ReadQueue:
         again: also those that were looked at in this very step
         """
         taken: list[tuple[int, int, int]] = []
-        while count > 0 and self._ranges and self._ranges[0][2] < step + again:
-            start, end, read = self._ranges.popleft()
+        while count > 0 and self.ranges and self.ranges[0][2] < step + again:
+            start, end, read = self.ranges.popleft()
             cut = min(end, start + count)
             if cut < end:
-                self._ranges.appendleft((cut, end, read))
-            self._ranges.append((start, cut, step))
+                self.ranges.appendleft((cut, end, read))
+            self.ranges.append((start, cut, step))
             taken.append((start, cut, read))
             count -= cut - start
         return taken
 
     def looks(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
-        return tuple(self._ranges)
+        return tuple(self.ranges)
 
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
-        return min((step for _, _, step in self._ranges), default=None)
+        return min((step for _, _, step in self.ranges), default=None)
 
     def clear(self) -> None:
         self.length = 0
-        self._ranges.clear()
+        self.ranges.clear()
 
 
 class Judged(NamedTuple):
@@ -254,6 +254,10 @@ class RequestBook:
             raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
         self._uids.retire(request.uid)
         del self.requests[request_id]
+
+    def remember(self, uid: int, name: str) -> None:
+        """The request that had this uid, before anybody was told of it here."""
+        self._uids.remember(uid, name)
 
     def name(self, uid: int) -> str | None:
         """The request that has this uid, or had it last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.errors import KVCorruptionError
-from kvcanary.findings import FindingLog, tell
+from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.hits import Hit
 from kvcanary.intake import HitGroup
 from kvcanary.ledger import Ledger
@@ -22,7 +22,15 @@ REMEMBERED_INCIDENTS = 65536
 class Response:
     """`log` tells, `raise` stops the engine, `abort` names the requests that must end."""
 
-    def __init__(self, config: CanaryConfig, ledger: Ledger, describer: Describer) -> None:
+    def __init__(
+        self,
+        config: CanaryConfig,
+        ledger: Ledger,
+        describer: Describer,
+        dump: Callable[[Sequence[Finding]], str | None],
+    ) -> None:
+        """`dump`: writes what was recorded, and says where; None where nothing is written."""
+        self._dump = dump
         self._config, self._ledger, self._describer = config, ledger, describer
         self._incidents: dict[tuple[int, int], int] = {}
         self.log = FindingLog()
@@ -44,10 +52,12 @@ class Response:
         coverage.untold_incidents += described.untold
         told = [finding for finding in described.findings if self.log.add(finding)]
         if stops:
-            report = Report(tuple(described.findings), action, coverage.counters())
+            report = Report(tuple(described.findings), action, coverage.counters(), self._dump(described.findings))
             raise KVCorruptionError(described.findings, report)
         for finding in told:
             tell(finding)
+        if told:
+            self._dump(told)
         return doomed
 
     def _touched(self, groups: Sequence[HitGroup]) -> frozenset[str]:

@@ -80,6 +80,7 @@ class SubstepCanary:
             raise PlanError(f"{self} {wrong_values(self._pool.view, self._forward.num_entries, values)}")
         forward = self._forward
         if forward.stored >> layer & 1:
+            self._manager.recorder.stored_again(self._pool.name, layer)
             self._manager.report_hits(judge_layer(forward, layer))
         forward.stored |= 1 << layer
         if forward.lanes is not None:
@@ -90,7 +91,7 @@ class SubstepCanary:
         if self._phase != OPEN:
             raise HookOrderError(f"close() follows open(): {self} is {self._phase}")
         self._phase, self.put = CLOSED, leave_it
-        self._manager.closed(self)
+        self._manager.closed(self, self._pool)
 
 
 class WarmupSubstep:

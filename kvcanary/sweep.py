@@ -34,8 +34,8 @@ class Sweeper:
 
     def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None) -> None:
         self._state, self._ledger, self._budget = state, ledger, budget
-        self._credit: dict[tuple[int, int], float] = {}
-        self._hurried: set[str] = set()
+        self.credit: dict[tuple[int, int], float] = {}
+        self.hurried: set[str] = set()
         self.bytes_read = 0
         self.longest_wait = 0
 
@@ -46,11 +46,11 @@ class Sweeper:
 
     def is_due(self, step: int) -> bool:
         """Whether this step has a slice: all have with a budget of the user's, and those after a finding."""
-        return step % self.stride == 0 or bool(self._hurried)
+        return step % self.stride == 0 or bool(self.hurried)
 
     def look_around(self, request_ids: Iterable[str]) -> None:
         """Something was found near these requests' bytes: the next slice reads all of them."""
-        self._hurried.update(request_ids)
+        self.hurried.update(request_ids)
 
     def slice(self, step: int) -> list[HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again."""
@@ -61,12 +61,12 @@ class Sweeper:
             looks = []
             for request in requests:
                 queue = self.commit(request, pool)
-                hurried = request.request_id in self._hurried
+                hurried = request.request_id in self.hurried
                 count = queue if hurried else self._share(request, pool, queue, total)
                 if count:
                     looks.append(Look(request, request.reads[pool.pool_id].take(count, step)))
             hits += self._look(pool, looks, ("sweep", 0), step, both_lanes=False)
-        self._hurried.clear()
+        self.hurried.clear()
         return hits
 
     def last_look(self, request: Request, step: int) -> list[HitBatch]:
@@ -76,7 +76,7 @@ class Sweeper:
             length = self.commit(request, pool)
             queue = request.reads[pool.pool_id]
             look = Look(request, queue.take(length, step, again=True))
-            self._credit.pop((request.uid, pool.pool_id), None)
+            self.credit.pop((request.uid, pool.pool_id), None)
             hits += self._look(pool, [look], ("release", 0), step, both_lanes=True)
         return hits
 
@@ -110,8 +110,8 @@ class Sweeper:
         if not length:
             return 0
         key = request.uid, pool.pool_id
-        credit = min(self._credit.get(key, 0.0) + length * self._budget / total, float(length))
-        self._credit[key] = credit - int(credit)
+        credit = min(self.credit.get(key, 0.0) + length * self._budget / total, float(length))
+        self.credit[key] = credit - int(credit)
         return int(credit)
 
     def live_bytes(self) -> int:

@@ -78,7 +78,7 @@ class Tickets:
     def __init__(self, generations: Sequence[int] | Array) -> None:
         """`generations`: of every page, as the ledger keeps them current."""
         self._generations = generations
-        self._buffers: dict[str, int] = {}  # generations of host buffers that have one
+        self.buffers: dict[str, int] = {}  # generations of host buffers that have one
         self._clocks: dict[Stream, dict[Stream, int]] = {HOST: {}}
         self._in_flight: dict[Resource, _Accesses] = {}
 
@@ -101,7 +101,7 @@ class Tickets:
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else: who comes for what it held before is too late."""
-        self._buffers[buffer] = generation
+        self.buffers[buffer] = generation
 
     def complete(self, ticket: Ticket) -> list[Violation]:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
@@ -143,7 +143,7 @@ class Tickets:
         return found
 
     def _generation(self, resource: Resource) -> int | None:
-        return self._buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
+        return self.buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
 
     def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
         """The ticket is no longer in flight there; False where a later access or a free has taken its place."""

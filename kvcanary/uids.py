@@ -42,6 +42,11 @@ class Uids:
         while len(self._ended) > REMEMBERED_UIDS:
             self._ended.popitem(last=False)
 
+    def remember(self, uid: int, name: str) -> None:
+        """A request that ended earlier; a live one keeps its uid."""
+        if uid not in self.live:
+            self._ended[uid] = name
+
     def name(self, uid: int) -> str | None:
         """The request that has this uid, or had it last."""
         return self.live.get(uid, self._ended.get(uid))

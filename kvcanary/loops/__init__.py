@@ -6,6 +6,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 from kvcanary.loops.lanes import keep_lanes, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
+from kvcanary.loops.recording import keep_plans, measure_plans
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
@@ -14,8 +15,10 @@ __all__ = [
     "are_written",
     "chain_tokens",
     "keep_lanes",
+    "keep_plans",
     "match_records",
     "match_slots",
+    "measure_plans",
     "move_records",
     "poison",
     "publish_pages",

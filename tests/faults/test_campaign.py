@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
 from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
 from kvcanary.faults.fault import UNDECLARED, Fault
@@ -176,3 +178,15 @@ def test_an_entry_that_contradicts_itself_is_refused(more, message):
     """Ready with one way to be made, or pending with a reason."""
     with pytest.raises(ValueError, match=message):
         Fault("bits.made_up", "Made up.", "R9", "everything", **more)
+
+
+def test_a_faulty_run_leaves_a_dump_that_reaches_its_finding(tmp_path):
+    """With a folder for dumps one file, replayed to the same finding; a twin leaves none."""
+    run = Run("addressing.pages_exchanged", NAME, SETUP, 1, dumps=str(tmp_path))
+    assert perform(run).found
+    perform(replace(run, kind=DISABLED))
+    [path] = tmp_path.iterdir()
+    assert path.name == f"addressing.pages_exchanged-{NAME}-1.kvdump"
+    dump = read_dump(path)
+    assert [finding["code"] for finding in dump.findings] == ["R4"]
+    assert replay(dump).missing == []

@@ -107,7 +107,7 @@ def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
     """The extras are gpu, serve, hf and dev, and plain installs need neither of them."""
     assert set(pyproject["project"]["optional-dependencies"]) == {"gpu", "serve", "hf", "dev"}
     names = {Requirement(text).name for text in pyproject["project"]["dependencies"]}
-    assert names == {"torch", "triton", "click", "numba", "numpy", "safetensors", "structlog", "tokenizers"}
+    assert names == {"torch", "triton", "click", "jinja2", "numba", "numpy", "safetensors", "structlog", "tokenizers"}
 
 
 def test_triton_is_asked_for_on_linux_only(pyproject: dict[str, Any]) -> None:

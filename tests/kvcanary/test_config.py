@@ -28,6 +28,9 @@ def test_defaults_raise_and_roll_with_a_secret_seed():
         "seed": None,
         "poison": "finite",
         "quarantine": 4,
+        "ring": 512,
+        "dump_dir": None,
+        "dump_content": False,
         "show_tokens": False,
         "disable": frozenset(),
     }
@@ -53,6 +56,12 @@ def test_an_unknown_mode_names_the_known_ones():
 def test_an_unknown_content_names_the_known_ones():
     """A misspelt content setting is answered with the list of settings."""
     assert refusal(content="all") == "content must be one of write, rolling, full, got 'all'"
+
+
+def test_ring_and_dump_come_from_the_environment():
+    """KVCANARY_RING and KVCANARY_DUMP are the recorder's settings."""
+    config = CanaryConfig.from_env({"KVCANARY_RING": "32", "KVCANARY_DUMP": "/var/dumps"})
+    assert (config.ring, config.dump_dir) == (32, "/var/dumps")
 
 
 def test_a_manager_refuses_mode_off():

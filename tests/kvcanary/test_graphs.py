@@ -7,6 +7,9 @@ import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.buffers import StaticBuffers
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
+from kvcanary.errors import DumpError
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
 from kvcanary_kernels import record
@@ -225,3 +228,11 @@ def test_a_launch_needs_a_bank(make_engine):
         make_engine().canary.launch(None, [], [], 0)
     with pytest.raises(HookOrderError, match="launch_move\\(\\) needs a move of this manager's bank"):
         make_engine().canary.launch_move(None)
+
+
+def test_a_recording_of_launched_forwards_says_why_it_is_not_replayed(tree, tmp_path):
+    """Only the device knew their plans: the dump can be read, and a replay is one sentence."""
+    dump = read_dump(tree.canary.dump(tmp_path / "launched.kvdump"))
+    assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill"]
+    with pytest.raises(DumpError, match=r"has captured forwards, .* it can be read, not replayed"):
+        replay(dump)

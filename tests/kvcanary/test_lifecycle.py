@@ -168,7 +168,7 @@ def test_poison_is_looked_at_before_a_copy_on_write(make_engine):
     engine.start("one", 12)
     pages = list(engine.rows["old"].pages)
     engine.finish("old")
-    while engine.canary._poisoner._waiting:
+    while engine.canary._poisoner.waiting:
         engine._begin()
         engine.canary.check()
     engine.canary.admit("child", engine.rows["one"].tokens)

@@ -17,10 +17,10 @@ def engine_with_poison(make_engine, **settings):
     engine.start("other", 4)
     pages = list(engine.rows["old"].pages)
     engine.finish("old")
-    while engine.canary._poisoner._waiting:
+    while engine.canary._poisoner.waiting:
         engine._begin()
         engine.canary.check()
-    assert engine.canary._poisoner._poisoned.issuperset(pages)
+    assert engine.canary._poisoner.poisoned.issuperset(pages)
     return engine, pages
 
 
@@ -91,12 +91,12 @@ def test_the_budget_is_kept(make_engine, monkeypatch):
     engine = make_engine(page_size=1, num_pages=512)
     engine.start("old", 4 * BATCH_SLOTS)
     poisoner = engine.canary._poisoner
-    monkeypatch.setattr(poisoner, "_budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
+    monkeypatch.setattr(poisoner, "budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
     engine.finish("old")
     filled = []
     for _ in range(8):
         poisoner.tick()
-        filled.append(len(poisoner._poisoned))
+        filled.append(len(poisoner.poisoned))
     assert filled == [0, 64, 64, 128, 128, 192, 192, 256]
 
 

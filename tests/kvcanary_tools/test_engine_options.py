@@ -30,7 +30,9 @@ FLAGS = {
     *("--adaptive-steps", "--attend", "--attention-backend", "--graphs", "--schedule", "--max-total-tokens"),
     *("--max-running-requests", "--context-length", "--host-pages", "--max-window-tokens"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
-    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens", "--reenact", "--json"),
+    *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens"),
+    *("--kv-canary-ring", "--kv-canary-dump", "--kv-canary-dump-content"),
+    *("--reenact", "--json"),
 }
 
 
@@ -64,6 +66,10 @@ def test_canary_options_reach_the_canary() -> None:
         options("--kv-canary", "--kv-canary-content", "full", "--kv-canary-budget", "64KiB", "--kv-canary-seed", "7")
     )
     assert made.canary == CanaryConfig(mode="raise", content="full", budget=65536, seed=7)
+    made = engine_config(
+        options("--kv-canary", "--kv-canary-ring", "64", "--kv-canary-dump", "dumps", "--kv-canary-dump-content")
+    )
+    assert made.canary == CanaryConfig(ring=64, dump_dir="dumps", dump_content=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -185,6 +186,34 @@ def test_what_stopped_the_engine_decides_the_exit_code(capsys) -> None:
     assert _tell(PageLeakError("3 pages are gone")) == 70
     with pytest.raises(ZeroDivisionError):
         _tell(ZeroDivisionError())
+
+
+def test_mode_raise_leaves_a_dump_that_the_report_names(tmp_path, kvcanary) -> None:
+    """A fault in the running server stops it: the report on stderr, a dump in the default folder, exit code 70."""
+    arguments = ["--port", "0", "--max-total-tokens", "2048", "--api-key", "k", "--allow-faults"]
+    settings = ["--kv-canary", "raise", "--kv-canary-content", "full"]
+    command = [sys.executable, "-m", "kvcanary_tools", "serve", *arguments, *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, **streams) as child:
+        try:
+            child.stdout.readline()
+            url = re.search(r"http://127\.0\.0\.1:\d+", child.stdout.readline())[0]
+            wait_until_it_answers(url)
+            assert kvcanary("inject", "bits.flip", "--url", url, "--api-key", "k").exit_code == 0
+            body = {"model": "embedded", "prompt": "def f(x):\n", "max_tokens": 64, "temperature": 0}
+            headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+            with contextlib.suppress(OSError):  # the answer may not come any more
+                urllib.request.urlopen(request).close()
+            report = child.communicate(timeout=60)[1]
+        finally:
+            child.kill()
+    assert child.returncode == 70
+    [path] = re.findall(r"^  dump +(kvcanary-dumps/\S+\.kvdump)$", report, re.M)
+    told = kvcanary("explain", str(tmp_path / path))
+    assert told.exit_code == 1
+    assert "content changed (R9)" in told.stdout
 
 
 def test_binding_finds_a_free_port() -> None:

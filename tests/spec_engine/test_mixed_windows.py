@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.pool import KVPool
@@ -199,12 +201,45 @@ def test_a_byte_that_no_window_shows_is_found_when_its_page_leaves():
 def test_a_free_window_page_is_poisoned_and_looked_at_when_it_is_granted():
     """What a request's slid window gave back is filled; a word written there since is P1."""
     engine = running_engine(draft="none", max_window_tokens=48, max_running_requests=1)
-    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary._mapped["window"]._poisoned
+    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary._mapped["window"].poisoned
     rows[2, page * 4 + 1, 0, 0, 0] ^= 8
     with pytest.raises(KVCorruptionError) as caught:
         finish(engine)
     [finding] = caught.value.findings
     assert (finding.code, finding.pool, finding.slot) == ("P1", "window", page * 4 + 1)
+
+
+@pytest.mark.parametrize("settings", [{"draft": "none"}, {}, {"topk": 2, "schedule": "overlap", "page_size": 1}])
+@pytest.mark.parametrize(("pool", "layer"), [("target", 0), ("window", 2)])
+def test_a_dump_of_both_pools_is_replayed(tmp_path, settings, pool, layer):
+    """The recording is clean up to the fault, also where it begins in mid-run, and reaches the finding after it."""
+    canary = CanaryConfig(mode="raise", content="full", ring=4)
+    engine = running_engine(**settings, canary=canary, max_window_tokens=96)
+    before = replay(read_dump(engine.canary.dump(tmp_path / "before.kvdump")))
+    assert (before.findings, before.errors) == ([], [])
+    full = slot_at(engine, 4)
+    own = int(engine.windows.slot_map[full]) if pool == "window" else full
+    engine.pools[pool].kv.view(torch.int32)[layer, own, 1, 0, 3] ^= 1 << 5
+    with pytest.raises(KVCorruptionError):
+        finish(engine)
+    dump = read_dump(engine.canary.dump(tmp_path / "found.kvdump"))
+    assert dump.manifest["first_step"] > 0
+    assert dump.findings[0]["pool"] == pool
+    assert replay(dump).missing == []
+
+
+def test_a_dump_of_a_damaged_window_page_is_replayed(tmp_path):
+    """Pages that a group frees, fills and grants again are in the recording, from its first step on."""
+    canary = CanaryConfig(mode="raise", content="full", ring=64)
+    engine = running_engine(draft="none", canary=canary, max_window_tokens=48, max_running_requests=1)
+    rows, [page, *_] = engine.pools["window"].kv.view(torch.int32), engine.canary._mapped["window"].poisoned
+    rows[2, page * 4 + 1, 0, 0, 0] ^= 8
+    with pytest.raises(KVCorruptionError):
+        finish(engine)
+    dump = read_dump(engine.canary.dump(tmp_path / "found.kvdump"))
+    assert [finding["code"] for finding in dump.findings] == ["P1"]
+    assert {"on_map", "on_unmap"} <= {event["call"] for event in dump.events}
+    assert replay(dump).missing == []
 
 
 @pytest.mark.parametrize(("entry", "codes"), [(0, {"R2"}), ("neighbour", {"R4", "R5", "R8", "R12"})])

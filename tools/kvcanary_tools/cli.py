@@ -15,7 +15,26 @@ import click
 import kvcanary
 from kvcanary_tools import console
 
-COMMANDS = ("generate", "serve", "top", "demo", "doctor", "faults", "inject", "windows", "bench")
+COMMANDS = (
+    "generate",
+    "serve",
+    "top",
+    "demo",
+    "doctor",
+    "faults",
+    "inject",
+    "windows",
+    "inspect",
+    "explain",
+    "replay",
+    "why-slot",
+    "timeline",
+    "report",
+    "diff",
+    "bisect",
+    "certify",
+    "bench",
+)
 
 EXAMPLE = "kvcanary generate --prompt 'def fibonacci(n):' --max-new-tokens 48 --kv-canary"
 
@@ -29,7 +48,9 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"kvcanary_tools.commands.{cmd_name}").command
+        command: click.Command = importlib.import_module(
+            f"kvcanary_tools.commands.{cmd_name.replace('-', '_')}"
+        ).command
         return command
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:

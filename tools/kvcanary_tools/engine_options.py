@@ -161,6 +161,9 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             poison=options["kv_canary_poison"],
             quarantine=options["kv_canary_quarantine"],
             show_tokens=options["kv_canary_show_tokens"],
+            ring=options["kv_canary_ring"],
+            dump_dir=options["kv_canary_dump"],
+            dump_content=options["kv_canary_dump_content"],
         )
         return EngineConfig(**settings, canary=canary)
 
@@ -328,6 +331,23 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             type=int,
             metavar="STEPS",
             help="Steps that a freed page waits before it is used again.",
+        ),
+        _canary_option(
+            "--kv-canary-ring",
+            type=int,
+            metavar="STEPS",
+            help="Steps that the flight recorder keeps, in at most 64 MB; 0: none.",
+        ),
+        _option(
+            "--kv-canary-dump",
+            default=None,
+            metavar="DIR",
+            help="Where a finding, or SIGUSR1, writes what was recorded.",
+        ),
+        _canary_option(
+            "--kv-canary-dump-content",
+            is_flag=True,
+            help="Dumps have the token ids as they are, and the bytes of the slots found.",
         ),
         _canary_option(
             "--kv-canary-show-tokens",

@@ -13,9 +13,11 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from kvcanary import CanaryConfig, KVCanaryError, faults
+from kvcanary import CanaryConfig, KVCanaryError, KVCorruptionError, faults
 from kvcanary.codes import CODES
+from kvcanary.dumper import SUFFIX
 from kvcanary.faults.fault import Armed, Fault, Strike
 from kvcanary.faults.target import Setup, Target
 from kvcanary_tools.campaign.engines import Bench, build
@@ -31,13 +33,17 @@ MOST_STEPS = 500
 
 @dataclass(frozen=True)
 class Run:
-    """What to do: a fault (by name; "" in a clean run), a configuration, a seed, a kind."""
+    """What to do: a fault (by name; "" in a clean run), a configuration, a seed, a kind.
+
+    dumps: folder into which a faulty run writes what was recorded, if a check fires; None: nothing is written
+    """
 
     fault: str
     config: str
     setup: Setup
     seed: int
     kind: str = FAULTY
+    dumps: str | None = None
 
     @property
     def twin(self) -> str:
@@ -87,7 +93,10 @@ def play(run: Run, fault: Fault | None, unheeded: bool = False) -> Played:
             return Played(error, strike=_of_build(armed))
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
         target = EngineTarget(bench.engine, run.setup, own, run.seed // 2)
-        return _drive(bench, target, _striker(fault, run.kind), armed, rng)
+        played = _drive(bench, target, _striker(fault, run.kind), armed, rng)
+        if run.dumps is not None and run.kind == FAULTY and isinstance(played.error, KVCorruptionError):
+            bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
+        return played
 
 
 def _of_build(armed: Armed | None) -> Strike | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--workers", type=click.IntRange(min=1), help="Processes; by default one a core.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix there; - is stdout.")
 @click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
+@click.option(
+    "--dumps",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write a dump there for every faulty run that a check stops.",
+)
 @click.option("--url", metavar="URL", help="Make one fault in the server there, which has --allow-faults.")
 @click.option("--api-key", metavar="KEY", envvar="KVCANARY_API_KEY", help="Of that server.")
 @click.pass_context
@@ -39,6 +46,7 @@ def command(
     workers: int | None,
     json_file: Path | None,
     junit_file: Path | None,
+    dumps: Path | None,
     url: str | None,
     api_key: str | None,
 ) -> None:
@@ -68,6 +76,9 @@ def command(
         planned = runs_of(chosen(names), PLANS[config], runs, seed)
     if not planned:
         raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
+    if dumps is not None:
+        dumps.mkdir(parents=True, exist_ok=True)
+        planned = [replace(run, dumps=str(dumps)) for run in planned]
     results = _perform(planned, workers or default_workers())
     rows, totals = rows_of(results), totals_of(results)
     to_stdout = json_file is not None and str(json_file) == "-"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spec_engine import Engine
     from spec_engine.server.serving import Server
 
+DUMPS = "kvcanary-dumps"  # folder for what mode raise writes, unless --kv-canary-dump names another
 _DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
 
 
@@ -52,8 +53,11 @@ def command(ctx: click.Context, **options: Any) -> None:
     The embedded model completes Python, and nothing else: do not chat with it.
 
     Exit codes: 0 stopped by a signal, 2 wrong usage or a busy port, 3 kvcanary itself failed, 70 a finding or a
-    broken rule of KV memory stopped the engine (--kv-canary raise).
+    broken rule of KV memory stopped the engine (--kv-canary raise). A finding leaves a dump in the folder that
+    --kv-canary-dump names, kvcanary-dumps where it names none; the report says which file.
     """
+    if options["kv_canary"] == "raise" and options["kv_canary_ring"]:  # what stops a server leaves a dump
+        options["kv_canary_dump"] = options["kv_canary_dump"] or DUMPS
     config = engine_config(options)
     with usage_failures():
         served = ServerOptions(**{field: options[field] for field in _DEFAULTS})

@@ -1,0 +1,173 @@
+"""Checkpoint: what is true of requests, pages and records at one moment, copied, so that events can follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary_kernels.record import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
+
+if TYPE_CHECKING:
+    from kvcanary.checks import StepChecks
+    from kvcanary.desk import TicketDesk
+    from kvcanary.ledger import Ledger, Request
+    from kvcanary.poisoning import Poisoner
+    from kvcanary.state import CanaryState, PoolState
+
+Array = NDArray[Any]
+PAGE_ARRAYS = ("generations", "states", "owners", "refcounts", "published", "writers")
+
+
+class Books(NamedTuple):
+    """Where the truth of a manager is kept."""
+
+    state: CanaryState
+    ledger: Ledger
+    checks: StepChecks
+    tickets: TicketDesk
+    poisoner: Poisoner
+    mapped: dict[str, Poisoner]
+    untold: dict[str, bool]
+
+    def poisoners(self) -> dict[str | None, Poisoner]:
+        """By group behind a slot map; None: of all pools without one."""
+        groups: dict[str | None, Poisoner] = {None: self.poisoner}
+        groups.update(self.mapped)
+        return groups
+
+    def poisoner_of(self, pool: PoolState) -> Poisoner:
+        return self.poisoner if pool.view.slot_map is None else self.mapped[pool.view.group]
+
+
+class Poisoned(NamedTuple):
+    """The free pages of one poisoner. `is_untold`: nobody has told of pages of its group yet."""
+
+    group: str | None
+    waiting: tuple[int, ...]
+    poisoned: tuple[int, ...]
+    credit: int
+    is_untold: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RequestState:
+    """One live request; `tokens` is its own list, which only grows: its first `num_tokens` were known then.
+
+    roots: by pool, what stands for role, salt and adapter; reads: by pool, (start, end, step) of its queue
+    judged: by pool, (length, step, whether the epoch is the mirror's)
+    """
+
+    request_id: str
+    uid: int
+    tokens: list[int]
+    num_tokens: int
+    roots: tuple[int, ...]
+    pages: tuple[int, ...]
+    row_lens: tuple[int, ...]
+    reads: tuple[tuple[tuple[int, int, int], ...], ...]
+    judged: tuple[tuple[int, int, bool], ...]
+    committed_len: int
+    final_pages: int
+    commit_step: int
+    released: bool
+    owned_len: int | None
+    growth: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """All of it, behind the check of a step, when nothing waits to be judged.
+
+    pages:    the arrays of `Pages` by name, and `holder_sums`
+    records:  [slots of all pools, 4] uint64, token and position, chain, request and generation, step and site; None
+              where they would take too many bytes
+    partial:  [n, 3] uint64: rows of records that not every layer has written, with both words of their bitmaps
+    judged:   [slots of all pools] bool, as `Mirror.judged`
+    poisoners: one a group;  quarantine: (page, step), oldest first
+    buffers:  host buffers with the generations that they are in
+    budgets:  (uid, pool, credit) of the rolling check;  read_at: by page, when a cached page was looked at
+    """
+
+    step: int
+    requests: tuple[RequestState, ...]
+    pages: dict[str, Array]
+    records: Array | None
+    partial: Array
+    judged: Array
+    quarantine: tuple[tuple[int, int], ...]
+    poisoners: tuple[Poisoned, ...]
+    buffers: tuple[tuple[str, int], ...]
+    budgets: tuple[tuple[int, int, float], ...]
+    hurried: tuple[str, ...]
+    read_at: Array
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = [*self.pages.values(), self.partial, self.judged, self.read_at]
+        if self.records is not None:
+            arrays.append(self.records)
+        lists = sum(len(request.pages) + 2 * len(request.growth) + 64 for request in self.requests)
+        return sum(array.nbytes for array in arrays) + 8 * lists
+
+
+def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
+    """Copy it; the caller has settled. `most_bytes`: that the records may take."""
+    state, ledger, checks = books.state, books.ledger, books.checks
+    table = checks.mirror.table
+    layers = table[:, [LAYERS_LOW, LAYERS_HIGH]]
+    full = np.concatenate([_full_rows(pool.view.num_slots, pool.all_layers) for pool in state.pools])
+    partial = np.flatnonzero((layers != full).any(1))
+    written = (table[:, STEP_SITE] >> np.uint64(32)) != 0
+    partial = partial[written[partial]]
+    fits = len(table) * 32 <= most_bytes
+    return Checkpoint(
+        step=step,
+        requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
+        pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
+        | {"holder_sums": ledger.pages.holder_sums.copy()},
+        records=np.ascontiguousarray(table[:, :4]) if fits else None,
+        partial=np.column_stack([partial.astype(np.uint64), layers[partial]]),
+        judged=checks.mirror.judged.copy(),
+        quarantine=tuple(ledger.quarantined.waiting),
+        poisoners=tuple(
+            Poisoned(
+                group,
+                tuple(poisoner.waiting),
+                tuple(poisoner.poisoned),
+                poisoner.credit,
+                books.untold.get(group or "", False),
+            )
+            for group, poisoner in books.poisoners().items()
+        ),
+        buffers=tuple(books.tickets.buffers.items()),
+        budgets=tuple((uid, pool, credit) for (uid, pool), credit in checks.sweeper.credit.items()),
+        hurried=tuple(checks.sweeper.hurried),
+        read_at=checks.cached.read_at.copy(),
+    )
+
+
+def _full_rows(num_slots: int, columns: tuple[int, int]) -> Array:
+    return np.broadcast_to(np.array(columns, np.int64).view(np.uint64), (num_slots, 2))
+
+
+def _request(request: Request, epoch: int) -> RequestState:
+    return RequestState(
+        request.request_id,
+        request.uid,
+        request.tokens,
+        len(request.tokens),
+        tuple(truth.root for truth in request.truths),
+        tuple(request.pages),
+        tuple(request.row_lens),
+        tuple(tuple(queue.ranges) for queue in request.reads),
+        tuple((judged.length, judged.step, judged.epoch == epoch) for judged in request.judged),
+        request.committed_len,
+        request.final_pages,
+        request.commit_step,
+        request.released,
+        request.owned_len,
+        tuple(request.growth),
+    )

@@ -1,0 +1,313 @@
+"""Reading: a dump from a file that may be anything; what is handed out has the types and sizes that it should have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.checkpoint import PAGE_ARRAYS
+from kvcanary.codes import CODES
+from kvcanary.dumps.calls import CALLS
+from kvcanary.dumps.container import parse_json, read_arrays, read_members
+from kvcanary.errors import DumpError
+from kvcanary.recorder import PUBLIC_WORDS
+from kvcanary.sites import SUBSTEP_KINDS
+from kvcanary_kernels.record import MASK_32, MAX_LAYERS
+
+Call = dict[str, Any]
+MOST_NAME = 4096
+MOST_POOLS = 64
+MOST_SLOTS = 1 << 24
+MOST_ROW_ELEMENTS = 1 << 20
+_INT64 = 1 << 63
+DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
+DTYPES |= {"uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class Dump:
+    """What a dump says.
+
+    manifest: what, when, of which pools, under which settings
+    findings: as their events have them
+    events:   in order, by the fields of `CALLS`, integers as arrays; `n` counts them, `damage` came just before
+    start, now: the live requests at the beginning of the recording and at its end
+    history:  by page its newest events, (kind, step, request, place)
+    arrays:   by name, `start.NAME` and `now.NAME`
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    findings: list[dict[str, Any]]
+    events: list[Call]
+    start: list[dict[str, Any]]
+    now: list[dict[str, Any]]
+    history: dict[int, list[list[Any]]]
+    arrays: dict[str, NDArray[Any]]
+
+    @cached_property
+    def pools(self) -> dict[str, dict[str, Any]]:
+        """By name."""
+        return {pool["name"]: pool for pool in self.manifest["pools"]}
+
+    @cached_property
+    def bases(self) -> dict[str, int]:
+        """By pool, the row of its slot 0 in the records of all."""
+        bases, base = {}, 0
+        for name, pool in self.pools.items():
+            bases[name] = base
+            base += pool["num_slots"]
+        return bases
+
+    def stepped(self) -> Iterator[tuple[int, Call]]:
+        """Every event with the step in which it happened."""
+        step = self.manifest["first_step"]
+        for event in self.events:
+            if event["call"] == "begin_step":
+                step = event["step"]
+            yield step, event
+
+
+def read_dump(path: Path | str) -> Dump:
+    """DumpError, one sentence, where it is no dump that this version can read."""
+    path = Path(path)
+    members = read_members(path)
+    try:
+        return _Reader(path, members).dump()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        if isinstance(error, DumpError):
+            raise
+        what = f"{type(error).__name__} {error}".splitlines()[0][:120]
+        raise DumpError(f"{path} is damaged: its parts do not fit together, {what}") from error
+
+
+class _Reader:
+    def __init__(self, path: Path, members: Mapping[str, bytes]) -> None:
+        self._path, self._members = path, members
+        self._arrays = read_arrays(path, members["arrays.safetensors"])
+        self._ints = self._arrays.get("ints")
+
+    def dump(self) -> Dump:
+        manifest = self._manifest()
+        requests = [self._request(line, manifest) for line in self._lines("requests.jsonl")]
+        self._check_arrays(manifest)
+        return Dump(
+            self._path,
+            manifest,
+            [self._finding(line) for line in self._lines("findings.jsonl")],
+            [self._event(line, number, manifest) for number, line in enumerate(self._lines("events.jsonl"))],
+            [request for request in requests if request["when"] == "start"],
+            [request for request in requests if request["when"] == "now"],
+            {
+                self._int(line["page"], "page"): self._page_events(line["events"])
+                for line in self._lines("history.jsonl")
+            },
+            self._arrays,
+        )
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        for line in self._members[name].splitlines():
+            value = parse_json(self._path, name, line)
+            self._expect(isinstance(value, dict), f"a line of {name} is no object")
+            yield value
+
+    def _manifest(self) -> dict[str, Any]:
+        manifest: dict[str, Any] = parse_json(self._path, "manifest.json", self._members["manifest.json"])
+        for key, low, high in (
+            ("step", 0, _INT64),
+            ("first_step", 0, _INT64),
+            ("quarantine", 0, _INT64),
+            ("page_size", 1, MOST_SLOTS),
+            ("num_pages", 1, MOST_SLOTS),
+            ("null_pages", 1, MOST_SLOTS),
+            ("seed", 0, 1 << 64),
+        ):
+            self._expect(low <= self._int(manifest[key], key, high) < high, f"{key} is {manifest[key]}")
+        pools = manifest["pools"]
+        self._expect(isinstance(pools, list) and 0 < len(pools) <= MOST_POOLS, "it has no list of pools")
+        for pool in pools:
+            self._pool(pool)
+        for key in ("config", "start", "certificate", "names"):
+            self._expect(isinstance(manifest[key], dict), f"{key} is no object")
+        for key in ("trigger", "created", "kvcanary", "device", "tokens"):
+            self._expect(isinstance(manifest[key], str), f"{key} is no text")
+        return manifest
+
+    def _pool(self, pool: Any) -> None:
+        for key, low, high in (
+            ("num_slots", 1, MOST_SLOTS),
+            ("layers", 1, MAX_LAYERS + 1),
+            ("slot_bytes", 1, 1 << 40),
+            ("token_offset", 0, MOST_NAME),
+            ("ahead", 0, MOST_NAME),
+            ("null_slots", 1, MOST_SLOTS),
+        ):
+            self._expect(low <= self._int(pool[key], key) < high, f"{key} of a pool is {pool[key]}")
+        for key in ("vocab_size", "window", "map_slots"):
+            self._expect(pool[key] is None or 0 < self._int(pool[key], key) < _INT64, f"{key} is {pool[key]}")
+        self._expect(pool["map_slots"] is None or pool["map_slots"] <= MOST_SLOTS, "a slot map is too long")
+        self._name(pool["name"])
+        self._name(pool["root_name"])
+        self._name(pool["group"])
+        self._expect(isinstance(pool["parts"], list) and 0 < len(pool["parts"]) <= MOST_POOLS, "a pool has no parts")
+        for part in pool["parts"]:
+            self._name(part["name"])
+            shape = [self._int(size, "a shape") for size in part["shape"]]
+            self._expect(len(shape) <= 3 and all(size > 0 for size in shape), f"a part has shape {shape[:4]}")
+            self._expect(np.prod(shape, dtype=object) <= MOST_ROW_ELEMENTS, f"a part has shape {shape}")
+            self._expect(part["dtype"] in DTYPES, f"elements are {part['dtype']!r}")
+
+    def _check_arrays(self, manifest: dict[str, Any]) -> None:
+        total = sum(pool["num_slots"] for pool in manifest["pools"])
+        wanted: dict[str, tuple[int, ...]] = {
+            f"{when}.{name}": (manifest["num_pages"],)
+            for when in ("start", "now")
+            for name in (*PAGE_ARRAYS, "holder_sums")
+        }
+        wanted |= {"start.judged": (total,), "start.read_at": (manifest["num_pages"],)}
+        if manifest["has_records"] is True:
+            wanted |= {"start.records": (total, 4)}
+        for name, shape in wanted.items():
+            array = self._arrays.get(name)
+            kind = np.uint8 if name == "start.judged" else np.int64
+            fits = array is not None and array.shape == shape and array.dtype == kind
+            self._expect(fits, f"array {name} is not {list(shape)} {np.dtype(kind)}")
+        now = self._arrays.get("now.records")
+        self._expect(
+            now is None or (now.shape == (total, 4) and now.dtype == np.int64), "array now.records has no shape"
+        )
+        for when in ("start", "now"):
+            partial = self._arrays.get(f"{when}.partial")
+            is_table = partial is not None and partial.ndim == 2 and partial.shape[1] == 3 and partial.dtype == np.int64
+            self._expect(is_table, f"array {when}.partial is no table")
+            rows = self._arrays[f"{when}.partial"][:, 0]
+            self._expect(bool(((rows >= 0) & (rows < total)).all()), f"array {when}.partial names no slots")
+
+    # one line each
+
+    def _request(self, line: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+        num_pools = len(manifest["pools"])
+        self._name(line["request_id"])
+        for key in ("root", "committed_len", "final_pages", "commit_step"):
+            self._int(line[key], key)
+        self._expect(
+            line["owned_len"] is None or self._int(line["owned_len"], "owned_len") >= 0, "a length is negative"
+        )
+        for key, width in (("row_lens", 0), ("judged", 3)):
+            self._expect(len(line[key]) == num_pools, f"{key} has not one entry a pool")
+            self._table(line[key], width)
+        self._expect(len(line["reads"]) == num_pools, "reads has not one queue a pool")
+        for queue in line["reads"]:
+            self._table(queue, 3)
+        self._table(line["growth"], 2)
+        return line | {"tokens": self._array(line["tokens"]), "pages": self._array(line["pages"])}
+
+    def _event(self, line: dict[str, Any], number: int, manifest: dict[str, Any]) -> Call:
+        call = line.get("call")
+        self._expect(
+            isinstance(call, str) and call in CALLS, f"event {number} is {str(call)[:40]!r}, which nobody knows"
+        )
+        event: Call = {"n": number, "call": call}
+        for field, kind in CALLS[str(call)].items():
+            value = line.get(field)
+            if value is None:
+                self._expect(kind.endswith("?"), f"event {number}, {call}, has no {field}")
+                continue
+            event[field] = self._field(kind.rstrip("?"), value, f"{field} of event {number}")
+        if call == "forward":
+            self._forward(event, manifest)
+        if "damage" in line:
+            event["damage"] = [self._damage(entry, manifest) for entry in line["damage"]]
+        return event
+
+    def _field(self, kind: str, value: Any, what: str) -> Any:
+        if kind in ("ints", "tokens"):
+            return self._array(value)
+        if kind == "int":
+            return self._int(value, what, 1 << MAX_LAYERS)
+        if kind == "flag":
+            self._expect(isinstance(value, bool), f"{what} is no flag")
+            return value
+        if kind == "names":
+            return [self._name(name) for name in value]
+        return self._name(value)
+
+    def _forward(self, event: Call, manifest: dict[str, Any]) -> None:
+        """The plan has the size that its numbers say, and the rows lie in what there is of them."""
+        names = [pool["name"] for pool in manifest["pools"]]
+        n, rows, requests = event["entries"], event["rows"], len(event["requests"])
+        self._expect(event["pool"] in names and event["kind"] in SUBSTEP_KINDS, "a forward is of no pool, or no kind")
+        self._expect(n >= 0 and rows == requests * event["width"] and event["width"] > 0, "a forward has no rows")
+        self._expect(len(event["plan"]) == 4 * n + 6 * rows + 1 + requests, "a plan has not the length it says")
+        self._expect(0 <= event["index"] < 256, f"a forward has index {event['index']}")
+        mask = event.get("mask")
+        if mask is not None:
+            shape = event.get("mask_shape", ())
+            self._expect(len(shape) == 3 and 0 <= np.prod(shape, dtype=object) <= 8 * len(mask), "a mask has no shape")
+
+    def _damage(self, entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+        pool = next((pool for pool in manifest["pools"] if pool["name"] == entry["pool"]), None)
+        self._expect(pool is not None and entry["code"] in CODES, "damage is of no pool, or no check")
+        slot, layers = self._int(entry["slot"], "slot"), [self._int(layer, "layer") for layer in entry["layers"]]
+        fits = pool is not None and 0 <= slot < pool["num_slots"] and all(0 <= one < pool["layers"] for one in layers)
+        self._expect(fits, f"slot {slot} is damaged, which is none")
+        self._int(entry["halves"], "halves")
+        words = [self._int(word, "a word") for word in entry["words"]]
+        fits = len(words) in (0, len(PUBLIC_WORDS)) and all(0 <= word <= MASK_32 for word in words)
+        self._expect(fits and isinstance(entry["fingerprint"], bool), "damage has no such words")
+        return entry | {"slot": slot, "layers": layers}
+
+    def _finding(self, line: dict[str, Any]) -> dict[str, Any]:
+        self._expect(line.get("code") in CODES, f"a finding has code {str(line.get('code'))[:20]!r}")
+        for key in ("name", "sentence", "pool"):
+            self._expect(isinstance(line[key], str), f"{key} of a finding is no text")
+        for key in ("page", "slot", "step", "first_bad_step", "incident"):
+            self._int(line[key], key)
+        for key in ("causes", "history", "evidence", "readers", "layers", "site"):
+            self._expect(isinstance(line[key], list), f"{key} of a finding is no list")
+        for cause in line["causes"]:
+            self._expect(all(isinstance(cause[key], str) for key in ("family", "text", "basis")), "a cause is no text")
+        return line
+
+    def _page_events(self, events: Any) -> list[list[Any]]:
+        for kind, step, _request, _place in events:
+            self._expect(isinstance(kind, str), "an event of a page has no kind")
+            self._int(step, "step")
+        return list(events)
+
+    # values
+
+    def _array(self, ref: Any) -> NDArray[Any]:
+        start, length = (self._int(number, "a place of integers") for number in ref)
+        ints = self._ints
+        fits = (
+            ints is not None and ints.dtype == np.int64 and ints.ndim == 1 and 0 <= start <= start + length <= len(ints)
+        )
+        self._expect(fits, f"integers lie at {start}, {length} of them, where there are none")
+        return self._arrays["ints"][start : start + length]
+
+    def _table(self, lines: Any, width: int) -> None:
+        for line in lines:
+            values = line if width else [line]
+            self._expect(len(values) == (width or 1), "a table has lines of other lengths")
+            for value in values:
+                self._int(int(value), "a number")
+
+    def _int(self, value: Any, what: str, high: int = _INT64) -> int:
+        is_int = isinstance(value, int) and not isinstance(value, bool) and -high <= value < high
+        self._expect(is_int, f"{what} is {str(value)[:40]}, no integer of that size")
+        return int(value)
+
+    def _name(self, value: Any) -> str:
+        self._expect(isinstance(value, str) and len(value) <= MOST_NAME, "a name is no text, or too long")
+        return str(value)
+
+    def _expect(self, is_so: bool, what: str) -> None:
+        if not is_so:
+            raise DumpError(f"{self._path} is damaged: {what}")

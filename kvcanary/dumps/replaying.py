@@ -1,0 +1,385 @@
+"""Replaying: the events of a dump once more, through the same checks, over stand-in bytes on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from kvcanary.desk import Resources
+from kvcanary.dumps.reading import Call, Dump
+from kvcanary.dumps.stage import Stage, fingerprint_of
+from kvcanary.dumps.writing import salt_of
+from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
+from kvcanary.findings import Finding
+from kvcanary.forward import Ints
+from kvcanary.groups import slots_in
+from kvcanary.parcels import Parcel
+from kvcanary.recorder import PUBLIC_WORDS
+from kvcanary.state import PoolState
+from kvcanary.substep import SubstepCanary, WarmupSubstep
+from kvcanary.tickets import Ticket
+from kvcanary.views import ReadPlan, WritePlan
+from kvcanary_kernels.record import SEAL
+
+#: What makes two findings one and the same.
+PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
+WORD = ("part", "head", "dim", "byte", "bit")
+#: Findings of hooks that a recording does not hold.
+NOT_RECORDED = {"H1": "the counters of captured graphs", "H2": "the order of hooks"}
+
+
+@dataclass
+class Outcome:
+    """What a replay came to.
+
+    step:     of the last event that was run
+    findings: of the replay, in order; `error`: a typed error in which an event ended, as it did in the engine
+    missing:  findings of the dump that the replay did not reach
+    """
+
+    step: int = 0
+    num_events: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    missing: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def first_bad_step(self) -> int | None:
+        return min((finding.first_bad_step for finding in self.findings), default=None)
+
+
+def replay(dump: Dump, until: int | None = None, code: str | None = None) -> Outcome:
+    """Run the events of all steps, or up to and with one. `code`: only findings of this check are compared.
+
+    DumpError where the dump cannot be replayed; nothing that it says is executed.
+    """
+    with structlog.testing.capture_logs(), torch.inference_mode():
+        return Replayer(dump).run(until, code)
+
+
+class Replayer:
+    """One manager, and the calls that it is told of; `run` comes once."""
+
+    def __init__(self, dump: Dump) -> None:
+        self._dump = dump
+        try:
+            self._stage = Stage(dump)
+        except DumpError:
+            raise
+        except (KVCanaryError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise _contradiction(dump, error) from error
+        self.manager, self._books = self._stage.manager, self._stage.books
+        self._open: dict[str, _Open] = {}
+        self._parcels: dict[int, _Put] = {}
+        self._last_put: _Put | None = None
+        self._tickets: dict[tuple[str, int], Ticket] = {}
+
+    def run(self, until: int | None, code: str | None) -> Outcome:
+        outcome = Outcome(self._dump.manifest["first_step"])
+        for step, event in self._dump.stepped():
+            if until is not None and step > until:
+                break
+            outcome.step, outcome.num_events = step, outcome.num_events + 1
+            if not self._survives(event, outcome):
+                break
+        outcome.findings = [finding for finding in self.manager.findings if code in (None, finding.code)]
+        told = [finding for finding in self._dump.findings if code in (None, finding["code"])]
+        told = [finding for finding in told if until is None or finding["step"] <= until]
+        here = [finding.to_dict() for finding in outcome.findings]
+        outcome.missing = [one for one in told if not any(self._is_same(one, other) for other in here)]
+        return outcome
+
+    def _survives(self, event: Call, outcome: Outcome) -> bool:
+        """Run one event; whether the engine went on after it."""
+        try:
+            self._run(event)
+        except KVCorruptionError:
+            return False
+        except KVCanaryError as error:
+            outcome.errors.append(f"{event['call']}: {type(error).__name__}: {error}")
+        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise _contradiction(self._dump, error) from error
+        return True
+
+    def _run(self, event: Call) -> None:
+        own: Callable[[Call], None] | None = getattr(self, f"_{event['call']}", None)
+        if own is None:
+            self._damage(event)
+            getattr(self.manager, event["call"])(*_arguments(event))
+        else:
+            own(event)
+
+    # events that are more than a call
+
+    def _admit(self, event: Call) -> None:
+        self._damage(event)
+        self.manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
+
+    def _map(self, event: Call) -> None:
+        slot_map = self._stage.pool(event["pool"]).view.slot_map
+        if slot_map is None:
+            raise ValueError(f"pool {event['pool']!r} has no map")
+        slot_map[_tensor(event["slots"])] = _tensor(event["places"])
+
+    def _forward(self, event: Call) -> None:
+        self._damage(event)
+        read, write = self._plans(event)
+        pool = self._stage.pool(event["pool"])
+        substep = self.manager.substep(event["kind"], event["index"], event["pool"])
+        _, slots = substep.open(read, write)
+        self._open[pool.name] = _Open(substep, _tensor(slots_in(pool.view, slots.numpy())))
+        for layer in range(pool.view.num_layers):
+            if event["stored"] >> layer & 1:
+                self._store({"pool": pool.name, "layer": layer})
+
+    def _store(self, event: Call) -> None:
+        pool, (substep, slots) = self._stage.pool(event["pool"]), self._open[event["pool"]]
+        values = self._stage.values(pool, len(slots))
+        lies = slots >= 0
+        self._stage.put(pool, event["layer"], slots[lies], [value[lies] for value in values])
+        k, *others = values
+        v = others.pop(0) if pool.view.v else None
+        substep.store(event["layer"], k, v, *others)
+
+    def _close(self, event: Call) -> None:
+        self._open.pop(event["pool"]).substep.close()
+
+    def _on_move(self, event: Call) -> None:
+        source = self._stage.pool(event["pool"])
+        target = self._stage.pool(event.get("to") or event["pool"])
+        src, dst = slots_in(source.view, event["src"]), slots_in(target.view, event["dst"])
+        lies = (src >= 0) & (dst >= 0) & (src < source.view.num_slots) & (dst < target.view.num_slots)
+        self._move(source, target, src[lies], dst[lies])
+        self._damage(event)
+        self.manager.on_move(
+            event["pool"], _tensor(event["src"]), _tensor(event["dst"]), event.get("to"), event.get("guesses", False)
+        )
+
+    def _on_offload(self, event: Call) -> None:
+        self._damage(event)
+        pages = event["pages"]
+        self._last_put = _Put(
+            self.manager.on_offload(pages.tolist()),
+            {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in self._books.state.pools},
+        )
+
+    def _parcel(self, event: Call) -> None:
+        if self._last_put is not None:
+            self._parcels[event["number"]] = self._last_put
+
+    def _on_load_end(self, event: Call) -> None:
+        self._come_back(event, self.manager.on_load_end)
+
+    def _on_restore(self, event: Call) -> None:
+        self._come_back(event, self.manager.on_restore)
+
+    def _ticket_issue(self, event: Call) -> None:
+        reads = _resources(event["reads"], event["read_names"], event.get("read_grants"))
+        writes = _resources(event["writes"], event["write_names"], event.get("write_grants"))
+        ticket = self.manager.tickets.issue(event["what"], event["stream"], reads, writes)
+        self._tickets[event["stream"], event["sequence"]] = ticket
+
+    def _ticket_waits(self, event: Call) -> None:
+        ticket = self._tickets.get((event["other"], event["sequence"]))
+        if ticket is not None:
+            self.manager.tickets.waits(event["stream"], ticket)
+
+    def _ticket_complete(self, event: Call) -> None:
+        ticket = self._tickets.get((event["other"], event["sequence"]))
+        if ticket is not None:
+            self.manager.tickets.complete(ticket)
+
+    def _ticket_use(self, event: Call) -> None:
+        resources = _resources(event["pages"], event["names"], event.get("grants"))
+        self.manager.tickets.use(event["what"], event["stream"], resources, event["writes"], event["requests"])
+
+    def _ticket_renew(self, event: Call) -> None:
+        self.manager.tickets.renew(event["buffer"], event["generation"])
+
+    # helpers
+
+    def _come_back(self, event: Call, tell: Callable[..., None]) -> None:
+        """Bytes that were put away lie in other pages; what left before the recording is adopted as it lies."""
+        put = self._parcels.get(event.get("parcel", -1))
+        pages = event["pages"]
+        if put is not None:
+            for pool in self._books.state.pools:
+                for layer, values in enumerate(put.values[pool.name]):
+                    self._stage.put(pool, layer, self._slots(pool, pages), values)
+        self._damage(event)
+        parcel = None if put is None else put.parcel
+        if parcel is None:
+            self.manager.on_load_end(event["request_id"], pages.tolist(), event["length"])
+        else:
+            tell(event["request_id"], pages.tolist(), event["length"], parcel)
+
+    def _slots(self, pool: PoolState, pages: Ints) -> Tensor:
+        size = self._books.state.page_size
+        slots = slots_in(pool.view, (pages[:, None] * size + np.arange(size)).ravel())
+        return _tensor(slots[slots >= 0])
+
+    def _move(self, source: PoolState, target: PoolState, src: Ints, dst: Ints) -> None:
+        goes_to = dict(zip(src.tolist(), dst.tolist(), strict=True))
+        damaged = {
+            (target.name, goes_to[slot], layer)
+            for name, slot, layer in self._stage.damaged
+            if name == source.name and slot in goes_to and layer >= 0
+        }
+        for layer, values in enumerate(self._stage.take(source, _tensor(src))):
+            self._stage.put(target, layer, _tensor(dst), values)
+        self._stage.damaged |= damaged
+
+    def _plans(self, event: Call) -> tuple[ReadPlan, WritePlan]:
+        n, rows, plan = event["entries"], event["rows"], event["plan"]
+        slots, tokens, positions, parents = (_tensor(plan[i * n : (i + 1) * n]) for i in range(4))
+        first = 4 * n + rows + 1
+        bounds, written, starts = plan[4 * n : first], plan[first : first + rows], plan[first + rows : first + 2 * rows]
+        prefixes = plan[first + 5 * rows :]
+        mask = None
+        if event.get("mask") is not None:
+            shape = event["mask_shape"].tolist()
+            bits = np.unpackbits(event["mask"].astype(np.uint8), count=int(np.prod(shape)))
+            mask = torch.from_numpy(bits.astype(np.bool_).reshape(shape))
+        read = ReadPlan(
+            indptr=_tensor(bounds),
+            indices=_tensor(self._indices(event, bounds, starts, prefixes)),
+            requests=tuple(event["requests"]),
+            rows_per_request=event["width"],
+            prefix_lens=_tensor(prefixes),
+            num_written=_tensor(written),
+            tree_mask=mask,
+            starts=_tensor(starts) if event["has_starts"] else None,
+        )
+        return read, WritePlan(slots, tokens, positions, parents if event["has_parents"] else None)
+
+    def _indices(self, event: Call, bounds: Ints, starts: Ints, prefixes: Ints) -> Ints:
+        """What every row read: as granted up to its prefix, unless the dump has the row whole."""
+        whole_rows, at = {}, 0
+        for row in event["whole_rows"].tolist():
+            length = int(bounds[row + 1] - bounds[row])
+            whole_rows[row] = event["wholes"][at : at + length]
+            at += length
+        parts, at = [], 0
+        for row in range(event["rows"]):
+            start, prefix = int(starts[row]), int(prefixes[row // event["width"]])
+            known, length = max(0, prefix - start), int(bounds[row + 1] - bounds[row])
+            tail = event["tails"][at : at + length - known]
+            at += length - known
+            if row in whole_rows:
+                parts.append(whole_rows[row])
+                continue
+            request = self._books.ledger.request(event["requests"][row // event["width"]])
+            parts += [np.frombuffer(request.row, np.int64)[start : start + known], tail]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _damage(self, event: Call) -> None:
+        """Bring about what a check found while this event ran: nothing that was told of explains it."""
+        for damage in event.get("damage", ()):
+            pool, slot = self._stage.pool(damage["pool"]), damage["slot"]
+            if damage["words"] or damage["code"] == "R3":
+                self._damage_record(pool, damage)
+                continue
+            page = slot // self._books.state.page_size
+            poisoner = self._books.poisoner_of(pool)
+            if damage["code"] == "P1" and page in poisoner.waiting:
+                poisoner.fill([page])
+            for layer in damage["layers"]:
+                place = pool.name, slot, layer
+                if place not in self._stage.damaged:
+                    self._stage.damaged.add(place)
+                    _flip(pool, layer, slot, damage.get("word") if self._stage.is_exact else None)
+
+    def _damage_record(self, pool: PoolState, damage: dict[str, Any]) -> None:
+        slot, words = damage["slot"], damage["words"]
+        if damage["fingerprint"]:
+            for layer in damage["layers"]:
+                place = pool.name, slot, fingerprint_of(layer)
+                if place not in self._stage.damaged:  # several rows may have seen the same
+                    self._stage.damaged.add(place)
+                    pool.content_a[layer, slot] ^= 1
+        elif damage["halves"]:
+            found, expected = (rows[slot].numpy().view(np.uint32) for rows in (pool.records, pool.expected))
+            public = dict(zip(PUBLIC_WORDS, words, strict=True)) if words else {}
+            for half in range(len(found)):
+                if damage["halves"] >> half & 1 and found[half] == expected[half]:
+                    found[half] = public.get(half, int(found[half]) ^ 1)
+        elif words:  # whole in itself: somebody has written it with the canary's keys
+            self._write_record(pool, slot, words)
+
+    def _write_record(self, pool: PoolState, slot: int, words: list[int]) -> None:
+        mirror = self._books.checks.mirror
+        record = mirror.table[[pool.base + slot]]
+        record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
+        record[0, SEAL] = pool.seal_term
+        mirror.write(np.array([pool.base + slot]), record)
+
+    def _is_same(self, told: dict[str, Any], here: dict[str, Any]) -> bool:
+        keys = (*PLACE, *WORD) if self._stage.is_exact else PLACE
+        return all(_plain(told.get(key)) == _plain(here[key]) for key in keys)
+
+
+class _Open(NamedTuple):
+    """A forward between open and close. `slots`: of the pool, [n] int64, that it writes; -1: none there."""
+
+    substep: SubstepCanary | WarmupSubstep
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class _Put:
+    """What was put away: the canary's parcel, and by pool, layer and part the bytes."""
+
+    parcel: Parcel
+    values: dict[str, list[list[Tensor]]]
+
+
+def _arguments(event: Call) -> list[Any]:
+    """Those of a call, in its order."""
+    values = [value for key, value in event.items() if key not in ("n", "call", "damage")]
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+
+
+def _flip(pool: PoolState, layer: int, slot: int, word: list[Any] | None) -> None:
+    """The word of a row that changed, or several where not one alone did."""
+    if word is None:
+        for part in pool.view.parts:
+            row = part.tensors[layer][slot].reshape(-1).view(torch.uint8)
+            row[0] ^= 1
+            row[-1] ^= 2
+        return
+    name, head, dim, byte, bit = word
+    part = next(part for part in pool.view.parts if part.name == name)
+    row = part.tensors[layer][slot].reshape(-1).view(torch.uint8)
+    number = (head * part.dim + dim) * part.element_size
+    if bit is None:
+        row[number + byte] ^= 3  # more than one bit of this byte
+    else:
+        row[number + bit // 8] ^= 1 << bit % 8
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _resources(pages: Ints, names: list[str], grants: Ints | None) -> Resources:
+    """Of a ticket: as they are now, or under these generations."""
+    resources: list[int | str] = [*pages.tolist(), *names]
+    if grants is None:
+        return resources
+    planned = [None if grant < 0 else grant for grant in grants.tolist()]
+    return dict(zip(resources, planned, strict=True))
+
+
+def _tensor(values: Ints) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))
+
+
+def _contradiction(dump: Dump, error: Exception) -> DumpError:
+    what = f"{type(error).__name__} {error}".splitlines()[0][:120]
+    return DumpError(f"{dump.path} is damaged: its events contradict each other, {what}")

@@ -1,0 +1,347 @@
+"""Writing: a dump out of a recorder, with nothing in it that the settings keep back."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvcanary
+from kvcanary.checkpoint import Books, RequestState, take_checkpoint
+from kvcanary.dumps.calls import CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD
+from kvcanary.dumps.codebook import Chains, CodeBook, rooted
+from kvcanary.dumps.container import Packed, write_members
+from kvcanary.dumps.content import content_of
+from kvcanary.lifecycle import Lifecycle
+from kvcanary.recorder import Damage, Recorder
+from kvcanary.recorder_forwards import RecordedForward
+from kvcanary_kernels.record import chain_root, make_keys
+
+if TYPE_CHECKING:
+    from kvcanary.config import CanaryConfig
+    from kvcanary.findings import Finding
+
+Roots = tuple[int, ...]
+
+
+class Source(NamedTuple):
+    """What a dump is written of. `quarantine`: steps that the engine holds freed pages back; `step`: of now."""
+
+    config: CanaryConfig
+    books: Books
+    recorder: Recorder
+    findings: Sequence[Finding]
+    certificate: dict[str, Any]
+    quarantine: int
+    step: int
+    trigger: str
+
+
+class Admission(NamedTuple):
+    """A request that the recording knows: what it means by equal tokens, and all tokens of its time."""
+
+    roots: Roots
+    tokens: list[int]
+
+
+def write_dump(source: Source, path: Path) -> None:
+    """Write it whole or not at all. OSError where the file cannot be written."""
+    write_members(path, Writer(source).members())
+
+
+class Writer:
+    """One dump in the making."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._packed = source, Packed()
+        self._state, self._ledger = source.books.state, source.books.ledger
+        source.recorder.wait_over()
+        segments = list(source.recorder.segments)
+        self._first = segments[0].checkpoint
+        self._events = [
+            (event, segment.damage.get(number, ()))
+            for segment in segments
+            for number, event in enumerate(segment.events)
+        ]
+        self._now = take_checkpoint(source.books, source.step, source.recorder.most_bytes)
+        self._seed = secrets.randbits(64)
+        self._admissions = list(self._admitted())
+        self._labels = rooted([admission.roots for admission in self._admissions])
+        self._is_plain = source.config.dump_content
+        sizes = [pool.view.vocab_size for pool in self._state.pools if pool.view.vocab_size is not None]
+        self._book = CodeBook(self._all_tokens(), sizes, self._is_plain)
+        self._chains = self._relabelled()
+
+    def members(self) -> dict[str, bytes]:
+        """By name the files of the dump."""
+        findings = self._findings()
+        lines = {
+            "findings.jsonl": _lines(findings),
+            "events.jsonl": _lines(self._told()),
+            "requests.jsonl": _lines(self._requests()),
+            "history.jsonl": _lines(self._history()),
+        }
+        arrays = self._arrays()
+        members = {"manifest.json": json.dumps(self._manifest(), indent=1).encode(), **lines}
+        members["arrays.safetensors"] = self._packed.tensors(arrays)
+        if self._source.config.dump_content:
+            members["content.safetensors"] = content_of(self._state, findings)
+        return members
+
+    # what stands for what
+
+    def _admitted(self) -> Iterator[Admission]:
+        """Every request of the recording, those of its beginning first."""
+        open_ones: dict[str, Admission] = {}
+        for request in self._first.requests:
+            open_ones[request.request_id] = Admission(request.roots, request.tokens[: request.num_tokens])
+            yield open_ones[request.request_id]
+        for (name, args, kwargs), _ in self._events:
+            if name == "admit":
+                given = _named(name, args, kwargs)
+                roots = self._roots_of(given.get("salt", ""), given.get("adapter", ""))
+                open_ones[given["request_id"]] = Admission(roots, [int(token) for token in given["token_ids"]])
+                yield open_ones[given["request_id"]]
+            elif name == "append" and args[0] in open_ones:
+                open_ones[args[0]].tokens.extend(int(token) for token in args[1])
+
+    def _roots_of(self, salt: str, adapter: str) -> Roots:
+        return tuple(chain_root(self._state.keys, pool.view.root_name, salt, adapter) for pool in self._state.pools)
+
+    def _all_tokens(self) -> Iterator[int]:
+        for admission in self._admissions:
+            yield from admission.tokens
+        for (name, args, _), _damage in self._events:
+            if name == "forward":
+                yield from _tokens_of(args[0]).tolist()
+        for checkpoint in (self._first, self._now):
+            if checkpoint.records is not None:
+                tokens = np.unique(checkpoint.records[:, 0] & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
+                yield from tokens.tolist()
+
+    def _relabelled(self) -> list[Chains]:
+        """By pool."""
+        new = make_keys(self._seed, 1, 1)
+        chains = []
+        for number, pool in enumerate(self._state.pools):
+            own = Chains(self._state.keys, new, self._book)
+            for roots, label in self._labels.items():
+                own.learn_root(roots[number], chain_root(new, pool.view.root_name, salt_of(label)))
+            for admission in self._admissions:
+                own.learn(admission.roots[number], admission.tokens[pool.view.token_offset :])
+            chains.append(own)
+        return chains
+
+    # the members
+
+    def _manifest(self) -> dict[str, Any]:
+        source, config = self._source, self._source.config
+        certificate = {key: value for key, value in source.certificate.items() if key not in ("seed_id", "findings")}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "kvcanary": kvcanary.__version__,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "trigger": source.trigger,
+            "step": source.step,
+            "first_step": self._first.step,
+            "device": self._state.records.device.type,
+            "config": {
+                "mode": config.mode,
+                "content": config.content,
+                "budget": config.budget,
+                "poison": config.poison,
+                "ring": config.ring,
+                "disable": sorted(config.disable),
+            },
+            "quarantine": source.quarantine,
+            "page_size": self._state.page_size,
+            "num_pages": len(self._ledger.generations),
+            "null_pages": self._ledger.null_pages,
+            "pools": [_pool(pool.view) for pool in self._state.pools],
+            "seed": self._seed,
+            "tokens": "as they are" if self._is_plain else "replaced",
+            "content": config.dump_content,
+            "has_records": self._first.records is not None,
+            "names": {str(uid): name for uid in self._uids() if (name := self._ledger.name(uid)) is not None},
+            "start": {
+                "quarantine": [list(pair) for pair in self._first.quarantine],
+                "poisoners": [poisoned._asdict() for poisoned in self._first.poisoners],
+                "buffers": [list(buffer) for buffer in self._first.buffers],
+                "budgets": [list(budget) for budget in self._first.budgets],
+                "hurried": list(self._first.hurried),
+            },
+            "certificate": certificate,
+        }
+
+    def _uids(self) -> list[int]:
+        """Requests that a record names."""
+        tables = [c.records for c in (self._first, self._now) if c.records is not None]
+        if not tables:
+            return [request.uid for request in self._ledger.requests.values()]
+        return np.unique(np.concatenate([table[:, 2] & np.uint64(0xFFFFFFFF) for table in tables])).tolist()
+
+    def _requests(self) -> Iterator[dict[str, Any]]:
+        for when, checkpoint in (("start", self._first), ("now", self._now)):
+            for request in checkpoint.requests:
+                yield {"when": when, **self._request(request)}
+
+    def _request(self, request: RequestState) -> dict[str, Any]:
+        return {
+            "request_id": request.request_id,
+            "tokens": self._packed.ints(self._book.of(request.tokens[: request.num_tokens])),
+            "root": self._labels.get(request.roots, -1),
+            "pages": self._packed.ints(request.pages),
+            "row_lens": list(request.row_lens),
+            "reads": [[list(entry) for entry in queue] for queue in request.reads],
+            "judged": [list(entry) for entry in request.judged],
+            "committed_len": request.committed_len,
+            "final_pages": request.final_pages,
+            "commit_step": request.commit_step,
+            "released": request.released,
+            "owned_len": request.owned_len,
+            "growth": [list(entry) for entry in request.growth],
+        }
+
+    def _told(self) -> Iterator[dict[str, Any]]:
+        words = {(f.pool, f.slot, f.layer): f for f in self._source.findings if f.part is not None}
+        for number, ((name, args, kwargs), damage) in enumerate(self._events):
+            given = self._forward(args[0]) if name == "forward" else _named(name, args, kwargs)
+            if name == "admit":
+                roots = self._roots_of(given.pop("salt", ""), given.pop("adapter", ""))
+                given["root"] = self._labels[roots]
+            told = {"n": number, "call": name}
+            for field, kind in CALLS[name].items():
+                value = given.get(field)
+                if value is not None:
+                    told[field] = self._value(kind.rstrip("?"), value)
+            if damage:
+                told["damage"] = [
+                    _damage(one, words.get((one.pool, one.slot, (*one.layers, None)[0]))) for one in damage
+                ]
+            yield told
+
+    def _value(self, kind: str, value: Any) -> Any:
+        if kind == "tokens":
+            return self._packed.ints(self._book.of(value))
+        if kind == "ints":
+            return self._packed.ints(value)
+        if isinstance(value, tuple) and value[:1] == ("parcel",):
+            return value[1]
+        return value
+
+    def _forward(self, forward: RecordedForward) -> dict[str, Any]:
+        plan, n = forward.plan.astype(np.int64), forward.num_entries
+        plan[n : 2 * n] = self._book.of(plan[n : 2 * n].tolist())
+        rows = sorted(forward.wholes)
+        wholes = [forward.wholes[row] for row in rows]
+        return {
+            "kind": forward.kind,
+            "index": forward.index,
+            "pool": forward.pool,
+            "requests": forward.requests,
+            "width": forward.width,
+            "entries": n,
+            "rows": forward.num_rows,
+            "has_parents": forward.has_parents,
+            "has_starts": forward.has_starts,
+            "stored": forward.stored,
+            "plan": plan,
+            "tails": forward.tails,
+            "whole_rows": rows,
+            "wholes": np.concatenate(wholes) if wholes else [],
+            "mask": None if forward.mask is None else forward.mask[0],
+            "mask_shape": None if forward.mask is None else forward.mask[1],
+        }
+
+    def _findings(self) -> list[dict[str, Any]]:
+        told = [finding.to_dict() for finding in self._source.findings]
+        if not self._is_plain:
+            for finding in told:
+                for side in ("expected", "found"):
+                    finding[side] = {k: v if k in SAFE_VALUES else WITHHELD for k, v in finding[side].items()}
+        return told
+
+    def _history(self) -> Iterator[dict[str, Any]]:
+        for page in range(len(self._ledger.generations)):
+            events = self._ledger.history.of(page)
+            if events:
+                told = [[event.kind, event.step, event.request_id, event.place] for event in events]
+                yield {"page": page, "events": told}
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {}
+        for when, checkpoint in (("start", self._first), ("now", self._now)):
+            arrays |= {f"{when}.{name}": values.astype(np.int64) for name, values in checkpoint.pages.items()}
+            if checkpoint.records is not None:
+                arrays[f"{when}.records"] = self._records(checkpoint.records).view(np.int64)
+            arrays[f"{when}.partial"] = checkpoint.partial.view(np.int64)
+        arrays["start.judged"] = self._first.judged.astype(np.uint8)
+        arrays["start.read_at"] = self._first.read_at
+        return arrays
+
+    def _records(self, records: NDArray[Any]) -> NDArray[Any]:
+        bases = [pool.base for pool in self._state.pools[1:]]
+        parts = np.split(records, bases)
+        return np.concatenate([own.of_records(part) for own, part in zip(self._chains, parts, strict=True)])
+
+
+def salt_of(label: int) -> str:
+    """The salt that a replay admits requests of this label with."""
+    return f"label {label}"
+
+
+def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    if name in _OWN:
+        return dict(zip(CALLS[name], args, strict=False)) | (kwargs or {})
+    return dict(_SIGNATURES[name].bind(None, *args, **(kwargs or {})).arguments)
+
+
+#: Events that are no calls of the manager.
+_OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name) and name != "before_move"}
+_SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CALLS if name not in _OWN}
+
+
+def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
+    return forward.plan[forward.num_entries : 2 * forward.num_entries]
+
+
+def _pool(view: Any) -> dict[str, Any]:
+    return {
+        "name": view.name,
+        "root_name": view.root_name,
+        "num_slots": view.num_slots,
+        "layers": view.num_layers,
+        "parts": [
+            {"name": part.name, "shape": list(part.shape), "dtype": str(part.dtype).removeprefix("torch.")}
+            for part in view.parts
+        ],
+        "slot_bytes": view.slot_bytes,
+        "token_offset": view.token_offset,
+        "ahead": view.ahead,
+        "null_slots": view.null_slots,
+        "vocab_size": view.vocab_size,
+        "group": view.group,
+        "window": view.window,
+        "map_slots": None if view.slot_map is None else len(view.slot_map),
+    }
+
+
+def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
+    """`word`: the finding that names the one word that changed."""
+    told: dict[str, Any] = damage._asdict() | {"layers": list(damage.layers), "words": list(damage.words)}
+    if word is not None:
+        told["word"] = [word.part, word.head, word.dim, word.byte, word.bit]
+    return told
+
+
+def _lines(values: Iterable[Any]) -> bytes:
+    return b"".join(json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in values)

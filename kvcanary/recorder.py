@@ -1,0 +1,281 @@
+"""Recorder: the last steps of an engine as its canary was told of them, in bounded memory, for a dump.
+
+Every call of the manager that changes what is true is noted with plain arguments, every forward with its plans. Rows
+that name what their requests were granted are not kept: they follow from the grants. All events lie in segments, each
+behind a checkpoint from which they can be followed; the oldest segment is dropped when enough steps follow it, or too
+many bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
+from kvcanary.intake import HitBatch
+from kvcanary.parcels import Parcel
+from kvcanary.recorder_forwards import RecordedForward
+
+if TYPE_CHECKING:
+    from kvcanary.forward import Forward
+    from kvcanary.hits import Hit
+    from kvcanary.reading import Verdict
+
+MOST_BYTES = 64 << 20  # of all segments together
+EVENT_BYTES = 240  # of one event without arrays: tuples, names and small integers
+LONG = 16  # sequences of so many integers and more are kept as arrays
+MOST_DAMAGED = 4096  # slots that one check may name
+SPARE = 16  # part of the bytes that the newest step may take
+RECORDS = 4  # part of the bytes that the records of one checkpoint may take
+PARTS = 2  # segments that the steps asked for are cut into
+_PLAIN = frozenset({str, int, bool, float, type(None)})
+
+Event = tuple[Any, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Damage(NamedTuple):
+    """Bytes or records that a check found damaged, as a replay brings it about before the call in which it fired.
+
+    layers:      whose bytes differ, or whose fingerprints where `fingerprint` is true
+    halves:      bit 2c + h: half h (low, high) of column c of the record differs from what the canary wrote
+    words:       the words of the record that PUBLIC_WORDS names, where halves differ or nobody declared the record
+    """
+
+    code: str
+    pool: str
+    slot: int
+    layers: tuple[int, ...]
+    fingerprint: bool
+    halves: int
+    words: tuple[int, ...] = ()
+
+
+class Segment:
+    """Some steps: the state before them, and what happened, in order.
+
+    damage: by the number of the event in which a check fired, what it found
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.events: list[Event] = []
+        self.damage: dict[int, list[Damage]] = {}
+        self.array_bytes = checkpoint.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.array_bytes + EVENT_BYTES * len(self.events)
+
+
+class Recorder:
+    """The ring of one manager; it records from `start` on, and nothing with 0 steps.
+
+    maps: pools behind a slot map, whose changes are events too
+    """
+
+    def __init__(self, books: Books, steps: int, most_bytes: int = MOST_BYTES) -> None:
+        self.books = books
+        self.steps, self.most_bytes, self.step = steps, most_bytes, 0
+        self.segments: deque[Segment] = deque()
+        self.maps: dict[str, tuple[Tensor, Any]] = {}
+        self._interval = max(1, -(-steps // PARTS))
+        self._events: list[Event] = []
+        self._waiting: dict[int, RecordedForward] = {}
+        self._parcels: dict[int, tuple[Parcel, int]] = {}
+        self._num_parcels = 0
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.segments)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+    def start(self, step: int) -> None:
+        """The canary is armed: what comes is recorded, if steps were asked for."""
+        if self.steps:
+            views = [pool.view for pool in self.books.state.pools]
+            self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
+            self._begin_segment(step)
+
+    # what happens
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.note("begin_step", (step,))
+
+    def tick(self, step: int) -> None:
+        """A step was checked, nothing waits to be judged: now and then a segment begins."""
+        if not self.segments:
+            return
+        segment = self.segments[-1]
+        is_long = step - segment.checkpoint.step >= self._interval
+        room = self.most_bytes - self.most_bytes // SPARE  # the next step needs some before anybody looks again
+        if is_long or segment.num_bytes > room // (PARTS + 1):
+            self._begin_segment(step)
+        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > room):
+            self.segments.popleft()
+
+    def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
+        """A call of the manager, or of its desk, is about to run."""
+        if not self.segments:
+            return
+        if self.maps:
+            self.note_maps()
+        kept = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
+        self._events.append((name, kept, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+
+    def opened(self, forward: Forward) -> None:
+        """A forward was opened; its rows are known when it is judged."""
+        if not self.segments:
+            return
+        if self.maps:
+            self.note_maps()
+        recorded = RecordedForward(forward)
+        self._waiting[id(forward)] = recorded
+        self._events.append(("forward", (recorded,), None))
+
+    def closed(self, pool: str) -> None:
+        """The open forward of this pool is closed."""
+        if self.segments:
+            self._events.append(("close", (pool,), None))
+
+    def stored_again(self, pool: str, layer: int) -> None:
+        """A layer of the open forward of this pool has stored before, and does again."""
+        if self.segments:
+            self._events.append(("store", (pool, layer), None))
+
+    def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
+        """These forwards were judged: their plans are kept, and the rows that are not as granted."""
+        if not self._waiting:
+            return
+        suspects: dict[int, set[int]] = {}
+        for segment in verdict.suspects:
+            suspects.setdefault(id(segment.forward), set()).add(segment.row)
+        for forward in forwards:
+            self._keep(forward, suspects.get(id(forward), ()))
+
+    def proved(self, forwards: Sequence[Forward]) -> None:
+        """These forwards were judged, and a loop has proved every row to be as granted."""
+        if not self._waiting:
+            return
+        loops = forwards[0].pool.loops
+        heads = np.array([forward.head for forward in forwards], np.int64)
+        values, ends = np.empty(loops.measure_plans(heads), np.int32), np.empty((len(heads), 2), np.int64)
+        if not loops.keep_plans(heads, values, ends):
+            for forward in forwards:
+                forward.read_rows()
+                self._keep(forward, ())
+            return
+        self.segments[-1].array_bytes += values.nbytes
+        begin = 0
+        for forward, (middle, end) in zip(forwards, ends.tolist(), strict=True):
+            recorded = self._waiting.pop(id(forward), None)
+            if recorded is not None:
+                recorded.keep_clean(forward, values[begin:middle], values[middle:end])
+            begin = end
+
+    def fired(self, hit: Hit | HitBatch) -> None:
+        """A check fired while the last event ran: what it found damaged is part of that event."""
+        if not self.segments or hit.code not in _DAMAGE:
+            return
+        segment = self.segments[-1]
+        hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
+        damage = [_damage(one) for one in hits if 0 <= one.slot < one.pool.view.num_slots]
+        damage = [one for one in damage if one.code in _BYTES or one.words]
+        if damage:
+            segment.damage.setdefault(max(len(segment.events) - 1, 0), []).extend(damage)
+
+    def note_maps(self) -> None:
+        """What has changed in the slot maps since the last look."""
+        for name, (slot_map, before) in self.maps.items():
+            now = slot_map.detach().cpu().numpy()
+            where = np.arange(len(now)) if before is None else np.flatnonzero(now != before)
+            if len(where):
+                self._events.append(("map", (name, where, now[where].copy()), None))
+                self.segments[-1].array_bytes += 16 * len(where)
+                self.maps[name] = slot_map, now.copy()
+
+    def number_parcel(self, parcel: Parcel) -> None:
+        """What left has a number, by which the way back is known."""
+        if self.segments:
+            self._parcels[id(parcel)] = parcel, self._num_parcels
+            self._events.append(("parcel", (self._num_parcels,), None))
+            self._num_parcels += 1
+            while len(self._parcels) > MOST_DAMAGED:
+                del self._parcels[next(iter(self._parcels))]
+
+    def wait_over(self) -> list[RecordedForward]:
+        """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
+        for recorded in self._waiting.values():
+            recorded.keep_unjudged()
+        return list(self._waiting.values())
+
+    # helpers
+
+    def _begin_segment(self, step: int) -> None:
+        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // RECORDS)))
+        self._events = self.segments[-1].events
+        for name, (slot_map, _) in self.maps.items():
+            self.maps[name] = slot_map, None
+
+    def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
+        recorded = self._waiting.pop(id(forward), None)
+        if recorded is not None:
+            recorded.keep(forward, suspects)
+            self.segments[-1].array_bytes += recorded.num_bytes
+
+    def _covers_without_first(self) -> bool:
+        return self.segments[-1].checkpoint.step - self.segments[1].checkpoint.step >= self.steps
+
+    def _kept(self, value: Any) -> Any:
+        """An argument that nobody can change any more."""
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().numpy()
+        if isinstance(value, Parcel):
+            return ("parcel", self._parcels.get(id(value), (value, -1))[1])
+        if isinstance(value, tuple) and value and isinstance(value[0], str):
+            return value
+        kept = np.array(value, np.int64) if len(value) >= LONG else tuple(int(number) for number in value)
+        if self.segments and isinstance(kept, np.ndarray):
+            self.segments[-1].array_bytes += kept.nbytes
+        return kept
+
+
+def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method of the manager whose calls are events of its `recorder`."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.recorder.note(name, args, kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+#: Of the sixteen 32-bit words of a record, those that say nothing of texts or keys: position, request, generation,
+#: step, site and the layers written.
+PUBLIC_WORDS = (1, 4, 5, 6, 7, 10, 11, 12, 13)
+#: Checks of bytes and fingerprints: what they find is no consequence of any call, so that a replay must be told of it.
+_BYTES = frozenset({"R3", "R9", "T1", "P1"})
+_DAMAGE = _BYTES | {"R4", "R5", "R7", "R8", "R11", "R12"}
+
+
+def _damage(hit: Hit) -> Damage:
+    pool = hit.pool
+    found, expected = (rows[hit.slot].cpu().numpy().view(np.uint32) for rows in (pool.records, pool.expected))
+    halves = sum(1 << int(half) for half in np.flatnonzero(found != expected))
+    is_strange = halves or hit.code == "R11"
+    words = tuple(found[list(PUBLIC_WORDS)].tolist()) if is_strange else ()
+    return Damage(hit.code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, words)

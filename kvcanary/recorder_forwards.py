@@ -1,0 +1,116 @@
+"""RecordedForward: one model call as the recorder keeps it, its plans and the rows that do not follow from grants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvcanary.forward import Forward
+
+Ints = NDArray[Any]
+_SMALLEST, _LARGEST = -(1 << 31), (1 << 31) - 1
+
+
+class RecordedForward:
+    """Plans and rows of one forward; empty until it was judged.
+
+    plan:   as `Forward.plan`, with the ids that were asked for where some were refused; int32 where that holds them
+    tails:  [entries] of every row, one after another, what comes behind the prefix that the plan believes
+    wholes: by row, all its ids, where it does not name what its request was granted
+    mask:   the bits of the tree mask, packed, and its shape; None: there is none
+    stored: bitmap of the layers that have stored
+    """
+
+    __slots__ = (
+        "_forward",
+        "has_parents",
+        "has_starts",
+        "index",
+        "kind",
+        "mask",
+        "num_entries",
+        "num_rows",
+        "plan",
+        "pool",
+        "requests",
+        "stored",
+        "tails",
+        "wholes",
+        "width",
+    )
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward: Forward | None = forward
+        self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
+        self.requests = [request.request_id for request in forward.requests]
+        self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
+        self.has_parents, self.has_starts = forward.has_parents, forward.has_starts
+        self.plan: Ints = _NONE
+        self.tails: Ints = _NONE
+        self.wholes: dict[int, Ints] = {}
+        self.mask: tuple[Ints, tuple[int, ...]] | None = None
+        self.stored = 0
+
+    @property
+    def num_bytes(self) -> int:
+        mask = 0 if self.mask is None else self.mask[0].nbytes
+        return self.plan.nbytes + self.tails.nbytes + mask + sum(row.nbytes for row in self.wholes.values())
+
+    def keep(self, forward: Forward, suspects: Iterable[int]) -> None:
+        """Take plans and rows from a forward whose rows are on the host, and let go of it."""
+        names, n, rows = forward.names, forward.num_entries, forward.num_rows
+        if forward.refused_reads is not None:
+            names = names.copy()
+            names[forward.refused_reads.entries] = forward.refused_reads.names
+        plan = forward.plan.copy()
+        plan[:n] = forward.slot_names
+        if not forward.has_parents:
+            plan[3 * n : 4 * n] = -1
+        if forward.refused is not None:
+            plan[forward.refused.entries] = forward.refused.names
+        first = 4 * n + rows + 1
+        bounds, starts = forward.plan[4 * n : first], forward.plan[first + rows : first + 2 * rows]
+        prefixes = forward.plan[first + 5 * rows :].repeat(forward.width)
+        begins = bounds[:-1] + (prefixes - starts).clip(0)
+        lengths = bounds[1:] - begins
+        ends = lengths.cumsum()
+        total = int(ends[-1]) if rows else 0
+        self.tails = _small(names[np.arange(total) + (begins - ends + lengths).repeat(lengths)])
+        self.plan = _small(plan)
+        for row in suspects:
+            self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
+        self._keep_rest(forward)
+
+    def keep_clean(self, forward: Forward, plan: Ints, tails: Ints) -> None:
+        """The same for one whose rows are all as granted, of which a loop has taken plan and tails."""
+        self.plan, self.tails = plan, tails
+        self._keep_rest(forward)
+
+    def keep_unjudged(self) -> None:
+        """The same for one that is not judged yet: every row is kept whole."""
+        forward = self._forward
+        if forward is not None:
+            forward.read_rows()
+            self.keep(forward, range(forward.num_rows))
+            self._forward = forward
+
+    def _keep_rest(self, forward: Forward) -> None:
+        if forward.tree_mask is not None:
+            bits = forward.tree_mask.cpu().numpy()
+            self.mask = np.packbits(bits), bits.shape
+        self.stored = forward.stored
+        self._forward = None
+
+
+_NONE: Ints = np.empty(0, np.int32)
+
+
+def _small(values: Ints) -> Ints:
+    """A copy, in 32 bits where these hold all values."""
+    if len(values) and (values.min() < _SMALLEST or values.max() > _LARGEST):
+        return values.copy()
+    return values.astype(np.int32)

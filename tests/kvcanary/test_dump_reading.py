@@ -1,0 +1,219 @@
+"""Files that are no dumps, or dumps made to harm: one sentence, nothing executed, bounded memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from kvcanary import CanaryConfig
+from kvcanary.dumps.container import MEMBERS
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
+from kvcanary.errors import DumpError
+from kvcanary_tools.bench.toy_engine import ToyEngine
+
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of a short clean run."""
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full", seed=7))
+        engine.start("only", 9)
+        engine.draft()
+        return engine.canary.dump(tmp_path_factory.mktemp("dumps") / "good.kvdump")
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def packed(path: Path, parts: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(DumpError) as caught:
+        read_dump(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert not text.endswith(".")
+    return text
+
+
+def changed(good: Path, path: Path, **keys: object) -> Path:
+    """The dump with other values in its manifest."""
+    parts = members(good)
+    manifest = json.loads(parts["manifest.json"])
+    manifest.update(keys)
+    return packed(path, parts | {"manifest.json": json.dumps(manifest).encode()})
+
+
+def test_a_good_dump_is_read(good):
+    """What was written is what is read, twice the same."""
+    dump, again = read_dump(good), read_dump(str(good))
+    assert [event["call"] for event in dump.events] == [event["call"] for event in again.events]
+    assert dump.manifest["step"] == 2
+    assert [request["request_id"] for request in dump.now] == ["only"]
+
+
+def test_files_that_are_none(good, tmp_path):
+    """Missing, a folder, empty, text, cut short, or a zip of something else."""
+    assert "cannot be read: No such file" in refusal(tmp_path / "absent")
+    assert "is no file" in refusal(tmp_path)
+    (tmp_path / "empty").write_bytes(b"")
+    assert "0 bytes are too few" in refusal(tmp_path / "empty")
+    (tmp_path / "text").write_text("import os; os.system('true')\n" * 9)
+    assert "it does not end as one" in refusal(tmp_path / "text")
+    (tmp_path / "cut").write_bytes(good.read_bytes()[:-100])
+    assert "damaged or no dump" in refusal(tmp_path / "cut")
+    assert "it holds 'a.txt'" in refusal(packed(tmp_path / "zip", {"a.txt": b"x"}))
+
+
+def test_newer_versions_say_so(good, tmp_path):
+    """Whatever a newer version holds, its number is what the sentence is about."""
+    path = changed(good, tmp_path / "newer", version=2)
+    assert "has version 2, this kvcanary reads up to 1: read it with the one that wrote it" in refusal(path)
+    parts = members(path) | {"novelty.bin": b""}
+    assert "has version 2" in refusal(packed(path, parts))
+    assert "its manifest says" in refusal(changed(good, tmp_path / "foreign", format="other"))
+    assert "its version is 'one'" in refusal(changed(good, tmp_path / "strange", version="one"))
+
+
+def test_names_lead_nowhere(good, tmp_path):
+    """Members with paths, and members twice, are refused; nothing is ever written."""
+    for name in ("../../evil", "/etc/evil", "manifest.json/x"):
+        assert "no dump of kvcanary" in refusal(packed(tmp_path / "path", members(good) | {name: b"x"}))
+    packed(tmp_path / "twice", members(good))
+    with zipfile.ZipFile(tmp_path / "twice", "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("findings.jsonl", b"")
+    assert "a member is there twice" in refusal(tmp_path / "twice")
+    without = {name: data for name, data in members(good).items() if name != "history.jsonl"}
+    assert "history.jsonl is missing" in refusal(packed(tmp_path / "less", without))
+
+
+def test_bombs_are_not_unpacked(good, tmp_path):
+    """A member of gigabytes, or one that says it is short, and a directory of very many: little memory is taken."""
+    bomb = packed(tmp_path / "bomb", members(good) | {"findings.jsonl": b"\0" * (MEMBERS["findings.jsonl"] + 1)})
+    data = bytearray(bomb.read_bytes())
+    liar = tmp_path / "liar"
+    for signature, offset in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        place = data.find(signature)
+        while place >= 0:
+            if struct.unpack_from("<I", data, place + offset)[0] == MEMBERS["findings.jsonl"] + 1:
+                struct.pack_into("<I", data, place + offset, 100)
+            place = data.find(signature, place + 4)
+    liar.write_bytes(data)
+    many = tmp_path / "many"
+    packed(many, {f"member {number}": b"" for number in range(5000)})
+    tracemalloc.start()
+    assert "unpacked, it may have" in refusal(bomb)
+    assert "damaged" in refusal(liar)
+    assert "it has 5000 members" in refusal(many)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"call": "__import__"}, "which nobody knows"),
+        ({"call": ["check"]}, "which nobody knows"),
+        ({"call": "commit", "request_id": "only"}, "has no committed_len"),
+        ({"call": "commit", "request_id": "only", "committed_len": True}, "no integer of that size"),
+        ({"call": "commit", "request_id": "x" * 5000, "committed_len": 1}, "a name is no text, or too long"),
+        ({"call": "on_free", "request_id": "only", "pages": [0, 1 << 60]}, "where there are none"),
+        ({"call": "on_free", "request_id": "only", "pages": [-5, 3]}, "where there are none"),
+        ({"call": "on_free", "request_id": "only", "pages": "all"}, "is a, no integer"),
+    ],
+)
+def test_events_are_of_their_kind(good, tmp_path, line, words):
+    """A call nobody knows is not looked up, and fields have their types and places."""
+    parts = members(good) | {"events.jsonl": json.dumps(line).encode() + b"\n"}
+    assert words in refusal(packed(tmp_path / "event", parts))
+
+
+def test_absurd_shapes(good, tmp_path):
+    """Pools, layers and rows of absurd size are refused before anything is allocated for them."""
+    pools = json.loads(members(good)["manifest.json"])["pools"]
+    for key, value in (("num_slots", 1 << 40), ("layers", 5000), ("slot_bytes", -1), ("vocab_size", 0)):
+        path = changed(good, tmp_path / "shape", pools=[pools[0] | {key: value}, pools[1]])
+        assert str(value) in refusal(path)
+    part = pools[0]["parts"][0]
+    for wrong in ({"shape": [1 << 30, 1 << 30]}, {"shape": [0]}, {"dtype": "object"}):
+        refusal(changed(good, tmp_path / "part", pools=[pools[0] | {"parts": [part | wrong]}, pools[1]]))
+    refusal(changed(good, tmp_path / "pages", num_pages=1 << 23))
+    arrays = load(members(good)["arrays.safetensors"])
+    for wrong in ({"start.states": np.zeros(3, np.int64)}, {"ints": np.zeros((2, 2), np.int64)}):
+        refusal(packed(tmp_path / "array", members(good) | {"arrays.safetensors": save(arrays | wrong)}))
+
+
+def test_deep_json(good, tmp_path):
+    """JSON nested a million deep, and a number of a million digits, are a sentence as well."""
+    for text in (b"[" * 1_000_000, b'{"call":' + b"9" * 1_000_000 + b"}"):
+        assert "is no JSON" in refusal(packed(tmp_path / "deep", members(good) | {"events.jsonl": text}))
+
+
+@FUZZ
+@given(data=st.binary(max_size=400))
+def test_any_bytes(tmp_path_factory, data):
+    """No bytes do more than raise DumpError."""
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(data)
+    with pytest.raises(DumpError):
+        read_dump(path)
+
+
+@FUZZ
+@given(changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8))
+def test_any_damage_of_the_file(good, tmp_path_factory, changes):
+    """A dump with some bytes replaced is read, replayed, or refused in a sentence; never anything else."""
+    data = bytearray(good.read_bytes())
+    for place, byte in changes:
+        data[place % len(data)] = byte
+    attempt(tmp_path_factory.getbasetemp() / "damaged", bytes(data))
+
+
+@FUZZ
+@given(
+    name=st.sampled_from([name for name in MEMBERS if name != "content.safetensors"]),
+    changes=st.lists(
+        st.tuples(st.integers(0, 1 << 20), st.sampled_from(b'0123456789-"[]{},:ntf e')), min_size=1, max_size=6
+    ),
+)
+def test_any_damage_of_a_member(good, tmp_path_factory, name, changes):
+    """The same for what is packed, with right checksums: digits, brackets and quotes anywhere."""
+    parts = members(good)
+    data = bytearray(parts[name])
+    for place, byte in changes:
+        if data:
+            data[place % len(data)] = byte
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for member, content in (parts | {name: bytes(data)}).items():
+            archive.writestr(member, content)
+    attempt(tmp_path_factory.getbasetemp() / "member", file.getvalue())
+
+
+def attempt(path: Path, data: bytes, run: Callable[..., object] = replay) -> None:
+    path.write_bytes(data)
+    with suppress(DumpError):
+        run(read_dump(path))

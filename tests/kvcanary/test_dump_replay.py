@@ -1,0 +1,191 @@
+"""A replay reaches the finding that the engine reached, from the events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.dumps import stage
+from kvcanary.dumps.reading import Dump, read_dump
+from kvcanary.dumps.replaying import Replayer, replay
+from kvcanary.errors import DumpError
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_traffic import Traffic
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> object:
+    with torch.inference_mode():
+        yield
+
+
+def struck(tmp_path: Path, fault: Callable[[ToyEngine], object], **settings: object) -> Dump:
+    """The dump of a toy engine that a fault has stopped."""
+    engine = ToyEngine(CanaryConfig(**{"content": "full", "ring": 6, "dump_dir": str(tmp_path), **settings}))
+    engine.start("one", 21)
+    engine.start("two", 13)
+    for _ in range(9):
+        engine.draft()
+    fault(engine)
+    with pytest.raises(KVCorruptionError) as caught:
+        draft_on(engine)
+    return read_dump(caught.value.report.dump)
+
+
+def draft_on(engine: ToyEngine) -> None:
+    for _ in range(30):
+        engine.draft()
+
+
+def flip_a_bit(engine: ToyEngine) -> None:
+    slot = int(engine.rows["one"].slots[7])
+    engine.pools["target"].kv.view(torch.int32)[1, slot, 1, 0, 2] ^= 1 << 9
+
+
+def clear_a_row(engine: ToyEngine) -> None:
+    engine.pools["target"].kv[:, int(engine.rows["two"].slots[4])] = 0
+
+
+def swap_two_entries(engine: ToyEngine) -> None:
+    slots = engine.rows["one"].slots
+    slots[[3, 11]] = slots[[11, 3]]
+
+
+def read_another_s_page(engine: ToyEngine) -> None:
+    engine.rows["one"].slots[5] = engine.rows["two"].slots[5]
+
+
+def read_out_of_bounds(engine: ToyEngine) -> None:
+    engine.rows["one"].slots[5] = 1 << 40
+
+
+def damage_a_record(engine: ToyEngine) -> None:
+    pool = engine.canary.recorder.books.state.by_name["target"]
+    pool.records[int(engine.rows["two"].slots[2]), 3] ^= 5
+
+
+def damage_a_fingerprint(engine: ToyEngine) -> None:
+    pool = engine.canary.recorder.books.state.by_name["target"]
+    pool.content_a[1, int(engine.rows["two"].slots[2])] ^= 5
+
+
+FAULTS = [
+    (flip_a_bit, "R9"),
+    (clear_a_row, "R9"),
+    (swap_two_entries, "R4"),
+    (read_another_s_page, "R8"),
+    (read_out_of_bounds, "R1"),
+    (damage_a_record, "R3"),
+    (damage_a_fingerprint, "R3"),
+]
+
+
+@pytest.mark.parametrize(("fault", "code"), FAULTS)
+@pytest.mark.parametrize("content", ["full", "rolling"])
+def test_the_same_finding_is_reached(tmp_path, fault, code, content):
+    """From a checkpoint in mid-run: the same check at the same place, step, site and word."""
+    dump = struck(tmp_path, fault, content=content, budget=1 << 20)
+    assert dump.manifest["first_step"] > 0
+    outcome = replay(dump)
+    assert dump.findings[0]["code"] == code
+    assert outcome.missing == []
+    assert outcome.findings[0].code == code
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_right_traffic_replays_clean(tmp_path, seed):
+    """Forks, copies, caches, preemption and drafts: nothing is found again, whatever the ring still has."""
+    engine = ToyEngine(CanaryConfig(content="full", ring=[5, 512][seed % 2]), seed=seed)
+    Traffic(engine, seed=seed).run(70)
+    outcome = replay(read_dump(engine.canary.dump(tmp_path / "clean.kvdump")))
+    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
+    assert outcome.step == engine.canary.step
+
+
+def test_until_stops_before_the_fault(tmp_path):
+    """Nothing is found up to the step before; one step more and it is."""
+    dump = struck(tmp_path, flip_a_bit)
+    step = dump.findings[0]["step"]
+    assert replay(dump, until=step - 1).findings == []
+    assert replay(dump, until=step).first_bad_step == step
+
+
+def test_check_compares_one_code_alone(tmp_path):
+    """With a code that the dump does not have there is nothing to reach."""
+    dump = struck(tmp_path, flip_a_bit)
+    outcome = replay(dump, code="W4")
+    assert (outcome.findings, outcome.missing) == ([], [])
+
+
+def test_events_that_do_not_lead_there_are_told(tmp_path):
+    """Without the damage that it saw, the recording does not explain the finding, and says so."""
+    dump = struck(tmp_path, flip_a_bit)
+    for event in dump.events:
+        event.pop("damage", None)
+    assert [missing["code"] for missing in replay(dump).missing] == ["R9"]
+
+
+def test_large_pools_have_short_stand_ins(tmp_path, monkeypatch):
+    """Where rows as long as the engine's would take too much memory, the place is the same, the word not asked."""
+    dump = struck(tmp_path, flip_a_bit)
+    monkeypatch.setattr(stage, "MOST_POOL_BYTES", 0)
+    outcome = replay(dump)
+    assert outcome.missing == []
+    assert outcome.findings[0].slot == dump.findings[0]["slot"]
+
+
+def test_what_cannot_be_held_is_refused(tmp_path, monkeypatch):
+    """A dump whose replay would take too much memory is refused in a sentence."""
+    dump = struck(tmp_path, flip_a_bit)
+    monkeypatch.setattr(stage, "MOST_STATE_BYTES", 1000)
+    with pytest.raises(DumpError, match="GiB to replay"):
+        replay(dump)
+
+
+def test_a_recording_without_records_is_not_replayed(tmp_path):
+    """Where the records of the beginning were too many to keep, the dump says that it can only be read."""
+    engine = ToyEngine(CanaryConfig(content="full"))
+    engine.canary.recorder.segments.clear()
+    engine.canary.recorder.most_bytes = 100
+    engine.canary.recorder.start(0)
+    engine.start("one", 6)
+    dump = read_dump(engine.canary.dump(tmp_path / "bare.kvdump"))
+    with pytest.raises(DumpError, match="it can be read, not replayed"):
+        replay(dump)
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in FAULTS])
+def test_checks_fire_as_often_as_they_did(tmp_path, fault):
+    """In mode log a fault is seen again and again, by both rows of a fork: the replay counts the same."""
+    engine = ToyEngine(CanaryConfig(content="full", mode="log"))
+    engine.start("one", 21)
+    engine.start("two", 13)
+    engine.fork_by_reference("two", "three")
+    engine.draft("one", "two")
+    fault(engine)
+    for _ in range(3):
+        engine.decode("one", "two", "three")
+    dump = read_dump(engine.canary.dump(tmp_path / "often.kvdump"))
+    replayer = Replayer(dump)
+    assert replayer.run(None, None).missing == []
+    assert dump.manifest["certificate"]["fired"]
+    assert replayer.manager.certificate()["fired"] == dump.manifest["certificate"]["fired"]
+
+
+def test_abort_goes_on_as_the_engine_did(make_engine, tmp_path):
+    """In mode abort and log the recording goes on behind a finding, and so does the replay."""
+    engine = make_engine(mode="log", content="full", dump_dir=str(tmp_path), ring=64)
+    engine.start("only", 16)
+    engine.step()
+    engine.pools["target"].kv[1, engine.slot("only", 3), 1, 0, 2] += 1.0
+    for _ in range(3):
+        engine.step()
+    assert len(engine.canary.findings) == 1
+    dump = read_dump(engine.canary.dump(tmp_path / "later.kvdump"))
+    outcome = replay(dump)
+    assert outcome.missing == []
+    assert outcome.step == engine.step_number

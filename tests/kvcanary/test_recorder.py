@@ -1,0 +1,166 @@
+"""The flight recorder: what it keeps, how much of it, and that it changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
+from kvcanary.dumps.reading import read_dump
+from kvcanary.errors import DumpError
+from kvcanary.recorder import MOST_BYTES
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_traffic import Traffic
+
+
+def toy(**settings: object) -> ToyEngine:
+    return ToyEngine(CanaryConfig(**{"content": "full", "seed": 7, **settings}))
+
+
+def flip(engine: ToyEngine, name: str = "only", position: int = 3) -> int:
+    """Flip one bit of one V element; its slot."""
+    slot = int(engine.rows[name].slots[position])
+    engine.pools["target"].kv.view(torch.int32)[1, slot, 1, 0, 2] ^= 1 << 9
+    return slot
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> object:
+    with torch.inference_mode():
+        yield
+
+
+def test_the_ring_keeps_the_steps_it_was_asked_for():
+    """At least `ring` steps are there after many more, and never twice as many."""
+    engine = toy(ring=8)
+    engine.start("only", 6)
+    for _ in range(40):
+        engine.decode()
+        segments = engine.canary.recorder.segments
+        kept = engine.canary.step - segments[0].checkpoint.step
+        assert kept <= 16
+    assert kept >= 8
+
+
+def test_the_ring_keeps_to_its_bytes():
+    """With fewer bytes than its steps take, the oldest go first."""
+    engine = toy(ring=512)
+    engine.start("only", 6)
+    engine.canary.recorder.most_bytes = 200_000
+    for _ in range(200):
+        engine.decode()
+        sizes = [segment.num_bytes for segment in engine.canary.recorder.segments]
+        assert sum(sizes) < 200_000, sizes
+    assert engine.canary.recorder.segments[0].checkpoint.step > 0
+    assert MOST_BYTES == 64 << 20
+
+
+def test_a_ring_of_no_steps_records_nothing():
+    """`ring=0` keeps no event, and a dump says why there is none."""
+    engine = toy(ring=0)
+    engine.start("only", 6)
+    assert not engine.canary.recorder.segments
+    with pytest.raises(DumpError, match="give ring some steps"):
+        engine.canary.dump("nowhere.kvdump")
+
+
+def test_a_ring_of_no_steps_cannot_be_dumped():
+    """A folder for dumps and no steps to dump contradict each other."""
+    with pytest.raises(CanaryConfigError, match="a ring of 0 steps has nothing to dump"):
+        CanaryConfig(ring=0, dump_dir="dumps")
+    with pytest.raises(CanaryConfigError, match="ring must be a number of steps"):
+        CanaryConfig(ring=-1)
+
+
+def test_rows_that_follow_from_grants_are_not_kept():
+    """A right row is not in the recording; one that names another slot is, whole."""
+    engine = toy(ring=64, mode="log")
+    engine.start("only", 20)
+    engine.decode()
+    forwards = [event[1][0] for event in engine.canary.recorder.segments[-1].events if event[0] == "forward"]
+    assert not any(forward.wholes for forward in forwards)
+    assert sum(len(forward.tails) for forward in forwards) < 60
+    row = engine.rows["only"]
+    row.slots[[4, 9]] = row.slots[[9, 4]]
+    engine.decode()
+    forwards = [event[1][0] for event in engine.canary.recorder.segments[-1].events if event[0] == "forward"]
+    whole = [forward.wholes[0] for forward in forwards if forward.wholes]
+    assert whole
+    assert np.array_equal(whole[0][:10], row.slots[:10])
+
+
+def test_recording_changes_no_certificate():
+    """Random traffic is checked the same with a ring that turns over often as with none."""
+
+    def certificate(ring: int) -> dict:
+        engine = toy(ring=ring)
+        Traffic(engine, seed=5).run(60)
+        engine.canary.drain()
+        return engine.canary.certificate()
+
+    assert certificate(4) == certificate(0)
+
+
+def test_a_finding_writes_a_dump_and_the_report_names_it(tmp_path: Path):
+    """With `dump_dir` a finding leaves a file, of which the report gives the path; without it there is none."""
+    engine = toy(dump_dir=str(tmp_path / "dumps"))
+    engine.start("only", 8)
+    flip(engine)
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.decode()
+    [path] = (tmp_path / "dumps").iterdir()
+    assert caught.value.report.dump == str(path)
+    assert f"dump      {path}" in str(caught.value)
+    assert read_dump(path).manifest["trigger"] == "finding"
+    assert path.stat().st_mode & 0o077 == 0
+
+    engine = toy()
+    engine.start("only", 8)
+    flip(engine)
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.decode()
+    assert caught.value.report.dump is None
+    assert "  dump  " not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_hides_no_finding(tmp_path: Path):
+    """Where no dump can be written the finding is raised all the same, and an event tells why there is no dump."""
+    import structlog
+
+    (tmp_path / "file").write_text("")
+    engine = toy(dump_dir=str(tmp_path / "file"))
+    engine.start("only", 8)
+    flip(engine)
+    with structlog.testing.capture_logs() as events, pytest.raises(KVCorruptionError) as caught:
+        engine.decode()
+    assert caught.value.report.dump is None
+    assert [event["event"] for event in events if event["log_level"] == "error"] == ["kvcanary.dump_failed"]
+
+
+def test_a_flood_of_findings_writes_few_dumps(tmp_path: Path):
+    """In mode log every finding may dump, but not more than sixteen do."""
+    engine = toy(dump_dir=str(tmp_path), mode="log")
+    engine.start("only", 100)
+    for position in range(0, 96, 4):  # each on a page of its own
+        flip(engine, position=position)
+        engine.decode()
+    assert len(list(tmp_path.iterdir())) == 16
+
+
+def test_a_signal_asks_for_a_dump(tmp_path: Path):
+    """SIGUSR1 makes the next check write one; after detach nobody listens."""
+    engine = toy(dump_dir=str(tmp_path))
+    engine.start("only", 8)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    engine.decode()
+    [path] = tmp_path.iterdir()
+    assert read_dump(path).manifest["trigger"] == "signal"
+    engine.canary.detach()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    engine.decode()
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,237 @@
+"""The commands that read dumps: what they say, their exit codes, and their sentences for files that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.dumps.bisecting import first_bad
+
+BIT = 9
+
+
+def run(folder: Path, name: str, seed: int = 0, flip: bool = True) -> Path:
+    """A dump of a toy engine; with a flipped bit the one of its finding."""
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full", dump_dir=str(folder / name)), seed=seed)
+        engine.start("mine", 13)
+        engine.start("theirs", 9)
+        for _ in range(3):
+            engine.draft()
+        if not flip:
+            return engine.canary.dump(folder / f"{name}.kvdump")
+        slot = int(engine.rows["mine"].slots[6])
+        engine.pools["target"].kv.view(torch.int32)[1, slot, 1, 0, 2] ^= 1 << BIT
+        with pytest.raises(KVCorruptionError) as caught:
+            engine.draft()
+        return Path(caught.value.report.dump)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dumps")
+
+
+@pytest.fixture(scope="module")
+def bad(folder: Path) -> str:
+    return str(run(folder, "bad"))
+
+
+@pytest.fixture(scope="module")
+def clean(folder: Path) -> str:
+    return str(run(folder, "clean", flip=False))
+
+
+def test_inspect_tells_what_is_in_a_dump(kvcanary, bad, clean):
+    """Steps, pools, pages, requests and findings, as a table and as JSON."""
+    shown = kvcanary("inspect", bad)
+    assert shown.exit_code == 0
+    assert "because of a finding, steps 0 to 6" in shown.stdout
+    assert re.search(r"^R9 +content changed +target", shown.stdout, re.M)
+    told = json.loads(kvcanary("inspect", bad, "--json").stdout)
+    assert {request["request_id"] for request in told["requests"]} == {"mine", "theirs"}
+    assert told["events"]["begin_step"] == 6
+    assert told["tokens"] == "replaced"
+    assert "no finding" in kvcanary("inspect", clean).stdout
+
+
+def test_explain_tells_the_story(kvcanary, bad, clean):
+    """From the page's birth to the finding, in order; the ranked cause with its evidence; what to do next."""
+    shown = kvcanary("explain", bad)
+    assert shown.exit_code == 1
+    told = json.loads(kvcanary("explain", bad, "--json").stdout)
+    kinds = [line["kind"] for line in told["story"]]
+    assert kinds[0] == "born"
+    assert kinds[-1] == "found"
+    assert {"wrote", "read"} <= set(kinds)
+    steps = [line["step"] for line in told["story"]]
+    assert steps == sorted(steps)
+    assert told["causes"][0]["family"] == "bits"
+    assert f"1. one flipped bit: bit {BIT} of one element" in shown.stdout
+    assert f"kvcanary replay {bad}" in shown.stdout
+    nothing = kvcanary("explain", clean)
+    assert (nothing.exit_code, nothing.stdout) == (0, "")
+    assert "--finding must be in 1 to 1, got 4" in kvcanary("explain", bad, "--finding", "4").stderr
+
+
+def test_replay_reaches_the_finding(kvcanary, bad, clean):
+    """Code 1 where the finding is reached, 0 before its step and for a clean run."""
+    shown = kvcanary("replay", bad)
+    assert shown.exit_code == 1
+    assert "reached R9 content changed: target pool" in shown.stdout
+    assert json.loads(kvcanary("replay", bad, "--json").stdout)["same"] is True
+    assert kvcanary("replay", bad, "--until", "5").exit_code == 0
+    assert kvcanary("replay", bad, "--check", "w4").exit_code == 0
+    assert "nothing was found" in kvcanary("replay", clean).stdout
+    assert "--check must be a code of the canary, got 'R99'" in kvcanary("replay", bad, "--check", "R99").stderr
+
+
+def test_replay_says_what_it_did_not_reach(kvcanary, bad, monkeypatch):
+    """Code 3 and the finding, where the events do not lead there."""
+    from kvcanary.dumps.replaying import Replayer
+
+    monkeypatch.setattr(Replayer, "_damage", lambda self, event: None)
+    shown = kvcanary("replay", bad)
+    assert shown.exit_code == 3
+    assert "NOT reached R9 content changed, slot" in shown.stdout
+
+
+def test_why_slot_tells_who_put_it_there(kvcanary, bad):
+    """Page, owner, rows, the last declared write, and the story; slots and pools that are none are a sentence."""
+    slot = str(json.loads(kvcanary("inspect", bad, "--json").stdout)["findings"][0]["slot"])
+    told = json.loads(kvcanary("why-slot", bad, slot, "--json").stdout)
+    assert (told["owner"], told["rows"]) == ("mine", ["mine"])
+    assert told["written"]["position"] == 6
+    assert told["written"]["request"] == "mine"
+    shown = kvcanary("why-slot", bad, slot, "--pool", "target")
+    assert "private to 'mine'" in shown.stdout
+    assert "written   by 'mine', position 6, prefill, step 1" in shown.stdout
+    assert kvcanary("why-slot", bad, "99999999").exit_code == 2
+    assert "--pool must be one of target, draft" in kvcanary("why-slot", bad, slot, "--pool", "x").stderr
+
+
+def test_timeline_is_a_trace(kvcanary, bad, tmp_path):
+    """Every step, forward and finding is an event of a Chrome trace, within its step."""
+    path = tmp_path / "trace.json"
+    assert kvcanary("timeline", bad, "-o", str(path)).exit_code == 0
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C", "i"}
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["R9 content changed"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"step 4", "prefill", "draft[0]", "verify", "extend", "commit"} <= {event["name"] for event in spans}
+    assert all(event["ts"] % 1000 + event["dur"] <= 1000.001 for event in spans)
+    assert kvcanary("timeline", bad, "-o", str(tmp_path / "no" / "such")).exit_code == 2
+
+
+def test_report_is_one_page_that_loads_nothing(kvcanary, bad, tmp_path):
+    """Findings, a map with one cell a page, the draft tree and the steps; no script, no address, names escaped."""
+    path = tmp_path / "report.html"
+    assert kvcanary("report", bad, "-o", str(path)).exit_code == 0
+    page = path.read_text()
+    told = json.loads(kvcanary("inspect", bad, "--json").stdout)
+    assert page.count('title="page ') == sum(told["pages"].values())
+    assert page.count(' hit"') == 1
+    assert "node 0  position" in page
+    assert "one flipped bit" in page
+    for word in ("<script", "http://", "https://", "src=", "url("):
+        assert word not in page
+
+
+def test_names_in_a_page_are_text(folder, tmp_path):
+    """A request may be called anything: it is text in the page, no markup."""
+    from kvcanary.dumps.reading import read_dump
+    from kvcanary_tools.dumps.pages import page_of
+
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full"))
+        engine.start("<script>alert(1)</script>", 9)
+        engine.draft()
+        page = page_of(read_dump(engine.canary.dump(tmp_path / "named.kvdump")))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_diff_finds_where_recordings_part(kvcanary, folder, clean):
+    """Two dumps of equal runs are the same though their ids differ; with another prompt they part at its admission."""
+    again, other = run(folder, "again", flip=False), run(folder, "other", seed=1, flip=False)
+    same = kvcanary("diff", clean, str(again))
+    assert same.exit_code == 0, same.stdout
+    parted = kvcanary("diff", clean, str(other), "--json")
+    assert parted.exit_code == 1
+    told = json.loads(parted.stdout)
+    assert told["same"] is False
+    assert told["step"] >= 1
+    assert told["fields"]
+
+
+def test_bisect_finds_the_first_bad_step(kvcanary, bad, clean, tmp_path):
+    """Of a dump by replaying it, of a command by running it; every code but 0 and 1 is a sentence."""
+    assert kvcanary("bisect", clean).exit_code == 0
+    shown = kvcanary("bisect", bad)
+    assert shown.exit_code == 1
+    assert "step 6 is the first bad one: R9 content changed" in shown.stdout
+    script = tmp_path / "try.py"
+    script.write_text("import sys; sys.exit(int(sys.argv[1]) >= 11)")
+    told = kvcanary("bisect", "--cmd", f"{sys.executable} {script} {{step}}", "--high", "40", "--json")
+    assert json.loads(told.stdout)["first_bad_step"] == 11
+    script.write_text("import sys; sys.exit(7)")
+    failed = kvcanary("bisect", "--cmd", f"{sys.executable} {script} {{step}}", "--high", "40")
+    assert failed.exit_code == 2
+    assert "ended in code 7" in failed.stderr
+    assert kvcanary("bisect").exit_code == 2
+
+
+@pytest.mark.parametrize("bad_step", [1, 2, 7, 16])
+def test_first_bad_asks_few(bad_step):
+    """Halving: five questions for sixteen steps."""
+    asked: list[int] = []
+
+    def is_bad(step: int) -> bool:
+        asked.append(step)
+        return step >= bad_step
+
+    assert first_bad(is_bad, 1, 16) == bad_step
+    assert len(asked) <= 5
+
+
+def test_certify_reads_the_certificate(kvcanary, bad, clean):
+    """What was checked until the dump, code 1 where something was found."""
+    assert kvcanary("certify", clean).exit_code == 0
+    shown = kvcanary("certify", bad)
+    assert shown.exit_code == 1
+    assert "findings: 1" in shown.stdout
+    assert json.loads(kvcanary("certify", clean, "--json").stdout)["forwards"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "DUMP"),
+        ("explain", "DUMP"),
+        ("replay", "DUMP"),
+        ("why-slot", "DUMP", "3"),
+        ("timeline", "DUMP", "-o", "out"),
+        ("report", "DUMP", "-o", "out"),
+        ("diff", "DUMP", "DUMP"),
+        ("bisect", "DUMP"),
+        ("certify", "DUMP"),
+    ],
+)
+def test_what_is_no_dump_is_one_sentence(kvcanary, tmp_path, arguments):
+    """Every command: code 2, a sentence and a hint, no traceback, nothing on stdout."""
+    path = tmp_path / "no.kvdump"
+    path.write_bytes(b"PK\x03\x04 something else")
+    result = kvcanary(*[str(path) if word == "DUMP" else word for word in arguments])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"kvcanary: {path} is damaged or no dump of kvcanary")
+    assert "hint: a dump is what --kv-canary-dump DIR writes" in result.stderr
+    assert "Traceback" not in result.stderr

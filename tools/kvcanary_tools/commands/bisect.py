@@ -1,0 +1,63 @@
+"""`kvcanary bisect DUMP|--cmd COMMAND`: the first bad step."""
+
+from __future__ import annotations
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.dumps.opening import dump_failures, opened
+from kvcanary_tools.engine_options import CONTEXT, json_option
+
+
+@click.command("bisect", context_settings=CONTEXT, short_help="The first bad step.")
+@click.argument("dump", required=False, type=click.Path())
+@click.option(
+    "--cmd", "line", metavar="COMMAND", help="Run this instead; {step} in it is the step tried, 0 good, 1 bad."
+)
+@click.option("--low", type=int, default=1, show_default=True, metavar="STEP", help="With --cmd: the first step tried.")
+@click.option("--high", type=int, metavar="STEP", help="With --cmd: a step that is bad.")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="With --cmd: seconds for one run.")
+@json_option
+def command(dump: str | None, line: str | None, low: int, high: int | None, timeout: float, as_json: bool) -> None:
+    """The first step at which a recording, or a command, goes bad.
+
+    Exit codes: 0 no step is bad, 1 the first bad step was found, 2 wrong usage.
+    """
+    from kvcanary_tools.dumps.bisecting import bisect_dump
+
+    if (dump is None) == (line is None):
+        raise console.UsageFailure("bisect needs a dump or --cmd, one of them", "kvcanary bisect DUMP")
+    if dump is not None:
+        with dump_failures():
+            told = bisect_dump(opened(dump))
+    else:
+        told = _run(str(line), low, high, timeout)
+    step = told["first_bad_step"]
+    if as_json:
+        console.data_json(told)
+    elif step is None:
+        console.data("no step is bad")
+    else:
+        finding = told.get("finding")
+        what = "" if finding is None else f": {finding['code']} {finding['name']}, slot {finding['slot']}"
+        good = told.get("last_good_step")
+        console.data(
+            f"step {step} is the first bad one{what}" + ("" if good is None else f"; last good at step {good}")
+        )
+    raise click.exceptions.Exit(console.EXIT_CLEAN if step is None else console.EXIT_FINDING)
+
+
+def _run(line: str, low: int, high: int | None, timeout: float) -> dict[str, object]:
+    from subprocess import TimeoutExpired
+
+    from kvcanary_tools.dumps.bisecting import bisect_command
+
+    if "{step}" not in line or high is None or high < low:
+        raise console.UsageFailure(
+            "--cmd needs {step} in the command, and --high at or above --low",
+            "kvcanary bisect --cmd 'run {step}' --high 64",
+        )
+    try:
+        return bisect_command(line, low, high, timeout)
+    except (OSError, RuntimeError, ValueError, TimeoutExpired) as error:
+        raise console.UsageFailure(str(error), "run the command by hand first") from None

@@ -1,0 +1,37 @@
+"""`kvcanary explain DUMP`: the story of a finding."""
+
+from __future__ import annotations
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.dumps.opening import dump_argument, opened
+from kvcanary_tools.engine_options import CONTEXT, json_option
+
+
+@click.command("explain", context_settings=CONTEXT, short_help="The story of a finding.")
+@dump_argument
+@click.option("--finding", type=int, default=1, show_default=True, metavar="N", help="Which finding, from 1.")
+@json_option
+def command(dump: str, finding: int, as_json: bool) -> None:
+    """The story of a finding: its slot and page back to birth, the likeliest causes with evidence, what to do next.
+
+    Exit codes: 0 there was nothing to explain, 1 a finding was explained, 2 it is no dump.
+    """
+    from kvcanary_tools.dumps.explaining import explain, explain_lines
+
+    read = opened(dump)
+    if not read.findings:
+        console.say("this dump has no finding: inspect tells what is in it")
+        return
+    if not 1 <= finding <= len(read.findings):
+        raise console.UsageFailure(
+            f"--finding must be in 1 to {len(read.findings)}, got {finding}", "inspect lists them"
+        )
+    told = explain(read, finding - 1)
+    if as_json:
+        console.data_json(told)
+    else:
+        for line in explain_lines(told):
+            console.data(line)
+    raise click.exceptions.Exit(console.EXIT_FINDING)

@@ -1,0 +1,27 @@
+"""`kvcanary inspect DUMP`: what is in a dump."""
+
+from __future__ import annotations
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.dumps.opening import dump_argument, opened
+from kvcanary_tools.engine_options import CONTEXT, json_option
+
+
+@click.command("inspect", context_settings=CONTEXT, short_help="What is in a dump.")
+@dump_argument
+@json_option
+def command(dump: str, as_json: bool) -> None:
+    """What is in a dump: when and why it was written, pools, pages, requests, events and findings.
+
+    Exit codes: 0 read, 2 it is no dump, or is damaged.
+    """
+    from kvcanary_tools.dumps.tables import summary, summary_lines
+
+    told = summary(opened(dump))
+    if as_json:
+        console.data_json(told)
+        return
+    for line in summary_lines(told):
+        console.data(line)

@@ -1,0 +1,25 @@
+"""`kvcanary report DUMP -o report.html`: a dump as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.dumps.opening import dump_argument, opened, write_text
+from kvcanary_tools.engine_options import CONTEXT
+
+
+@click.command("report", context_settings=CONTEXT, short_help="A dump as one page.")
+@dump_argument
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Where to write.")
+def command(dump: str, output: Path) -> None:
+    """One self-contained HTML page: findings with their stories, a map of the pool, the draft tree, the timeline.
+
+    Exit codes: 0 written, 2 it is no dump, or the file cannot be written.
+    """
+    from kvcanary_tools.dumps.pages import page_of
+
+    write_text(output, page_of(opened(dump)))
+    console.say(f"{output} written: it needs nothing beside it")

@@ -1,0 +1,27 @@
+"""`kvcanary timeline DUMP -o trace.json`: a recording for a trace viewer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.dumps.opening import dump_argument, opened, write_text
+from kvcanary_tools.engine_options import CONTEXT
+
+
+@click.command("timeline", context_settings=CONTEXT, short_help="A recording for Perfetto.")
+@dump_argument
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Where to write.")
+def command(dump: str, output: Path) -> None:
+    """Steps, forwards, requests, pages and findings as a trace that ui.perfetto.dev and chrome://tracing open.
+
+    Exit codes: 0 written, 2 it is no dump, or the file cannot be written.
+    """
+    import json
+
+    from kvcanary_tools.dumps.timelines import timeline
+
+    write_text(output, json.dumps(timeline(opened(dump)), separators=(",", ":")))
+    console.say(f"{output} written: open it at ui.perfetto.dev")

@@ -1,0 +1,51 @@
+"""`kvcanary why-slot DUMP SLOT`: what lies in a slot, who put it there, and who reads it."""
+
+from __future__ import annotations
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.dumps.opening import dump_argument, opened
+from kvcanary_tools.engine_options import CONTEXT, json_option
+
+
+@click.command("why-slot", context_settings=CONTEXT, short_help="What lies in a slot, and how it came there.")
+@dump_argument
+@click.argument("slot", type=int)
+@click.option("--pool", metavar="NAME", help="Which pool; the first one by default.")
+@json_option
+def command(dump: str, slot: int, pool: str | None, as_json: bool) -> None:
+    """What lies in a slot at the end of a recording, who owns its page, who wrote and read it.
+
+    Exit codes: 0 told, 2 there is no such slot, or it is no dump.
+    """
+    from kvcanary_tools.dumps.story import story_of, truth_of
+
+    read = opened(dump)
+    name = next(iter(read.pools)) if pool is None else pool
+    if name not in read.pools:
+        raise console.UsageFailure(f"--pool must be one of {', '.join(read.pools)}, got {name!r}", "inspect lists them")
+    most = read.pools[name]["num_slots"]
+    if not 0 <= slot < most:
+        raise console.UsageFailure(
+            f"slot must be in [0, {most}) of pool {name!r}, got {slot}", "inspect lists the pools"
+        )
+    told = {**truth_of(read, name, slot), "story": [line._asdict() for line in story_of(read, name, slot)]}
+    if as_json:
+        console.data_json(told)
+        return
+    owner = {None: "nobody's", "shared": "shared"}.get(told["owner"], f"private to {told['owner']!r}")
+    console.data(f"{name} pool, slot {slot}: page {told['page']}, offset {told['offset']}")
+    console.data(f"  page      {told['state']}, {owner}, generation {told['generation']}")
+    console.data(f"  rows      {', '.join(map(repr, told['rows'])) or 'no live row names it'}")
+    written = told.get("written")
+    if written is None:
+        console.data("  written   by nobody")
+    else:
+        old = "" if written["generation"] == told["generation"] else ", under an earlier grant"
+        by = "a request that ended long ago" if written["request"] is None else repr(written["request"])
+        console.data(
+            f"  written   by {by}, position {written['position']}, {written['site']}, step {written['step']}{old}"
+        )
+    for line in told["story"]:
+        console.data(f"  step {line['step']:>6}  {line['text']}")

@@ -1,0 +1,1 @@
+"""What the commands say about dumps: tables, stories, timelines and pages."""

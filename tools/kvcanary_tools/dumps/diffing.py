@@ -1,0 +1,61 @@
+"""Where two dumps part: the first event that differs, token ids by the order of their appearance."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from kvcanary.dumps.calls import CALLS
+from kvcanary.dumps.reading import Call, Dump
+
+
+def diff(first: Dump, second: Dump) -> dict[str, Any]:
+    """The first event in which they differ and how; `same` where none does. Recordings are aligned by step."""
+    start = max(first.manifest["first_step"], second.manifest["first_step"])
+    sides = [_Names(dump) for dump in (first, second)]
+    events = [
+        [(step, event) for step, event in dump.stepped() if step > start or not start] for dump in (first, second)
+    ]
+    before: dict[str, Any] | None = None
+    for one, other in zip_longest(*events):
+        told = [None if pair is None else side.told(*pair) for side, pair in zip(sides, (one, other), strict=True)]
+        if told[0] != told[1]:
+            step = min(pair[0] for pair in (one, other) if pair is not None)
+            return {"same": False, "step": step, "before": before, "first": told[0], "second": told[1], **_where(told)}
+        before = told[0]
+    return {"same": True, "step": None, "before": before, "first": None, "second": None, "fields": []}
+
+
+def _where(told: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Which fields of the two events differ."""
+    one, other = told
+    if one is None or other is None or one["call"] != other["call"]:
+        return {"fields": ["call"]}
+    return {"fields": [key for key in one if one[key] != other.get(key)]}
+
+
+class _Names:
+    """Token ids of one dump as numbers in order of appearance: two dumps have two secret bijections."""
+
+    def __init__(self, dump: Dump) -> None:
+        self._numbers: dict[int, int] = {}
+        for request in dump.start:
+            self._of(request["tokens"])
+
+    def told(self, step: int, event: Call) -> dict[str, Any]:
+        told: dict[str, Any] = {"step": step, "call": event["call"]}
+        for field, kind in CALLS[event["call"]].items():
+            value = event.get(field)
+            if kind == "tokens":
+                told[field] = self._of(value)
+            elif field == "plan":
+                n, plan = event["entries"], value.tolist()
+                told[field] = [*plan[:n], *self._of(np.array(plan[n : 2 * n])), *plan[2 * n :]]
+            else:
+                told[field] = value.tolist() if isinstance(value, np.ndarray) else value
+        return told
+
+    def _of(self, tokens: Any) -> list[int]:
+        return [self._numbers.setdefault(int(token), len(self._numbers)) for token in tokens]

@@ -1,0 +1,77 @@
+"""Explaining a finding: its story, its ranked causes with what speaks for them, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvcanary.dumps.reading import Dump
+from kvcanary.sites import site_name
+from kvcanary_tools.dumps.story import story_of, truth_of
+
+#: What to look at next, by the family of the first cause.
+NEXT = {
+    "bounds": "compare the id with the pool's size where the index array is built: an off-by-one, or a padding mark",
+    "addressing": "print the index array and the page table of this forward; where they first differ is the bug",
+    "lengths": "follow the length of this request through the step: raised, rolled back, and in which unit",
+    "draft": "compare the tree's parents, positions and mask of this forward with the layout that the drafter made",
+    "windows": "compare the slot map of the window with its books: engine.window_report()",
+    "graphs": "run the same batch without graphs; if the finding goes, look at what the capture has frozen",
+    "lifetime": "look at the two lines of the page's history before the finding: the free came early, or the use late",
+    "order": "look for the copy or the forward that runs on another stream and waits for no event",
+    "identity": "compare what keys the prefix cache and the rows: tokens, salt and adapter",
+    "transfer": "compare source and destination of the last copy of this page, byte by byte",
+    "scales": "look at the scale that was in force when this slot was written, and now",
+    "uninitialised": "look for the layer that did not store, or for the write that went elsewhere",
+    "ranks": "compare the plans of the ranks for this step",
+    "bits": "run the machine's memory test; if the bit is the same again elsewhere, suspect a stray write",
+    "hooks": "check that every forward is opened, stored and closed, in the captured graph as well",
+}
+
+
+def explain(dump: Dump, number: int) -> dict[str, Any]:
+    """The story of one finding, plain JSON; IndexError where there is none of that number."""
+    finding = dump.findings[number]
+    is_place = finding["pool"] in dump.pools and 0 <= finding["slot"] < dump.pools[finding["pool"]]["num_slots"]
+    causes = finding["causes"]
+    return {
+        "finding": finding,
+        "now": truth_of(dump, finding["pool"], finding["slot"]) if is_place else None,
+        "story": [line._asdict() for line in story_of(dump, finding["pool"], finding["slot"])] if is_place else [],
+        "causes": causes,
+        "next": [
+            *[NEXT[cause["family"]] for cause in causes[:1] if cause["family"] in NEXT],
+            *_commands(dump, finding),
+        ],
+    }
+
+
+def explain_lines(told: dict[str, Any]) -> Iterator[str]:
+    """The same for people."""
+    finding = told["finding"]
+    place = f"{finding['pool']} pool, slot {finding['slot']} (page {finding['page']})"
+    yield f"{finding['name']} ({finding['code']}): {place}, step {finding['step']}, {site_name(*finding['site'])}"
+    yield f"  {finding['sentence']}"
+    if finding["readers"]:
+        yield f"  touches {', '.join(finding['readers'])}; {finding.get('exposed_tokens', 0)} tokens exposed"
+    yield ""
+    yield "what happened"
+    yield from (f"  step {line['step']:>6}  {line['text']}" for line in told["story"])
+    if not told["story"]:
+        yield "  the finding has no place in a pool"
+    yield ""
+    yield "why, likeliest first"
+    for rank, cause in enumerate(told["causes"], 1):
+        yield f"  {rank}. {cause['text']} ({cause['family']}, {cause['basis']})"
+        yield from (f"     {text}" for text in cause.get("evidence", ()))
+    yield from (f"     also fired: {text}" for text in finding["evidence"])
+    yield ""
+    yield "next"
+    yield from (f"  - {text}" for text in told["next"])
+
+
+def _commands(dump: Dump, finding: dict[str, Any]) -> list[str]:
+    return [
+        f"kvcanary replay {dump.path} runs these steps again on this machine",
+        f"kvcanary why-slot {dump.path} {finding['slot']} --pool {finding['pool']} tells what lies there now",
+    ]

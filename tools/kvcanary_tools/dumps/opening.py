@@ -1,0 +1,46 @@
+"""Opening a dump for a command: a sentence and exit code 2 where it cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcanary.errors import DumpError
+from kvcanary_tools import console
+
+if TYPE_CHECKING:
+    from kvcanary.dumps.reading import Dump
+
+dump_argument: Callable[[Any], Any] = click.argument("dump", metavar="DUMP", type=click.Path())
+HINT = "a dump is what --kv-canary-dump DIR writes at a finding, a file that ends in .kvdump"
+
+
+@contextmanager
+def dump_failures() -> Iterator[None]:
+    """What cannot be read, or replayed, is wrong usage."""
+    try:
+        yield
+    except DumpError as error:
+        raise console.UsageFailure(str(error), HINT) from None
+
+
+def opened(path: str) -> Dump:
+    """The dump that a command was given."""
+    from kvcanary.dumps.reading import read_dump
+
+    with dump_failures():
+        return read_dump(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A usage failure where the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise console.UsageFailure(
+            f"{path} cannot be written: {error.strerror}", "name a file in a folder of yours"
+        ) from None

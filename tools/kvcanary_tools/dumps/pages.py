@@ -1,0 +1,96 @@
+"""A dump as one HTML page that loads nothing: findings with their stories, a map of the pages, the draft tree, time."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from kvcanary.dumps.reading import Call, Dump
+from kvcanary.pages import STATE_NAMES
+from kvcanary.sites import site_name
+from kvcanary_tools.dumps.explaining import explain
+from kvcanary_tools.dumps.tables import summary
+
+MOST_STORIES = 16
+MOST_PAGES = 16384  # of the map
+MOST_LANES = 400  # steps of the timeline
+
+
+def page_of(dump: Dump) -> str:
+    """The page; whatever the dump says is text in it, never markup."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    return template.render(
+        summary=summary(dump),
+        stories=[explain(dump, number) for number in range(min(len(dump.findings), MOST_STORIES))],
+        cells=_cells(dump),
+        states=list(STATE_NAMES.values()),
+        trees=_trees(dump),
+        steps=_steps(dump),
+        site_name=site_name,
+    )
+
+
+def _cells(dump: Dump) -> list[dict[str, Any]]:
+    """One for every page: its state, owner, and whether a finding names it."""
+    names, found = dump.manifest["names"], {finding["page"] for finding in dump.findings}
+    columns = (dump.arrays[f"now.{name}"].tolist()[:MOST_PAGES] for name in ("states", "owners", "refcounts"))
+    return [
+        {
+            "page": page,
+            "state": STATE_NAMES.get(state, "?"),
+            "owner": names.get(str(owner), "") if owner >= 0 else "",
+            "references": references,
+            "found": page in found,
+        }
+        for page, (state, owner, references) in enumerate(zip(*columns, strict=True))
+    ]
+
+
+def _trees(dump: Dump) -> list[dict[str, Any]]:
+    """The draft trees of the last verify that was recorded, of every request in it."""
+    forwards = [event for event in dump.events if event["call"] == "forward" and event["kind"] == "verify"]
+    if not forwards or not forwards[-1]["has_parents"]:
+        return []
+    event = forwards[-1]
+    n, rows, plan = event["entries"], event["rows"], event["plan"]
+    first = 4 * n + rows + 1
+    written, start, trees = plan[first : first + rows].tolist(), 0, []
+    for number, count in enumerate(written):
+        trees.append({"request": event["requests"][number // event["width"]], "nodes": _nodes(event, start, count)})
+        start += count
+    return trees
+
+
+def _nodes(event: Call, start: int, count: int) -> list[dict[str, Any]]:
+    """The nodes of one tree in depth-first order, as deep as they lie below its root."""
+    n, plan = event["entries"], event["plan"]
+    slots, positions, parents = (plan[i * n + start : i * n + start + count].tolist() for i in (0, 2, 3))
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent - start if parent >= start and parent - start < node else -1, []).append(node)
+    told, todo = [], [(node, 0) for node in reversed(children.get(-1, []))]
+    while todo:
+        node, depth = todo.pop()
+        told.append({"node": node, "depth": depth, "slot": slots[node], "position": positions[node]})
+        todo += [(child, depth + 1) for child in reversed(children.get(node, []))]
+    return told
+
+
+def _steps(dump: Dump) -> list[dict[str, Any]]:
+    """The last steps, each with its forwards, events of pages and findings."""
+    steps: dict[int, dict[str, Any]] = {}
+    for step, event in dump.stepped():
+        told = steps.setdefault(step, {"step": step, "forwards": [], "events": 0, "found": []})
+        if event["call"] == "forward":
+            told["forwards"].append(
+                {"site": site_name(event["kind"], event["index"]), "pool": event["pool"], "rows": event["rows"]}
+            )
+        elif event["call"].startswith("on_"):
+            told["events"] += 1
+    for finding in dump.findings:
+        if finding["step"] in steps:
+            steps[finding["step"]]["found"].append(f"{finding['code']} {finding['name']}")
+    return list(steps.values())[-MOST_LANES:]

@@ -1,0 +1,176 @@
+"""The story of a slot: what happened to it and to its page, from the page's birth on, out of a dump."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcanary.dumps.reading import Call, Dump
+from kvcanary.pages import STATE_NAMES
+from kvcanary.sites import site_name, unpack_site
+from kvcanary_kernels.record import MASK_32, NO_OWNER, SHARED_OWNER
+
+
+class Line(NamedTuple):
+    """One thing that happened. `kind`: born, owned, wrote, read, moved, freed or found."""
+
+    step: int
+    kind: str
+    text: str
+
+
+def story_of(dump: Dump, pool: str, slot: int) -> list[Line]:
+    """Everything that the dump knows of a slot and its page, oldest first; reads in a row are told once."""
+    page = slot // dump.manifest["page_size"]
+    lines = [
+        Line(
+            step,
+            "born" if kind in ("granted", "set aside", "copied") else "page",
+            _page_event(page, kind, request, place),
+        )
+        for kind, step, request, place in dump.history.get(page, ())
+    ]
+    known = {(line.step, line.text.split(" (")[0]) for line in lines}
+    own = _Follower(dump, pool, slot, page)
+    for step, event in dump.stepped():
+        for line in own.lines(step, event):
+            if (line.step, line.text.split(" (")[0]) not in known:
+                lines.append(line)
+    lines += [
+        Line(finding["step"], "found", f"{finding['code']} {finding['name']}: {finding['sentence']}")
+        for finding in dump.findings
+        if finding["pool"] == pool and finding["slot"] == slot
+    ]
+    lines.sort(key=lambda line: (line.step, _ORDER.get(line.kind, 1)))
+    return lines
+
+
+def truth_of(dump: Dump, pool: str, slot: int) -> dict[str, Any]:
+    """What is true of a slot at the end of the recording."""
+    page = slot // dump.manifest["page_size"]
+    owner = int(dump.arrays["now.owners"][page]) if page < dump.manifest["num_pages"] else NO_OWNER
+    names = dump.manifest["names"]
+    told: dict[str, Any] = {
+        "pool": pool,
+        "slot": slot,
+        "page": page,
+        "offset": slot % dump.manifest["page_size"],
+        "state": STATE_NAMES.get(int(dump.arrays["now.states"][page]), "?"),
+        "owner": {NO_OWNER: None, SHARED_OWNER: "shared"}.get(owner, names.get(str(owner), owner)),
+        "generation": int(dump.arrays["now.generations"][page]),
+        "references": int(dump.arrays["now.refcounts"][page]),
+        "rows": [request["request_id"] for request in dump.now if page in request["pages"]],
+    }
+    records = dump.arrays.get("now.records")
+    if records is not None:
+        words = records[dump.bases[pool] + slot].view(np.uint64)
+        site = int(words[3] >> np.uint64(32))
+        if site:
+            kind, index, _ = unpack_site(site)
+            uid = int(words[2]) & MASK_32
+            told["written"] = {
+                "position": int(words[0] >> np.uint64(32)),
+                "request": names.get(str(uid)),
+                "generation": int(words[2] >> np.uint64(32)),
+                "step": int(words[3]) & MASK_32,
+                "site": site_name(kind, index),
+            }
+    return told
+
+
+class _Follower:
+    """Which events concern one slot."""
+
+    def __init__(self, dump: Dump, pool: str, slot: int, page: int) -> None:
+        self._dump, self._pool, self._slot, self._page = dump, pool, slot, page
+        self._rows = {request["request_id"]: request["pages"].tolist() for request in dump.start}
+        self._readers: set[str] = set()
+
+    def lines(self, step: int, event: Call) -> Iterator[Line]:
+        call = event["call"]
+        if call == "forward" and event["pool"] == self._pool:
+            yield from self._forward(step, event)
+        elif call == "on_move" and self._pool in (event["pool"], event.get("to")):
+            yield from self._moved(step, event)
+        elif "pages" in event and call.startswith("on_"):
+            self._follow(call, event)
+            if self._page in event["pages"]:
+                what, by = _WORDS.get(call, (call, "")), event.get("request_id")
+                yield Line(step, what[1] or "page", f"page {self._page} {what[0]}" + (f" {by!r}" if by else ""))
+        elif call == "on_copy" and self._page in (event["page"], event["copy"]):
+            yield Line(step, "page", f"page {event['page']} copied to {event['copy']} for {event['request_id']!r}")
+
+    def _follow(self, call: str, event: Call) -> None:
+        row = self._rows.setdefault(event.get("child_id") or event.get("request_id", ""), [])
+        if call in ("on_alloc", "on_acquire", "on_fork"):
+            row += event["pages"].tolist()
+        elif call == "on_free":
+            gone = set(event["pages"].tolist())
+            row[:] = [page for page in row if page not in gone]
+
+    def _forward(self, step: int, event: Call) -> Iterator[Line]:
+        n, plan = event["entries"], event["plan"]
+        where = np.flatnonzero(plan[:n] == self._slot)
+        site = site_name(event["kind"], event["index"])
+        for entry in where.tolist():
+            self._readers.clear()
+            row = _row_of(event, entry)
+            writer = event["requests"][row // event["width"]]
+            position = int(plan[2 * n + entry])
+            yield Line(step, "wrote", f"slot {self._slot} written by {writer!r} at position {position}, {site}")
+        for number, request in enumerate(event["requests"]):
+            if request not in self._readers and self._reads(event, number, request):
+                self._readers.add(request)
+                yield Line(step, "read", f"slot {self._slot} first read by {request!r} after that, {site}")
+
+    def _reads(self, event: Call, number: int, request: str) -> bool:
+        """Whether the row's prefix has the slot, as granted or as the row names it."""
+        size, prefix = (
+            self._dump.manifest["page_size"],
+            int(event["plan"][len(event["plan"]) - len(event["requests"]) + number]),
+        )
+        row = self._rows.get(request, [])
+        if self._page in row and row.index(self._page) * size + self._slot % size < prefix:
+            return True
+        return number * event["width"] in event["whole_rows"] and self._slot in event["wholes"]
+
+    def _moved(self, step: int, event: Call) -> Iterator[Line]:
+        for name, ours, other, word in (
+            ("src", event["src"], event["dst"], "moved to"),
+            ("dst", event["dst"], event["src"], "overwritten with what lay in"),
+        ):
+            for place in np.flatnonzero(ours == self._slot).tolist():
+                if int(other[place]) != self._slot:
+                    kind = "moved" if name == "src" else "wrote"
+                    yield Line(step, kind, f"slot {self._slot} {word} slot {int(other[place])}, a declared move")
+
+
+def _row_of(event: Call, entry: int) -> int:
+    """The row that writes this entry."""
+    n, rows, plan = event["entries"], event["rows"], event["plan"]
+    first = 4 * n + rows + 1
+    ends = np.cumsum(plan[first : first + rows])
+    return int(np.searchsorted(ends, entry, side="right"))
+
+
+def _page_event(page: int, kind: str, request: str | None, place: Any) -> str:
+    to = "to" if kind in ("granted", "set aside", "copied") else "by"
+    return f"page {page} {kind}" + (f" {to} {request!r}" if request else "") + (f" ({place})" if place else "")
+
+
+_WORDS = {
+    "on_alloc": ("granted to", "born"),
+    "on_free": ("freed by", ""),
+    "on_share": ("published by", ""),
+    "on_acquire": ("acquired by", ""),
+    "on_fork": ("forked by", ""),
+    "on_evict": ("evicted", ""),
+    "on_load_begin": ("marked loading by", ""),
+    "on_load_end": ("loaded by", ""),
+    "on_load_fail": ("marked load-failed by", ""),
+    "on_restore": ("restored by", ""),
+    "on_offload": ("put away", ""),
+}
+_ORDER = {"born": 0, "page": 1, "wrote": 2, "moved": 3, "read": 4, "found": 9}
