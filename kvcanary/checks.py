@@ -22,7 +22,7 @@ from kvcanary.lanes import joined, slots_are_right
 from kvcanary.leaving import Leaver
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror, Move
-from kvcanary.moving import Mover, Slots
+from kvcanary.moving import Mover
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
@@ -34,14 +34,13 @@ from kvcanary.sweep import Sweeper
 from kvcanary.tokens import Oracle, judge_tokens
 from kvcanary.truths import judge_lengths, judge_mask, judge_starts, note_row
 from kvcanary.writing import judge_layers
-from kvcanary_kernels.record import TOKEN_POSITION
 
 
 class Rewritten(NamedTuple):
     """Slots of a pool, [n] int64, whose bytes are no longer those that pending forwards have read."""
 
     pool: PoolState
-    slots: Slots
+    slots: Ints
 
 
 class StepChecks:
@@ -157,20 +156,15 @@ class StepChecks:
             with torch.inference_mode():
                 self.hits += self.sweeper.last_look(request, step)
 
-    def move(self, source: PoolState, pool: PoolState, src: Slots, dst: Slots, step: int, guesses: bool) -> None:
+    def move(self, source: PoolState, pool: PoolState, src: Ints, dst: Ints, step: int, guesses: bool) -> None:
         """Records follow bytes; what a slot map sends nowhere has none."""
         has_lanes = not guesses or self._config.content == "full"
-        origins, places = slots_in(source.view, src), slots_in(pool.view, dst)
-        lies = (origins >= source.view.null_slots) & (places >= pool.view.null_slots)
-        if not lies.all():
-            src, dst, origins, places = src[lies], dst[lies], origins[lies], places[lies]
-        with torch.inference_mode():
-            self.settle(Rewritten(pool, places))
-            move = Move(origins, places, src, dst)
-            self.hits += self._mover.apply(source, pool, move, step, has_lanes)
-        if len(dst) and not guesses:
-            positions = self.mirror.table[pool.base + places, TOKEN_POSITION] >> 32
-            self._ledger.note_moved(pool.pool_id, dst, positions.view(np.int64))
+        src, dst = np.ascontiguousarray(src), np.ascontiguousarray(dst)
+        move = Move(slots_in(source.view, src), slots_in(pool.view, dst), src, dst)
+        if self._pending:
+            move = move.of_entries(source, pool)
+        self.settle(Rewritten(pool, move.dst))
+        self.hits += self._mover.apply(source, pool, move, step, has_lanes, lengthens=not guesses)
 
     def pack(self, pages: Sequence[int]) -> Parcel:
         """What is known of pages whose bytes leave."""

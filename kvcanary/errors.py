@@ -31,6 +31,10 @@ class PlanError(KVCanaryError, ValueError):
     """A pool view, a read plan or a write plan contradicts itself; the message has the numbers."""
 
 
+class AdapterError(KVCanaryError, RuntimeError):
+    """An adapter does not know the engine that is installed, or what it is asked to follow; nothing was attached."""
+
+
 class HookOrderError(KVCanaryError, RuntimeError):
     """The engine called a hook in a phase where it has no meaning."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from array import array
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,7 +48,6 @@ class Planned(NamedTuple):
 SLOT_BYTES = 8  # of a slot id in an index array
 
 
-@dataclass(eq=False)
 class Forward:
     """What a forward was told to read and write, and what it stored.
 
@@ -74,37 +73,83 @@ class Forward:
                     `host_names`, `host_ids`: where the loops read them
     """
 
-    kind: str
-    index: int
-    pool: PoolState
-    step: int
-    requests: list[Request]
-    width: int
-    num_entries: int
-    num_rows: int
-    memory: Ints
-    plan: Ints
-    has_parents: bool
-    has_starts: bool
-    indices: Tensor
-    slots: Tensor
-    pool_indices: Tensor
-    pool_slots: Tensor
-    tree_mask: Tensor | None
-    dense_indices: Tensor
-    head: int = 0
-    is_usable: bool = False
     refused: Refused | None = None
     refused_reads: Refused | None = None
     lanes: Tensor | None = None
-    lanes_at: int = 0
-    stored: int = 0
-    put: int = 0
-    raw: bytes = b""
-    names: Ints = field(init=False)
-    ids: Ints = field(init=False)
-    host_names: Tensor = field(init=False)
-    host_ids: Tensor = field(init=False)
+    lanes_at = stored = put = 0
+    raw = b""
+    names: Ints
+    ids: Ints
+    host_names: Tensor
+    host_ids: Tensor
+
+    def __init__(
+        self,
+        kind: str,
+        index: int,
+        pool: PoolState,
+        step: int,
+        requests: list[Request],
+        read: ReadPlan,
+        write: WritePlan,
+    ) -> None:
+        """Read both plans to the host once, an engine may reuse its tensors; refuse those that contradict themselves.
+
+        What only a rule asks for is made when one does.
+        """
+        width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
+        n, num_rows, written = write.slots.shape[0], len(requests) * width, read.num_written
+        who = array("q")
+        for request in requests:
+            who.append(request.uid)
+            who.append(request.committed_len)
+        memory = np.empty(HEAD + 4 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
+        self.kind, self.index, self.pool, self.step, self.requests, self.width = (
+            kind,
+            index,
+            pool,
+            step,
+            requests,
+            width,
+        )
+        self.num_entries, self.num_rows, self.memory = n, num_rows, memory
+        self.has_parents, self.has_starts, self.tree_mask = parents is not None, starts is not None, mask
+        self.indices, self.slots = read.indices, write.slots
+        self.dense_indices = indices = dense(read.indices)
+        slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
+        indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
+        parents = None if parents is None else dense(parents)
+        starts = None if starts is None else dense(starts)
+        counts = dense(written) if isinstance(written, Tensor) else None
+        seen = pool.loops.take_plan(
+            pool.card_at,
+            KINDS.get(kind, OTHER),
+            index,
+            step,
+            pack_site(kind, index),
+            slots.data_ptr(),
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            0 if parents is None else parents.data_ptr(),
+            n,
+            indptr.data_ptr(),
+            0 if counts is None else counts.data_ptr(),
+            0 if isinstance(written, Tensor) else written,
+            0 if starts is None else starts.data_ptr(),
+            num_rows,
+            prefixes.data_ptr(),
+            width,
+            indices.data_ptr(),
+            indices.shape[0],
+            mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
+            -1 if mask is None else mask.shape[1],
+            who.buffer_info()[0],
+            len(requests),
+            memory,
+        )
+        if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
+            refuse_contradiction(self)
+        self.head, self.is_usable = seen & ADDRESS, not seen & REFUSES
 
     @property
     def site(self) -> tuple[str, int]:
@@ -124,6 +169,18 @@ class Forward:
     def committed(self) -> list[int]:
         """By request, what acceptance had made final."""
         return self.memory[HEAD + len(self.plan) + 1 :: 2].tolist()
+
+    @cached_property
+    def plan(self) -> Ints:
+        return self.memory[HEAD : len(self.memory) - 2 * len(self.requests)]
+
+    @cached_property
+    def pool_indices(self) -> Tensor:
+        return self.indices
+
+    @cached_property
+    def pool_slots(self) -> Tensor:
+        return self.slots
 
     # the write plan
 
@@ -201,72 +258,6 @@ class Forward:
     def _by_row(self, number: int) -> list[int]:
         first = 4 * self.num_entries + self.num_rows + 1 + number * self.num_rows
         return self.plan[first : first + self.num_rows].tolist()
-
-
-def plan_forward(
-    kind: str, index: int, pool: PoolState, step: int, requests: list[Request], read: ReadPlan, write: WritePlan
-) -> Forward:
-    """Read both plans to the host once, an engine may reuse its tensors; refuse plans that contradict themselves."""
-    width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
-    n, num_rows = write.slots.shape[0], len(requests) * width
-    who = np.array([number for request in requests for number in (request.uid, request.committed_len)], np.int64)
-    size = 4 * n + 6 * num_rows + 1 + len(requests)
-    memory = np.empty(HEAD + size + who.size, np.int64)
-    indices = dense(read.indices)
-    forward = Forward(
-        kind,
-        index,
-        pool,
-        step,
-        requests,
-        width,
-        n,
-        num_rows,
-        memory,
-        memory[HEAD : HEAD + size],
-        parents is not None,
-        starts is not None,
-        read.indices,
-        write.slots,
-        read.indices,
-        write.slots,
-        mask,
-        indices,
-    )
-    slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
-    indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
-    written = dense(read.num_written) if isinstance(read.num_written, Tensor) else None
-    parents = None if parents is None else dense(parents)
-    starts = None if starts is None else dense(starts)
-    seen = pool.loops.take_plan(
-        pool.card_at,
-        KINDS.get(kind, OTHER),
-        index,
-        step,
-        pack_site(kind, index),
-        slots.data_ptr(),
-        tokens.data_ptr(),
-        positions.data_ptr(),
-        0 if parents is None else parents.data_ptr(),
-        n,
-        indptr.data_ptr(),
-        0 if written is None else written.data_ptr(),
-        0 if written is not None else read.num_written,
-        0 if starts is None else starts.data_ptr(),
-        num_rows,
-        prefixes.data_ptr(),
-        width,
-        indices.data_ptr(),
-        indices.shape[0],
-        mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
-        -1 if mask is None else mask.shape[1],
-        who,
-        memory,
-    )
-    if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
-        refuse_contradiction(forward)
-    forward.head, forward.is_usable = seen & ADDRESS, not seen & REFUSES
-    return forward
 
 
 def dense(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from kvcanary.buffers import UNKNOWN
 from kvcanary.captured_move import StaticMove
 from kvcanary.certificate import Coverage
 from kvcanary.errors import PlanError
-from kvcanary.forward import Forward, Ints, on_host, plan_forward
+from kvcanary.forward import Forward, Ints, on_host
 from kvcanary.harvest import CoverageGap, StaticHit
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger, Request
@@ -208,7 +208,7 @@ def _forward_of(run: Launched, written: Written) -> Forward | None:
             None if plan.parents is None else written.parents[entries],
         )
         kind, index = substep.site
-        forward = plan_forward(kind, index, substep.pool, run.step, run.requests, read, write)
+        forward = Forward(kind, index, substep.pool, run.step, run.requests, read, write)
     except PlanError:
         return None
     forward.committed[:] = run.committed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcanary.state import PoolState
 from kvcanary_kernels.fingerprint import fingerprint, join, keyed_sums
-from kvcanary_kernels.record import CONTENT_B
+from kvcanary_kernels.record import CONTENT_B, Keys
 
 
 def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,11 @@ def slots_are_right(pool: PoolState, slots: Tensor, both_lanes: bool = False) ->
 
 def lanes_of_layer(pool: PoolState, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Lane a [n] of one layer's rows [n, words_per_row] int32, and what they add to lane b [n]."""
-    keys = pool.keys
+    return lanes_of_words(pool.keys, layer, rows)
+
+
+def lanes_of_words(keys: Keys, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`lanes_of_layer` of rows that lie in no pool, with the keys of their layers."""
     lanes = keyed_sums(rows[None], keys.pieces[layer : layer + 1])[0].chunk(2, 1)
     lane_a, lane_b = (join(lane, keys) for lane in lanes)
     return lane_a + keys.start_a[layer], lane_b

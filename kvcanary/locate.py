@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.parts import Part
 from kvcanary.state import PoolState
-from kvcanary_kernels.record import CONTENT_B, MASK_32
+from kvcanary_kernels.record import CONTENT_B, MASK_32, Keys
 from kvcanary_kernels.rows import WORD_BYTES, Piece
 
 
@@ -66,8 +66,13 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
 
     Da = key_a * d gives d = Da / key_a for each word; it fits where |d| < 2^32, key_b * d = Db and word - d is a word.
     """
-    key_a, key_b = _unsigned(pool.keys.lane_a[layer]), _unsigned(pool.keys.lane_b[layer])
-    words = _unsigned(_words(pool, slot, layer))
+    return fitting_words(pool.keys, layer, _words(pool, slot, layer), differs_a, differs_b)
+
+
+def fitting_words(keys: Keys, layer: int, row: Tensor, differs_a: int, differs_b: int) -> list[WordChange]:
+    """`fitting_changes` of a row [words] int32 that lies in no pool."""
+    key_a, key_b = _unsigned(keys.lane_a[layer]), _unsigned(keys.lane_b[layer])
+    words = _unsigned(row)
     difference = _inverse(key_a) * differs_a
     old = words - difference
     fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference)
@@ -78,10 +83,15 @@ def fitting_changes(pool: PoolState, slot: int, layer: int, differs_a: int, diff
 def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWord:
     """Where in the row a change of the bytes that lie in the pool now stands, and what it means."""
     part, piece = part_of_word(pool, change.number)
-    size = part.element_size
     words = _words(pool, slot, change.layer)[piece.first : piece.first + piece.words]
+    return describe_word(part, piece.first, words, change)
+
+
+def describe_word(part: Part, first: int, words: Tensor, change: WordChange) -> ChangedWord:
+    """`describe_change` of a part [words] int32 that begins with word `first` of the row."""
+    size = part.element_size
     row = b"".join(_bytes(word) for word in words.tolist())
-    start = (change.number - piece.first) * WORD_BYTES
+    start = (change.number - first) * WORD_BYTES
     old_row = row[:start] + _bytes(change.old) + row[start + WORD_BYTES :]
     first_byte = next(place for place in range(start, start + WORD_BYTES) if row[place] != old_row[place])
     element = first_byte // size

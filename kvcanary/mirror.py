@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcanary.errors import PlanError
 from kvcanary.forward import Forward
 from kvcanary.host import REWRITTEN
 from kvcanary.pages import Pages
@@ -19,6 +18,9 @@ from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32
 
 Words = NDArray[np.uint64]
 Rows = NDArray[np.int64]
+
+NOT_ALL = -1  # entries are such that move
+_MOVED = pack_site("move", 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +32,15 @@ class Move:
     src_names: Rows
     dst_names: Rows
 
-    def without_stays(self) -> Move:
-        moves = self.src != self.dst
-        if moves.all():
+    def of_entries(self, origin: PoolState, pool: PoolState) -> Move:
+        """Without null slots: what a slot map sends nowhere has no record."""
+        return self.at((self.src >= origin.view.null_slots) & (self.dst >= pool.view.null_slots))
+
+    def at(self, kept: NDArray[np.bool_]) -> Move:
+        """These entries alone."""
+        if kept.all():
             return self
-        return Move(self.src[moves], self.dst[moves], self.src_names[moves], self.dst_names[moves])
+        return Move(self.src[kept], self.dst[kept], self.src_names[kept], self.dst_names[kept])
 
 
 class Mirror:
@@ -59,7 +65,6 @@ class Mirror:
         live = state.records.numpy() if self._is_host else self.memory
         self.memory_of_loops = state.keys.constants.cpu().numpy(), self.memory, live, self.judged
         self._loops = state.pools[0].loops
-        self._no_content = np.empty((0, 0), np.int64)
         self._fresh: list[Rows] = []
 
     def write(self, rows: Rows, records: Words) -> None:
@@ -104,32 +109,29 @@ class Mirror:
 
     def move(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, grants: Rows, owners: Rows
-    ) -> None:
+    ) -> int:
         """Records follow moved entries, in host memory fingerprints and damage too; `loops.move_records`.
 
-        PlanError for slots that the pools do not have: nothing is written then.
+        The furthest position of an entry; NOT_ALL, and nothing is written, where slots of some are none or null, or
+        where one stays.
         """
-        contents = [self._no_content if p.host is None else p.host.content_a for p in (origin, pool)]
         seen = self._loops.move_records(
-            *map(np.ascontiguousarray, (move.src, move.dst, move.src_names, move.dst_names)),
-            *(origin.base, origin.view.num_slots, pool.base, pool.view.num_slots),
+            origin.card_at,
+            pool.card_at,
+            *(move.src, move.dst, move.src_names, move.dst_names),
             grants,
             owners,
             self._state.page_size,
-            two_words(step, pack_site("move", 0)),
-            pool.signed_term,
-            *contents,
+            _MOVED << 32 | step & MASK_32,
             has_lanes,
             *self.memory_of_loops,
         )
         if seen < 0:
-            raise PlanError(
-                f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
-                f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
-            )
-        self._note(seen)
+            return NOT_ALL
+        self._note(seen & REWRITTEN)
         if not self._is_host:
             self._fresh.append(pool.base + move.dst)
+        return seen >> 1
 
     def learn(self, rows: Rows) -> None:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""

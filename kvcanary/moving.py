@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.errors import PlanError
+from kvcanary.forward import Ints
 from kvcanary.hits import Hit
 from kvcanary.lanes import lanes_of_slots, slots_are_right
 from kvcanary.ledger import Ledger
-from kvcanary.mirror import Mirror, Move
+from kvcanary.mirror import NOT_ALL, Mirror, Move
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.record import CONTENT_B, TOKEN_POSITION
-
-Slots = NDArray[np.int64]
 
 
 class Mover:
@@ -24,37 +23,65 @@ class Mover:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._compares_content = compares_content
 
-    def apply(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> list[Hit]:
+    def apply(
+        self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, lengthens: bool
+    ) -> list[Hit]:
         """T1 where bytes that arrived are not those that were written at the source.
 
         Every source was read before any destination was written; destinations are distinct.
-        `has_lanes`: the content of the sources was kept when they were written.
+        has_lanes: the content of the sources was kept when they were written
+        lengthens: rows at whose end entries have arrived are written so far
+        PlanError for slots that the pools do not have: nothing is written then.
         """
-        move = move.without_stays() if origin is pool else move
-        src, dst = move.src, move.dst
-        if not len(dst):
+        furthest = self._follow(origin, pool, move, step, has_lanes) if pool.host is not None else NOT_ALL
+        if furthest == NOT_ALL:
+            move = move.of_entries(origin, pool)
+        if not len(move.dst):
             return []
-        device = pool.records.device
-        from_rows, to_rows = torch.from_numpy(src).to(device), torch.from_numpy(dst).to(device)
-        if pool.host is None:
-            found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
-            content_a = origin.content_a.index_select(1, from_rows)
-        self._mirror.move(origin, pool, move, step, has_lanes, self._ledger.generations, self._ledger.owners)
-        if pool.host is None:
-            self._mirror.flush()
-            if has_lanes:
-                pool.write_lanes(to_rows, content_a, expected.select(1, CONTENT_B))
-            damage = found - expected  # a damaged source stays damaged
-            pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
-        return self._arrived(pool, to_rows, move.dst_names, step) if has_lanes else []
+        moved = move
+        if furthest == NOT_ALL:
+            moved = move.at(move.src != move.dst) if origin is pool else move
+            if len(moved.dst):
+                self._carry(origin, pool, moved, step, has_lanes)
+        if lengthens and (furthest == NOT_ALL or not self._ledger.rows_reach(pool.pool_id, furthest)):
+            positions = self._mirror.table[pool.base + move.dst, TOKEN_POSITION] >> 32
+            self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
+        return self._arrived(pool, moved.dst, moved.dst_names, step) if has_lanes else []
 
-    def arrived(self, pool: PoolState, slots: Slots, step: int) -> list[Hit]:
+    def arrived(self, pool: PoolState, slots: Ints, step: int) -> list[Hit]:
         """T1 for slots into which a captured step has moved entries, records and all."""
-        return self._arrived(pool, torch.from_numpy(slots).to(pool.records.device), slots, step)
+        return self._arrived(pool, slots, slots, step)
 
-    def _arrived(self, pool: PoolState, slots: Tensor, names: Slots, step: int) -> list[Hit]:
+    def _follow(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> int:
+        return self._mirror.move(origin, pool, move, step, has_lanes, self._ledger.generations, self._ledger.owners)
+
+    def _carry(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> None:
+        """Entries that move, none of them of a null slot."""
+        on_device = pool.host is None
+        with torch.inference_mode():
+            if on_device:
+                device = pool.records.device
+                from_rows, to_rows = torch.from_numpy(move.src).to(device), torch.from_numpy(move.dst).to(device)
+                found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
+                content_a = origin.content_a.index_select(1, from_rows)
+            if self._follow(origin, pool, move, step, has_lanes) == NOT_ALL:
+                raise PlanError(
+                    f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
+                    f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
+                )
+            if on_device:
+                self._mirror.flush()
+                if has_lanes:
+                    pool.write_lanes(to_rows, content_a, expected.select(1, CONTENT_B))
+                damage = found - expected  # a damaged source stays damaged
+                pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
+
+    def _arrived(self, pool: PoolState, places: Ints, names: Ints, step: int) -> list[Hit]:
         """The destination's bytes, against the lanes of what was written at the source."""
-        if not self._compares_content or slots_are_right(pool, slots):
+        if not self._compares_content or not len(places):
+            return []
+        slots = torch.from_numpy(places).to(pool.records.device)
+        if slots_are_right(pool, slots):
             return []
         differs = lanes_of_slots(pool, slots)[0] != pool.content_a.index_select(1, slots)
         wrong = differs.any(0).nonzero().flatten().tolist()

@@ -59,6 +59,10 @@ class RowBook(RequestBook):
                 self.pages.wrote(pages[own])
                 self._lengthen(request, pool_id, slots[own])
 
+    def rows_reach(self, pool_id: int, position: int) -> bool:
+        """Whether all rows of the pool are written so far, and an entry at this position lengthens none."""
+        return all(position < request.row_lens[pool_id] for request in self.requests.values())
+
     def _lengthen(self, request: Request, pool_id: int, slots: Array) -> None:
         places = np.array(self._places(request, (slots // self.page_size).tolist()), dtype=np.int64)
         positions = places * self.page_size + slots % self.page_size

@@ -5,12 +5,24 @@ The loop only says that something is wrong; the rules (`checks.StepChecks`) then
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
 
-from kvcanary.cards import JUDGED, JUDGED_STEP, KNOWN, NUM_TRUTHS, PLANS_WRONG, READS_WRONG, ROW_LEN, SEALED_BITS, SEEN
+from kvcanary.cards import (
+    FACTS,
+    JUDGED,
+    JUDGED_STEP,
+    KNOWN,
+    NUM_TRUTHS,
+    PLANS_WRONG,
+    READS_WRONG,
+    ROW_LEN,
+    SEALED_BITS,
+    SEEN,
+)
 from kvcanary.forward import SLOT_BYTES, Forward, Ints
 from kvcanary.host import REWRITTEN
 from kvcanary.intake import HitLog
@@ -42,10 +54,11 @@ class Settler:
         if not self._is_able or not all(map(_is_whole, forwards)):
             return Settled.ALL
         requests = list({request.uid: request for forward in forwards for request in forward.requests}.values())
-        facts = np.array([self._facts(request) for request in requests], np.int64)
+        numbers = array("q", [number for request in requests for number in self._facts(request)])
+        facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._cards), FACTS)
         ledger = self._ledger
         found = self._loop(
-            np.array([forward.head for forward in forwards], np.int64),
+            np.frombuffer(array("q", [forward.head for forward in forwards]), np.int64),
             facts,
             self._cards,
             ledger.generations,
@@ -61,15 +74,15 @@ class Settler:
         self._note(requests, facts, has_judged=not wrong)
         return Settled.READS if wrong else Settled.NOTHING
 
-    def _facts(self, request: Request) -> list[tuple[int, ...]]:
-        """[pools, FACTS] (cards.py)."""
+    def _facts(self, request: Request) -> list[int]:
+        """[pools * FACTS] (cards.py)."""
         addresses, row, tokens, epoch = request.addresses, request.row, request.tokens, self._mirror.epoch
         addresses.follow(row, tokens)
-        num_tokens = len(tokens)
+        num_tokens, facts = len(tokens), list[int]()
         common = request.uid, addresses.granted_at, len(row) // SLOT_BYTES, addresses.tokens_at, num_tokens
-        return [
-            (
-                *common,
+        for truth, row_len, judged in zip(request.truths, request.row_lens, request.judged, strict=True):
+            facts += common
+            facts += (
                 truth.room_for(num_tokens),
                 len(truth.values),
                 truth.signed_root,
@@ -80,8 +93,7 @@ class Settler:
                 0,
                 0,
             )
-            for truth, row_len, judged in zip(request.truths, request.row_lens, request.judged, strict=True)
-        ]
+        return facts
 
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
         """How far rows are written, their truth is known, and they were judged clean."""

@@ -72,10 +72,10 @@ class StaticSubstep:
             launch.poison()
         launch.verify_prefixes()
 
-    def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
-        """Write one layer's K and V [entries, ...] into the pool and fingerprint them; v None for latent rows.
+    def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, *extras: Tensor) -> None:
+        """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
 
-        Where the engine stores by itself only the order of hooks is looked at, and k and v are not needed.
+        Where the engine stores by itself only the order of hooks is looked at, and values are not needed.
         """
         if not self._is_open:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
@@ -85,7 +85,7 @@ class StaticSubstep:
             return
         if k is None:
             raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-        self._launch.store(layer, self.work.planned.safe_slots, k, v)
+        self._launch.store(layer, self.work.planned.safe_slots, k, v, extras=extras)
 
     def close(self) -> None:
         """After the body: judge layers and own entries, count what fired and what has run."""

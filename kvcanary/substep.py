@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcanary.errors import HookOrderError, PlanError
-from kvcanary.forward import Forward, plan_forward
+from kvcanary.forward import Forward
 from kvcanary.sites import site_name
 from kvcanary.state import PoolState
 from kvcanary.storing import Store, leave_it, take_lanes
@@ -53,7 +53,7 @@ class SubstepCanary:
             raise HookOrderError(f"open() comes once: {self} is {self._phase}")
         manager, pool = self._manager, self._pool
         requests = manager.requests_of(read.requests)
-        forward = plan_forward(self._kind, self._index, pool, manager.step, requests, read, write)
+        forward = Forward(self._kind, self._index, pool, manager.step, requests, read, write)
         manager.opened(self, forward, manager.refuse(forward))
         self._forward, self._phase = forward, OPEN
         self.put = Store(forward).put

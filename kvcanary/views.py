@@ -129,7 +129,7 @@ class PoolView:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ReadPlan:
     """What attention reads, row by row: the very arrays that attention reads, untouched until `check()`.
 
@@ -171,7 +171,7 @@ class ReadPlan:
             raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class WritePlan:
     """What a forward writes, in the order in which its K and V values are stored.
 

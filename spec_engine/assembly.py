@@ -21,6 +21,7 @@ from spec_engine.hooks import Forwards
 from spec_engine.layered import LayeredForwards, LayerGroup
 from spec_engine.loading import dtype_of, load_models
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.fp8_pool import Fp8Pool
 from spec_engine.memory.host_tier import HostTier
 from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
@@ -42,6 +43,7 @@ from spec_engine.streams import Streams
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
 
+POOLS: dict[str, type[KVPool]] = {"auto": KVPool, "fp8_e4m3": Fp8Pool}  # by kv_cache_dtype
 HOST_LAG = {"sync": 0, "overlap": 1}  # verifies that the host is behind the device, by schedule
 
 
@@ -158,7 +160,7 @@ class Assembly:
     def _weighed(self, sizes: Sizes) -> Sizes:
         return replace(
             sizes,
-            pool_bytes={name: pool.kv.nbytes for name, pool in self.pools.items()},
+            pool_bytes={name: pool.nbytes for name, pool in self.pools.items()},
             table_bytes=self.request_table.table.nbytes,
             canary_bytes=0 if self.canary is None else self.canary.num_bytes,
         )
@@ -190,7 +192,7 @@ class Assembly:
             check_pool_slots(name, pool.kv.shape[1], self._num_pages(name), pool.page_size)
 
     def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
-        return KVPool(
+        return POOLS[self.config.kv_cache_dtype](
             name,
             num_layers=len(self.layers[name]) if name in self.layers else model.num_layers,
             num_pages=self._num_pages(name),

@@ -15,6 +15,7 @@ __all__ = ["ConfigError", "EngineConfig", "check_backend"]
 
 DRAFTS = ("auto", "eagle3", "eagle", "standalone", "none")
 ATTEND = ("ancestors", "columns")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 ATTENTION_BACKENDS = tuple(BACKENDS)
 SCHEDULES = ("sync", "overlap")
@@ -44,6 +45,8 @@ class EngineConfig:
         become, by smallest batch size, see `AdaptiveConfig`.
     attend: "ancestors", or "columns": a draft branch reads what was written for its number before, whoever its
         ancestors are. Other engines do that; it mixes paths of the tree, which costs acceptance and never correctness.
+    kv_cache_dtype: "auto" keeps K and V as the model computes them; "fp8_e4m3" as 8-bit numbers, with one float32 scale
+        for each K row and each V row of a token and layer.
     attention_backend: "torch" reads by token indices, "paged" by page tables, "block-table" by page tables too, but no
         draft trees on pages; "dense" is the slow reference. On CUDA also "triton" (token indices), "triton-paged" (page
         tables) and "flashinfer" (token indices).
@@ -74,6 +77,7 @@ class EngineConfig:
     adaptive_steps: bool | Mapping[int, Sequence[int]] = False
     attend: str = "ancestors"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "cpu"
     attention_backend: str = "torch"
     schedule: str = "sync"
@@ -104,6 +108,7 @@ class EngineConfig:
         _require_one_of("draft", self.draft, DRAFTS)
         _require_one_of("attend", self.attend, ATTEND)
         _require_one_of("dtype", self.dtype, DTYPES)
+        _require_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _require_one_of("schedule", self.schedule, SCHEDULES)
         if not isinstance(self.host_pages, int) or self.host_pages < 0:

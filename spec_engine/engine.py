@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from kvcanary.errors import KVCorruptionError
+from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.acceptance.stops import Kept, StopScan
@@ -286,7 +287,8 @@ class Engine(Assembly):
             return [self._end(request, KV_CORRUPTION)]
         if not result.is_decode:
             return self._emit(request, request.committed_len, part) if part.tokens else []
-        before, after, num_accepted = request.committed_len, part.committed_len, len(part.tokens)
+        before, num_accepted = request.committed_len, len(part.tokens)
+        after = seam("lengths.rewound_by_another_count", part.committed_len)
         check_commit(request.request_id, before, after, num_accepted, self.sizes.max_accept)
         events = self._emit(request, part.committed_len, part)
         self.metrics.verify_forwards += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcanary import ReadPlan, WritePlan
+from kvcanary.faults import seam
 from kvcanary.invariants import check_index_lengths
 from spec_engine.attention.backends import BACKENDS
 from spec_engine.core import ForwardBatch, within_window
@@ -71,7 +72,10 @@ class Forwards:
 
     def _own(self, *slots: Tensor) -> tuple[Tensor, ...]:
         """The pool's own slots of these full ones."""
-        return slots if self.windows is None else tuple(self.windows.translate(one) for one in slots)
+        if self.windows is None:
+            return slots
+        num_slots, translate = self.pool.num_slots, self.windows.translate
+        return tuple(seam("windows.untranslated", translate(one), full=one, num_slots=num_slots) for one in slots)
 
 
 def check_arrays(batch: ForwardBatch, pool: str) -> None:

@@ -121,6 +121,10 @@ class Scheduler:
 
     def pages_needed(self, requests: Sequence[Request]) -> int:
         """Pages that the next forward of these running requests takes beyond those that they own."""
+        needed = self._pages_needed(requests)
+        return seam("bounds.unchecked_allocation", needed, available=lambda: self.memory.num_available)
+
+    def _pages_needed(self, requests: Sequence[Request]) -> int:
         chunks = self.next_chunks(requests)
         if chunks:
             return sum(self._missing_pages(chunk.request, chunk.end, self.ahead) for chunk in chunks)

@@ -19,6 +19,7 @@ from kvcanary.faults.reach import (
     overwrite,
     own_state,
     part_of,
+    root_forward,
     words_of,
 )
 from kvcanary.faults.target import Call, Target
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORD_BITS = 32
-ROOT_FORWARDS = {True: "verify", False: "decode"}  # what writes an entry that is surely committed, by whether it drafts
 Damage = Callable[["Target", "Entry", int, "Tensor"], "Tensor"]  # of the words of an entry's row in one layer
 
 
@@ -133,7 +133,7 @@ def _overwrite_a_page(target: Target) -> bool:
 
 def _lose_a_row(target: Target) -> bool:
     """A layer's store of one new entry never arrives: what lay there before lies there still."""
-    view, kind = target.pools["target"], ROOT_FORWARDS[target.setup.drafts]
+    view, kind = target.pools["target"], root_forward(target)
     if not target.running():
         return False
     layer, kept = any_layer(target, view), []

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from kvcanary.faults.fault import Fault
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.reach import any_entry, as_words, change, entry_at, part_of, redirect, root_forward
+from kvcanary.faults.target import Call, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WRAP_BITS = 31
+SCRATCH_ROWS = 3
 OLD_HEADROOM = 4  # columns that a request-table row had past the context, besides the nodes of one tree
 
 
@@ -17,6 +28,68 @@ def _width_without_reserve(width: int, *, context_length: int, num_draft_tokens:
 
 def _every_column(num_columns: int, *, num_steps: int) -> int:
     return num_steps
+
+
+def _without_lookahead(reserve: int, *, lag: int) -> int:
+    return reserve // (lag + 2)
+
+
+def _unasked(num_pages: int, *, available: Callable[[], int]) -> int:
+    return 0 if num_pages > available() else num_pages
+
+
+def _wrap_an_offset(target: Target) -> bool:
+    """The offset of one entry, computed in 32 bits with a sign, comes out negative."""
+
+    def wrapped(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        request = target.rng.randrange(len(call.read.requests))
+        start = int(call.read.indptr[request * call.read.rows_per_request])
+        position = target.rng.randrange(int(call.read.prefix_lens[request]))
+        indices = call.read.indices.clone()
+        indices[start + position] -= 1 << WRAP_BITS
+        call.read = replace(call.read, indices=indices)
+        slot = int(indices[start + position])
+        target.record(pool="target", reader=call.read.requests[request], position=position, slot=slot)
+        return True
+
+    target.before(root_forward(target), wrapped)
+    return bool(target.running())
+
+
+def _write_past_the_pool(target: Target) -> bool:
+    """A forward writes one entry behind the last slot."""
+
+    def past(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        slot = target.pools["target"].num_slots + target.rng.randrange(target.setup.page_size)
+        redirect(call, target.rng.randrange(len(call.write.slots)), slot)
+        target.record(pool="target", slot=slot)
+        return True
+
+    target.before(root_forward(target), past)
+    return bool(target.running())
+
+
+def _use_rows_as_scratch(target: Target) -> bool:
+    """Intermediate values of a long forward land in rows of the pool."""
+    first = any_entry(target, "target")
+    if first is None:
+        return False
+    for position in range(first.position, min(first.position + SCRATCH_ROWS, first.reader.committed_len)):
+        entry, part = entry_at(first.pool, first.reader, position), part_of(first.pool, 0)
+        values = as_words(first.pool, target.rng.uniform(-4.0, 4.0), part.stop - part.start)
+
+        def fill(words: Tensor, part: slice = part, values: Tensor = values) -> Tensor:
+            words[part] = values
+            return words
+
+        for layer in range(entry.pool.num_layers):
+            change(entry.pool, layer, entry.slot, fill)
+    target.record(UNDECLARED, pool="target", slot=first.slot, position=first.position, layer=0)
+    return True
 
 
 FAULTS = (
@@ -56,5 +129,65 @@ FAULTS = (
         needs={"backend": "paged"},
         applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1,
         perturb=_every_column,
+    ),
+    Fault(
+        name="bounds.no_lookahead",
+        k="K03",
+        bugs=("vllm-project/vllm#16370",),
+        story="No blocks were set aside for the tokens that a head drafts: with a nearly full last block it wrote and "
+        "read past the block table, and acceptance suffered. No kernel looked at the bounds.",
+        expected="ReserveError",
+        applies_to="drafts",
+        applies=lambda setup: setup.drafts,
+        perturb=_without_lookahead,
+    ),
+    Fault(
+        name="bounds.unchecked_allocation",
+        k="K49",
+        bugs=("sgl-project/sglang#34399", "sgl-project/sglang#32780"),
+        story="Pages were taken before anybody asked whether so many are free: the kernel read past the end of the "
+        "free list, and only then came the report that memory is out.",
+        expected="PoolExhaustedError",
+        also=("PagesQuarantinedError",),
+        applies_to="a pool under pressure",
+        needs={"page_size": 16, "pages": 24, "batch": 6, "new_token_ratio": 0.1},
+        applies=lambda setup: setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2,
+        perturb=_unasked,
+    ),
+    Fault(
+        name="bounds.past_the_pool",
+        k="K49",
+        bugs=("microsoft/DeepSpeed#2485", "microsoft/DeepSpeed#3758"),
+        story="The workspace for K and V was sized for 1024 tokens, and nothing compared it with the input: longer "
+        "ones were written behind it. Its users asked for an error in the place of silence.",
+        expected="W1",
+        applies_to="everything",
+        strike=_write_past_the_pool,
+    ),
+    Fault(
+        name="bounds.offset_wraps",
+        k="K41",
+        bugs=(
+            "vllm-project/vllm#1514",
+            "vllm-project/vllm#1486",
+            "flashinfer-ai/flashinfer#3136",
+            "flashinfer-ai/flashinfer#3130",
+            "vllm-project/vllm#50427",
+        ),
+        story="A block's number times its stride was computed in 32 bits. In caches of many blocks the product wraps, "
+        "and attention reads zeros or somebody else's rows. Three engines have had it, from 2023 to 2026.",
+        expected="R1",
+        applies_to="everything: the wrapped offset is given to a small pool",
+        strike=_wrap_an_offset,
+    ),
+    Fault(
+        name="bounds.scratch_in_the_pool",
+        k="K12",
+        bugs=("microsoft/DeepSpeed#2359", "microsoft/DeepSpeed#2300"),
+        story="A scratch buffer overlapped the workspace in which K and V lie: long generations came out corrupted.",
+        expected="R9",
+        applies_to="everything",
+        cause=("bits", "transfer", "bounds"),
+        strike=_use_rows_as_scratch,
     ),
 )

@@ -1,16 +1,93 @@
-"""Lengths and page counts that are estimated twice, by two formulas."""
+"""Lengths and page counts that are kept twice, or counted in two ways, and drift apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import root_forward, submit_prompt, written_of
+from kvcanary.faults.target import Call, Setup, Target
+
+if TYPE_CHECKING:
+    from kvcanary.views import ReadPlan
 
 
 def _worst_case(pages: int, *, worst_case: Callable[[], int]) -> int:
     return worst_case()
 
 
+def _not_raised(pages: list[int], *, num_held: int) -> list[int]:
+    return pages if num_held == 0 else []
+
+
+def _without_the_last(pages: Sequence[int]) -> Sequence[int]:
+    return pages[:-1]
+
+
+def _one_less(committed_len: int) -> int:
+    return committed_len - 1
+
+
+def _believe(target: Target, change: int) -> bool:
+    """The next forward of everyone believes another length of one request than is committed."""
+    running = list(target.running())
+    if not running:
+        return False
+    _misbelieve(target, root_forward(target), target.rng.choice(running).request_id, change)
+    return True
+
+
+def _read_past_the_chunk(target: Target) -> bool:
+    """The second chunk of a new prompt is told the length of the whole prompt."""
+    _misbelieve(target, "prefill", submit_prompt(target, 3 * CHUNK), CHUNK)
+    return True
+
+
+def _misbelieve(target: Target, kind: str, request_id: str, change: int) -> None:
+    def believing(call: Call) -> bool:
+        if call.pool != "target" or request_id not in call.read.requests:
+            return False
+        number, lens = call.read.requests.index(request_id), call.read.prefix_lens.clone()
+        length = int(lens[number])
+        if kind == "prefill" and not length:
+            return False
+        lens[number] += change
+        call.read = replace(call.read, prefix_lens=lens)
+        if change > 0:
+            call.read = _with_rejected(call, number, change)
+            positions = call.write.positions.clone()
+            positions[written_of(call, number)] += change
+            call.write = replace(call.write, positions=positions)
+        target.record(reader=request_id, pool="target", position=length if change > 0 else length + change - 1)
+        return True
+
+    target.before(kind, believing)
+
+
+def _with_rejected(call: Call, number: int, count: int) -> ReadPlan:
+    """The read plan in which the row of one request has so many more entries between its prefix and its own."""
+    import torch
+
+    read, row = call.read, number * call.read.rows_per_request
+    start, end = read.indptr[row : row + 2].tolist()
+    written = written_of(call, number)
+    own = end - start - (written.stop - written.start)
+    kept = read.indices[end - 1 : end].expand(count)
+    indptr = read.indptr.clone()
+    indptr[row + 1 :] += count
+    indices = torch.cat((read.indices[: start + own], kept, read.indices[start + own :]))
+    return replace(read, indptr=indptr, indices=indices)
+
+
+def _retracts(setup: Setup) -> bool:
+    return setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2
+
+
+PRESSED = {"page_size": 16, "pages": 30, "batch": 4, "new_token_ratio": 0.1}
 FAULTS = (
     Fault(
         name="lengths.worst_case_estimate",
@@ -19,8 +96,72 @@ FAULTS = (
         "own their pages already: under pressure requests gave up pages that nobody needed.",
         expected="needless retractions",
         applies_to="a pool under pressure: new_token_ratio below 1",
-        needs={"page_size": 16, "pages": 30, "batch": 4, "new_token_ratio": 0.1},
-        applies=lambda setup: setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2,
+        needs=PRESSED,
+        applies=_retracts,
         perturb=_worst_case,
+    ),
+    Fault(
+        name="lengths.watermark_not_raised",
+        k="K14",
+        bugs=("sgl-project/sglang#13826", "sgl-project/sglang-jax#1147"),
+        story="Pages of a decode step were taken, and the request's allocated length stayed what it was: its end gave "
+        "back less than it had, until nothing was left. The port to another framework has the same omission.",
+        expected="EstimateError",
+        applies_to="everything",
+        perturb=_not_raised,
+    ),
+    Fault(
+        name="lengths.unaligned_release",
+        k="K14",
+        bugs=("sgl-project/sglang#31616",),
+        story="The allocated length was noted without rounding up to whole pages, which is what the allocator hands "
+        "out: the last page of every request stayed behind.",
+        expected="PageLeakError",
+        applies_to="everything",
+        perturb=_without_the_last,
+    ),
+    Fault(
+        name="lengths.rewound_by_another_count",
+        k="K14",
+        bugs=("NVIDIA/TensorRT-LLM#19120",),
+        story="A row grew by one count of drafted tokens and was rewound by another, so that its capacity fell below "
+        "what it had committed. The engine died of an assertion far away.",
+        expected="CommitError",
+        applies_to="everything",
+        perturb=_one_less,
+    ),
+    Fault(
+        name="lengths.past_the_chunk",
+        k="K40",
+        bugs=("GeeeekExplorer/nano-vllm#212", "GeeeekExplorer/nano-vllm#213"),
+        story="While a prompt was prefilled in chunks, attention was given the length of the whole prompt and read "
+        "slots that no chunk had written yet.",
+        expected="R4",
+        cause=("lengths", "addressing", "order", "draft"),
+        applies_to="prompts in chunks",
+        needs={"chunk": CHUNK},
+        applies=lambda setup: setup.pages is None,
+        strike=_read_past_the_chunk,
+    ),
+    Fault(
+        name="lengths.window_for_length",
+        k="K46",
+        bugs=("huggingface/transformers#38156", "huggingface/transformers#31661"),
+        story="The length of a hybrid cache was asked of its first layer, whose window holds no more than so many "
+        "entries: the sequence seemed shorter than it was.",
+        expected="R10",
+        applies_to="everything",
+        strike=partial(_believe, change=-1),
+    ),
+    Fault(
+        name="lengths.crop_is_no_op",
+        k="K46",
+        bugs=("huggingface/transformers#47433", "ml-explore/mlx-lm#1109"),
+        story="A cache was told to drop rejected tokens, dropped fewer or none, and nobody looked at what it had done: "
+        "they counted as part of the sequence from then on.",
+        expected="R4",
+        cause=("lengths", "addressing", "order", "draft"),
+        applies_to="everything",
+        strike=partial(_believe, change=1),
     ),
 )

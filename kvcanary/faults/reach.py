@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcanary.faults.target import Call, Running, Target
@@ -86,6 +86,11 @@ def part_of(view: PoolView, part: int) -> slice:
     return slice(piece.first, piece.first + piece.words)
 
 
+def root_forward(target: Target) -> str:
+    """The kind of forward that writes an entry which is surely committed."""
+    return "verify" if target.setup.drafts else "decode"
+
+
 def submit_prompt(target: Target, length: int) -> str:
     """A new request with a prompt that nobody has cached; `target.prompts` has it."""
     vocab_size = target.pools["target"].vocab_size or 2
@@ -101,6 +106,33 @@ def written_of(call: Call, request: int) -> slice:
     ends = [0, *per_row.cumsum(0).tolist()]
     rows = call.read.rows_per_request
     return slice(ends[request * rows], ends[(request + 1) * rows])
+
+
+def redirect(call: Call, entry: int, slot: int) -> None:
+    """One entry of a forward is written to, and read from, another slot."""
+    slots, indices = call.write.slots.clone(), call.read.indices.clone()
+    indices[indices == slots[entry]] = slot
+    slots[entry] = slot
+    call.write = replace(call.write, slots=slots)
+    call.read = replace(call.read, indices=indices)
+
+
+def redirect_row(call: Call, reader: int, other: int, is_private: Callable[[int], bool]) -> tuple[int, int] | None:
+    """The prefix of one request is read by the row of another; the first position and slot that are the other's alone.
+
+    None: all that they have is shared.
+    """
+    starts = call.read.indptr[:: call.read.rows_per_request].tolist()
+    length = min(int(call.read.prefix_lens[reader]), int(call.read.prefix_lens[other]))
+    indices = call.read.indices.clone()
+    mine = slice(starts[reader], starts[reader] + length)
+    theirs = indices[starts[other] : starts[other] + length].clone()
+    private = [(position, slot) for position, slot in enumerate(theirs.tolist()) if is_private(slot)]
+    if not private:
+        return None
+    indices[mine] = theirs
+    call.read = replace(call.read, indices=indices)
+    return private[0]
 
 
 def row_of(slot: int) -> Tensor:

@@ -26,6 +26,7 @@ class Setup:
     drafts: whether anything drafts; topk, num_steps, num_draft_tokens: its tree; attend: "ancestors" or "columns".
     chunk: most prompt tokens in one forward; window: tokens that the target's attention sees, None: all.
     batch, prompt_len, new_tokens: requests at a time, and about how long; shared: leading tokens that prompts share.
+    salts: of how many tenants the requests are; their prefixes are not to be shared.
     pages: of the pool, None: plenty; context: longest prompt plus output, None: what the model was made for.
     content: of the canary, "full" or "rolling".
     """
@@ -49,6 +50,7 @@ class Setup:
     prompt_len: int = 24
     new_tokens: int = 20
     shared: int = 0
+    salts: int = 1
     pages: int | None = None
     context: int | None = None
     new_token_ratio: float = 1.0

@@ -78,7 +78,7 @@ def _may_use(pool, indices, num_indices, slots, written, width, who):
 
 @loop(
     "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, "
-    "int64, int64, int64, int64, int64, int64, int64[::1], int64[::1])"
+    "int64, int64, int64, int64, int64, int64, int64, int64, int64[::1])"
 )
 def take_plan(
     card,
@@ -102,20 +102,21 @@ def take_plan(
     num_indices,
     mask,
     nodes,
-    who,
+    who_at,
+    requests,
     memory,
 ):
     """Fill `Forward.memory` from tensors at these addresses, 0 where there is none; its address, and what was seen.
 
     count: entries that every row writes, where `written` is 0
     nodes: entries that every row must write, as many as its tree mask says; -1: any
-    who:   [requests * 2] uids and committed lengths
+    who_at: address of [requests * 2] uids and committed lengths
     CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `refusing` would refuse something or
     `writing.judge_slots` would name a slot that is written twice, and where the loops do not know the pages.
     """
-    pool = longs_at(card, POOL_CARD)
+    pool, who = longs_at(card, POOL_CARD), longs_at(who_at, 2 * requests)
     memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
-    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, who.shape[0] // 2
+    memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, requests
     memory[HAS_PARENTS], memory[HAS_STARTS] = parents != 0, starts != 0
     memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
     memory[LANES] = memory[SEEN] = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcanary.cards import BASE, CONTENT_A, LAYERS, NULL_SLOTS, POOL_CARD, SEAL_TERM, SLOTS
 from kvcanary.host import MISPLACED, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
 from kvcanary.loops.memory import longs_at, loop
 from kvcanary_kernels.record import (
@@ -212,68 +213,70 @@ def seal_plan(
 
 
 @loop(
-    "int64(int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64[::1], int64[::1], int64, "
-    "int64, int64, "
-    "int64[:, ::1], int64[:, ::1], boolean, int64[::1], int64[:, ::1], int64[:, ::1], boolean[::1])"
+    "int64(int64, int64, int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, "
+    "boolean, int64[::1], int64[:, ::1], int64[:, ::1], boolean[::1])"
 )
 def move_records(
+    origin,
+    target,
     src,
     dst,
     src_names,
     dst_names,
-    src_base,
-    src_slots,
-    dst_base,
-    dst_slots,
     generations,
     owners,
     page_size,
     step_site,
-    pool_term,
-    src_content,
-    dst_content,
     has_lanes,
     constants,
     table,
     live,
     judged,
 ):
-    """Records and fingerprints follow n moved entries: REWRITTEN, or 0; -1, and nothing, for slots that are none.
+    """Records and fingerprints follow n moved entries: the furthest position of any, and in the lowest bit REWRITTEN.
 
+    -1, and nothing, where a slot is none or a null slot, or an entry stays where it is.
+    origin, target:                 addresses of the pools' cards
     src, dst, src_names, dst_names: [n], all sources are read before a destination is written
-    src_content, dst_content:       [layers, slots] content a, of no layers where it does not lie here
     Token, position, chain and layers stay, under the grant and owner of the destination's page; a move makes nothing
     current that was not, and a damaged source stays damaged.
     """
-    n, layers = src.shape[0], src_content.shape[0]
+    n, num_pages = src.shape[0], generations.shape[0]
+    source, pool = longs_at(origin, POOL_CARD), longs_at(target, POOL_CARD)
+    layers = pool[LAYERS] if source[CONTENT_A] and pool[CONTENT_A] else 0
+    src_slots, dst_slots, src_base, dst_base = source[SLOTS], pool[SLOTS], source[BASE], pool[BASE]
+    src_content = longs_at(source[CONTENT_A], layers * src_slots)
+    dst_content = longs_at(pool[CONTENT_A], layers * dst_slots)
     records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
     lanes = np.empty((n, layers), np.int64)
-    num_pages = generations.shape[0]
     for i in range(n):
-        if not (0 <= src[i] < src_slots and 0 <= dst[i] < dst_slots):
+        if not (source[NULL_SLOTS] <= src[i] < src_slots and pool[NULL_SLOTS] <= dst[i] < dst_slots):
             return -1
         if not (0 <= src_names[i] // page_size < num_pages and 0 <= dst_names[i] // page_size < num_pages):
+            return -1
+        if origin == target and src[i] == dst[i]:
             return -1
     for i in range(n):
         for column in range(COLUMNS):
             records[i, column] = table[src_base + src[i], column]
             damage[i, column] = live[src_base + src[i], column] - records[i, column]
         for layer in range(layers):
-            lanes[i, layer] = src_content[layer, src[i]]
-    rewritten = False
+            lanes[i, layer] = src_content[layer * src_slots + src[i]]
+    rewritten, furthest = False, np.int64(0)
     for i in range(n):
         record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
+        furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
         is_stale = (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]
         uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
         record[REQUEST_GENERATION] = uid & MASK_32 | (0 if is_stale else generations[page]) << 32
         record[STEP_SITE] = step_site
         record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
-        rewritten |= _write(row, record, pool_term, constants, table, live, judged)
+        rewritten |= _write(row, record, pool[SEAL_TERM], constants, table, live, judged)
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
         for layer in range(layers if has_lanes else 0):
-            dst_content[layer, dst[i]] = lanes[i, layer]
-    return REWRITTEN if rewritten else 0
+            dst_content[layer * dst_slots + dst[i]] = lanes[i, layer]
+    return furthest << 1 | (REWRITTEN if rewritten else 0)
 
 
 @loop("boolean(int64, int64, int64[:, ::1], int64[:, ::1])")

@@ -25,14 +25,16 @@ class Needs:
 
     package:   a module that must be installed
     cuda:      a CUDA device; "or interpreter": on a CPU also where Triton interprets its kernels (TRITON_INTERPRET=1)
-    dtypes:    number types of the pool
+    dtypes:    number types that K and V are read in
     head_dims: sizes of a head
+    own_types: the pool must hold such numbers: 8-bit ones with a scale for each row are not read
     """
 
     package: str | None = None
     cuda: str | None = None
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
+    own_types: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Backend:
     def _refusal(self, pool: KVPool) -> str | None:
         """What this backend needs and the pool or the machine has not; None: it runs."""
         needs, kv = self.needs, pool.kv
-        dtype, head_dim = str(kv.dtype).removeprefix("torch."), kv.shape[-1]
+        dtype, head_dim = str(pool.dtype).removeprefix("torch."), kv.shape[-1]
         interpreted = needs.cuda == "or interpreter" and os.environ.get("TRITON_INTERPRET") == "1"
         if needs.package is not None and find_spec(needs.package) is None:
             return f"needs the package {needs.package}, which is not installed"
@@ -72,6 +74,8 @@ class Backend:
             return f"needs a CUDA device, got {kv.device.type}"
         if needs.dtypes is not None and dtype not in needs.dtypes:
             return f"computes in {' or '.join(needs.dtypes)}, got {dtype}"
+        if needs.own_types and kv.dtype is not pool.dtype:
+            return f"knows no scales of single rows, got a pool of {str(kv.dtype).removeprefix('torch.')}"
         if needs.head_dims is not None and head_dim not in needs.head_dims:
             return f"reads heads of {' or '.join(map(str, needs.head_dims))} numbers, got {head_dim}"
         return None
@@ -84,7 +88,7 @@ class Backend:
 
 
 TRITON = Needs("triton", "or interpreter", ("float32", "bfloat16", "float16"))
-FLASHINFER = Needs("flashinfer", "always", ("bfloat16", "float16"), (64, 128, 256))
+FLASHINFER = Needs("flashinfer", "always", ("bfloat16", "float16"), (64, 128, 256), own_types=True)
 
 BACKENDS = {
     backend.name: backend

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_engine.memory.fp8_pool import dequantise
+
 
 @dataclass(frozen=True, eq=False)
 class PagePass:
@@ -29,14 +31,16 @@ class PagePass:
     page_size: int
     causal: bool = False
 
-    def run(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, kv: Tensor, q: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attention of q ``[rows * num_new, kv_heads, fold, head_dim]``, and its LSE, without head_dim.
 
-        kv: [slots, 2, kv_heads, head_dim]. Both at least in float32. A query that sees nothing gets zeros and an LSE
-        of -inf.
+        kv: [slots, 2, kv_heads, head_dim]; scales: [slots, 2] of e4m3 numbers, None where kv are the numbers that they
+        stand for. Both at least in float32. A query that sees nothing gets zeros and an LSE of -inf.
         """
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        kv = kv.view(-1, self.page_size, *kv.shape[1:])[self.tables].flatten(1, 2)  # [rows, entries, 2, heads, dim]
+        kv = self._entries(kv)  # [rows, entries, 2, heads, dim]
+        if scales is not None:
+            kv = dequantise(kv, self._entries(scales), q.dtype)
         entries = torch.arange(kv.shape[1], device=kv.device)
         unread = entries >= self.lens[:, None]
         k, v = kv.to(q.dtype).masked_fill(unread[:, :, None, None, None], 0).unbind(2)  # 0 * NaN is NaN
@@ -47,6 +51,10 @@ class PagePass:
         lse = torch.logsumexp(scores, -1)
         weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
         return torch.einsum("rnhfl,rlhd->rnhfd", weights, v).reshape(q.shape), lse.flatten(0, 1)
+
+    def _entries(self, slots: Tensor) -> Tensor:
+        """[rows, entries, ...]: what the pages hold of ``slots [slots, ...]``."""
+        return slots.view(-1, self.page_size, *slots.shape[1:])[self.tables].flatten(1, 2)
 
     def _ends(self) -> Tensor:
         """[rows, num_new] int64: where what each query sees ends."""

@@ -35,9 +35,9 @@ class BlockTableAttention(PoolAttention):
         self.groups = self._groups(batch, indices)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        kv = self.pool.kv[layer]
+        kv, scales = self.pool.rows(layer)
         split = q.view(len(q), self.kv_heads, self.fold, self.head_dim)
-        outputs = [merge([part.run(kv, split[tokens]) for part in parts]) for tokens, parts in self.groups]
+        outputs = [merge([part.run(kv, split[tokens], scales) for part in parts]) for tokens, parts in self.groups]
         return torch.cat(outputs).view_as(q).to(q.dtype)
 
     def _groups(self, batch: ForwardBatch, indices: Tensor) -> list[tuple[slice, list[PagePass]]]:

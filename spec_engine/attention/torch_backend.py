@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcanary.faults import seam
 from spec_engine.attention.base import PoolAttention, row_groups
 from spec_engine.core import ForwardBatch
 
@@ -77,10 +78,11 @@ class TorchAttention(PoolAttention):
         else:
             depths = batch.tree_mask.sum(-1) - 1
             visible = (column < 0) | (batch.tree_mask.gather(2, node) & (column < num_new))
-        if batch.window is not None:
+        window = seam("windows.window_on_a_global_layer", batch.window)
+        if window is not None:
             place = torch.where(column < 0, column, depths[:, None].expand(-1, num_new, -1).gather(2, node))
-            visible &= place > depths[:, :, None] - batch.window
-        mask = torch.zeros(visible.shape, dtype=self.pool.kv.dtype, device=device).masked_fill_(~visible, -torch.inf)
+            visible &= place > depths[:, :, None] - window
+        mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=device).masked_fill_(~visible, -torch.inf)
         return mask.repeat(1, self.fold, 1)[:, None]
 
 

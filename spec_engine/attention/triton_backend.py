@@ -40,21 +40,23 @@ class TritonAttention(PoolAttention):
         }
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        k, v = self.pool.kv[layer].unbind(1)
+        kv, scales = self.pool.rows(layer)
+        k, v = kv.unbind(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged_attention(q, k, v, out=out, **self.operands)
+        paged_attention(q, k, v, out=out, **_factors(scales), **self.operands)
         return out
 
 
 class TritonPass(PagePass):
     """A `PagePass` by the kernel, in float32."""
 
-    def run(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, kv: Tensor, q: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
         heads = q.flatten(1, 2)
         out = torch.empty(heads.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(heads.shape[:2], dtype=torch.float32, device=q.device)
         k, v = kv.unbind(1)
-        paged_attention(heads, k, v, scale=q.shape[-1] ** -0.5, out=out, lse=lse, **self._operands)
+        scale = q.shape[-1] ** -0.5
+        paged_attention(heads, k, v, scale=scale, out=out, lse=lse, **_factors(scales), **self._operands)
         return out.view(q.shape), lse.view(q.shape[:-1])
 
     @cached_property
@@ -78,3 +80,8 @@ class TritonPages(PagedAttention):
     """Attention by page tables: a pass over the prefix, one over what is new, merged by their LSE."""
 
     pass_type = TritonPass
+
+
+def _factors(scales: Tensor | None) -> dict[str, Tensor]:
+    """The kernel's operands for scales ``[slots, 2]`` of a pool of 8-bit numbers."""
+    return {} if scales is None else dict(zip(("k_scale", "v_scale"), scales.unbind(1), strict=True))

@@ -67,7 +67,7 @@ class Drafter:
         self._drawn = DrawnDrafts(head, num_rows, device) if draws else None
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.kv.dtype, device=device)
+        self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.dtype, device=device)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -88,7 +88,11 @@ class Drafter:
         self.consume(batch)
         if self._drawn is not None:
             self._drawn.begin(batch)
-        growth = new_growth(self.topk, len(batch), self._chains.get(num_steps))
+        growth = new_growth(
+            self.topk,
+            len(batch),
+            self._chains.get(seam("adaptive.constants_of_another_length", num_steps, chains=self._chains)),
+        )
         if num_steps:
             self._grow(growth, batch.shifted([self.head.ahead] * len(batch)), num_steps)
         return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)

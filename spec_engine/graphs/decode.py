@@ -42,7 +42,7 @@ class DecodeProgram(StepProgram):
         forward = StaticForward.allocate("decode", 0, self._table, requests=size, new=1)
         self._hooked = forwards.hook(forward, self._feed, "decode", "live")
         self._hidden = torch.zeros(
-            size, model.config.hidden_size, dtype=forwards.pool.kv.dtype, device=forward.slots.device
+            size, model.config.hidden_size, dtype=forwards.pool.dtype, device=forward.slots.device
         )
         self._results = Results({"bonus": (size,)}, self._table.device)
         self._run = recorder.record(self._body)

@@ -134,9 +134,11 @@ class StaticAttention:
         if self._substep is None:
             pool.store(layer, forward.slots, k, v)
         else:
-            self._substep.store(layer, k, v)
+            self._substep.store(layer, *pool.stored(k, v))
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # padding has no row that writes it
-        keys, values = pool.kv[layer].unbind(1)
+        kv, scales = pool.rows(layer)
+        keys, values = kv.unbind(1)
+        k_scale, v_scale = (None, None) if scales is None else scales.unbind(1)
         attend = paged_attention if q.is_cuda else paged_attention_torch
         attend(
             q,
@@ -150,6 +152,8 @@ class StaticAttention:
             scale=q.shape[-1] ** -0.5,
             out=out,
             tree_mask=forward.tree_mask,
+            k_scale=k_scale,
+            v_scale=v_scale,
             workspace=self._workspace,
         )
         return out

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
+from kvcanary.faults import seam
 from kvcanary.invariants import (
     check_generations,
     check_pages_available,
@@ -83,6 +84,7 @@ class PageAllocator:
         while len(self._free) < count:
             heapq.heappush(self._free, self._waiting.popleft()[1])
         pages = [heapq.heappop(self._free) for _ in range(count)]
+        pages = seam("lifetime.two_owners", pages, taken=self._references)
         check_pages_granted(pages, self._references, self.num_pages)
         for page in pages:
             self._references[page] = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_estimate, check_lengths
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.extend import alloc_extend
@@ -38,7 +39,9 @@ class KVMemory:
         self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
-        self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
+        self.cache = PrefixCache(
+            allocator, PrefixTree(table.page_size, bigram=seam("identity.plain_key", is_drafting)), table
+        )
 
     @property
     def num_available(self) -> int:
@@ -195,7 +198,7 @@ class KVMemory:
         if not pages:
             return
         self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
-        request.pages += pages
+        request.pages += seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
         if self.canary is not None:
             self.canary.on_alloc(request.request_id, pages, for_load)
 
@@ -241,7 +244,7 @@ class KVMemory:
 
 def _root(request: Request) -> tuple[str, str]:
     """Salt and adapter, under which alone equal tokens are equal K and V."""
-    return request.salt, request.adapter
+    return seam("identity.weak_key", (request.salt, request.adapter))
 
 
 def _window_row(request: Request) -> WindowRow:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class KVPool:
     """``kv [layers, slots, 2, kv_heads, head_dim]``: K at index 0 and V at index 1 of a slot's row.
 
+    dtype: what K and V are given and read in; parts: everything that a slot has, each ``[layers, slots, ...]``.
     token_offset: slot p of a row holds token p + token_offset; ahead: entries beyond the committed length.
     Slots [0, page_size) are the null page: padding may write and read there, no request owns it.
     """
@@ -38,9 +39,15 @@ class KVPool:
         self.token_offset, self.ahead = token_offset, ahead
         self.num_slots = (num_pages + 1) * page_size
         self.kv = torch.zeros(num_layers, self.num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        self.dtype = dtype
+        self.parts: tuple[torch.Tensor, ...] = (self.kv,)
         self._rows = list(self.kv)
         self._k = [rows[:, 0] for rows in self._rows]
         self._v = [rows[:, 1] for rows in self._rows]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     def store(
         self,
@@ -58,13 +65,22 @@ class KVPool:
         if substep is not None:
             substep.store(layer, k, v)
 
+    def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What k, v ``[n, kv_heads, head_dim]`` are in the pool, in the order of its view: K, V and extras."""
+        return k, v
+
     def load(self, layer: int, indices: torch.Tensor) -> torch.Tensor:
         """K and V of one layer at ``indices [n]``: ``[n, 2, kv_heads, head_dim]``."""
         return self._rows[layer].index_select(0, indices)
 
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All K and V of one layer as they lie, ``[slots, 2, kv_heads, head_dim]``, and their scales, if they have."""
+        return self._rows[layer], None
+
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy the rows of all layers; every source is read before any destination is written."""
-        self.kv[:, destination] = self.kv[:, source]
+        """Copy the rows of all layers, all their parts; every source is read before any destination is written."""
+        for part in self.parts:
+            part[:, destination] = part[:, source]
 
     def view(self) -> PoolView:
         """The pool as the canary sees it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_pages_final
 from spec_engine.memory.accounting import PoolAccounting, check_holders
 from spec_engine.memory.allocator import PageAllocator
@@ -74,7 +75,8 @@ class PrefixCache:
             own = set(request.pages)
             self.allocator.share([page for page in result.pages if page not in own])
             self.allocator.free(result.duplicates)
-            self.table.replace_pages(request.row, result.pages)
+            kept = seam("lifetime.duplicate_not_remapped", result.pages, own=request.pages)
+            self.table.replace_pages(request.row, kept)
             request.pages[: len(result.pages)] = result.pages
         self.tree.lock(result.node)
         if request.node is not None:
@@ -95,7 +97,8 @@ class PrefixCache:
         self.table.release(request.row)
         if request.node is not None:
             self.tree.unlock(request.node)
-        self.allocator.free(request.pages)
+        pages = seam("lengths.unaligned_release", request.pages)
+        self.allocator.free(seam("lifetime.double_free", pages))
         request.row, request.pages, request.num_shared, request.node = 0, [], 0, None
 
     def make_room(self, count: int) -> list[int]:

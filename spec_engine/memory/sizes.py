@@ -22,7 +22,8 @@ class Sizes:
     ahead: entries that the draft pool holds beyond the committed length.
     reserve: slots that a running request owns past the committed length which the host knows.
     context_length: longest prompt plus output; row_width: columns of a request-table row.
-    pool_bytes: K and V by pool; table_bytes: the request table; canary_bytes: records and fingerprints, 0 without one.
+    pool_bytes: K, V and their scales by pool; table_bytes: the request table.
+    canary_bytes: records and fingerprints, 0 without one.
     """
 
     page_size: int
@@ -50,7 +51,7 @@ def plan_sizes(config: EngineConfig, *, max_positions: int, ahead: int | None, l
         alloc_len = draft_alloc_len(config.page_size, config.topk, config.most_steps, config.most_nodes)
         max_accept = config.most_steps + 1
     ahead = ahead or 0
-    reserve = reserve_len(alloc_len, max_accept, lag, ahead)
+    reserve = seam("bounds.no_lookahead", reserve_len(alloc_len, max_accept, lag, ahead), lag=lag)
     check_reserve(reserve, lag, max_accept, alloc_len + ahead)
     context_length = min(config.context_length or max_positions, max_positions)
     num_pages = config.max_total_tokens // config.page_size

@@ -100,7 +100,7 @@ def test_entries_are_whole():
     assert len({fault.name for fault in entries()}) == len(entries())
     for fault in entries():
         assert fault.family in families()
-        assert all(re.fullmatch(r"[\w-]+/[\w.-]+#\d+", bug) for bug in fault.bugs)
+        assert all(re.fullmatch(r"[\w-]+/[\w.-]+(#\d+|@[0-9a-f]{7})", bug) for bug in fault.bugs)
         assert fault.bugs or not fault.k
         assert fault.story.endswith(".")
         assert fault.expected

@@ -209,6 +209,23 @@ def test_fp8_pools(attention, kind, device) -> None:
 
 
 @both
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_fp8_pools_with_a_scale_for_each_slot(attention, page_size, device) -> None:
+    """Scales of K and V that lie side by side, as a pool keeps them; those of slots that nobody sees are NaN."""
+    new, tree = ([1, 3], True) if page_size == 1 else ([1, 1], False)
+    world = World(device, [170, 9], new, dim=32, page_size=page_size, tree=tree)
+    scales = 2.0 ** torch.randint(-3, 4, (SLOTS, 2)).float().to(device)
+    small = (world.kv * 100).to(torch.float8_e4m3fn)
+    world.kv = small.float() * scales[:, :, None, None] / 100
+    expected = world.expected()[0]
+    seen = torch.tensor(world.slots(0) + world.slots(1), device=device)
+    unseen = torch.ones(SLOTS, dtype=torch.bool, device=device).index_fill_(0, seen, False)
+    world.kv, scales = small, (scales / 100).masked_fill_(unseen[:, None], torch.nan)
+    world.options |= {"k_scale": scales[:, 0], "v_scale": scales[:, 1]}
+    torch.testing.assert_close(world.run(attention)[0].double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@both
 def test_operands_of_any_strides(attention, device) -> None:
     """Queries inside a joint projection, K and V heads first, outputs inside a larger tensor."""
     world = World(device, [30, 8], [3, 1])
@@ -249,6 +266,7 @@ def test_no_rows(attention, device) -> None:
             r"q_indptr must be contiguous \[3\] int64, got \[3\] torch.int32",
         ),
         ({"out": torch.zeros(3, 4, 8)}, r"out must be \[6, 4, 16\] with dense heads of .*, got \[3, 4, 8\]"),
+        ({"v_scale": torch.ones(3)}, r"v_scale must be one float32 number, or one for each of 512 slots, got \[3\]"),
         ({"lse": torch.zeros(3)}, r"lse must be contiguous \[6, 4\] of floats, got \[3\] torch.float32"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcanary import PlanError, ReadPlan, WritePlan
-from kvcanary.forward import plan_forward
+from kvcanary.forward import Forward
 from kvcanary.ledger import Ledger
 from kvcanary.pages import STATE_NAMES
 from kvcanary.state import CanaryState
@@ -124,7 +124,7 @@ def test_how_long_a_row_must_be_is_one_rule(rig, static_row, ancestors, written)
             read = ReadPlan(ints([0, len(slots)]), ints(slots), ("mine",), 1, ints([committed]), written)
             write = WritePlan(ints(slots[before:]), ints([5] * written), ints(range(before, before + written)))
             try:
-                forward = plan_forward(kind, ancestors, pool, 1, [request], read, write)
+                forward = Forward(kind, ancestors, pool, 1, [request], read, write)
                 forward.read_rows()
                 on_host = [hit.code for hit in judge_lengths(forward)] == ["R10"]
             except PlanError:

@@ -95,6 +95,28 @@ def test_moved_guesses_are_compared_where_their_bytes_were_kept(make_engine, con
     assert [finding.code for finding in engine.canary.findings] == found
 
 
+def test_a_move_leaves_alone_what_does_not_move(make_engine):
+    """Null slots, and entries that stay, among others that move: the records of the others alone are written."""
+    engine = make_engine(page_size=1)
+    engine.start("one", 9)
+    engine.step()
+    engine.canary.drain()
+    kv, row, records = engine.pools["target"].kv, engine.rows["one"], engine.canary._state.by_name["target"].records
+    source, stays, destination = engine.slot("one", row.committed - 1), engine.slot("one", 2), row.pages[-1]
+    kv[:, destination], before = kv[:, source], records.clone()
+    src, dst = torch.tensor([0, source, stays, -1]), torch.tensor([0, destination, stays, 5])
+    engine.canary.on_move("target", src, dst)
+    engine.canary.drain()
+    assert (records != before).any(1).nonzero().tolist() == [[destination]]
+
+
+def test_a_move_names_slots_of_its_pools():
+    """Beyond the pool's end nothing is written, and whoever asked is told."""
+    canary, _ = two_pools()
+    with pytest.raises(PlanError, match="of 'device' and 'host', of 64 and 64 slots, got 4 and 64 at most"):
+        canary.on_move("device", torch.tensor([4]), torch.tensor([64]), to="host")
+
+
 def two_pools() -> tuple[CanaryManager, list[torch.Tensor]]:
     """A device pool and a host pool of equal rows, and a draft pool of other ones."""
     tensors = [torch.zeros(2, 64, 2, 4) for _ in range(2)] + [torch.zeros(1, 64, 2, 4)]

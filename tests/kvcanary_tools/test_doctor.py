@@ -25,7 +25,7 @@ def test_doctor_json_has_every_section(kvcanary) -> None:
     result = kvcanary("doctor", "--json")
     assert result.exit_code == 0, result.stdout
     found = json.loads(result.stdout)
-    assert set(found) == {"versions", "devices", "kernels", "embedded model", "broken"}
+    assert set(found) == {"versions", "devices", "kernels", "embedded model", "adapters", "broken"}
     assert found["broken"] == []
     assert found["versions"]["torch"] == torch.__version__
     assert found["kernels"]["torch"] == "equal to plain integers, bit for bit"
@@ -56,6 +56,16 @@ def test_doctor_takes_a_missing_extra_for_no_error(kvcanary, monkeypatch: pytest
     result = kvcanary("doctor")
     assert result.exit_code == 1
     assert "not installed: no-such-package" in result.stdout
+
+
+def test_doctor_says_what_an_adapter_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is not as known is refused by sentence, and nothing is broken for that; an absent one is None."""
+    adapter = pytest.importorskip("kvcanary.adapters.transformers")
+    assert health.adapters() == {"transformers": "14 names and signatures are there"}
+    monkeypatch.setattr(adapter.transformers, "__version__", "6.1.0")
+    assert health.adapters() == {"transformers": "refused: transformers 6.1.0 is not known here: install 5.23"}
+    monkeypatch.setattr(health.importlib.util, "find_spec", lambda name: None)
+    assert health.adapters() == {"transformers": None}
 
 
 def test_kernels_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def options(*arguments: str) -> dict[str, object]:
 
 # Every flag of the command line, as published; adding one means adding it here and to the documentation.
 FLAGS = {
-    *("--prompt", "--prompt-file", "--model", "--draft", "--draft-model", "--dtype", "--device"),
+    *("--prompt", "--prompt-file", "--model", "--draft", "--draft-model", "--dtype", "--device", "--kv-cache-dtype"),
     *("--page-size", "--topk", "--num-steps", "--num-draft-tokens"),
     *("--speculative-eagle-topk", "--speculative-num-steps", "--speculative-num-draft-tokens"),
     *("--max-new-tokens", "--temperature", "--sample-top-k", "--sample-top-p", "--seed"),

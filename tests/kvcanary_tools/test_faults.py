@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvcanary.faults.catalogue import faults
+from kvcanary.faults.published import reached, summary, unreached
 
 GENERATE = ("generate", "--prompt", "def f(x):", "--max-new-tokens", "8", "--kv-canary")
 
@@ -91,3 +92,11 @@ def test_a_state_fault_is_shown_elsewhere(kvcanary) -> None:
     result = kvcanary(*GENERATE, "--reenact", "bits.flip")
     assert result.exit_code == 2
     assert "hint: kvcanary faults show bits.flip" in result.stderr
+
+
+def test_the_command_says_how_much(kvcanary):
+    """The list ends with a sentence; the JSON has every bug."""
+    assert kvcanary("faults").stdout.rstrip().endswith(summary(faults()))
+    published = json.loads(kvcanary("faults", "--json").stdout)["published"]
+    assert published["reached"] == reached(faults())
+    assert published["unreached"] == unreached(faults())

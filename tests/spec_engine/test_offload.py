@@ -104,7 +104,7 @@ def flip_first_block(engine: Engine) -> None:
         inner(block)
         if block.number == 1:
             place = block.places[0] * engine.config.page_size
-            tier._rows[0].rows[place].view(torch.int64)[0, 0, 0, 0] ^= 1 << 20
+            tier._rows[0].parts[0][place].view(torch.int64)[0, 0, 0, 0] ^= 1 << 20
 
     tier.wait = wait
 

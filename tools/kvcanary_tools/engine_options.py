@@ -261,6 +261,11 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             help="What draft branches read: the ancestors of their tokens, or what their number wrote before.",
         ),
         _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
+        _engine_option(
+            "--kv-cache-dtype",
+            metavar="auto|fp8_e4m3",
+            help="Number type of the cache: the model's, or 8-bit numbers with a scale for each row.",
+        ),
         _engine_option("--device", metavar="DEVICE", help="Where it runs."),
         _engine_option("--attention-backend", metavar="NAME", help="Which kernels read the cache."),
         _engine_option(

@@ -24,6 +24,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "kernels": kernels,
         "embedded model": embedded_model,
+        "adapters": adapters,
     }
     health: dict[str, Any] = {}
     for name, check in sections.items():
@@ -109,6 +110,17 @@ def embedded_model() -> dict[str, Any]:
         "load_seconds": round(loaded - started, 2),
         "completion": output.text,
     }
+
+
+def adapters() -> dict[str, Any]:
+    """By host, what speaks against attaching to the release that is installed; None where there is none."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"transformers": None}
+    from kvcanary.adapters import transformers
+
+    faults = transformers.check()
+    known = f"{len(transformers.NEEDED)} names and signatures are there"
+    return {"transformers": f"refused: {'; '.join(faults)}" if faults else known}
 
 
 def _digest(path: Path) -> dict[str, Any]:

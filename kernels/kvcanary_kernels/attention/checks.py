@@ -50,6 +50,7 @@ def expect_operands(
         raise ValueError(f"window must be positive or None, got {window}")
     if tree_mask is not None:
         _expect_mask(tree_mask, num_rows, max_q_len, causal)
+    _expect_scales(k.shape[0], k_scale=k_scale, v_scale=v_scale)
     if lse is not None and (lse.shape != q.shape[:2] or not lse.is_floating_point() or not lse.is_contiguous()):
         raise ValueError(f"lse must be contiguous {list(q.shape[:2])} of floats, got {list(lse.shape)} {lse.dtype}")
 
@@ -74,3 +75,14 @@ def _expect_mask(mask: Tensor, num_rows: int, max_q_len: int, causal: bool) -> N
         )
     if not causal:
         raise ValueError("tree_mask says what each query sees of the new keys, so causal must stay True, got False")
+
+
+def _expect_scales(num_slots: int, **scales: float | Tensor | None) -> None:
+    for name, scale in scales.items():
+        if not isinstance(scale, Tensor):
+            continue
+        if scale.dtype is not torch.float32 or (scale.numel() != 1 and scale.shape != (num_slots,)):
+            raise ValueError(
+                f"{name} must be one float32 number, or one for each of {num_slots} slots, "
+                f"got {list(scale.shape)} {scale.dtype}"
+            )

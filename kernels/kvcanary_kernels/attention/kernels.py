@@ -41,6 +41,8 @@ def _attend_kernel(
     k_head_stride,
     v_stride,
     v_head_stride,
+    k_scale_stride,
+    v_scale_stride,
     out_stride,
     out_head_stride,
     HEADS: tl.constexpr,
@@ -59,6 +61,8 @@ def _attend_kernel(
     HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
+    K_PER_SLOT: tl.constexpr,
+    V_PER_SLOT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     i_head = tl.program_id(0).to(tl.int64)
@@ -99,16 +103,20 @@ def _attend_kernel(
     for i_n in range(first, clear_end, BLOCK_N):  # what every query of the tile sees
         o_n = i_n + tl.arange(0, BLOCK_N)
         slots = _slots(kv_indices + kv_first, o_n, m_key, num_slots, PAGE)
-        b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_key, DIM, BLOCK_D).to(b_q.dtype)
-        b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_key, DIM, BLOCK_D).to(b_q.dtype)
+        b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_key, DIM, BLOCK_D)
+        b_k = _scaled(b_k, k_scale, slots, k_scale_stride, m_key, K_PER_SLOT).to(b_q.dtype)
+        b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_key, DIM, BLOCK_D)
+        b_v = _scaled(b_v, v_scale, slots, v_scale_stride, m_key, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         b_acc, b_max, b_sum = _fold(b_s, b_v, b_acc, b_max, b_sum)
     for i_n in range(clear_end, last, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < last
         slots = _slots(kv_indices + kv_first, o_n, m_n, num_slots, PAGE)
-        b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_n, DIM, BLOCK_D).to(b_q.dtype)
-        b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_n, DIM, BLOCK_D).to(b_q.dtype)
+        b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_n, DIM, BLOCK_D)
+        b_k = _scaled(b_k, k_scale, slots, k_scale_stride, m_n, K_PER_SLOT).to(b_q.dtype)
+        b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_n, DIM, BLOCK_D)
+        b_v = _scaled(b_v, v_scale, slots, v_scale_stride, m_n, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         seen = m_n[None, :]
         if CAUSAL:
@@ -233,6 +241,14 @@ def _rows(base, slots, stride, o_d, m_n, DIM: tl.constexpr, BLOCK_D: tl.constexp
     if DIM == BLOCK_D:
         return tl.load(rows, mask=m_n[:, None], other=0.0)
     return tl.load(rows, mask=m_n[:, None] & (o_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _scaled(b_rows, scales, slots, stride, m_n, PER_SLOT: tl.constexpr):
+    """Rows of these slots [N, D], each times the scale of its slot, if slots have one."""
+    if PER_SLOT:
+        return b_rows.to(tl.float32) * tl.load(scales + slots * stride, mask=m_n, other=0.0)[:, None]
+    return b_rows
 
 
 @triton.jit

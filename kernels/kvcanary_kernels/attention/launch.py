@@ -93,6 +93,8 @@ def launch(
         k.stride(1),
         v.stride(0),
         v.stride(1),
+        _slot_stride(k_scale),
+        _slot_stride(v_scale),
         out.stride(0),
         out.stride(1),
         HEADS=kv_heads,
@@ -108,8 +110,10 @@ def launch(
         HAS_SPLITS=tiles.num_splits > 1,
         HAS_LENS=kv_lens is not None,
         HAS_LSE=lse is not None,
-        HAS_K_SCALE=isinstance(k_scale, Tensor),
-        HAS_V_SCALE=isinstance(v_scale, Tensor),
+        HAS_K_SCALE=isinstance(k_scale, Tensor) and k_scale.numel() == 1,
+        HAS_V_SCALE=isinstance(v_scale, Tensor) and v_scale.numel() == 1,
+        K_PER_SLOT=isinstance(k_scale, Tensor) and k_scale.numel() > 1,
+        V_PER_SLOT=isinstance(v_scale, Tensor) and v_scale.numel() > 1,
         OVERLAPS=tiles.num_splits > 1 and _overlaps(q.device),
         **_schedule(tiles.block_m, dim, q.element_size()),
     )
@@ -148,6 +152,11 @@ def _schedule(block_m: int, dim: int, element_size: int) -> dict[str, Any]:
 def _number(scale: float | Tensor | None) -> float:
     """The factor that the host knows."""
     return 1.0 if scale is None or isinstance(scale, Tensor) else scale
+
+
+def _slot_stride(scale: float | Tensor | None) -> int:
+    """From one slot's scale to the next; 0 where there is one for all."""
+    return scale.stride(0) if isinstance(scale, Tensor) and scale.numel() > 1 else 0
 
 
 def _power_of_two(size: int) -> int:

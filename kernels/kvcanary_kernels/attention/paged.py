@@ -48,7 +48,8 @@ def paged_attention(
     scale:      factor of all scores
     tree_mask:  [rows, N, N] bool, N >= max_q_len: which of the new keys each query sees; None: those up to its own
     window:     keys that a query sees, itself included, along its own path of the tree; None: all
-    k_scale, v_scale: factors of the pool's numbers, a float or a tensor of one fp32; None: 1
+    k_scale, v_scale: factors of the pool's numbers, a float or a tensor of one fp32; or [slots] fp32 of any stride, one
+                for each slot: the product is rounded to the type of q; None: 1
     workspace:  [>= attention_workspace(...)] fp32 scratch; None: allocated here
     kv_lens:    [rows] int64, keys of each row where its last page is not full; None: whole pages
     causal:     False: the keys are none of the queries' own, all see all
@@ -145,11 +146,11 @@ def paged_attention_torch(
         seen = _visible(end - first, len(slots), None if tree_mask is None else tree_mask[row], causal, window)
         seen = seen.to(q.device)
         queries = q[first:end].to(exact).unflatten(1, heads[:2])  # [n, kv_heads, fold, dim]
-        scores = torch.einsum("nhfd,lhd->hfnl", queries, _scaled(k[slots].to(exact), k_scale)) * scale
+        scores = torch.einsum("nhfd,lhd->hfnl", queries, _scaled(k[slots].to(exact), k_scale, slots)) * scale
         scores = scores.masked_fill(~seen, -torch.inf)
         sums = torch.logsumexp(scores, -1)  # -inf where nothing is seen
         weights = torch.exp(scores - sums.clamp_min(torch.finfo(exact).min)[..., None])
-        values = torch.einsum("hfnl,lhd->nhfd", weights, _scaled(v[slots].to(exact), v_scale))
+        values = torch.einsum("hfnl,lhd->nhfd", weights, _scaled(v[slots].to(exact), v_scale, slots))
         out[first:end] = values.flatten(1, 2).to(out.dtype)
         if lse is not None:
             lse[first:end] = sums.flatten(0, 1).T.to(lse.dtype)
@@ -183,5 +184,7 @@ def _visible(num_new: int, num_keys: int, mask: Tensor | None, causal: bool, win
     return seen & (place > depths[:, None] - window)
 
 
-def _scaled(values: Tensor, scale: float | Tensor | None) -> Tensor:
+def _scaled(values: Tensor, scale: float | Tensor | None, slots: Tensor) -> Tensor:
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        scale = scale[slots, None, None]
     return values if scale is None else values * scale

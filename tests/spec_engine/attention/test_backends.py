@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from spec_engine.attention.backends import BACKENDS
+from spec_engine.attention.backends import BACKENDS, Needs
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr, within_window
 from spec_engine.drafting.drafter import draft_forward
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import ancestor_mask
 from spec_engine.errors import ConfigError
+from spec_engine.memory.fp8_pool import Fp8Pool, dequantise, quantise
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import cdiv, draft_alloc_len
@@ -160,9 +162,9 @@ def test_verified_trees_equal_the_dense_reference(run, page_size, lens):
 class Drafts:
     """The draft forwards of one step over random parents, as a reader of token indices or of pages sees them."""
 
-    def __init__(self, world: World, topk: int, num_steps: int, whole_pages: bool) -> None:
+    def __init__(self, world: World, topk: int, num_steps: int, whole_pages: bool, pool: KVPool | None = None) -> None:
         self.world, self.topk, self.num_steps, self.whole_pages = world, topk, num_steps, whole_pages
-        self.pool = world.copy()
+        self.pool = world.copy() if pool is None else pool
         batch, table = world.batch, world.table.table
         layout = {"topk": topk, "num_steps": num_steps, "page_size": world.page_size}
         self.slots = table[batch.rows[:, None, None], branch_positions(batch.lens_tensor, **layout)]
@@ -235,6 +237,18 @@ def test_a_backend_that_cannot_run_says_so(name, run, message, monkeypatch):
         BACKENDS[name].check_pool(pool)
 
 
+def test_8_bit_pools_are_refused_by_what_knows_no_scales(monkeypatch):
+    """The sentence names those that do; our kernels are among them."""
+    monkeypatch.setitem(BACKENDS, "flashinfer", replace(BACKENDS["flashinfer"], needs=Needs(own_types=True)))
+    pool = Fp8World(4, (5,), room=4, run=Run("", torch.float32)).fp8_copy()
+    with pytest.raises(ConfigError) as refusal:
+        BACKENDS["flashinfer"].check_pool(pool)
+    assert str(refusal.value) == (
+        "attention_backend 'flashinfer' knows no scales of single rows, got a pool of float8_e4m3fn: those that run "
+        "here are torch, paged, block-table, dense, triton, triton-paged"
+    )
+
+
 def test_kernels_need_a_cuda_device_or_the_interpreter(monkeypatch):
     """On a CPU they run where Triton interprets them, which is for tests."""
     pool = World(4, (5,), room=4, run=Run("", torch.float32)).pool
@@ -247,3 +261,66 @@ def test_kernels_need_a_cuda_device_or_the_interpreter(monkeypatch):
         "attention_backend 'triton-paged' needs a CUDA device, got cpu: those that run here are torch, paged, "
         "block-table, dense"
     )
+
+
+class Fp8World(World):
+    """The same pages; K and V are stored as 8-bit numbers, or rounded to them and stored as they are."""
+
+    def new_pool(self, num_pages: int) -> KVPool:
+        return self.fill(super().new_pool(num_pages))
+
+    def copy(self) -> KVPool:
+        return self.new_pool(self.num_pages)
+
+    def fp8_copy(self) -> Fp8Pool:
+        shape = {"num_layers": 1, "num_pages": self.num_pages, "kv_heads": KV_HEADS, "head_dim": self.run.dim}
+        kind = {"dtype": self.run.dtype, "device": torch.device(self.run.device)}
+        return self.fill(Fp8Pool("draft", page_size=self.page_size, token_offset=1, **kind, **shape))
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_slots // self.page_size - 1
+
+    def fill(self, pool: KVPool) -> KVPool:
+        """K and V of every slot of a request, by the pool's own store."""
+        slots = torch.arange(self.page_size, pool.num_slots)
+        generator = torch.Generator().manual_seed(5)
+        rows = 3 * torch.randn(2, len(slots), KV_HEADS, self.run.dim, generator=generator, dtype=torch.float64)
+        k, v = rows.to(self.run.device, self.run.dtype)
+        if type(pool) is KVPool:
+            k, v = rounded(k), rounded(v)
+        pool.store(0, slots.to(self.run.device), k, v)
+        return pool
+
+
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    """What 8-bit numbers make of these rows."""
+    return dequantise(*quantise(rows), rows.dtype)
+
+
+@pytest.mark.parametrize("new_lens", [(1, 1, 1), (1, 7, 3)], ids=str)
+@pytest.mark.parametrize(("run", "page_size"), runs((*HOSTED, "dense")))
+def test_8_bit_pools_are_read_as_what_their_numbers_stand_for(run, page_size, new_lens):
+    """Chains over 8-bit numbers and scales equal the dense reference over K and V that were rounded so."""
+    world = Fp8World(page_size, (31, 32, 33), room=8, run=run)
+    tokens = world.tensor([0] * sum(new_lens))
+    forward = chain_forward("extend", 0, world.batch, world.table, tokens, new_lens)
+    q, k, v = world.qkv(len(forward.slots))
+    expected = attention("dense", world.copy(), forward, [q, rounded(k), rounded(v)])
+    expect_close(attention(run.name, world.fp8_copy(), forward, [q, k, v]), expected, run)
+
+
+@pytest.mark.parametrize("lens", [(7, 8), (16, 3, 41)], ids=str)
+@pytest.mark.parametrize(
+    ("run", "page_size", "topk", "num_steps"), runs((*HOSTED, "dense"), [(4, 6)], interpreted=[(2, 3)], on_gpu=[(4, 6)])
+)
+def test_branches_over_8_bit_pools_equal_the_dense_reference(run, page_size, lens, topk, num_steps):
+    """Prefix tails and ancestors are copied into the pages of a branch with their scales."""
+    world = Fp8World(page_size, lens, room=draft_alloc_len(page_size, topk, num_steps, 2), run=run)
+    whole_pages = BACKENDS[run.name].reads_pages and page_size > 1
+    expected, own = Drafts(world, topk, num_steps, False), Drafts(world, topk, num_steps, whole_pages, world.fp8_copy())
+    for step in range(num_steps - 1):
+        parents = torch.randint(0, topk if step else 1, (len(lens), topk)).to(run.device)
+        q, k, v = world.qkv(parents.numel())
+        reference = attention("dense", expected.pool, expected.forward(step, parents), [q, rounded(k), rounded(v)])
+        expect_close(attention(run.name, own.pool, own.forward(step, parents), [q, k, v]), reference, run)

@@ -106,3 +106,17 @@ def test_under_pressure_with_shared_prefixes(make, outcome):
     captured = outcome(engine, prompts, max_new_tokens=16)
     assert captured == outcome(make(**settings), prompts, max_new_tokens=16)
     assert engine.metrics.num_retractions > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"draft": "none", "page_size": 4},
+        {"page_size": 4, "topk": 2, "num_steps": 3, "schedule": "overlap"},
+        {"page_size": 1, "topk": 1, "num_steps": 2},
+    ],
+    ids=str,
+)
+def test_pools_of_8_bit_numbers(make, outcome, settings):
+    """The canary stores scales with K and V, and attention reads them; the same tokens, as much is checked."""
+    check(make, outcome, settings | {"dtype": "float64", "kv_cache_dtype": "fp8_e4m3"})

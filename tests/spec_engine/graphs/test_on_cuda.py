@@ -14,6 +14,7 @@ SHAPES = [
     {"topk": 1, "num_steps": 3},
     {"topk": 4, "num_steps": 4, "page_size": 4},
     {"topk": 2, "num_steps": 1, "page_size": 1},
+    {"topk": 2, "num_steps": 3, "page_size": 4, "kv_cache_dtype": "fp8_e4m3"},
 ]
 
 

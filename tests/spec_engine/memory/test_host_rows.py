@@ -26,7 +26,7 @@ def test_rows_come_back_whole(slots, places, back, count):
     pool.kv.copy_(torch.arange(pool.kv.numel()).view(pool.kv.shape))
     before, host = pool.kv.clone(), HostRows(pool, 12)
     host.save(torch.tensor(slots[:count], dtype=torch.int64), torch.tensor(places[:count], dtype=torch.int64))
-    assert set(host.rows.any(-1).flatten(1).any(1).nonzero().flatten().tolist()) == set(places[:count])
+    assert set(host.parts[0].any(-1).flatten(1).any(1).nonzero().flatten().tolist()) == set(places[:count])
     host.load(torch.tensor(places[:count], dtype=torch.int64), torch.tensor(back[:count], dtype=torch.int64))
     for source, destination in zip(slots[:count], back[:count], strict=True):
         assert torch.equal(pool.kv[:, destination], before[:, source])
@@ -49,4 +49,4 @@ def test_rows_travel_on_a_cuda_side_stream():
     streams.main.wait(event)
     assert torch.equal(pool.kv[:, source.to(device)], pool.kv[:, target.to(device)])
     streams.synchronize()
-    assert torch.equal(host.rows.to(device).transpose(0, 1), pool.kv[:, source.to(device)])
+    assert torch.equal(host.parts[0].to(device).transpose(0, 1), pool.kv[:, source.to(device)])

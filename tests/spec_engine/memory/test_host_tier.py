@@ -78,7 +78,7 @@ def test_a_window_pool_comes_back_through_its_map(make_rig, slides, is_damaged):
     rig.free("one")
     rig.allocator.forget("one")
     if is_damaged:
-        tier._rows[2].rows[block.places[3] * 4 + 1, 0, 0, 0, 0] += 1
+        tier._rows[2].parts[0][block.places[3] * 4 + 1, 0, 0, 0, 0] += 1
     rig.allocator.start("two")
     rig.start("two", 7)
     rig.allocator.start("one")
@@ -208,7 +208,7 @@ def test_a_bit_that_flips_in_host_memory_is_told_when_it_comes_back(make_rig, pa
     tier, block = offloaded(rig)
     pool = [pool.name for pool in rig.pools].index(part)
     layer = len(rig.pools[pool].kv) - 1
-    damaged = tier._rows[pool].rows[block.places[1] * 4 + 2, layer, 1]
+    damaged = tier._rows[pool].parts[0][block.places[1] * 4 + 2, layer, 1]
     damaged.view(torch.int32)[0, 3] ^= 1
     pages = reserve(rig, block)
     tier.finish(tier.restore(block, "one", pages))
@@ -222,8 +222,8 @@ def test_pages_that_come_back_in_another_order_are_told(make_rig):
     """T1: two pages have changed places on their way."""
     rig = make_rig()
     tier, block = offloaded(rig)
-    first, second = (tier._rows[0].rows[slots_of([place], 4)] for place in block.places[:2])
-    tier._rows[0].rows[slots_of(block.places[:2], 4)] = torch.cat([second, first])
+    first, second = (tier._rows[0].parts[0][slots_of([place], 4)] for place in block.places[:2])
+    tier._rows[0].parts[0][slots_of(block.places[:2], 4)] = torch.cat([second, first])
     pages = reserve(rig, block)
     tier.finish(tier.restore(block, "one", pages))
     assert rig.codes() == ["T1"]

@@ -123,12 +123,12 @@ def _drive(
     warm = rng.randint(*WARM_STEPS)
     second = rng.randint(2, warm)
     try:
-        for _ in range(setup.batch):
-            engine.submit(bench.prompt(rng, setup), params)
+        for number in range(setup.batch):
+            engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, number))
         while engine.has_work and played.step < MOST_STEPS:
             played.step = target.step
             if target.step == second:
-                engine.submit(bench.prompt(rng, setup), params)
+                engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, setup.batch))
             if striker is not None and target.step > warm and target.is_decoding and striker(target):
                 striker = None
             try:
@@ -140,6 +140,11 @@ def _drive(
     played.strike = target.strike or _of_build(armed)
     played.accepted_len = engine.metrics.accepted_length
     return played
+
+
+def _salt(setup: Setup, number: int) -> str:
+    tenant = number % setup.salts
+    return f"tenant {tenant}" if tenant else ""
 
 
 def _step(target: EngineTarget, armed: Armed | None) -> list[tuple[int, str, tuple[int, ...]]]:

@@ -14,7 +14,7 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """Check this installation: versions, devices, kernels and the embedded model.
+    """Check this installation: versions, devices, kernels, the embedded model and adapters.
 
     What is absent but not needed, a GPU or an extra, is "not present" and no error.
 

@@ -33,13 +33,16 @@ def command(ctx: click.Context, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
     from kvcanary.faults.catalogue import faults
+    from kvcanary.faults.published import reached, summary, unreached
 
     entries = [fault.as_dict() for fault in faults()]
     if as_json:
-        console.data_json({"faults": entries})
+        published = {"reached": reached(faults()), "unreached": unreached(faults())}
+        console.data_json({"faults": entries, "published": published})
         return
     for entry in entries:
         _tell(entry)
+    console.data(summary(faults()))
 
 
 @command.command("show", context_settings=CONTEXT)

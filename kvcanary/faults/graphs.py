@@ -1,0 +1,211 @@
+"""Padding that counts as live, and buffers that a captured program still reads where they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.reach import any_entry, any_layer, change, redirect, root_forward, written_of
+from kvcanary.faults.target import Call, Setup, Target
+
+PADDING = -1
+SPREAD_BITS = 22
+
+
+def _pad_with_minus_one(target: Target) -> bool:
+    """The mark of padding stands for a slot, and nobody guards the write."""
+
+    def pad(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        entry = target.rng.randrange(len(call.write.slots))
+        redirect(call, entry, PADDING)
+        target.record(pool="target", slot=PADDING)
+        return True
+
+    target.before(root_forward(target), pad)
+    return bool(target.running())
+
+
+def _pad_with_a_live_slot(target: Target) -> bool:
+    """A row of padding writes where a request that is not in the batch has its entries."""
+    running = list(target.running())
+    if len(running) < 2:
+        return False
+    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
+
+    def pad(call: Call) -> bool:
+        if call.pool != "target" or len(call.read.requests) < 2:
+            return False
+        slots = call.write.slots[written_of(call, 1)].tolist()
+        live = [slot for slot in slots if owner_of(slot // size) == call.read.requests[1]]
+        if not live:
+            return False
+        entry = target.rng.randrange(written_of(call, 0).stop)
+        redirect(call, entry, live[-1])
+        target.record(pool="target", slot=live[-1])
+        return True
+
+    target.before(root_forward(target), pad)
+    return True
+
+
+def _keep_old_positions(target: Target) -> bool:
+    """A replay finds the positions of the one before in its buffer."""
+    kept: list[Call] = []
+
+    def keep(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        before = kept.pop() if kept else None
+        kept.append(Call(call.kind, call.index, call.pool, call.read, call.write))
+        if before is None or before.read.requests != call.read.requests:
+            return False
+        positions = before.write.positions.clone()
+        if bool((positions == call.write.positions).any()):
+            return False
+        call.write = replace(call.write, positions=positions)
+        target.record(pool="target", slot=frozenset(call.write.slots.tolist()))
+        return True
+
+    target.before(root_forward(target), keep)
+    return bool(target.running())
+
+
+def _query_by_another_stride(target: Target) -> bool:
+    """Offsets of the requests are multiples of another number than the runner lays out."""
+
+    def stride(call: Call) -> bool:
+        if call.pool != "target" or len(call.read.requests) < 2:
+            return False
+        indptr = call.read.indptr.clone()
+        indptr[1:-1] -= 1
+        call.read = replace(call.read, indptr=indptr)
+        target.record()
+        return True
+
+    target.before(root_forward(target), stride)
+    return len(target.running()) > 1
+
+
+def _read_a_rebound_buffer(target: Target) -> bool:
+    """The index array was made anew, and the captured program reads the old one where it was."""
+    kept: list[Call] = []
+
+    def rebind(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        before = kept.pop() if kept else None
+        kept.append(Call(call.kind, call.index, call.pool, call.read, call.write))
+        if before is None or before.read.requests != call.read.requests:
+            return False
+        indices = call.read.indices.clone()
+        length = min(len(indices), len(before.read.indices))
+        indices[:length] = before.read.indices[:length]
+        differs = (indices != call.read.indices).nonzero().flatten()
+        if not len(differs):
+            return False
+        call.read = replace(call.read, indices=indices)
+        target.record(pool="target")
+        return True
+
+    target.before(root_forward(target), rebind)
+    return bool(target.running())
+
+
+def _share_a_graph_pool(target: Target) -> bool:
+    """A second program was captured in the memory of the first, and its scratch lies over what that one keeps."""
+    entry = any_entry(target)
+    if entry is None:
+        return False
+    layer = any_layer(target, entry.pool)
+    change(entry.pool, layer, entry.slot, lambda words: words ^ target.rng.randrange(1, 1 << SPREAD_BITS))
+    target.record(UNDECLARED, pool=entry.pool.name, slot=entry.slot, position=entry.position, layer=layer)
+    return True
+
+
+def _several(setup: Setup) -> bool:
+    return setup.batch > 1
+
+
+FAULTS = (
+    Fault(
+        name="graphs.padding_is_minus_one",
+        k="K10",
+        bugs=("vllm-project/vllm#43810", "vllm-project/vllm#43869"),
+        story="Rows of padding carried slot -1 into a write by index, where it means the last slot of the last block: "
+        "a real entry was overwritten by every replay of a batch that did not fill its graph.",
+        expected="W1",
+        applies_to="everything",
+        strike=_pad_with_minus_one,
+        cause=("graphs", "bounds"),
+    ),
+    Fault(
+        name="graphs.padding_on_a_live_slot",
+        k="K10",
+        bugs=(
+            "NVIDIA/TensorRT-LLM#13278",
+            "vllm-project/vllm#13922",
+            "vllm-project/vllm#13418",
+        ),
+        story="Padding took slots that live requests outside the batch still had, from a stale tail of indices or "
+        "since the count of writes was that of the padded tensor.",
+        expected="W2",
+        also=("W4",),
+        applies_to="two requests and more",
+        applies=_several,
+        strike=_pad_with_a_live_slot,
+        cause=("graphs", "draft", "addressing"),
+    ),
+    Fault(
+        name="graphs.positions_of_before",
+        k="K10",
+        bugs=(
+            "sgl-project/sglang#10892",
+            "sgl-project/sglang#9687",
+            "sgl-project/sglang#6309",
+            "sgl-project/sglang#8296",
+            "sgl-project/sglang#8336",
+            "sgl-project/sglang#9888",
+        ),
+        story="Where a batch was smaller than its graph, rows kept the positions of an earlier replay and were used as "
+        "indices. One line closed four reports that had been open for months; a fix before it had only hidden them.",
+        expected="W5",
+        applies_to="everything",
+        strike=_keep_old_positions,
+        cause=("graphs", "draft"),
+    ),
+    Fault(
+        name="graphs.wrong_stride",
+        k="K11",
+        bugs=("sgl-project/sglang#27545",),
+        story="Offsets of the queries went up by the number of steps plus one, and the runner laid out as many rows as "
+        "the tree has nodes: equal with topk 1 alone, NaN in replays of larger batches else.",
+        expected="PlanError",
+        applies_to="two requests and more",
+        applies=_several,
+        strike=_query_by_another_stride,
+    ),
+    Fault(
+        name="graphs.rebound_buffer",
+        k="K11",
+        bugs=("sgl-project/sglang#27664",),
+        story="Metadata was made anew for each replay, and the captured kernels went on reading the old addresses. "
+        "Greedy output changed from run to run.",
+        expected="R4",
+        applies_to="everything",
+        strike=_read_a_rebound_buffer,
+        cause=("graphs", "order", "addressing"),
+    ),
+    Fault(
+        name="graphs.shared_scratch",
+        k="K12",
+        bugs=("sgl-project/sglang#22930",),
+        story="Target and draft were captured in one memory pool, and the draft's capture took addresses that the "
+        "target's captured tensors still need.",
+        expected="R9",
+        applies_to="everything",
+        strike=_share_a_graph_pool,
+        cause=("graphs", "bits", "transfer"),
+    ),
+)

@@ -1,0 +1,99 @@
+"""Cached entries that are found under a name which is not the whole of what they are."""
+
+from __future__ import annotations
+
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import redirect_row, root_forward
+from kvcanary.faults.target import Call, Setup, Target
+
+
+def _without_tenant(root: tuple[str, str]) -> tuple[str, str]:
+    return "", ""
+
+
+def _plain(bigram: bool) -> bool:
+    return False
+
+
+def _cascade_over_what_is_not_common(target: Target) -> bool:
+    """The first pages of one request are taken for the common prefix of all."""
+
+    def cascade(call: Call) -> bool:
+        if call.pool != "target" or len(call.read.requests) < 2:
+            return False
+        owner, size = call.read.requests[0], target.setup.page_size
+        owner_of = target.canary._ledger.owner_of
+        place = redirect_row(call, 1, 0, lambda slot: owner_of(slot // size) == owner)
+        if place is None:
+            return False
+        position, slot = place
+        target.record(owner, pool="target", reader=call.read.requests[1], position=position, slot=slot)
+        return True
+
+    target.before(root_forward(target), cascade)
+    return len(target.running()) > 1
+
+
+def _shares(setup: Setup) -> bool:
+    return setup.prefix_cache and setup.model == "random" and setup.page_size <= 12 and setup.prompt_len >= 24
+
+
+FAULTS = (
+    Fault(
+        name="identity.weak_key",
+        k="K34",
+        bugs=(
+            "vllm-project/vllm#44701",
+            "vllm-project/vllm#54342",
+            "vllm-project/vllm#51748",
+            "NVIDIA/TensorRT-LLM#13815",
+            "LMCache/LMCache#4086",
+            "LMCache/LMCache#4783",
+            "LMCache/LMCache#3301",
+            "InternLM/lmdeploy#4917",
+            "InternLM/lmdeploy#4918",
+            "vllm-project/vllm#49377",
+            "vllm-project/vllm#49449",
+            "vllm-project/vllm#52806",
+            "vllm-project/vllm#49125",
+        ),
+        story="A cache's key left out what else makes equal tokens mean other K and V: the adapter, the salt, all but "
+        "16 bits of the image, the version of the weights; or it stayed when the tokens were cut. One image was "
+        "described as another, and answers came from weights that had been replaced.",
+        expected="R5",
+        also=("R6",),
+        applies_to="a prefix cache, and prompts that two tenants have in common",
+        needs={"shared": 12, "salts": 3, "batch": 4},
+        applies=_shares,
+        perturb=_without_tenant,
+        within=8,
+    ),
+    Fault(
+        name="identity.plain_key",
+        k="K19",
+        bugs=("sgl-project/sglang#10846", "sgl-project/sglang#11231"),
+        story="A draft's entry depends on the token behind its own, and the cache's key did not have it: where prompts "
+        "part right behind a shared prefix the last entry was another prompt's. Acceptance was lower with the cache "
+        "than without.",
+        expected="R5",
+        also=("R6", "W6"),
+        applies_to="drafts with a prefix cache, prompts that part at the end of a page",
+        needs={"shared": 12, "batch": 4},
+        applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
+        perturb=_plain,
+        cause=("identity", "draft", "order"),
+    ),
+    Fault(
+        name="identity.common_prefix",
+        k="K36",
+        bugs=("vllm-project/vllm#55227",),
+        story="What all requests have in common was found by comparing reference counts with the number of requests. "
+        "Blocks of requests that had ended, and were still in flight, counted too: eight different prompts seemed to "
+        "share sixteen blocks.",
+        expected="R8",
+        applies_to="two requests of different prompts",
+        applies=lambda setup: setup.batch > 1 and not setup.shared,
+        strike=_cascade_over_what_is_not_common,
+        cause=("identity", "addressing"),
+    ),
+)

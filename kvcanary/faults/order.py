@@ -1,0 +1,356 @@
+"""Work that does not wait for what it needs: copies, zeroings, staging buffers, and steps built on unknown tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvcanary.faults.draft import CHUNK
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import any_reader, redirect_row, root_forward, submit_prompt, written_of
+from kvcanary.faults.target import Call, Setup, Target
+
+STAGING = "pinned staging buffer"
+HOST_BLOCK = "host block 7"
+
+
+def _use_a_page(target: Target, access: Callable[[Target, int], None]) -> bool:
+    """Work on a page of a running request, as it tells the canary of it; nothing waits for anything."""
+    reader = any_reader(target)
+    if reader is None:
+        return False
+    page = target.rng.choice(reader.pages)
+    target.record(pool="target", slot=page * target.setup.page_size)
+    access(target, page)
+    return True
+
+
+def _copy_beside_the_forward(target: Target) -> bool:
+    """A copy to the host starts while the forward that writes the page still runs."""
+
+    def access(target: Target, page: int) -> None:
+        target.canary.tickets.issue("forward", "main", writes=[page])
+        target.canary.tickets.issue("copy to the host", "copies", reads=[page])
+
+    return _use_a_page(target, access)
+
+
+def _send_beside_the_forward(target: Target) -> bool:
+    """A chunk is sent to another server while the forward that writes it still runs."""
+
+    def access(target: Target, page: int) -> None:
+        tickets = target.canary.tickets
+        tickets.waits("copies", tickets.issue("forward", "main", writes=[page]))  # one transport waits
+        tickets.issue("send", "network", reads=[page])  # this one does not
+
+    return _use_a_page(target, access)
+
+
+def _zero_what_was_loaded(target: Target) -> bool:
+    """New blocks are zeroed on one stream, and loaded from elsewhere on another."""
+
+    def access(target: Target, page: int) -> None:
+        target.canary.tickets.issue("load", "network", writes=[page])
+        target.canary.tickets.issue("zero", "main", writes=[page])
+
+    return _use_a_page(target, access)
+
+
+def _read_before_the_layer_is_there(target: Target) -> bool:
+    """A page comes back layer by layer, and one of several buffers is read without waiting for its layer."""
+
+    def access(target: Target, page: int) -> None:
+        target.canary.tickets.issue("load of a layer", "copies", writes=[page])
+        target.canary.tickets.use("attention", "main", [page])
+
+    return _use_a_page(target, access)
+
+
+def _use_a_buffer(target: Target, access: Callable[[Target], None]) -> bool:
+    if not target.running():
+        return False
+    target.record(slot=-1)
+    access(target)
+    return True
+
+
+def _fill_a_host_block_twice(target: Target) -> bool:
+    """Two blocks of the device go to one block of the host in one step."""
+
+    def access(target: Target) -> None:
+        target.canary.tickets.issue("offload", "copies 1", writes=[HOST_BLOCK])
+        target.canary.tickets.issue("offload", "copies 2", writes=[HOST_BLOCK])
+
+    return _use_a_buffer(target, access)
+
+
+def _copy_an_input_too_early(target: Target) -> bool:
+    """An input is copied between two backends before it was computed."""
+
+    def access(target: Target) -> None:
+        target.canary.tickets.issue("staging kernel", "main", writes=[STAGING])
+        target.canary.tickets.issue("copy", "host thread", reads=[STAGING])
+
+    return _use_a_buffer(target, access)
+
+
+def _reuse_a_staging_buffer(target: Target) -> bool:
+    """The host fills a pinned buffer again, and the copy of what was in it has not run yet."""
+
+    def access(target: Target) -> None:
+        target.canary.tickets.issue("copy to the device", "copies", reads=[STAGING])
+        target.canary.tickets.use("fill", "host", [STAGING], writes=True)
+
+    return _use_a_buffer(target, access)
+
+
+def _feed(target: Target, change: Callable[[Call, list[int]], Sequence[int]]) -> bool:
+    """The tokens that the next forward takes for the newest ones are others; `change` gives the entries that it hit."""
+
+    def fed(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        width = len(call.write.tokens) // len(call.read.requests)
+        tokens = call.write.tokens.clone()
+        roots = list(range(0, len(tokens), width))
+        kept, call.write = call.write, replace(call.write, tokens=tokens)
+        hit = change(call, roots)
+        if not hit:
+            call.write = kept
+            return False
+        writer = call.read.requests[hit[0] // width] if len(hit) == 1 else None
+        target.record(writer, pool="target", slot=frozenset(call.write.slots[list(hit)].tolist()))
+        return True
+
+    target.before(root_forward(target), fed)
+    return bool(target.running())
+
+
+def _take_the_rows_of_before(target: Target) -> bool:
+    """Accepted tokens are read after the rows were put into another order."""
+
+    def exchange(call: Call, roots: list[int]) -> Sequence[int]:
+        tokens = call.write.tokens
+        first = next((root for root in roots[1:] if int(tokens[root]) != int(tokens[0])), None)
+        if first is not None:
+            tokens[0], tokens[first] = tokens[first].clone(), tokens[0].clone()
+        return () if first is None else (0, first)
+
+    return _feed(target, exchange)
+
+
+def _build_on_the_step_before(target: Target) -> bool:
+    """A step is scheduled before the tokens of the last one are known, and takes those that it knows."""
+
+    def stale(call: Call, roots: list[int]) -> Sequence[int]:
+        root = target.rng.choice(roots)
+        known = target.canary._ledger.request(call.read.requests[roots.index(root)]).tokens
+        token = known[max(0, len(known) - 2)]
+        if token == int(call.write.tokens[root]):
+            return ()
+        call.write.tokens[root] = token
+        return (root,)
+
+    return _feed(target, stale)
+
+
+def _feed_a_chunk_what_was_sampled(target: Target) -> bool:
+    """A chunk that is not the last one puts its sampled token where the next one finds its first."""
+    request_id = submit_prompt(target, 3 * CHUNK)
+
+    def sampled(call: Call) -> bool:
+        if call.pool != "target" or request_id not in call.read.requests:
+            return False
+        number = call.read.requests.index(request_id)
+        if not int(call.read.prefix_lens[number]):
+            return False
+        entry, tokens = written_of(call, number).start, call.write.tokens.clone()
+        tokens[entry] = tokens[entry] ^ 1
+        call.write = replace(call.write, tokens=tokens)
+        target.record(request_id, pool="target", slot=int(call.write.slots[entry]))
+        return True
+
+    target.before("prefill", sampled)
+    return True
+
+
+def _walk_the_table_with_old_rows(target: Target) -> bool:
+    """The rows of this step's table are taken in last step's order."""
+    if len(target.running()) < 2:
+        return False
+
+    def walk(call: Call) -> bool:
+        if call.pool != "target" or len(call.read.requests) < 2:
+            return False
+        lens = call.read.prefix_lens.tolist()
+        shorter, longer = sorted(range(2), key=lambda number: lens[number])
+        owner = call.read.requests[longer]
+        size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
+        place = redirect_row(call, shorter, longer, lambda slot: owner_of(slot // size) == owner)
+        if place is None:
+            return False
+        position, slot = place
+        target.record(pool="target", reader=call.read.requests[shorter], position=position, slot=slot)
+        return True
+
+    target.before(root_forward(target), walk)
+    return True
+
+
+def _read_a_later_step(target: Target) -> bool:
+    """A record of a step that has not come yet: its forward ran beside the one that reads."""
+    import numpy as np
+
+    reader = any_reader(target)
+    if reader is None or reader.committed_len <= target.setup.most_accepted:
+        return False
+    position = target.rng.randrange(reader.committed_len - target.setup.most_accepted)
+    slot, canary = int(reader.slots[position]), target.canary
+    state, mirror = canary._state.by_name["target"], canary._checks.mirror
+    record = mirror.table[[state.base + slot]]
+    record[0, 3] += LATER_STEPS  # which no run reaches
+    record[0, 7] = state.seal_term
+    mirror.write(np.array([state.base + slot]), record)
+    target.record(pool="target", position=position, slot=slot)
+    return True
+
+
+def _several(setup: Setup) -> bool:
+    return setup.batch > 1
+
+
+LATER_STEPS = 500
+FAULTS = (
+    Fault(
+        name="order.copy_beside_the_forward",
+        k="K31",
+        bugs=(
+            "vllm-project/vllm#45704",
+            "vllm-project/vllm#46278",
+            "vllm-project/vllm#31210",
+            "vllm-project/vllm#31341",
+            "LMCache/LMCache#4870",
+        ),
+        story="A copy to the host began when the host knew that the tokens were final, which is before the device had "
+        "written them. The same hazard was fixed in one connector and came back in the next.",
+        expected="O1",
+        applies_to="everything",
+        strike=_copy_beside_the_forward,
+    ),
+    Fault(
+        name="order.sent_beside_the_forward",
+        k="K31",
+        bugs=("sgl-project/sglang#33970", "sgl-project/sglang#31368"),
+        story="The event of a prefill was recorded, and only one of the transports waited for it: all chunks but the "
+        "last could leave half written. The damage began exactly at a chunk's edge.",
+        expected="O1",
+        applies_to="everything",
+        strike=_send_beside_the_forward,
+    ),
+    Fault(
+        name="order.zeroed_after_the_load",
+        k="K31",
+        bugs=("vllm-project/vllm#48481",),
+        story="Zeroing of new blocks and the remote load into the same blocks ran on two streams, in any order.",
+        expected="O1",
+        applies_to="everything",
+        strike=_zero_what_was_loaded,
+    ),
+    Fault(
+        name="order.layer_not_waited_for",
+        k="K31",
+        bugs=("sgl-project/sglang#22811",),
+        story="Layers came back from the host one after another. K and V waited for theirs, the index buffer did not: "
+        "a few answers in ten thousand were garbage.",
+        expected="O1",
+        applies_to="everything",
+        strike=_read_before_the_layer_is_there,
+    ),
+    Fault(
+        name="order.host_block_filled_twice",
+        k="K31",
+        bugs=("NVIDIA/TensorRT-LLM#9056", "NVIDIA/TensorRT-LLM#8813", "NVIDIA/TensorRT-LLM#8274"),
+        story="Two blocks were offloaded to one block of the host in one step, since events were kept by logical id "
+        "and not by memory. The first fix changed the symptom and did not end it.",
+        expected="O1",
+        applies_to="everything",
+        strike=_fill_a_host_block_twice,
+    ),
+    Fault(
+        name="order.input_copied_too_early",
+        k="K31",
+        bugs=("ikawrakow/ik_llama.cpp#2083",),
+        story="A wait between two backends was left out, so that rows were computed from what the input buffer had "
+        "held before. Long contexts became salad; replaying a bad session was clean.",
+        expected="O1",
+        applies_to="everything",
+        strike=_copy_an_input_too_early,
+    ),
+    Fault(
+        name="order.staging_buffer_reused",
+        k="K32",
+        bugs=(
+            "sgl-project/mini-sglang#103",
+            "NVIDIA/TensorRT-LLM#15546",
+            "NVIDIA/TensorRT-LLM#15349",
+            "NVIDIA/Megatron-LM#5715",
+        ),
+        story="Two asynchronous copies went through one pinned buffer: the second filled it before the first had run. "
+        "Four code bases had it in one year, and found it in four ways.",
+        expected="O1",
+        applies_to="everything",
+        strike=_reuse_a_staging_buffer,
+    ),
+    Fault(
+        name="order.rows_of_before",
+        k="K33",
+        bugs=("vllm-project/vllm#45100", "vllm-project/vllm#53919", "sgl-project/sglang#35748"),
+        story="What a step had accepted was read by row after the rows had been put into another order, or seeded on "
+        "another stream: a request went on from its neighbour's token.",
+        expected="W6",
+        applies_to="two requests and more",
+        applies=_several,
+        strike=_take_the_rows_of_before,
+    ),
+    Fault(
+        name="order.table_of_another_step",
+        k="K33",
+        bugs=("wtdcode/vllm-backport#63",),
+        story="A late rank went through this step's table with last step's row order, and used blocks of other "
+        "requests: one answer in five looped on one token.",
+        expected="R8",
+        applies_to="two requests of different prompts",
+        applies=lambda setup: setup.batch > 1 and not setup.shared,
+        strike=_walk_the_table_with_old_rows,
+        cause=("order", "identity", "addressing"),
+    ),
+    Fault(
+        name="order.unresolved_step",
+        k="K21",
+        bugs=("vllm-project/vllm#52071",),
+        story="A field that keeps two decodes of one request apart was read by one scheduler and set only by the "
+        "other: a step was built before the tokens of the last were known.",
+        expected="W6",
+        applies_to="everything",
+        strike=_build_on_the_step_before,
+    ),
+    Fault(
+        name="order.sampled_into_the_prompt",
+        k="K06",
+        bugs=("sgl-project/mini-sglang@ef4367f",),
+        story="A chunk that was not the last one wrote the token that it had sampled to the place of the next prompt "
+        "token, where the next chunk, which overlapped with it, took it for its input.",
+        expected="W6",
+        applies_to="prompts in chunks",
+        needs={"chunk": CHUNK},
+        applies=lambda setup: setup.pages is None,
+        strike=_feed_a_chunk_what_was_sampled,
+    ),
+    Fault(
+        name="order.later_step",
+        story="A forward reads an entry that a later step has written: two steps ran at the same time.",
+        expected="R11",
+        applies_to="everything",
+        strike=_read_a_later_step,
+    ),
+)

@@ -1,0 +1,47 @@
+"""Ranks of one model that disagree on lengths, pages or shards. The engine runs on one rank: these wait for more."""
+
+from __future__ import annotations
+
+from kvcanary.faults.fault import PENDING, Fault
+
+ONE_RANK = "the engine runs on one rank: nothing can differ from another"
+FAULTS = (
+    Fault(
+        name="ranks.disagree",
+        k="K51",
+        bugs=(
+            "LMCache/LMCache#1101",
+            "LMCache/LMCache#1379",
+            "LMCache/LMCache#1467",
+            "GeeeekExplorer/nano-vllm#187",
+            "GeeeekExplorer/nano-vllm#215",
+            "GeeeekExplorer/nano-vllm#275",
+            "sgl-project/sglang#33442",
+            "sgl-project/sglang#27010",
+            "sgl-project/sglang#22607",
+        ),
+        story="One rank looked up and pinned, and the others evicted in between; each sized its pool by its own free "
+        "memory, loaded by its own free space, or took another number of completions: lengths and ids of one rank were "
+        "used by all.",
+        expected="X1",
+        applies_to="tensor or pipeline parallel engines",
+        state=PENDING,
+        reason=ONE_RANK,
+    ),
+    Fault(
+        name="ranks.wrong_shard_rule",
+        k="K52",
+        bugs=(
+            "vllm-project/vllm#51031",
+            "vllm-project/vllm#57260",
+            "vllm-project/vllm-ascend#14534",
+            "local-inference-lab/vllm#72",
+        ),
+        story="Positions were localised for groups that every rank holds whole, with another block size than the "
+        "kernel's, or not at all for the draft. An all-reduce then makes the wrong result the same on all ranks.",
+        expected="R5",
+        applies_to="engines that shard positions over ranks",
+        state=PENDING,
+        reason=ONE_RANK,
+    ),
+)

@@ -1,0 +1,248 @@
+"""Bytes that were copied, loaded or restored wrongly, in part, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import any_layer, any_reader, overwrite, part_of, words_of
+from kvcanary.faults.target import Running, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcanary.views import PoolView
+
+CHILD = "child"
+ROWS_OF_A_BLOCK = 16
+Copy = Callable[["PoolView", "Tensor"], "Tensor"]  # what arrives of the words of a row
+
+
+def _load(target: Target, end: Callable[[Target, str, int], None]) -> bool:
+    """A page of a running request is loaded, ends as `end` says, and its first entry is read."""
+    reader, page = _reader_and_page(target)
+    if reader is None:
+        return False
+    canary, name = target.canary, reader.request_id
+    canary.on_alloc(name, [page], for_load=True)
+    canary.on_load_begin(name, [page])
+    end(target, name, page)
+    position = target.rng.randrange(reader.committed_len)
+    reader.slots[position] = page * target.setup.page_size
+    target.record(reader=name, position=position, slot=int(reader.slots[position]))
+    return True
+
+
+def _reader_and_page(target: Target) -> tuple[Running | None, int]:
+    """A running request and a page that nobody ever had."""
+    free = target.free_pages()
+    if not free or target.canary._ledger.generations[free[-1]]:
+        return None, 0
+    return any_reader(target), free[-1]
+
+
+def _fail(target: Target, name: str, page: int) -> None:
+    target.canary.on_load_fail(name, [page])
+
+
+def _go_on(target: Target, name: str, page: int) -> None:
+    """The load still runs."""
+
+
+def _arrive_in_part(target: Target, name: str, page: int) -> None:
+    """The end is told with the length of what did arrive, and the page lies behind it."""
+    target.canary.on_load_end(name, [page], target.canary._ledger.request(name).committed_len)
+
+
+def _store_while_loading(target: Target) -> bool:
+    """One connector loads blocks, and another stores the same blocks already."""
+    reader = any_reader(target)
+    if reader is None:
+        return False
+    page = target.rng.choice(reader.pages)
+    target.record(pool="target", slot=page * target.setup.page_size)
+    target.canary.tickets.issue("load", "connector 1", writes=[page])
+    target.canary.tickets.issue("store", "connector 2", reads=[page])
+    return True
+
+
+def _load_over_final_entries(target: Target) -> bool:
+    """The length of a hit is rounded down to a chunk, and what lies behind is loaded over what is there."""
+    for reader in target.running():
+        final = target.canary._ledger.request(reader.request_id).final_pages
+        if final:
+            page = target.rng.choice(reader.pages[:final])
+            target.record(request=f"page {page}")
+            target.canary.on_load_begin(reader.request_id, [page])
+            return True
+    return False
+
+
+def _keep_what_was_rejected(target: Target) -> bool:
+    """A load is refused, and the number of computed tokens stays what it would have been."""
+    _, page = _reader_and_page(target)
+    if not page:
+        return False
+    canary, size = target.canary, target.setup.page_size
+    canary.admit(CHILD, [1] * (size + 2))
+    canary.on_alloc(CHILD, [page], for_load=True)
+    canary.on_load_begin(CHILD, [page])
+    canary.on_load_fail(CHILD, [page])
+    target.record(pool="target", reader=CHILD, position=0)
+    canary.commit(CHILD, size)
+    return True
+
+
+def _copy_a_page(target: Target, arrives: Copy, one_layer: bool = False, whole: bool = True) -> bool:
+    """A page is copied into a page of another request, and the copy is declared; its rows arrive changed.
+
+    one_layer: only that one is copied wrong; whole: all rows, not only the last ones.
+    """
+    import torch
+
+    reader, page = _reader_and_page(target)
+    view, size = target.pools["target"], target.setup.page_size
+    if reader is None or reader.committed_len < size:
+        return False
+    canary, slots = target.canary, reader.slots[:size].clone()
+    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens[: size + 1])
+    canary.on_alloc(CHILD, [page])
+    wrong = [any_layer(target, view)] if one_layer else list(range(view.num_layers))
+    first = 0 if whole else size - max(1, size // ROWS_OF_A_BLOCK)
+    differs = []
+    for layer in range(view.num_layers):
+        for offset, slot in enumerate(slots.tolist()):
+            words = words_of(view, layer, slot)
+            arrived = arrives(view, words.clone()) if layer in wrong and offset >= first else words
+            overwrite(view, layer, page * size + offset, arrived)
+            if bool((arrived != words).any()):
+                differs.append((offset, layer))
+    if not differs:
+        return False
+    offset, layer = min(differs)
+    target.record(pool="target", slot=page * size + offset, layer=layer)
+    canary.on_move("target", slots, page * size + torch.arange(size))
+    return True
+
+
+def _nothing(view: PoolView, words: Tensor) -> Tensor:
+    return words.zero_()
+
+
+def _the_other_axis(view: PoolView, words: Tensor) -> Tensor:
+    k, v = (words[part_of(view, part)].clone() for part in (0, 1))
+    words[part_of(view, 0)], words[part_of(view, 1)] = v, k
+    return words
+
+
+def _by_other_strides(view: PoolView, words: Tensor) -> Tensor:
+    part = part_of(view, 0)
+    words[part] = words[part].view(view.kv_heads, -1).roll(1, 0).flatten()
+    return words
+
+
+def _fault(name: str, k: str, bugs: tuple[str, ...], story: str, **more: object) -> Fault:
+    settings = {"applies": lambda setup: setup.pages is None and setup.page_size <= setup.prompt_len} | more
+    return Fault(f"transfer.{name}", story, k=k, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
+
+
+NEVER_HAD = "pools with pages that nobody has had, requests of a whole page"
+FAULTS = (
+    _fault(
+        "load_failed",
+        "K38",
+        ("LMCache/LMCache#4991", "LMCache/LMCache#3022", "ai-dynamo/dynamo#15079", "ai-dynamo/dynamo#6032"),
+        "A store or a load failed, and only a warning said so: the key stayed listed, the transfer was marked as "
+        "complete with an error that nobody read, and later hits were served what lay in the buffers.",
+        expected="R12",
+        strike=partial(_load, end=_fail),
+        cause=("transfer", "uninitialised", "lengths"),
+    ),
+    _fault(
+        "read_while_loading",
+        "K38",
+        ("sgl-project/sglang#31108", "sgl-project/sglang#30321"),
+        "K and V were fetched, and pages of the index beside them were not: the length of a hit was that of K and V "
+        "alone. The miss was logged by another thread, and answers ran away after hours.",
+        expected="R12",
+        strike=partial(_load, end=_go_on),
+        cause=("transfer", "uninitialised", "lengths"),
+    ),
+    _fault(
+        "loaded_in_part",
+        "K38",
+        ("sgl-project/sglang#30233", "sgl-project/sglang#38704"),
+        "A prefill that was aborted left a placeholder of one token, which was handed over as if it were the prompt: "
+        "decoding began on slots that nobody had filled.",
+        expected="R12",
+        strike=partial(_load, end=_arrive_in_part),
+        cause=("transfer", "uninitialised", "lengths"),
+    ),
+    _fault(
+        "stored_while_loading",
+        "K38",
+        ("vllm-project/vllm#34526", "vllm-project/vllm#35092"),
+        "One connector began a remote load into blocks, and another stored the same blocks at once: what they had held "
+        "before went out, to be loaded by others later.",
+        expected="O1",
+        strike=_store_while_loading,
+        cause=("transfer", "order"),
+    ),
+    _fault(
+        "loaded_over_final_entries",
+        "K39",
+        ("LMCache/LMCache#2206",),
+        "The length of a hit was rounded down to a chunk, and the load went over slots that the engine's own prefix "
+        "cache had already, and shared.",
+        expected="PageStateError",
+        strike=_load_over_final_entries,
+    ),
+    _fault(
+        "rejected_load_counted",
+        "K40",
+        ("vllm-project/vllm#49250", "vllm-project/vllm#53298"),
+        "A connector refused a load, and the request's count of computed tokens stayed as if it had come. Comparing "
+        "outputs was no help: reuse and recomputation may rightly differ.",
+        expected="H1",
+        strike=_keep_what_was_rejected,
+        cause=("transfer", "hooks"),
+    ),
+    _fault(
+        "block_counted_in_rows",
+        "K40",
+        ("ROCm/ATOM#1807",),
+        "Blocks of a codec were sixteen times too small, since their bytes were counted in rows: a reload brought "
+        "back the rest as it lay.",
+        expected="T1",
+        strike=partial(_copy_a_page, arrives=_nothing, whole=False),
+    ),
+    _fault(
+        "wrong_axis",
+        "K37",
+        ("vllm-project/vllm#17362",),
+        "A tensor of blocks by K and V was copied as one of K and V by blocks: a swap moved other rows than it was "
+        "asked to.",
+        expected="T1",
+        strike=partial(_copy_a_page, arrives=_the_other_axis),
+    ),
+    _fault(
+        "strides_ignored",
+        "K37",
+        ("flashinfer-ai/flashinfer#527", "ovg-project/kvcached#391"),
+        "A copy went by the shape of a tensor whose strides say otherwise. Within one server everything was right, "
+        "and what came from another was garbled.",
+        expected="T1",
+        strike=partial(_copy_a_page, arrives=_by_other_strides),
+    ),
+    _fault(
+        "layer_group_skipped",
+        "K37",
+        ("LMCache/LMCache#4247", "LMCache/LMCache#4253"),
+        "A packed layout left out what one group of layers needs: requests with a shared prefix came out as garbage, "
+        "with every counter green. Planted facts in long documents gave it away.",
+        expected="T1",
+        strike=partial(_copy_a_page, arrives=_nothing, one_layer=True),
+    ),
+)

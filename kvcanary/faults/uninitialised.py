@@ -1,0 +1,152 @@
+"""Slots that nobody has written, and bytes that are not neutral where nothing was stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.lifetime import grant_again, recycle
+from kvcanary.faults.reach import any_layer, any_part, any_reader, as_words, change, part_of, root_forward
+from kvcanary.faults.target import Call, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _read_unwritten(target: Target, pool: str) -> bool:
+    """An entry of a forward's row names a slot of the request's newest page, into which nothing was ever stored."""
+    reader, free = any_reader(target), target.free_pages()
+    if reader is None or not free or target.canary._ledger.generations[free[-1]]:
+        return False
+    slot = free[-1] * target.setup.page_size + target.rng.randrange(target.setup.page_size)
+
+    def read(call: Call) -> bool:
+        if call.pool != pool or reader.request_id not in call.read.requests:
+            return False
+        target.canary.on_alloc(reader.request_id, [free[-1]])
+        number = call.read.requests.index(reader.request_id)
+        start = int(call.read.indptr[number * call.read.rows_per_request])
+        position = target.rng.randrange(int(call.read.prefix_lens[number]))
+        indices = call.read.indices.clone()
+        indices[start + position] = slot
+        call.read = replace(call.read, indices=indices)
+        target.record(pool=pool, reader=reader.request_id, position=position, slot=slot)
+        return True
+
+    target.before("draft" if pool == "draft" else root_forward(target), read)
+    return True
+
+
+def _read_in_coarser_pages(target: Target) -> bool:
+    """The table was written in pages twice as long as the reader's: it looks behind what was ever granted."""
+    reader = any_reader(target)
+    size, free = target.setup.page_size, target.free_pages()
+    if reader is None or reader.committed_len < size or not free or target.canary._ledger.generations[free[-1]]:
+        return False
+    place = target.rng.randrange(reader.committed_len // size) * size
+    reader.slots[place : place + size] += free[-1] * size - int(reader.slots[place])
+    target.record(reader=reader.request_id, position=place, slot=free[-1] * size)
+    return True
+
+
+def _publish_before_writing(target: Target) -> bool:
+    """A page is offered to a cache when its forward is scheduled, not when it has run."""
+    reader = any_reader(target)
+    if reader is None or len(reader.pages) * target.setup.page_size <= reader.committed_len:
+        return False
+    target.record(request=f"page {reader.pages[-1]}")
+    target.canary.on_share(reader.request_id, [reader.pages[-1]])
+    return True
+
+
+def _recycle_nan(target: Target) -> bool:
+    """What a freed page held for another kind of layer is NaN for the next one."""
+    canary, view = target.canary, target.pools["target"]
+    free = target.free_pages()
+    if not free or canary._ledger.generations[free[-1]]:
+        return False
+    page = free[-1]
+    recycle(target, page)
+    layer, part = any_layer(target, view), part_of(view, any_part(target, view))
+    slot = page * view.page_size + target.rng.randrange(view.page_size)
+    nan = as_words(view, float("nan"), part.stop - part.start)
+    change(view, layer, slot, lambda words: words.index_copy(0, _range(part), nan))
+    target.record(pool="target", slot=slot)
+    grant_again(target, page)
+    return True
+
+
+def _range(part: slice) -> Tensor:
+    import torch
+
+    return torch.arange(part.start, part.stop)
+
+
+FAULTS = (
+    Fault(
+        name="uninitialised.never_written",
+        k="K18",
+        bugs=("sgl-project/sglang#19897", "sgl-project/sglang#19796"),
+        story="A prefix hit brought the target's entries, and those of the draft were never written: the draft read "
+        "what happened to lie there, NaN at worst.",
+        expected="R12",
+        applies_to="pools with pages that nobody has had",
+        applies=lambda setup: setup.pages is None,
+        strike=partial(_read_unwritten, pool="target"),
+        cause=("uninitialised", "lengths"),
+    ),
+    Fault(
+        name="uninitialised.coarser_pages",
+        k="K18",
+        bugs=("lightseekorg/tokenspeed#958",),
+        story="The draft's page table was published in pages of 128 tokens, and the backend counts in 64: it read rows "
+        "that were all zero, and the draft's logits collapsed.",
+        expected="R7",
+        applies_to="pools with pages that nobody has had",
+        applies=lambda setup: setup.pages is None and setup.page_size <= setup.prompt_len,
+        strike=_read_in_coarser_pages,
+    ),
+    Fault(
+        name="uninitialised.draft_not_transferred",
+        k="K18",
+        bugs=("NVIDIA/TensorRT-LLM#17371",),
+        story="Prefill and decode ran in two servers, and only the target's pages went from one to the other: drafting "
+        "began on prompts whose entries nobody had written, and lost up to a quarter of what it had accepted.",
+        expected="R12",
+        applies_to="drafts of two steps and more",
+        applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.pages is None,
+        strike=partial(_read_unwritten, pool="draft"),
+        cause=("uninitialised", "lengths"),
+    ),
+    Fault(
+        name="uninitialised.published_before_written",
+        k="K18",
+        bugs=("vllm-project/vllm#41838",),
+        story="The hash of a block was published when its forward was scheduled. A request that came in the same step "
+        "hit it, and read zeros or what was there before; acceptance fell as the hours went by.",
+        expected="PageStateError",
+        also=("PageOwnerError",),
+        applies_to="everything",
+        strike=_publish_before_writing,
+    ),
+    Fault(
+        name="uninitialised.nan_recycled",
+        k="K43",
+        bugs=(
+            "vllm-project/vllm#35219",
+            "vllm-project/vllm#35138",
+            "vllm-project/vllm#43990",
+            "vllm-project/vllm#936",
+            "vllm-project/vllm#641",
+        ),
+        story="A block that had held the state of another kind of layer was given to attention as it was. Its bits are "
+        "NaN there; masked entries are multiplied by zero, and NaN times zero is NaN.",
+        expected="P1",
+        applies_to="pools with pages that nobody has had",
+        applies=lambda setup: setup.pages is None,
+        strike=_recycle_nan,
+        cause=("uninitialised", "lifetime", "bits"),
+    ),
+)

@@ -1,0 +1,166 @@
+"""Rings that are too short, windows that end in the wrong place, and ids of one pool in another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import any_reader, redirect, root_forward, written_of
+from kvcanary.faults.target import Call, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SEEN = 8  # tokens, by a layer that should see all
+
+
+def _as_they_are(own: Tensor, *, full: Tensor, num_slots: int) -> Tensor:
+    return full % num_slots
+
+
+def _limited(window: int | None) -> int:
+    return SEEN
+
+
+def _wrap(target: Target) -> bool:
+    """A ring of too few slots: the oldest entries were overwritten by those a ring's length behind them."""
+    reader = any_reader(target)
+    if reader is None:
+        return False
+    ring = reader.committed_len // 2
+    if int(reader.slots[0]) == int(reader.slots[ring]):
+        return False
+    lost = target.rng.randrange(1, ring)
+    reader.slots[:lost] = reader.slots[ring : ring + lost].clone()
+    target.record(reader=reader.request_id, position=0, slot=int(reader.slots[0]))
+    return True
+
+
+def _roll_too_early(target: Target) -> bool:
+    """A cache rolls when its length equals the window, and not when it exceeds it: its first entry is gone."""
+
+    def roll(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        number = target.rng.randrange(len(call.read.requests))
+        row = number * call.read.rows_per_request
+        start, length = int(call.read.indptr[row]), int(call.read.prefix_lens[number])
+        indices = call.read.indices.clone()
+        indices[start : start + length - 1] = call.read.indices[start + 1 : start + length]
+        call.read = replace(call.read, indices=indices)
+        target.record(pool="target", reader=call.read.requests[number], position=0, slot=int(indices[start]))
+        return True
+
+    target.before(root_forward(target), roll)
+    return bool(target.running())
+
+
+def _write_in_a_circle(target: Target) -> bool:
+    """A token goes to its position modulo a window, into a block that prefixes still name."""
+
+    def write(call: Call) -> bool:
+        if call.pool != "target":
+            return False
+        size, requests = target.setup.page_size, list(enumerate(call.read.requests))
+        target.rng.shuffle(requests)
+        for number, name in requests:
+            final = target.canary._ledger.request(name).final_pages * size
+            if final:
+                start = int(call.read.indptr[number * call.read.rows_per_request])
+                slot = int(call.read.indices[start + target.rng.randrange(final)])
+                redirect(call, written_of(call, number).start, slot)
+                target.record(pool="target", slot=slot)
+                return True
+        return False
+
+    target.before(root_forward(target), write)
+    return bool(target.running())
+
+
+FAULTS = (
+    Fault(
+        name="windows.untranslated",
+        k="K13",
+        bugs=("sgl-project/sglang#24617", "sgl-project/sglang#24402", "sgl-project/sglang#25889"),
+        story="Layers with a window have a smaller pool of their own, and slots of the full pool are translated into "
+        "it. Metadata for drafts went there untranslated, and a translation was kept over a change of the map: out of "
+        "range it crashed, in range it read other tokens.",
+        expected="R9",
+        applies_to="models with a sliding window",
+        needs={"window": 16, "prefix_cache": False},
+        applies=lambda setup: setup.model == "random" and setup.pages is None and setup.backend == "torch",
+        perturb=_as_they_are,
+        cause=("windows", "addressing", "uninitialised", "transfer", "bits"),
+    ),
+    Fault(
+        name="windows.ring_too_short",
+        k="K16",
+        bugs=(
+            "sgl-project/sglang#34189",
+            "sgl-project/sglang#33872",
+            "sgl-project/sglang#33800",
+            "sgl-project/sglang#32038",
+            "sgl-project/sglang#34959",
+            "sgl-project/sglang-jax#1487",
+            "sgl-project/sglang-jax#1504",
+        ),
+        story="A ring kept the entries of four drafted tokens, whatever their number. With more of them a later step "
+        "read ring slots that held other positions: typos in identifiers, three points of accuracy. It took weeks and "
+        "several teams, since the damage did not grow with the depth of drafting.",
+        expected="R4",
+        applies_to="everything",
+        strike=_wrap,
+        cause=("windows", "lengths", "addressing"),
+    ),
+    Fault(
+        name="windows.rolled_too_early",
+        k="K16",
+        bugs=("huggingface/transformers#37574", "huggingface/transformers#38046"),
+        story="A cache of a sliding window rolled one step early, for a >= where a > belongs. The reporter wrote down "
+        "by hand what should lie there.",
+        expected="R4",
+        applies_to="everything",
+        strike=_roll_too_early,
+        cause=("windows", "lengths", "addressing"),
+    ),
+    Fault(
+        name="windows.cyclic_over_shared",
+        k="K16",
+        bugs=("NVIDIA/TensorRT-LLM#3424",),
+        story="A cyclic window wrote token t to slot t modulo its length, also where a prefix cache still pointed at "
+        "the block.",
+        expected="W8",
+        also=("W3",),
+        applies_to="requests of a whole page and more",
+        applies=lambda setup: setup.page_size <= setup.prompt_len,
+        strike=_write_in_a_circle,
+        cause=("windows", "bounds", "lifetime"),
+    ),
+    Fault(
+        name="windows.window_on_a_global_layer",
+        k="K44",
+        bugs=("vllm-project/vllm#51756",),
+        story="A group of layers with and without a window applied it to all: global layers forgot what is far back. "
+        "Every byte was right, every index was right, and the mask was not.",
+        expected="other answers: the bytes and indices are right, the mask is not",
+        applies_to="the torch backend",
+        applies=lambda setup: setup.backend == "torch" and setup.window is None,
+        perturb=_limited,
+    ),
+    Fault(
+        name="windows.shifted_twice",
+        k="K45",
+        bugs=(
+            "ggml-org/llama.cpp#3825",
+            "ggml-org/llama.cpp#3835",
+            "ggml-org/llama.cpp#12160",
+        ),
+        story="Positions of a context that is shifted add up, and the pending rotation was overwritten: the second "
+        "shift lost the first. Its sister deleted by the positions of before the shift.",
+        expected="R4",
+        applies_to="caches that are shifted in place",
+        state="pending",
+        reason="the engine never shifts what it has cached",
+    ),
+)

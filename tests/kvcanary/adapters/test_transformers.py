@@ -1,0 +1,453 @@
+"""The canary inside transformers' generate: it changes nothing, finds nothing in a sound cache, and names damage."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, CanaryConfigError, HookOrderError, KVCorruptionError
+
+transformers = pytest.importorskip("transformers")
+from transformers import cache_utils  # noqa: E402
+
+from kvcanary.adapters import transformers as adapter  # noqa: E402
+from kvcanary.adapters.transformers import CanaryCache, attach  # noqa: E402
+from kvcanary.errors import AdapterError  # noqa: E402
+
+FULL = CanaryConfig(content="full", seed=7)
+ROLLING = CanaryConfig(content="rolling", seed=7)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "assisted", "lookup", "static"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2"])
+def test_outputs_are_unchanged_and_nothing_is_found(models, generate, family: str, way: str) -> None:
+    """Bit for bit the same tokens, no finding, and every entry that attention read was judged."""
+    model = models(family)
+    expected = generate(model, way)
+    with attach(model, FULL) as handle:
+        assert torch.equal(generate(model, way), expected)
+        certificate = handle.certificate()
+    assert certificate["findings"] == []
+    assert certificate["unchecked"] == {}
+    assert certificate["slots_checked"] > 200
+    assert certificate["forwards"] > 5
+    assert certificate["bytes_checked"] >= 128 * certificate["slots_checked"]  # 2 heads of 8 floats, K and V
+    assert certificate["store"] == "proved"
+    assert torch.equal(generate(model, way), expected)
+
+
+def damage(cache, at: int, harm):
+    """A stopping criterion that harms the cache when rows have `at` tokens."""
+
+    def criterion(input_ids, scores, **others):
+        if input_ids.shape[1] == at:
+            harm(cache)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    return {"past_key_values": cache, "stopping_criteria": [criterion]}
+
+
+def found_by(run) -> list:
+    with pytest.raises(KVCorruptionError) as raised:
+        run()
+    return raised.value.findings
+
+
+def flip(tensor: torch.Tensor, place: tuple[int, ...], bit: int) -> None:
+    tensor.view(torch.int32)[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize("config", [FULL, ROLLING], ids=["full", "rolling"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_flipped_bit_is_found_where_it_is(models, generate, family: str, config: CanaryConfig) -> None:
+    """One bit of V: layer, row, position, head, dim and bit are named, and the tokens never leave."""
+    model, cache = models(family), transformers.DynamicCache()
+    with attach(model, config):
+        harm = damage(cache, 12, lambda cache: flip(cache.layers[1].values, (1, 1, 9, 3), 2))
+        [finding] = found_by(lambda: generate(model, **harm))
+    assert (finding.code, finding.layer, finding.page, finding.position) == ("R9", 1, 1, 9)
+    assert (finding.part, finding.head, finding.dim, finding.bit) == ("V", 1, 3, 2)
+    assert finding.last_good_step is not None
+    assert finding.causes[0].family == "bits"
+
+
+def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
+    """A fault is told of once a kind of forward, however often it is read; generation ends as it would."""
+    model, cache = models(), transformers.DynamicCache()
+    with attach(model, CanaryConfig(mode="log", content="full", seed=7)) as handle:
+        output = generate(model, **damage(cache, 12, lambda cache: flip(cache.layers[0].keys, (0, 0, 4, 1), 0)))
+        assert output.shape == (2, 31)
+        assert {(f.code, f.layer, f.page, f.position) for f in handle.findings} == {("R9", 0, 0, 4)}
+        assert [(f.incident, f.site[0]) for f in handle.findings] == [(1, "decode"), (1, "release")]
+        assert handle.certificate()["fired"]["R9"] > 5
+
+
+def test_exchanged_rows_are_found(models, generate) -> None:
+    """Two rows of one layer exchanged in place: both are named, each with the row whose bytes it holds."""
+
+    def exchange(cache) -> None:
+        for tensor in (cache.layers[2].keys, cache.layers[2].values):
+            tensor.copy_(tensor.flip(0))
+
+    model, cache = models(), transformers.DynamicCache()
+    with attach(model, FULL):
+        findings = found_by(lambda: generate(model, **damage(cache, 12, exchange)))
+    assert [(f.code, f.layer, f.page, f.position, f.found["row"]) for f in findings] == [
+        ("R6", 2, 0, 0, 1),
+        ("R6", 2, 1, 0, 0),
+    ]
+
+
+def test_a_beam_reorder_that_one_layer_skips_is_found(models, generate, monkeypatch) -> None:
+    """The bytes of every row are read again after a reorder: the layer, and the rows that should have moved."""
+    model, expected, cache = models(), [], transformers.DynamicCache()
+    right = cache_utils.DynamicLayer.reorder_cache
+
+    def reorder(layer, beam_idx) -> None:
+        keys, values = layer.keys, layer.values
+        right(layer, beam_idx)
+        if layer is cache.layers[1]:
+            differs = (keys != layer.keys).any(-1).any(1)
+            expected[:] = [(row, int(differs[row].nonzero()[0])) for row in differs.any(1).nonzero().flatten().tolist()]
+            layer.keys, layer.values = keys, values
+
+    monkeypatch.setattr(cache_utils.DynamicLayer, "reorder_cache", reorder)
+    with attach(model, ROLLING):
+        findings = found_by(lambda: generate(model, "beams", past_key_values=cache))
+    assert expected
+    assert {(f.code, f.layers) for f in findings} == {("T1", (1,))}
+    assert sorted((f.page, f.position) for f in findings) == sorted(expected)
+
+
+def test_a_beam_reorder_that_never_comes_is_found(models, generate) -> None:
+    """The cache is sound, but its rows are not those of the sequences that the model is called for."""
+    model, calls = models(), []
+
+    def forget(cache, beam_idx):
+        calls.append(beam_idx.tolist())
+        return cache
+
+    model._reorder_cache = forget
+    with attach(model, ROLLING):
+        findings = found_by(lambda: generate(model, "beams"))
+    assert {f.code for f in findings} == {"R6"}
+    row = findings[0].page
+    assert findings[0].expected["row"] == row
+    assert findings[0].position == findings[0].found["first_different_position"] >= 7
+    assert calls
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1, 2)])
+def test_a_crop_that_does_nothing_is_found(models, generate, monkeypatch, layers: tuple[int, ...]) -> None:
+    """Rejected guesses that stay in the cache: the layers, and the position at which it should have ended."""
+    right, lengths, cache = cache_utils.DynamicLayer.crop, [], transformers.DynamicCache()
+
+    def crop(layer, tokens_to_remove) -> None:
+        if tokens_to_remove and any(layer is cache.layers[number] for number in layers):
+            lengths.append(layer.get_seq_length() + tokens_to_remove)
+            return
+        right(layer, tokens_to_remove)
+
+    monkeypatch.setattr(cache_utils.DynamicLayer, "crop", crop)
+    model = models()
+    with attach(model, ROLLING):
+        [finding] = found_by(lambda: generate(model, "assisted", past_key_values=cache))
+    assert (finding.code, finding.layers, finding.position) == ("R10", layers, lengths[0])
+
+
+def test_a_crop_that_never_comes_is_found(models, generate, monkeypatch) -> None:
+    """The model is called for shorter rows than the cache holds."""
+    monkeypatch.setattr(CanaryCache, "crop", lambda cache, tokens_to_remove: None)
+    model = models()
+    with attach(model, ROLLING):
+        [finding] = found_by(lambda: generate(model, "assisted"))
+    assert finding.code == "R10"
+    assert finding.found["length"] > finding.expected["length"] == finding.position
+
+
+def test_a_skipped_copy_is_found(models, generate, monkeypatch) -> None:
+    """A static layer that does not store what it is given: layer and position, as unwritten."""
+    right = cache_utils.StaticLayer.update
+
+    def update(layer, keys, values, *args, **kwargs):
+        if keys.shape[2] == 1 and int(layer.cumulative_length) == 10 and layer is cache.layers[2]:
+            layer.cumulative_length.add_(1)
+            return layer.keys, layer.values
+        return right(layer, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(cache_utils.StaticLayer, "update", update)
+    model = models()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    with attach(model, ROLLING):
+        findings = found_by(lambda: generate(model, past_key_values=cache, disable_compile=True))
+    assert [(f.code, f.layer, f.page, f.position) for f in findings] == [("R12", 2, 0, 10), ("R12", 2, 1, 10)]
+
+
+def test_an_append_that_never_comes_is_found(models, generate, monkeypatch) -> None:
+    """A dynamic layer that gives attention what it had: shorter than it was told to be."""
+    right, cache = cache_utils.DynamicLayer.update, transformers.DynamicCache()
+
+    def update(layer, keys, values, *args, **kwargs):
+        if layer.get_seq_length() == 10 and layer is cache.layers[2]:
+            return layer.keys, layer.values
+        return right(layer, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(cache_utils.DynamicLayer, "update", update)
+    model = models()
+    with attach(model, ROLLING):
+        [finding] = found_by(lambda: generate(model, past_key_values=cache))
+    assert (finding.code, finding.layer, finding.position) == ("R10", 2, 10)
+    assert (finding.expected["length"], finding.found["length"]) == (11, 10)
+
+
+def test_a_wrong_window_is_found(models, generate, monkeypatch) -> None:
+    """A window that keeps the first entries in the place of the last: each position holds another's bytes."""
+    right, cache = cache_utils.DynamicSlidingWindowLayer.update, None
+
+    def update(layer, keys, values, *args, **kwargs):
+        full = right(layer, keys, values, *args, **kwargs)
+        if layer is cache.layers[0] and layer.cumulative_length == 12:
+            kept = layer.keys.shape[2]
+            layer.keys, layer.values = (tensor[:, :, -kept - 1 : -1] for tensor in full)
+        return full
+
+    monkeypatch.setattr(cache_utils.DynamicSlidingWindowLayer, "update", update)
+    model = models("Gemma2")
+    cache = transformers.DynamicCache(config=model.config)
+    with attach(model, FULL):
+        findings = found_by(lambda: generate(model, past_key_values=cache))
+    assert [(f.code, f.layer, f.page, f.position, f.found["position"]) for f in findings] == [
+        ("R4", 0, 0, 5, 4),
+        ("R4", 0, 1, 5, 4),
+    ]
+
+
+def test_what_a_rolling_check_has_not_read_is_read_when_generate_ends(models, generate) -> None:
+    """A flip behind the cursor, in the last step: no slice comes by any more, the last look does."""
+    model, cache = models(), transformers.DynamicCache()
+    with attach(model, ROLLING):
+        harm = damage(cache, 31, lambda cache: flip(cache.layers[1].keys, (0, 1, 2, 5), 30))
+        [finding] = found_by(lambda: generate(model, **harm))
+    assert (finding.code, finding.layer, finding.page, finding.position) == ("R9", 1, 0, 2)
+    assert finding.site == ("release", 0)
+
+
+def test_one_cache_alone(models) -> None:
+    """CanaryCache gives the same cache back; a copy of it, a selection and a reset are followed."""
+    model, cache = models(), transformers.DynamicCache()
+    assert CanaryCache(cache, FULL) is cache
+    assert isinstance(cache, transformers.DynamicCache)
+    prompt = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        model(prompt[:, :1].repeat(2, 1), past_key_values=cache)
+        flip(twin.layers[0].keys, (0, 0, 3, 1), 4)
+        [finding] = found_by(lambda: model(prompt[:, :1], past_key_values=twin))
+        cache.reset()
+        model(prompt, past_key_values=cache)
+    assert (finding.code, finding.layer, finding.position) == ("R9", 0, 3)
+    assert cache.kv_rows.length == 9
+    assert cache.kv_rows.canary is twin.kv_rows.canary
+
+
+def test_a_selection_that_one_layer_skips_is_found(models, monkeypatch) -> None:
+    """Rows of a copied batch are read again as well."""
+    model, cache = models(), CanaryCache(transformers.DynamicCache(), ROLLING)
+    with torch.no_grad():
+        model(torch.arange(3, 13).view(2, 5), past_key_values=cache)
+        cache.layers[2].batch_select_indices = lambda indices: None
+        [finding, _] = found_by(lambda: cache.batch_select_indices(torch.tensor([1, 0])))
+    assert (finding.code, finding.layers, finding.found["row"]) == ("T1", (2,), 1)
+
+
+def test_an_offloaded_layer_is_read_when_it_is_back(models) -> None:
+    """Bytes that were damaged on their way are found by the next forward that attends to them."""
+    model, cache = models(), CanaryCache(transformers.DynamicCache(), FULL)
+    with torch.no_grad():
+        model(torch.arange(3, 8)[None], past_key_values=cache)
+        cache.offload(1)
+        flip(cache.layers[1].values, (0, 0, 2, 2), 7)
+        cache.layers[1].prefetch()
+        [finding] = found_by(lambda: model(torch.tensor([[9]]), past_key_values=cache))
+    assert (finding.code, finding.layer, finding.position) == ("R9", 1, 2)
+
+
+def test_a_cache_that_was_filled_before_is_taken_as_it_lies(models, generate) -> None:
+    """What nobody watched is counted in the certificate, and watched from then on."""
+    model, cache = models(), transformers.DynamicCache()
+    prompt = torch.arange(3, 10)[None]
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        with attach(model, FULL) as handle:
+            model(prompt[:, :1], past_key_values=cache)
+            assert handle.certificate()["unchecked"] == {"entries taken as they lay": 21}
+            flip(cache.layers[1].values, (0, 0, 2, 2), 7)
+            [finding] = found_by(lambda: model(prompt[:, :1], past_key_values=cache))
+    assert (finding.code, finding.layer, finding.position) == ("R9", 1, 2)
+
+
+def test_a_conversation_goes_on(models) -> None:
+    """A second generate over the first one's cache, left-padded, is clean; over other tokens it is the wrong row."""
+    model, cache = models(), transformers.DynamicCache()
+    prompt = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
+    with attach(model, FULL) as handle:
+        first = model.generate(prompt, attention_mask=prompt.ne(0), max_new_tokens=6, past_key_values=cache)
+        longer = torch.cat((first, torch.tensor([[8, 9], [10, 11]])), 1)
+        twin = copy.deepcopy(cache)
+        model.generate(longer, attention_mask=longer.ne(0), max_new_tokens=6, past_key_values=cache)
+        assert handle.findings == []
+        longer[1, 3] = 90
+        [finding] = found_by(lambda: model.generate(longer, max_new_tokens=6, past_key_values=twin))
+    assert (finding.code, finding.page, finding.position) == ("R6", 1, 3)
+    assert "token" not in finding.found
+
+
+def test_a_conversation_that_began_unwatched_goes_on(models) -> None:
+    """Tokens of what was taken as it lay are not known: counted, and no finding."""
+    model, cache = models(), transformers.DynamicCache()
+    first = model.generate(torch.arange(3, 8)[None], max_new_tokens=6, past_key_values=cache)
+    with attach(model, FULL) as handle:
+        model.generate(torch.cat((first, torch.tensor([[8, 9]])), 1), max_new_tokens=6, past_key_values=cache)
+        assert handle.findings == []
+        assert handle.certificate()["unchecked"]["entries whose token nobody said"] == 60
+        assert handle.certificate()["unchecked"]["entries taken as they lay"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_million_entries_are_clean(models, generate, family: str) -> None:
+    """Every entry that attention reads, at every step: a million of them without a finding."""
+    model = models(family)
+    with attach(model, FULL) as handle:
+        for _ in range(2 if family == "Llama" else 4):
+            generate(model, "sampling", tokens=600 if family == "Gemma2" else 480)
+        certificate = handle.certificate()
+    assert certificate["findings"] == []
+    assert certificate["slots_checked"] >= 10**6
+
+
+def test_detach_leaves_nothing_behind(models, generate) -> None:
+    """Hooks, methods and the class of a cache are what they were; a second detach is harmless."""
+    model, cache = models(), transformers.DynamicCache()
+    handle = attach(model, FULL)
+    generate(model, past_key_values=cache)
+    assert isinstance(cache, CanaryCache)
+    with pytest.raises(HookOrderError, match="has a canary already: detach"):
+        attach(model, FULL)
+    handle.detach()
+    handle.detach()
+    assert type(cache) is transformers.DynamicCache
+    assert not hasattr(cache, "kv_rows")
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not {"generate", "prepare_inputs_for_generation"} & set(model.__dict__)
+
+
+def test_what_is_not_known_is_refused_whole(models, monkeypatch) -> None:
+    """Another version, a name that is gone, a layer that is not followed, a mode without meaning: one sentence each."""
+    model = models()
+    with pytest.raises(AdapterError, match=r"mode must be 'log' or 'raise' here, got 'abort'"):
+        attach(model, CanaryConfig(mode="abort"))
+    with pytest.raises(CanaryConfigError, match="mode 'off' installs nothing"):
+        attach(model, CanaryConfig(mode="off"))
+    cache = transformers.DynamicCache()
+    cache.layers.append(cache_utils.DynamicIndexedLayer())
+    with pytest.raises(AdapterError, match=r"layers of a cache must be one of .*, got DynamicIndexedLayer"):
+        CanaryCache(cache, FULL)
+    assert type(cache) is transformers.DynamicCache
+    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    with pytest.raises(AdapterError, match=r"transformers 6\.1\.0 is not known here: install 5\.23"):
+        attach(model, FULL)
+    monkeypatch.undo()
+    monkeypatch.setattr(cache_utils.Cache, "crop", lambda self, max_length: None)
+    with pytest.raises(AdapterError, match=r"Cache\.crop must begin with \(self, tokens_to_remove\), got"):
+        attach(model, FULL)
+    monkeypatch.delattr(cache_utils.Cache, "crop")
+    assert adapter.check() == ["transformers.cache_utils:Cache.crop is gone"]
+    assert "generate" not in model.__dict__
+
+
+def test_a_layer_that_is_left_out_is_found(models, generate, monkeypatch) -> None:
+    """A forward after which one layer has nothing new: unwritten, by name of the layer."""
+    model, cache = models(), transformers.DynamicCache()
+    right = CanaryCache.update
+
+    def update(cache, keys, values, layer_idx, *args, **kwargs):
+        if layer_idx == 1 and cache.get_seq_length(1) == 10:
+            return keys, values
+        return right(cache, keys, values, layer_idx, *args, **kwargs)
+
+    monkeypatch.setattr(CanaryCache, "update", update)
+    with attach(model, ROLLING):
+        [finding] = found_by(lambda: generate(model, past_key_values=cache))
+    assert (finding.code, finding.layers, finding.position) == ("R12", (1,), 10)
+
+
+def test_arguments_by_place_and_embeddings(models) -> None:
+    """A cache that is given by place is followed too; a forward without one is counted, as are unknown tokens."""
+    model, cache = models(), transformers.DynamicCache()
+    prompt = torch.arange(3, 10)[None]
+    with torch.no_grad(), attach(model, FULL) as handle:
+        model(prompt, None, None, cache)
+        assert isinstance(cache, CanaryCache)
+        assert cache.kv_rows.tokens.tolist() == prompt.tolist()
+        model(prompt)
+        assert handle.certificate()["unchecked"] == {"forwards without a cache that is watched": 1}
+        embeds = model.get_input_embeddings()(prompt[:, :2])
+        model(inputs_embeds=embeds, past_key_values=cache)
+        assert cache.kv_rows.tokens[0, 7:].tolist() == [-1, -1]
+
+
+def test_rolling_says_what_went_unread(models) -> None:
+    """A budget too small to come round shows in the certificate, and so does what a window drops unread."""
+    model = models("Gemma2")
+    certificates = {}
+    for name, config in {"small": CanaryConfig(budget=1, seed=7), "full": FULL}.items():
+        with torch.no_grad(), attach(model, config) as handle:
+            cache = transformers.DynamicCache(config=model.config)
+            for start in range(3, 33, 5):
+                model(torch.arange(start, start + 5)[None], past_key_values=cache)
+            certificates[name] = handle.certificate()
+    assert certificates["small"]["max_unread_steps"] > 3
+    assert certificates["small"]["freed_unread_bytes"] > 0
+    assert certificates["small"]["peak_live_bytes"] >= certificates["small"]["live_bytes"] > 0
+    assert certificates["full"]["max_unread_steps"] == 1
+    assert certificates["full"]["freed_unread_bytes"] == 0
+
+
+def test_the_certificate_lists_what_is_not_fed(models, generate) -> None:
+    """A dense cache has no pages and no plans: those classes are inactive, and JSON says so."""
+    model = models()
+    with attach(model, ROLLING) as handle:
+        generate(model)
+        certificate = json.loads(json.dumps(handle.certificate()))
+    assert set(certificate["classes"]) == {"R4", "R6", "R9", "R10", "R12", "T1"}
+    assert certificate["inactive_classes"]["R7"] == "not fed"
+
+
+def test_content_write_compares_nothing_and_says_so(models, generate) -> None:
+    """Fingerprints are taken and never compared: beams pass, bytes are unread, and the classes are inactive."""
+    model = models()
+    with attach(model, CanaryConfig(content="write", seed=7)) as handle:
+        generate(model, "beams")
+        certificate = handle.certificate()
+    assert certificate["bytes_checked"] == 0
+    assert certificate["slots_sealed"] > 0
+    assert certificate["store"] == "not proved"
+    assert set(certificate["classes"]) == {"R6", "R10", "R12"}
+
+
+def test_without_transformers_one_sentence_says_what_to_install() -> None:
+    """Importing the adapter is the only thing that needs it."""
+    script = "import sys; sys.modules['transformers'] = None\nimport kvcanary.adapters.transformers"
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    last = child.stderr.strip().splitlines()[-1]
+    assert last == "ImportError: kvcanary.adapters.transformers needs transformers: pip install 'kvcanary[hf]'"
