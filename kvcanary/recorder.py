@@ -14,6 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: tuples, names and small integers
 LONG = 16  # sequences of so many integers and more are kept as arrays
-MOST_DAMAGED = 4096  # slots that one check may name
+DAMAGE_BYTES = 400  # of one damaged slot
+MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
+MOST_PARCELS = 4096  # that may be away at a time
 SPARE = 16  # part of the bytes that the newest step may take
 RECORDS = 4  # part of the bytes that the records of one checkpoint may take
 PARTS = 2  # segments that the steps asked for are cut into
@@ -71,7 +74,8 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        return self.array_bytes + EVENT_BYTES * len(self.events)
+        num_damaged = sum(map(len, self.damage.values()))
+        return self.array_bytes + EVENT_BYTES * len(self.events) + DAMAGE_BYTES * num_damaged
 
 
 class Recorder:
@@ -189,8 +193,7 @@ class Recorder:
             return
         segment = self.segments[-1]
         hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
-        damage = [_damage(one) for one in hits if 0 <= one.slot < one.pool.view.num_slots]
-        damage = [one for one in damage if one.code in _BYTES or one.words]
+        damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
             segment.damage.setdefault(max(len(segment.events) - 1, 0), []).extend(damage)
 
@@ -210,7 +213,7 @@ class Recorder:
             self._parcels[id(parcel)] = parcel, self._num_parcels
             self._events.append(("parcel", (self._num_parcels,), None))
             self._num_parcels += 1
-            while len(self._parcels) > MOST_DAMAGED:
+            while len(self._parcels) > MOST_PARCELS:
                 del self._parcels[next(iter(self._parcels))]
 
     def wait_over(self) -> list[RecordedForward]:
@@ -272,10 +275,17 @@ _BYTES = frozenset({"R3", "R9", "T1", "P1"})
 _DAMAGE = _BYTES | {"R4", "R5", "R7", "R8", "R11", "R12"}
 
 
-def _damage(hit: Hit) -> Damage:
-    pool = hit.pool
-    found, expected = (rows[hit.slot].cpu().numpy().view(np.uint32) for rows in (pool.records, pool.expected))
-    halves = sum(1 << int(half) for half in np.flatnonzero(found != expected))
-    is_strange = halves or hit.code == "R11"
-    words = tuple(found[list(PUBLIC_WORDS)].tolist()) if is_strange else ()
-    return Damage(hit.code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, words)
+def _damage(hits: Sequence[Hit]) -> list[Damage]:
+    """What these hits of one pool say of bytes and records; the others are consequences of calls."""
+    if not hits:
+        return []
+    pool, damage = hits[0].pool, []
+    slots = torch.tensor([hit.slot for hit in hits], device=pool.records.device)
+    found, expected = (rows[slots].cpu().numpy().view(np.uint32) for rows in (pool.records, pool.expected))
+    differing = (found != expected) @ (1 << np.arange(found.shape[1]))
+    for hit, halves, words in zip(hits, differing.tolist(), found[:, list(PUBLIC_WORDS)].tolist(), strict=True):
+        is_strange = halves or hit.code == "R11"
+        if is_strange or hit.code in _BYTES:
+            own = tuple(words) if is_strange else ()
+            damage.append(Damage(hit.code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, own))
+    return damage
