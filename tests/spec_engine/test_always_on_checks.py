@@ -282,8 +282,9 @@ def test_a_reserve_below_one_step_is_refused_at_start(toy_model, monkeypatch):
 
 def test_a_pool_without_the_null_page_is_refused_at_start(toy_model, monkeypatch):
     """A pool that is one page short would lose the allocator's last page."""
-    build = assembly_module.KVPool
-    monkeypatch.setattr(assembly_module, "KVPool", lambda *a, num_pages, **kw: build(*a, num_pages=num_pages - 1, **kw))
+    build = assembly_module.POOLS["auto"]
+    short = lambda *a, num_pages, **kw: build(*a, num_pages=num_pages - 1, **kw)  # noqa: E731
+    monkeypatch.setitem(assembly_module.POOLS, "auto", short)
     with pytest.raises(invariants.PoolSizeError, match="pool 'target' has 1024 slots, 256 pages and the null page"):
         make_engine(toy_model)
 
