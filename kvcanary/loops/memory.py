@@ -8,17 +8,37 @@ An address costs nothing to pass; an array costs as much as a short loop over it
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
+import structlog
 from numba import carray, njit, types
 from numba.extending import intrinsic
+
+SECONDS_TO_COMPILE = 25  # all loops, on two cores of 2026
+
+_events = structlog.get_logger("kvcanary")
 
 
 def loop(signature: str | None = None) -> Callable[[Any], Any]:
     """Compile at import, or take from the disk what an earlier process has compiled; without a signature: inline."""
     settings = {"nogil": True, "cache": True, "error_model": "numpy"}
-    return njit(signature, **settings) if signature else njit(**settings)
+    if signature is None:
+        return njit(**settings)
+
+    def compiled(function: Any) -> Any:
+        made = njit(signature, **settings)(function)
+        if made.stats.cache_misses:
+            _tell_of_the_wait()
+        return made
+
+    return compiled
+
+
+@cache
+def _tell_of_the_wait() -> None:
+    _events.info("kvcanary.compiling", seconds=SECONDS_TO_COMPILE)
 
 
 @intrinsic

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import kvcanary.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
 from kvcanary.forward import Forward, refuse_contradiction
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Role, TruthChain
+from kvcanary.loops import memory
 from kvcanary.mirror import NOT_ALL, Mirror, Move
 from kvcanary.state import CanaryState
 from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host
@@ -195,3 +198,14 @@ def test_a_move_of_slots_that_are_none_is_not_done(slot):
     pages = ledger.generations, ledger.owners
     assert mirror.move(state.pools[0], state.pools[0], move, 1, True, *pages) == NOT_ALL
     assert torch.equal(state.records, before)
+
+
+@pytest.mark.parametrize(("misses", "told"), [(1, 1), (0, 0)])
+def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, told: int) -> None:
+    """Where the disk has no loops one event tells of the wait, however many are compiled; else none does."""
+    made = SimpleNamespace(stats=SimpleNamespace(cache_misses=misses))
+    monkeypatch.setattr(memory, "njit", lambda *signature, **settings: lambda function: made)
+    memory._tell_of_the_wait.cache_clear()
+    with capture_logs() as logs:
+        assert all(memory.loop("int64(int64)")(abs) is made for _ in range(2))
+    assert [log["event"] for log in logs] == ["kvcanary.compiling"] * told
