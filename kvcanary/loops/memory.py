@@ -16,7 +16,7 @@ import structlog
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-SECONDS_TO_COMPILE = 25  # all loops, on two cores of 2026
+SECONDS_TO_COMPILE = 25  # all loops, on one core of a server
 
 _events = structlog.get_logger("kvcanary")
 
