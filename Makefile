@@ -5,6 +5,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcanary-setup
+# One process a core, one thread each: two threads beside a busy process wait for each other.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 .PHONY: help setup demo test test-all lint format clean
 
@@ -44,12 +46,12 @@ demo: $(STAMP)
 	"$(BIN)/kvcanary" demo
 
 test: lint
-	@echo "test: the tests, two to five minutes on two CPU cores; those that need a GPU are skipped and say so"
-	"$(BIN)/python" -m pytest
+	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
 test-all: lint
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
-	"$(BIN)/python" -m pytest -m "slow or not slow"
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
 lint: $(STAMP)
 	@echo "lint: ruff, then mypy on kvcanary and kvcanary_kernels (a minute the first time, seconds later)"
