@@ -135,3 +135,10 @@ def test_usage_failure_carries_its_hint() -> None:
     failure = console.UsageFailure("no", "yes")
     assert isinstance(failure, click.ClickException)
     assert (failure.message, failure.hint, failure.exit_code) == ("no", "yes", 2)
+
+
+def test_a_sentence_that_begins_with_a_name_keeps_it(kvcanary, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Click's sentences begin in lower case here, names of files stay what they are."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("no dump")
+    assert kvcanary("inspect", "README.md").stderr.startswith("kvcanary: README.md is damaged")
