@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "set-up: done"
 
 demo: $(STAMP)
-	@echo "demo: ten to twenty seconds on one CPU core; everything runs on this machine, nothing is downloaded"
+	@echo "demo: ten to twenty seconds on one CPU core, half a minute more the first time; nothing is downloaded"
 	"$(BIN)/kvcanary" demo
 
 test: lint

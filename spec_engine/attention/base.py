@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -35,7 +36,7 @@ class OpenAttention(Protocol):
         ...
 
 
-class PoolAttention:
+class PoolAttention(ABC):
     """A `KVAccess` whose stores go to the pool and to the canary; a backend says in `read` how it attends."""
 
     def __init__(
@@ -65,13 +66,13 @@ class PoolAttention:
         self.pool.store(layer, self.slots, k, v, self.substep)
         return self.read(layer, q)
 
+    @abstractmethod
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
         """What is the same in all layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, layer: int, q: Tensor) -> Tensor:
         """The attention of q ``[n, heads, head_dim]`` over what the plan names."""
-        raise NotImplementedError
 
 
 def row_groups(new_lens: tuple[int, ...]) -> list[tuple[range, slice]]:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcanary_kernels.layers import add_norm, gated, norm, rotate
 from spec_engine.models.config import ModelConfig, RopeScaling, rope_frequencies
 
 
@@ -134,6 +133,8 @@ class DecoderLayer(nn.Module):
         return hidden + F.linear(F.silu(gate) * up, self.down_weight)
 
     def _rotated_in_place(self, qkv: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        from kvcanary_kernels.layers import rotate  # an engine on a CPU loads no kernels
+
         q_heads, kv_heads = self.qk_split
         norms = {"q_norm": self.q_norm_weight, "k_norm": self.k_norm_weight, "eps": self.eps}
         rotate(qkv, *rotation, num_heads=q_heads + kv_heads, num_q_heads=q_heads, **norms)
@@ -141,6 +142,8 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def _finished_in_place(self, hidden: Tensor, output: Tensor) -> Tensor:
+        from kvcanary_kernels.layers import add_norm, gated
+
         total, normed = torch.empty_like(output), torch.empty_like(output)
         add_norm(hidden, output, self.post_norm_weight, self.eps, total=total, normed=normed)
         gate_up = F.linear(normed, self.gate_up_weight)
@@ -203,6 +206,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [n, size] over the root of its mean square, times weight [size]."""
     if not is_fused(x):
         return F.rms_norm(x, weight.shape, weight, eps)
+    from kvcanary_kernels.layers import norm
+
     normed = torch.empty_like(x)
     norm(x, weight, eps, normed=normed)
     return normed

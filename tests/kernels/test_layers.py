@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer: kernels against torch in float64, and the decoder with both."""
+"""What stands between the products of a decoder layer: kernels against torch in float64."""
 
 from __future__ import annotations
 

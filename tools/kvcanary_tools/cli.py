@@ -102,7 +102,8 @@ def main(ctx: click.Context) -> None:
     \b
     kvcanary demo        see it at work, and see it catch two faults
     kvcanary doctor      check this installation
-    kvcanary faults      list the published bugs that --reenact brings back
+    kvcanary faults      list the faults and published bugs, or show one at work
+    kvcanary explain     what a finding means, from the dump that it left behind
     kvcanary inject      make every fault in many configurations, and measure what is found
     kvcanary serve       answer OpenAI's clients over HTTP
     kvcanary top         watch a running server

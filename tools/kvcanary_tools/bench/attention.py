@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
 from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.gpu import device, read_ceiling
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 POOL_BYTES = 2**32  # of all pools that a case goes through
 ROUNDS = 15
 TOLERANCE = 1e-2  # of bf16 outputs of standard-normal values
-CEILING_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class World:
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.attention measures a CUDA device, and there is none here")
-    ceiling = read_ceiling()
+    ceiling = read_ceiling() / 1e9
     result = {
         "what": "microseconds a call, medians, one layer of 32 heads over 8 KV heads of 128 in bf16",
         "machine": machine() | device(),
@@ -159,13 +158,6 @@ def main() -> None:
     print("case      rows  keys  new  page        us  TFLOP/s   SDPA us   ratio")
     for row in result["prefills"]:
         print(f"{_label(row)} {row['us']:9.1f} {row['tflops']:8.0f} {row['sdpa_us']:9.1f}   {row['ratio']:.2f}")
-
-
-def read_ceiling() -> float:
-    """GB/s of summing 2 GiB, the most that anything reads here."""
-    data = torch.ones(CEILING_BYTES // 4, device="cuda")
-    times = time_calls({"sum": lambda _: data.sum()}, 1)["sum"]
-    return CEILING_BYTES / median(times) / 1e3
 
 
 def launch_time() -> float:
@@ -195,11 +187,6 @@ def time_calls(contestants: dict[str, Callable[[int], object]], num_pools: int) 
             end.synchronize()
             times[name].append(begin.elapsed_time(end) * 1e3 / num_pools)
     return times
-
-
-def device() -> dict:
-    """The GPU and what compiles for it."""
-    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton.__version__}
 
 
 def _read(case: Case, ceiling: float) -> dict:

@@ -21,6 +21,7 @@ from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
 from kvcanary_kernels.record import Keys, make_keys
 from kvcanary_kernels.rows import PoolRows, pool_rows
 from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.gpu import device
 
 NUM_LAYERS, HEAD_DIM = 32, 128
 NUM_SLOTS = 131_072
@@ -54,7 +55,7 @@ def main() -> None:
     tables = [_one_shape(shape, ceiling) for shape in SHAPES]
     result = {
         "what": f"{NUM_LAYERS} layers, {NUM_SLOTS} slots; TB/s of pool bytes, and their share of a device copy",
-        "machine": machine() | {"device": torch.cuda.get_device_name()},
+        "machine": machine() | device(),
         "copy_tb_s": round(ceiling, 3),
         "shapes": tables,
         "chain_us": {str(n): round(_chain(n), 1) for n in CHAINS},

@@ -21,6 +21,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.gpu import device, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.config import parse_config
@@ -41,7 +42,6 @@ LLAMA_8B = {
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
 ROUNDS, STEPS, WARM_STEPS = 12, 16, 8
-READ_BYTES = 2 << 30
 CANARIES = {
     "off": CanaryConfig(mode="off"),
     "write": CanaryConfig(mode="raise", content="write"),
@@ -53,11 +53,11 @@ def main(batches: Sequence[int] = BATCHES) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
-    ceiling = _read_ceiling()
+    ceiling = read_ceiling() / 1e12
     rows = [_one_batch(size, model, ceiling) for size in batches]
     result = {
         "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
-        "machine": machine() | {"device": torch.cuda.get_device_name()},
+        "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
         "rounds": ROUNDS,
         "steps": STEPS,
@@ -171,22 +171,6 @@ def _timed(engine: Engine) -> float:
         engine.step()
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / STEPS
-
-
-def _read_ceiling() -> float:
-    """TB/s of a plain read: the sum of a large array."""
-    data = torch.ones(READ_BYTES // 4, device="cuda")
-    for _ in range(3):
-        data.sum()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(20):
-        start.record()
-        data.sum()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return READ_BYTES / median(times) / 1e12
 
 
 if __name__ == "__main__":
