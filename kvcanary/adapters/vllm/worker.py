@@ -34,6 +34,7 @@ _events = structlog.get_logger("kvcanary")
 def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
     """A canary for a worker whose device is there; it is armed when warm-up is over.
 
+    Where the worker serves already, reset its prefix cache first: what lies there has no records.
     AdapterError, with nothing attached, where vLLM or this worker are not as known.
     """
     held = getattr(worker, "kvcanary", None)
@@ -82,6 +83,10 @@ class Handle:
         worker.kvcanary = self
         worker.kvcanary_report = self.report
         self._undo += [functools.partial(delattr, worker, name) for name in ("kvcanary", "kvcanary_report")]
+        if getattr(self.runner, "kv_caches", None):  # it serves already
+            self.canary = self._bind()
+            self._warm_up(self.canary)
+            self._arm(self.canary)
 
     def report(self) -> dict[str, Any]:
         """The certificate of this worker: `llm.collective_rpc("kvcanary_report")`."""
