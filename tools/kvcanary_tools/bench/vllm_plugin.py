@@ -3,8 +3,8 @@
     python -m kvcanary_tools.bench.vllm_plugin --out FOLDER [--eagle] [--faults] [--deadline SECONDS]
 
 Needs a GPU and vllm. A Llama of 1.1 B random parameters is written first; requests share prefixes, prompts come in
-chunks, and the pool is small enough that requests are preempted. With and without the plug-in in turn, in one process, in
-the same order. What was measured is written after every part (vllm.json, vllm_eagle.json), so that a run that is cut
+chunks, and the pool is small enough that requests are preempted. With and without the plug-in in turn, in one process,
+in the same order. What was measured is written after every part (vllm.json, vllm_eagle.json), so that a run that is cut
 short leaves what it had.
 """
 
@@ -131,8 +131,8 @@ class Bench:
 
         self.sampling = SamplingParams
         self.llm = LLM(
-            model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048, max_num_seqs=256,
-            max_num_batched_tokens=2048, num_gpu_blocks_override=BLOCKS, gpu_memory_utilization=0.5,
+            model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048,
+            max_num_seqs=256, max_num_batched_tokens=2048, num_gpu_blocks_override=BLOCKS, gpu_memory_utilization=0.5,
             disable_log_stats=False, seed=0, **speculative, **engine,
         )  # fmt: skip
         core = self.llm.llm_engine.engine_core.engine_core
