@@ -358,11 +358,11 @@ class Batching:
 
     def _update(self, held: BatchedCache, method: Any, *args: Any, **kwargs: Any) -> Any:
         named = self._update_of.bind(held.cache, *args, **kwargs).arguments
-        given = named["kwargs"] if self._is_by_allocator else named
+        given: dict[str, Any] = named["kwargs"] if self._is_by_allocator else named
         layer, read, write = named["layer_idx"], given.get("read_index"), given.get("write_index")
-        is_indexed = read is not None and given.get("block_table") is None
+        is_by_table = given.get("block_table") is not None  # the kernel stores by itself: nothing is seen here
         output = method(*args, **kwargs)
-        if is_indexed:
+        if read is not None and write is not None and not is_by_table:
             group, new = _group_of(held.cache, layer), (named["key_states"], named["value_states"])
             # [1, heads, n, dim], or [n, heads, dim]
             shaped = [values if values.dim() == 4 else values.transpose(0, 1)[None] for values in output]
