@@ -5,9 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.certificate import Coverage, certificate
@@ -93,20 +96,45 @@ class DenseCanary:
         self.fed = DENSE_FED
         self._keys: dict[int, Keys] = {}
         self._incidents: dict[tuple[str, str, int], int] = {}
+        self._stacked: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> DenseCanary:
         return self
 
     def lanes(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
         """[2, batch, n] int64: both content lanes of the entries of k and v [batch, heads, n, dim]."""
+        heads = _heads_of(k), _heads_of(v)
+        words = sum(int(part[4] * part[5]) for part in heads)
+        self.entry_bytes = words * WORD_BYTES
+        keys = self.keys(layer, words, k.device)
+        if k.is_cpu and k.stride(3) == v.stride(3) == 1:
+            lanes = torch.empty(2, k.shape[0] * k.shape[2], dtype=torch.int64)
+            if lanes.numel():
+                own = self._loop_keys(keys, words)[layer]
+                start = int(keys.start_a[layer])
+                self._loops.sum_heads(*heads, k.shape[2], own.data_ptr(), start, lanes.numpy())
+            return lanes.view(2, k.shape[0], k.shape[2])
         rows = words_of(k, v)
-        self.entry_bytes = rows.shape[1] * WORD_BYTES
-        keys, lanes = self.keys(layer, rows.shape[1], rows.device), rows.new_empty((2, len(rows)), dtype=torch.int64)
+        lanes = rows.new_empty((2, len(rows)), dtype=torch.int64)
         chunk = max(1, TEMPORARY_BYTES // (rows.shape[1] * 8))
-        for start in range(0, len(rows), chunk):
-            where = slice(start, start + chunk)
+        for first in range(0, len(rows), chunk):
+            where = slice(first, first + chunk)
             lanes[0, where], lanes[1, where] = lanes_of_words(keys, layer, rows[where])
         return lanes.view(2, k.shape[0], k.shape[2])
+
+    def _loop_keys(self, keys: Keys, words: int) -> Tensor:
+        """[layers, 2, words] int32, as the compiled loop reads them."""
+        held = self._stacked.get(words)
+        if held is None or len(held) != keys.num_layers:
+            held = self._stacked[words] = torch.stack([keys.lane_a, keys.lane_b], 1)
+        return held
+
+    @cached_property
+    def _loops(self) -> Any:
+        """Compiled when bytes in host memory are first summed."""
+        from kvcanary import loops
+
+        return loops
 
     def keys(self, layer: int, words: int, device: torch.device) -> Keys:
         """Those of rows of this size; made when one is first seen, for more layers where there turn out to be more."""
@@ -142,6 +170,16 @@ class DenseCanary:
 
     def _number(self, hit: DenseHit) -> int:
         return self._incidents.setdefault((hit.code, hit.reader, hit.position), len(self._incidents) + 1)
+
+
+def _heads_of(values: Tensor) -> NDArray[np.int64]:
+    """[6] int64 of values [batch, heads, n, dim]: `loops.lanes.sum_heads` says what."""
+    size = values.element_size()
+    batch, head, entry, _ = (stride * size for stride in values.stride())
+    head_bytes = values.shape[3] * size
+    if head_bytes % WORD_BYTES:
+        raise PlanError(f"heads must be whole 32-bit words, got {values.shape[3]} elements of {size} B")
+    return np.array([values.data_ptr(), batch, head, entry, head_bytes // WORD_BYTES, values.shape[1]], np.int64)
 
 
 def words_of(k: Tensor, v: Tensor) -> Tensor:
