@@ -168,7 +168,7 @@ def reread_torch(
     n = numbers.shape[0]
     table = rows.table[numbers] if whole else rows.table[:n]
     sizes = ends[numbers] if whole else context_lengths(rows)
-    positions = torch.arange(phase, max_length, stride, device=records.device).expand(n, -1)
+    positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
     slots = table_slots(table, positions, block_size)
     live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
     live &= (ends[numbers] != NOT_FOLLOWED)[:, None]

@@ -308,6 +308,61 @@ def test_a_flipped_bit_names_request_layer_and_word(serve) -> None:
     assert found.causes[0].family == "bits"
 
 
+def test_a_wrong_token_is_found(serve) -> None:
+    """A forward is fed another token than the request has there: W6, at its position."""
+
+    def misfeed(served: Served) -> None:
+        right = served.runner.make_batch
+
+        def make_batch(output: Any) -> Any:
+            batch = right(output)
+            batch.input_ids[0] += 1
+            return batch
+
+        served.runner.make_batch = make_batch
+
+    found = broken(serve(), misfeed, steps=1)
+    assert found.code == "W6"
+    assert found.writer in ("a", "b")
+
+
+@pytest.mark.parametrize("content", ["rolling", "write"])
+def test_the_last_look_reads_every_byte(serve, monkeypatch, content: str) -> None:
+    """Rolling reads each position once in 128 steps; what it had no time for is read when the request ends."""
+    monkeypatch.setenv("KVCANARY_CONTENT", content)
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = serve()
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 12)
+    go_on(served, 4)
+    for position in (3, 19):
+        block, offset = served.place("a", position)
+        served.caches["l0"].view(torch.int32)[block, 0, offset, 0] ^= 1
+    served.run()
+    served.ask("b", [1, 2, 3], 2)
+    served.run()
+    found = served.wrapper.kvcanary_report()["findings"]
+    assert [(f["code"], f["position"], f["site"]) for f in found] == (
+        [("R9", 3, ["release", 0])] if content == "rolling" else []
+    )
+
+
+def test_a_cached_block_is_read_when_it_is_hit(serve, monkeypatch) -> None:
+    """Bytes that changed while nobody ran: found in the first step of the request that finds the block."""
+    monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
+    served = serve()
+    tokens = [(3 * n) % 97 for n in range(30)]
+    served.ask("a", tokens, 4)
+    go_on(served, 3)
+    block, offset = served.place("a", 5)
+    served.run()
+    served.caches["l1"].view(torch.int32)[block, 0, offset, 0] ^= 1
+    served.ask("b", tokens, 4)
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.reader, found.position, found.layer) == ("R9", "b", 5, 1)
+
+
 def test_swapped_table_entries_are_found(serve) -> None:
     """Two entries of a block table exchanged: R4 at the first position of the first."""
 
