@@ -34,6 +34,7 @@ def read_layers(name: str, layers: dict[str, Any], heads: int, head_size: int, b
     )
 
 
+@torch.inference_mode()  # as the tensors of the host may be
 def probe(layer: Any, view: PoolView) -> str:
     """What speaks against this reading, after the layer has stored K and V that are known; empty: nothing.
 

@@ -222,14 +222,18 @@ class Bench:
 
     def fault(self, harm: Callable[[Any, int], bool], mode: str = "log") -> dict[str, Any]:
         """Requests under `harm(handle, step)`, which is called before each step until it says that it has struck."""
+        import torch
+
         prompts = make_prompts(24, seed=5)
         with self.watched(mode=mode, content="full") as handle:
             inner, state = self.runner.execute_model, {"step": 0, "struck": None}
 
             def execute_model(*args: Any, **kwargs: Any) -> Any:
                 state["step"] += 1
-                if state["struck"] is None and harm(args[0] if args else kwargs["scheduler_output"], state["step"]):
-                    state["struck"] = state["step"]
+                output = args[0] if args else kwargs["scheduler_output"]
+                with torch.inference_mode():
+                    if state["struck"] is None and harm(output, state["step"]):
+                        state["struck"] = state["step"]
                 return inner(*args, **kwargs)
 
             self.runner.execute_model = execute_model
