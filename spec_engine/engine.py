@@ -168,9 +168,10 @@ class Engine(Assembly):
             self.runner.begin(request.row, request.committed_len)
         self.memory.slide(self.running)
         events = self._make_room()
-        chunks = self.scheduler.next_chunks(self.running)
-        if self.memory.make_room(self.scheduler.pages_needed(self.running)):
-            self._launch(chunks, events)
+        turn = self.scheduler.turn(self.running)
+        chunks = self.scheduler.next_chunks(turn)
+        if self.memory.make_room(self.scheduler.pages_needed(turn)):
+            self._launch(turn, chunks, events)
         self._deliver(self.lag if self.running else 0, events)
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
@@ -204,8 +205,8 @@ class Engine(Assembly):
         self.metrics.num_retractions += len(plan.retracted)
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
-    def _launch(self, chunks: list[Chunk], events: list[TokenEvent]) -> None:
-        """Run the next forward, of prompts if some wait; the host hears of it when its turn comes.
+    def _launch(self, turn: Sequence[Request], chunks: list[Chunk], events: list[TokenEvent]) -> None:
+        """Run the next forward of these requests, of prompts if some wait; the host hears of it later.
 
         Where the canary stops it the tokens of the steps before go to ``events``.
         """
@@ -213,8 +214,9 @@ class Engine(Assembly):
         try:
             if ready:
                 self._pending.append(self.results.send(self._prefill(ready)))
-            elif self.running and not chunks:
-                self._pending.append(self.results.send(self._decode()))
+            elif turn and not chunks:
+                self._pending.append(self.results.send(self._decode(turn)))
+            self.scheduler.ran(turn)
         except KVCorruptionError as error:
             self._corruption = error
             with suppress(KVCorruptionError):  # a request that ends on the damage: its last tokens stay
@@ -251,23 +253,25 @@ class Engine(Assembly):
         return True
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:
+        self.memory.bring("prefill", [chunk.request for chunk in chunks])
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
         self.metrics.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
         return result
 
-    def _decode(self) -> StepResult:
-        estimate = self.scheduler.decode_estimate(self.running)
+    def _decode(self, requests: Sequence[Request]) -> StepResult:
+        estimate = self.scheduler.decode_estimate(requests)
         taken = sum(
             self.memory.grow(request, request.committed_len, self.sizes.reserve, self.scheduler.most_pages(request))
-            for request in self.running
+            for request in requests
         )
-        check_step_estimate(self.config.schedule, estimate, taken, len(self.running), self.config.page_size)
+        check_step_estimate(self.config.schedule, estimate, taken, len(requests), self.config.page_size)
+        self.memory.bring("decode", requests)
         if self.adaptive is None:
-            return self.runner.decode(self.running)
-        num_steps = self.adaptive.choose(len(self.running))
-        return replace(self.runner.decode(self.running, num_steps), num_steps=num_steps)
+            return self.runner.decode(requests)
+        num_steps = self.adaptive.choose(len(requests))
+        return replace(self.runner.decode(requests, num_steps), num_steps=num_steps)
 
     # -- results
 

@@ -1,0 +1,93 @@
+"""Pages that lie partly on the host: one that was not brought back, or elsewhere, or that the map does not know of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import any_reader
+from kvcanary.faults.target import Setup, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NEEDS = {
+    "on_device": 2,
+    "batch": 4,
+    "topk": 1,
+    "num_steps": 2,
+    "num_draft_tokens": None,
+    "adaptive": False,
+    "graphs": False,
+    "host_pages": 0,
+    "window": None,
+    "pages": None,
+    "model": "random",
+}
+
+
+def _has_room(setup: Setup) -> bool:
+    """Whether the nodes of a verify fit on a page beside its row's last one."""
+    return setup.page_size > setup.num_steps + 1
+
+
+def _not_copied(pages: Sequence[int]) -> Sequence[int]:
+    return ()
+
+
+def _next_page(own: Sequence[int], *, num_own_pages: int) -> list[int]:
+    return [page % num_own_pages + 1 for page in own]
+
+
+def _leave_an_entry(target: Target) -> bool:
+    """The map of one page leads to where another lies, as if it had not been written when that one came."""
+    view, size, reader = target.pools["target"], target.setup.page_size, any_reader(target)
+    if reader is None or view.slot_map is None:
+        return False
+    entries = view.slot_map[reader.slots[: reader.committed_len]]
+    pages = (entries[::size] // size).tolist()
+    if len(pages) < 2 or 0 in pages:
+        return False
+    place = target.rng.randrange(len(pages) - 1)
+    first = place * size
+    view.slot_map[reader.slots[first : first + size]] = view.slot_map[reader.slots[first + size : first + 2 * size]]
+    target.record(pool="target", slot=int(view.slot_map[reader.slots[first]]), reader=reader.request_id, position=first)
+    return True
+
+
+FAULTS = (
+    Fault(
+        name="split.swap_in_skipped",
+        story="A page that lay on the host was given a place on the device, and its bytes were never copied there: the "
+        "forward read what the page before had left.",
+        expected="T1",
+        applies_to="split pools",
+        needs=NEEDS,
+        applies=_has_room,
+        perturb=_not_copied,
+        cause=("transfer", "uninitialised", "addressing"),
+    ),
+    Fault(
+        name="split.swap_in_elsewhere",
+        story="Pages that came back were copied to the places behind theirs: they read what lay there before, and so "
+        "did whoever had those places.",
+        expected="T1",
+        also=("R9",),
+        applies_to="split pools",
+        needs=NEEDS,
+        applies=_has_room,
+        perturb=_next_page,
+        cause=("transfer", "addressing", "bits"),
+    ),
+    Fault(
+        name="split.stale_entry",
+        story="The map of pages to places was written too late: a page of a row led to the place of the one behind it.",
+        expected="R4",
+        also=("R8",),
+        applies_to="split pools",
+        needs=NEEDS,
+        applies=_has_room,
+        strike=_leave_an_entry,
+        cause=("addressing", "windows", "lengths"),
+    ),
+)
