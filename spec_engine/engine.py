@@ -235,7 +235,7 @@ class Engine(Assembly):
         is_restored = request.block is not None
         if is_restored and not self.memory.expects_block(request):  # evicted: the next step begins earlier
             return False
-        self.memory.grow(request, chunk.end, self.sizes.ahead, self.scheduler.most_pages(request))
+        self.memory.grow(request, chunk.end, self.scheduler.ahead, self.scheduler.most_pages(request))
         return not is_restored or self._restore(request)
 
     def _restore(self, request: Request) -> bool:
@@ -263,7 +263,7 @@ class Engine(Assembly):
     def _decode(self, requests: Sequence[Request]) -> StepResult:
         estimate = self.scheduler.decode_estimate(requests)
         taken = sum(
-            self.memory.grow(request, request.committed_len, self.sizes.reserve, self.scheduler.most_pages(request))
+            self.memory.grow(request, request.committed_len, self.scheduler.reserve, self.scheduler.most_pages(request))
             for request in requests
         )
         check_step_estimate(self.config.schedule, estimate, taken, len(requests), self.config.page_size)

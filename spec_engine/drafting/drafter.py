@@ -99,10 +99,10 @@ class Drafter:
         return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)
 
     def _grow(self, growth: TreeGrowth | ChainGrowth, batch: Batch, num_steps: int) -> None:
+        self.check_step(batch.requests, batch.lens, num_steps, self._index_width)
         slots, prefixes = self._branch_slots(batch, num_steps), self._prefixes(batch, num_steps)
 
         def forward(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            check_draft_indices(batch.lens, self.topk, step, self._index_width)
             opened = draft_forward(batch, step, prefixes, path, tokens)
             with self.forwards.open(opened) as attention:
                 after = self.head(opened.tokens, hidden, opened.positions, attention)
@@ -157,6 +157,19 @@ class Drafter:
         for request, length in zip(batch.requests, batch.lens, strict=True):
             check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
 
+    def check_step(self, requests: Sequence[Request], lens: Sequence[int], num_steps: int, index_width: int) -> None:
+        """Before a step is launched, eager or captured: branches lie in what is owned, indices fit into their buffer.
+
+        lens: final entries of each request in the draft pool; index_width: see `draft_index_width`.
+        """
+        page_size = self.table.page_size
+        for request, length in zip(requests, lens, strict=True):
+            stride = branch_stride(length % page_size, num_steps, page_size)
+            allocated = len(request.pages) * page_size
+            check_branches(request.request_id, length, stride, self.topk, num_steps, allocated)
+        for step in range(num_steps - 1):
+            check_draft_indices(lens, self.topk, step, index_width)
+
     def _propose(self, hidden: Tensor, batch: Batch, positions: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
         """K continuations of each row, the likeliest or drawn: probabilities and target-vocabulary ids, both [n, K].
 
@@ -194,12 +207,8 @@ class Drafter:
             relay[rows] = torch.where(is_live[:, None], values, 0)
 
     def _branch_slots(self, batch: Batch, num_steps: int) -> Tensor:
-        page_size = self.table.page_size
-        for request, length in zip(batch.requests, batch.lens, strict=True):
-            stride = branch_stride(length % page_size, num_steps, page_size)
-            allocated = len(request.pages) * page_size
-            check_branches(request.request_id, length, stride, self.topk, num_steps, allocated)
-        positions = branch_positions(batch.lens_tensor, topk=self.topk, num_steps=num_steps, page_size=page_size)
+        layout = {"topk": self.topk, "num_steps": num_steps, "page_size": self.table.page_size}
+        positions = branch_positions(batch.lens_tensor, **layout)
         slots = self.table.table[batch.rows[:, None, None], positions]
         check_branch_shape(slots.shape, len(batch), self.topk, num_steps)
         return slots
