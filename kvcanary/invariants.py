@@ -622,17 +622,6 @@ def check_chain_constants(max_bs: int, num_nodes: int, bs: int, num_drafts: int,
         )
 
 
-def check_links(request: str, next_token: Sequence[int], next_sibling: Sequence[int]) -> None:
-    """Lists of children run forward inside the tree: every walk along them ends, and reads nothing beside it."""
-    for name, links in (("next_token", next_token), ("next_sibling", next_sibling)):
-        for node, link in enumerate(links):
-            if link != -1 and not node < link < len(links):
-                raise TreeShapeError(
-                    f"{request}: {name} of node {node} is {link}, must be -1 or lie in ({node}, {len(links)}); "
-                    f"all are {list(links)}"
-                )
-
-
 def check_parents(request: str, parents: Sequence[int]) -> None:
     """Parents come before their children; -1 is the root's, and that of a node that nothing reaches."""
     for node, parent in enumerate(parents):

@@ -469,13 +469,6 @@ CASES = [
         "rebuild them whenever num_steps changes",
     ),
     Case(
-        invariants.check_links,
-        ("req-3", [1, 1, -1], [-1, -1, -1]),
-        ("req-3", [1, 2, -1], [-1, -1, -1]),
-        invariants.TreeShapeError,
-        "req-3: next_token of node 1 is 1, must be -1 or lie in (1, 3); all are [1, 1, -1]",
-    ),
-    Case(
         invariants.check_candidates,
         (4, 6),
         (4, 5),
