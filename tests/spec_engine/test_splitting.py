@@ -99,6 +99,19 @@ def test_a_pool_without_a_canary_says_the_same(expected):
     assert (roomy.split.num_swapped_in, roomy.split.num_swapped_out) == (0, 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+@pytest.mark.parametrize("draft", ["none", "eagle3"])
+def test_copies_beside_the_forwards_of_a_gpu_change_no_token(toy_model, draft, schedule):
+    """On streams of their own, from and to pinned memory; the canary compares every page that comes back."""
+    settings = {"model": str(toy_model), "draft": draft, "schedule": schedule, "device": "cuda", "dtype": "float64"}
+    settings |= {"page_size": 8, "topk": 1, "num_steps": 3, "max_total_tokens": 1024, "canary": LOUD}
+    engine = Engine(EngineConfig(**settings, max_device_tokens=112, device_turn=2))
+    assert tokens_of(engine) == tokens_of(Engine(EngineConfig(**settings)))
+    assert engine.split.num_swapped_in > 5
+    assert engine.canary.certificate()["findings"] == []
+
+
 def test_more_requests_are_under_way_than_the_device_holds():
     """All five run, a part of them in each step, and every one of them gets on before the first has ended."""
     engine = split_engine("none")
