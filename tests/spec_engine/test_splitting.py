@@ -187,6 +187,30 @@ def test_bytes_that_change_on_the_host_are_found_when_they_come_back():
     assert (finding.page, finding.owner) == (page, request.request_id)
 
 
+def leaving(engine: Engine) -> int:
+    """Run until the next step takes the place of a final page of a request that waits; that page."""
+    for prompt in PROMPTS:
+        engine.submit(prompt, GREEDY)
+    places = engine.split._places
+    while True:
+        engine.step()
+        wanted = {page for request in engine.scheduler.turn(engine.running) for page in request.pages}
+        if len(wanted.difference(places)) > engine.split._device_pages.num_free:
+            first = next(page for page in places if page not in wanted)
+            if any(first in request.pages[: request.committed_len // 8] for request in engine.running):
+                return first
+
+
+def test_bytes_that_changed_on_the_device_are_found_before_they_leave():
+    """R9 at a last look, while the map still leads there: the host gets no damaged page in silence."""
+    engine = split_engine(prefix_cache=False)
+    page = leaving(engine)
+    own = int(engine.split.slot_map[page * 8 + 3])
+    engine.pools["target"].kv.view(torch.int64)[1, own, 0, 0, 2] ^= 1 << 40
+    finding = found(engine)
+    assert (finding.code, finding.slot, finding.page, finding.site) == ("R9", own, page, ("release", 1))
+
+
 def test_the_other_requests_go_on_when_bytes_came_back_changed(expected):
     """Mode abort: the request whose bytes they are ends, everybody else says the same as ever."""
     engine = split_engine(prefix_cache=False, canary=CanaryConfig(mode="abort", content="full"))

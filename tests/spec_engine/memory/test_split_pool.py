@@ -184,6 +184,24 @@ def test_the_canary_tells_a_forward_that_does_not_wait(monkeypatch, waits):
     assert told == ([] if waits else late)
 
 
+def test_pages_are_free_when_nothing_is_on_its_way_to_them():
+    """The host waits for copies before it gives pages back: else that is O1."""
+    rig = Rig(canary=True)
+    rows = {}
+    for name, length in (("one", 8), ("two", 12)):
+        rig.canary.admit(name, range(1, length + 1))
+        rows[name] = rig.start(length)
+        rig.canary.on_alloc(name, rows[name])
+        rig.bring(rows[name])
+    rig.bring(rows["one"])
+    for name, pages in rows.items():
+        rig.canary.release(name)
+        rig.pool.free(pages)
+        rig.canary.on_free(name, pages)
+    rig.canary.drain()
+    assert rig.canary.findings == []
+
+
 def test_a_lost_place_is_a_leak():
     """Pages of both kinds are accounted for, and nothing of a page that is free is kept."""
     rig = Rig()
