@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
 from spec_engine.memory.split_pool import SplitPool
 from spec_engine.mock import MockTokenizer, with_random_weights
@@ -185,6 +187,23 @@ def test_bytes_that_change_on_the_host_are_found_when_they_come_back():
     finding = found(engine)
     assert (finding.code, finding.pool, finding.position, finding.layers) == ("T1", "target", 3, (1,))
     assert (finding.page, finding.owner) == (page, request.request_id)
+
+
+def test_a_dump_of_pages_that_came_and_went_is_replayed(tmp_path):
+    """Clean where pages had left before its first step, and with the finding of one that left within it."""
+    engine = split_engine(prefix_cache=False, canary=CanaryConfig(mode="raise", content="full", ring=3))
+    away(engine)
+    for _ in range(8):
+        engine.step()
+    clean = replay(read_dump(engine.canary.dump(tmp_path / "clean.kvdump")))
+    assert (clean.findings, clean.errors) == ([], [])
+
+    engine = split_engine(prefix_cache=False)
+    _, page = away(engine)
+    engine.split._host.parts[0].view(torch.int64)[page * 8 + 3, 1, 0, 0, 2] ^= 1 << 40
+    assert found(engine).code == "T1"
+    outcome = replay(read_dump(engine.canary.dump(tmp_path / "faulty.kvdump")))
+    assert (outcome.missing, outcome.errors) == ([], [])
 
 
 def leaving(engine: Engine) -> int:
