@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_reader
-from kvcanary.faults.target import Setup, Target
+from kvcanary.faults.reach import root_forward
+from kvcanary.faults.target import Call, Setup, Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,19 +41,21 @@ def _next_page(own: Sequence[int], *, num_own_pages: int) -> list[int]:
 
 def _leave_an_entry(target: Target) -> bool:
     """The map of one page leads to where another lies, as if it had not been written when that one came."""
-    view, size, reader = target.pools["target"], target.setup.page_size, any_reader(target)
-    if reader is None or view.slot_map is None:
-        return False
-    entries = view.slot_map[reader.slots[: reader.committed_len]]
-    pages = (entries[::size] // size).tolist()
-    if len(pages) < 2 or 0 in pages:
-        return False
-    place = target.rng.randrange(len(pages) - 1)
-    first = place * size
-    view.slot_map[reader.slots[first : first + size]] = view.slot_map[reader.slots[first + size : first + 2 * size]]
-    slot = int(view.slot_map[reader.slots[first]])
-    target.record(pool="target", slot=slot, position=frozenset({first, first + size}))
-    return True
+
+    def leave(call: Call) -> bool:
+        view, size = target.pools["target"], target.setup.page_size
+        number = target.rng.randrange(len(call.read.requests))
+        start, length = int(call.read.indptr[number * call.read.rows_per_request]), int(call.read.prefix_lens[number])
+        if call.pool != "target" or view.slot_map is None or length < 2 * size:
+            return False
+        first = target.rng.randrange(length // size - 1) * size
+        page, behind = call.read.indices[start + first : start + first + 2 * size].split(size)
+        view.slot_map[page] = view.slot_map[behind]
+        target.record(pool="target", slot=int(view.slot_map[page[0]]), position=frozenset({first, first + size}))
+        return True
+
+    target.before(root_forward(target), leave)
+    return bool(target.running())
 
 
 FAULTS = (
