@@ -84,10 +84,12 @@ class FakePool:
         for rows in itertools.chain(*self.parts.values()):
             rows[self._places(dst)] = rows[self._places(src)]
 
-    def fill(self, generator: torch.Generator) -> None:
-        """Random bytes everywhere, NaNs and infinities among them."""
+    def fill(self, generator: torch.Generator, most: int = 0xFF) -> None:
+        """Random bytes everywhere, NaNs and infinities among them; none where bytes are at most 0x3F."""
         for rows in itertools.chain(*self.parts.values()):
-            data = torch.randint(0, 256, (rows.numel() * rows.element_size(),), dtype=torch.uint8, generator=generator)
+            data = torch.randint(
+                0, most + 1, (rows.numel() * rows.element_size(),), dtype=torch.uint8, generator=generator
+            )
             rows.copy_(data.view(rows.dtype).view(rows.shape))
 
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
