@@ -139,6 +139,7 @@ class StepChecks:
         """One slice of the rolling check, where one is due; under `full` it comes to the rows that nobody steps."""
         if self._config.content != "write" and self._compares_content:
             with torch.inference_mode():
+                self.tails.look_at_granted(step)
                 is_due = self.sweeper.is_due(step)
                 if is_due or self._config.content == "full":
                     self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)

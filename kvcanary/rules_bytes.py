@@ -97,7 +97,7 @@ def padding_not_finite(facts: Facts) -> Cause | None:
 
 
 def never_cleared(facts: Facts) -> Cause | None:
-    """Found as the page was granted, before anybody wrote there."""
+    """Found in the step in which the page was granted, where nobody has written."""
     if facts.hit.site[0] != "grant":
         return None
     freed = [event for event in facts.events if event.kind == "freed"]

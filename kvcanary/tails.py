@@ -44,7 +44,7 @@ class _Look:
 
 
 class Tails:
-    """Looks at null pages in turn, at pages when they are granted, and at the end of a row when its last page changes.
+    """Looks at null pages in turn, at what is unwritten of new pages, and at a row's end when its last page changes.
 
     is_on: whether anything is looked at
     """
@@ -57,6 +57,7 @@ class Tails:
         self._is_full = config.content == "full"
         self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
+        self._granted: list[tuple[PoolState, Ints, Ints]] = []  # slots, and what plans call them
         self._looks: list[_Look] = []
         self._next_null = [0] * len(state.pools)
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
@@ -64,15 +65,23 @@ class Tails:
     def granted(self, pools: Iterable[PoolState], pages: Sequence[int], step: int, names: Ints | None) -> None:
         """Pages of these pools have an owner from now on, and nothing else vouches for what lies there.
 
+        What the step leaves unwritten of them is looked at when it ends.
         names: what plans call their slots, where that is not what the pools call them
         """
         size = self._state.page_size
         if not self.is_on or not len(pages) or size == 1:  # no row ends within a page of one slot
             return
         slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
-        nobody = np.full(len(slots), -1)
-        for pool in pools:
-            self._look(pool, Entries(slots, nobody, nobody, (), names=names), GRANT_SITE, step)
+        self._granted += [(pool, slots, slots if names is None else names) for pool in pools]
+
+    def look_at_granted(self, step: int) -> None:
+        """A step ends in which pages were granted."""
+        granted, self._granted = self._granted, []
+        for pool, slots, names in granted:
+            which = self._unwritten(pool, slots, names)
+            nobody = np.full(len(which), -1)
+            own = named(pool, names[which])
+            self._look(pool, Entries(slots[which], nobody, nobody, (), names=own), GRANT_SITE, step)
 
     def slice(self, step: int, stride: int, requests: Iterable[Request], hurried: set[str]) -> None:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
@@ -128,13 +137,15 @@ class Tails:
         self._last_pages[key] = grant
         names = np.arange(page * size + length % size, (page + 1) * size)
         slots = slots_in(pool.view, names)
-        records = self._mirror.table[np.maximum(slots, 0) + pool.base, REQUEST_GENERATION]
-        is_unwritten = (records >> _GENERATION_BITS).astype(np.int64) != grant[1]
-        which = np.flatnonzero(is_unwritten & (slots >= pool.view.null_slots))
-        positions = np.arange(length, length + len(names))
-        rows = np.zeros(len(names), np.int64)
+        positions, rows = np.arange(length, length + len(names)), np.zeros(len(names), np.int64)
         entries = Entries(slots, positions, rows, [request.request_id], names=named(pool, names))
-        self._look(pool, entries.at(which), site, step)
+        self._look(pool, entries.at(self._unwritten(pool, slots, names)), site, step)
+
+    def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
+        """Which of these slots no forward has written since their page was granted, as far as the host has heard."""
+        written = self._mirror.table[np.maximum(slots, 0) + pool.base, REQUEST_GENERATION] >> _GENERATION_BITS
+        granted = self._ledger.generations[names // self._state.page_size]
+        return np.flatnonzero((written.astype(np.int64) != granted) & (slots >= pool.view.null_slots))
 
     def _look(self, pool: PoolState, entries: Entries, site: tuple[str, int], step: int) -> None:
         slots = entries.slots
