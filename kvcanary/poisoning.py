@@ -66,7 +66,7 @@ class Poisoner:
         poisoned = [page for page in pages if page in self.poisoned]
         full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
         unknown = [page for page in pages if page not in self.poisoned]
-        self._tails.granted(self._pools, unknown, step, self._names(unknown, full))
+        self._tails.granted(self._pools, unknown, self._names(unknown, full))
         if self._is_off or not (self.waiting or poisoned):
             return []
         waiting = [page for page in unknown if page in self.waiting]

@@ -62,7 +62,7 @@ class Tails:
         self._next_null = [0] * len(state.pools)
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
 
-    def granted(self, pools: Iterable[PoolState], pages: Sequence[int], step: int, names: Ints | None) -> None:
+    def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
         """Pages of these pools have an owner from now on, and nothing else vouches for what lies there.
 
         What the step leaves unwritten of them is looked at when it ends.
@@ -143,9 +143,10 @@ class Tails:
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
         """Which of these slots no forward has written since their page was granted, as far as the host has heard."""
-        written = self._mirror.table[np.maximum(slots, 0) + pool.base, REQUEST_GENERATION] >> _GENERATION_BITS
+        is_inside = (slots >= pool.view.null_slots) & (slots < pool.view.num_slots)
+        records = self._mirror.table[np.where(is_inside, slots, 0) + pool.base, REQUEST_GENERATION]
         granted = self._ledger.generations[names // self._state.page_size]
-        return np.flatnonzero((written.astype(np.int64) != granted) & (slots >= pool.view.null_slots))
+        return np.flatnonzero(is_inside & ((records >> _GENERATION_BITS).astype(np.int64) != granted))
 
     def _look(self, pool: PoolState, entries: Entries, site: tuple[str, int], step: int) -> None:
         slots = entries.slots
