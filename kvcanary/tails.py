@@ -59,7 +59,6 @@ class Tails:
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
         self._granted: list[tuple[PoolState, Ints, Ints]] = []  # slots, and what plans call them
         self._looks: list[_Look] = []
-        self._next_null = [0] * len(state.pools)
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
 
     def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
@@ -87,8 +86,8 @@ class Tails:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
         if not self.is_on:
             return
-        for number, pool in enumerate(self._state.pools):
-            self._look_at_null_slots(number, pool, step, stride, bool(hurried))
+        for pool in self._state.pools:
+            self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
         if self._state.page_size == 1:
             return
         for request in requests:
@@ -112,17 +111,15 @@ class Tails:
             return []
         return [_fired(look) for look in looks if bool(look.mismatch.any())]
 
-    def _look_at_null_slots(self, number: int, pool: PoolState, step: int, stride: int, whole: bool) -> None:
-        """So many that all of them are read in a rotation, and no fewer than one a step."""
+    def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
+        """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says."""
         count = pool.view.null_slots
-        share = count if self._is_full or whole else min(count, max(stride, share_of(count, stride)))
+        share = count if whole else min(count, max(stride, share_of(count, stride)))
         if not share:
             return
-        slots = (self._next_null[number] + np.arange(share, dtype=np.int64)) % count
-        self._next_null[number] = (self._next_null[number] + share) % count
+        slots = (step // stride * share + np.arange(share, dtype=np.int64)) % count
         nobody = np.full(share, -1)
-        names = slots if pool.view.slot_map is not None else None
-        self._look(pool, Entries(slots, nobody, nobody, (), names=names), NULL_SITE, step)
+        self._look(pool, Entries(slots, nobody, nobody, (), names=named(pool, slots)), NULL_SITE, step)
 
     def _look_at_tail(self, request: Request, pool: PoolState, site: tuple[str, int], step: int, always: bool) -> None:
         """The slots behind the row's final entries, on its last page, that nobody has written since it was granted."""
