@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig, share_of
-from kvcanary.entries import Entries, named
+from kvcanary.entries import Entries, join_entries, named
 from kvcanary.forward import Ints, on_host
 from kvcanary.groups import slots_in
 from kvcanary.intake import HitBatch
@@ -86,20 +86,18 @@ class Tails:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
         if not self.is_on:
             return
+        requests = list(requests)
         for pool in self._state.pools:
             self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
-        if self._state.page_size == 1:
-            return
-        for request in requests:
-            for pool in self._state.pools:
-                self._look_at_tail(request, pool, TAIL_SITE, step, self._is_full or request.request_id in hurried)
+            tails = [self._tail(own, pool, self._is_full or own.request_id in hurried) for own in requests]
+            self._look_at_tails(pool, tails, TAIL_SITE, step)
 
     def last_look(self, request: Request, step: int) -> None:
         """A request ends, or its row changes hands."""
-        if not self.is_on or self._state.page_size == 1:
+        if not self.is_on:
             return
         for pool in self._state.pools:
-            self._look_at_tail(request, pool, RELEASE_SITE, step, always=True)
+            self._look_at_tails(pool, [self._tail(request, pool, always=True)], RELEASE_SITE, step)
             self._last_pages.pop((request.uid, pool.pool_id), None)
 
     def collect(self) -> list[HitBatch]:
@@ -121,22 +119,32 @@ class Tails:
         nobody = np.full(share, -1)
         self._look(pool, Entries(slots, nobody, nobody, (), names=named(pool, slots)), NULL_SITE, step)
 
-    def _look_at_tail(self, request: Request, pool: PoolState, site: tuple[str, int], step: int, always: bool) -> None:
-        """The slots behind the row's final entries, on its last page, that nobody has written since it was granted."""
+    def _look_at_tails(
+        self, pool: PoolState, tails: Sequence[Entries | None], site: tuple[str, int], step: int
+    ) -> None:
+        some = [tail for tail in tails if tail is not None]
+        if some:
+            self._look(pool, join_entries(some), site, step)
+
+    def _tail(self, request: Request, pool: PoolState, always: bool) -> Entries | None:
+        """The slots behind the row's final entries, on its last page, that nobody has written since it was granted.
+
+        None where the last page is full, or was looked at before and `always` does not ask for it again.
+        """
         length, size = request.final_len(pool.pool_id), self._state.page_size
         last = length // size
         if not length % size or last >= len(request.pages) or request.pages[last] < 0:
-            return
+            return None
         page = request.pages[last]
         key, grant = (request.uid, pool.pool_id), (page, int(self._ledger.generations[page]))
         if self._last_pages.get(key) == grant and not always:
-            return
+            return None
         self._last_pages[key] = grant
         names = np.arange(page * size + length % size, (page + 1) * size)
         slots = slots_in(pool.view, names)
         positions, rows = np.arange(length, length + len(names)), np.zeros(len(names), np.int64)
         entries = Entries(slots, positions, rows, [request.request_id], names=named(pool, names))
-        self._look(pool, entries.at(self._unwritten(pool, slots, names)), site, step)
+        return entries.at(self._unwritten(pool, slots, names))
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
         """Which of these slots no forward has written since their page was granted, as far as the host has heard."""
