@@ -19,6 +19,8 @@ class Coverage:
 
     slots_checked: entries that some forward read and whose identity was judged
     bytes_checked: bytes of K and V that were read again and compared
+    finite_bytes_checked: bytes of null pages, and of what nobody has written on granted pages, that were looked at for
+                          NaN and infinities
     max_unread_steps: longest time, in steps, that a committed byte went without a look
     freed_unread_bytes: committed bytes whose pages were freed without a last look
     fired: by code, entries at which the check fired
@@ -32,6 +34,7 @@ class Coverage:
     slots_checked: int = 0
     slots_sealed: int = 0
     bytes_checked: int = 0
+    finite_bytes_checked: int = 0
     peak_live_bytes: int = 0
     max_unread_steps: int = 0
     freed_unread_bytes: int = 0
@@ -65,6 +68,7 @@ class Coverage:
             "slots_checked": self.slots_checked,
             "slots_sealed": self.slots_sealed,
             "bytes_checked": self.bytes_checked,
+            "finite_bytes_checked": self.finite_bytes_checked,
             "freed_unread_bytes": self.freed_unread_bytes,
             "unchecked": sum(self.unchecked.values()),
             "fired": sum(self.fired.values()),
@@ -119,6 +123,7 @@ def certificate(
         "slots_checked": coverage.slots_checked,
         "slots_sealed": coverage.slots_sealed,
         "bytes_checked": coverage.bytes_checked,
+        "finite_bytes_checked": coverage.finite_bytes_checked,
         "live_bytes": live_bytes,
         "peak_live_bytes": coverage.peak_live_bytes,
         "max_unread_steps": coverage.max_unread_steps,

@@ -31,6 +31,7 @@ from kvcanary.settling import Settled, Settler
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
+from kvcanary.tails import Tails
 from kvcanary.tokens import Oracle, judge_tokens
 from kvcanary.truths import judge_lengths, judge_mask, judge_starts, note_row
 from kvcanary.writing import judge_layers
@@ -64,6 +65,7 @@ class StepChecks:
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
         self.sweeper = Sweeper(state, ledger, config.budget)
+        self.tails = Tails(state, ledger, self.mirror, config, coverage)
         self.cached = CachedSweep(state, ledger)
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
@@ -135,10 +137,16 @@ class StepChecks:
 
     def roll(self, step: int) -> None:
         """One slice of the rolling check, where one is due; under `full` it comes to the rows that nobody steps."""
-        if self._config.content != "write" and self._compares_content and self.sweeper.is_due(step):
+        if self._config.content != "write" and self._compares_content:
             with torch.inference_mode():
-                self.hits += self.sweeper.slice(step)
-                self.hits += self.cached.slice(step, self.sweeper.stride)
+                self.tails.look_at_granted(step)
+                is_due = self.sweeper.is_due(step)
+                if is_due or self._config.content == "full":
+                    self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
+                if is_due:
+                    self.hits += self.sweeper.slice(step)
+                    self.hits += self.cached.slice(step, self.sweeper.stride)
+                self.hits += self.tails.collect()
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
@@ -155,6 +163,8 @@ class StepChecks:
         if self._config.content != "write" and self._compares_content:
             with torch.inference_mode():
                 self.hits += self.sweeper.last_look(request, step)
+                self.tails.last_look(request, step)
+                self.hits += self.tails.collect()
 
     def move(self, source: PoolState, pool: PoolState, src: Ints, dst: Ints, step: int, guesses: bool) -> None:
         """Records follow bytes; what a slot map sends nowhere has none."""

@@ -48,6 +48,13 @@ _ALL = (
     Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),
 )
 
+#: What R9 means at a slot that nobody has written, in a null page or behind the end of a row (U1).
+NOT_FINITE = Code(
+    "R9", "content not finite", "NaN or Inf lies where nobody has written: who reads whole pages multiplies it by zero"
+)
+
+UNWRITTEN = "U1"  # stands for R9 there, where a finding's causes and a dump's damage are kept apart by code
+
 #: Codes by name; the order is the order in which findings at one slot speak: what went wrong at a write, a move or a
 #: free page, then what a row reads, as listed.
 CODES: dict[str, Code] = {code.code: code for code in _ALL}

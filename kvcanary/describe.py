@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcanary.codes import CODES
 from kvcanary.diagnosis import rank_causes
 from kvcanary.facts import Facts, expected_and_found, tokens_of
 from kvcanary.findings import Finding
@@ -19,7 +18,7 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord, locate_word
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState
-from kvcanary.whose import SEARCHED_SLOTS, Whose, whose_bytes
+from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, UNWRITTEN_HYPOTHESES, Whose, whose_bytes
 from kvcanary_kernels import record
 
 EVIDENCE_LINES = 6
@@ -70,8 +69,8 @@ class Describer:
         readers = self._readers(incident, facts.owner)
         return Finding(
             code=hit.code,
-            name=CODES[hit.code].name,
-            sentence=CODES[hit.code].sentence,
+            name=hit.meaning.name,
+            sentence=hit.meaning.sentence,
             pool=hit.pool.name,
             page=hit.page,
             slot=hit.slot,
@@ -136,7 +135,8 @@ class Describer:
         end = 0 if reader is None else min(len(reader.pages) * self._state.page_size, SEARCHED_SLOTS)
         names = [] if reader is None else self._ledger.slots(reader, 0, end)
         row = [slot for slot in slots_in(hit.pool.view, np.array(names, np.int64)).tolist() if slot >= 0]
-        return whose_bytes(hit.pool, hit.slot, hit.layers[0], first=row)
+        hypotheses = UNWRITTEN_HYPOTHESES if hit.is_unwritten else HYPOTHESES
+        return whose_bytes(hit.pool, hit.slot, hit.layers[0], first=row, hypotheses=hypotheses)
 
     def _readers(self, incident: Sequence[Hit], owner: str | None) -> list[Request]:
         """Live requests whose rows the incident touches, and the owner of the page."""
@@ -146,7 +146,8 @@ class Describer:
 
 
 def _changed_word(hit: Hit) -> ChangedWord | None:
-    return locate_word(hit.pool, hit.slot, hit.layers[0]) if hit.code == "R9" and len(hit.layers) == 1 else None
+    is_one = hit.code == "R9" and len(hit.layers) == 1 and not hit.is_unwritten
+    return locate_word(hit.pool, hit.slot, hit.layers[0]) if is_one else None
 
 
 def _told(event: PageEvent) -> str:
@@ -156,7 +157,7 @@ def _told(event: PageEvent) -> str:
 
 def _evidence(hits: Sequence[Hit]) -> tuple[str, ...]:
     lines = [
-        f"{hit.code} {CODES[hit.code].name}: {hit.pool.name} slot {hit.slot}"
+        f"{hit.code} {hit.meaning.name}: {hit.pool.name} slot {hit.slot}"
         + ("" if hit.position is None else f", position {hit.position}")
         + f", seen by {site_name(*hit.site)}"
         for hit in hits[:EVIDENCE_LINES]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvcanary import rules_bytes as bytes_
 from kvcanary import rules_rows as rows
 from kvcanary import rules_writes as writes
-from kvcanary.codes import CODES
+from kvcanary.codes import CODES, UNWRITTEN
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 
@@ -22,7 +22,7 @@ Rule = Callable[[Facts], Cause | None]
 
 def rank_causes(facts: Facts) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
-    code = facts.hit.code
+    code = UNWRITTEN if facts.hit.is_unwritten else facts.hit.code
     found = [cause for codes, rule in RULES if code in codes for cause in [rule(facts)] if cause is not None]
     found = [cause for cause in found if cause.evidence] or found
     found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
@@ -53,6 +53,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R9", "P1"), bytes_.not_finite),
     (("R9",), bytes_.late_write),
     (("R9",), bytes_.overwritten),
+    ((UNWRITTEN,), bytes_.padding_not_finite),
+    ((UNWRITTEN,), bytes_.never_cleared),
+    ((UNWRITTEN,), bytes_.not_finite_since),
+    ((UNWRITTEN,), bytes_.late_write),
     (("T1",), bytes_.moved_wrong),
     (("P1",), bytes_.written_when_free),
     (("R3",), bytes_.damaged_record),

@@ -62,6 +62,7 @@ class Entries:
             some.request_ids,
             last_good=some.last_good,
             names=some.names,
+            is_unwritten=False,
             **{name: values[own] for name, values in evidence.items()},
         )
 

@@ -92,6 +92,8 @@ def expected_and_found(facts: Facts) -> tuple[Values, Values]:
     """Both sides of the check that leads, as it told them or as its code says; empty where there are none."""
     if facts.hit.expected is not None:
         return facts.hit.expected, facts.hit.found or {}
+    if facts.hit.is_unwritten:
+        return {"elements": "finite"}, {"layers_not_finite": list(facts.hit.layers)}
     table = _WITHOUT_RECORD if facts.record is None else _WITHOUT_RECORD | _WITH_RECORD
     sides = table.get(facts.hit.code)
     return sides(facts) if sides is not None else ({}, {})

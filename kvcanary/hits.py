@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from kvcanary.codes import RANK, SPEAK_FIRST
+from kvcanary.codes import CODES, NOT_FINITE, RANK, SPEAK_FIRST, Code
 from kvcanary.forward import Ints
 from kvcanary.state import PoolState
 
@@ -29,6 +29,7 @@ class Hit:
     found_position:  for R4, the position that the record has
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
     others:    requests besides whose rows read the same place, with the same result
     expected, found: what the report should say, where the code alone does not tell it
@@ -48,10 +49,16 @@ class Hit:
     found_position: int | None = None
     row_slots: Sequence[int] | Ints = ()
     fingerprint_hit: bool = False
+    is_unwritten: bool = False
     named: int | None = None
     others: tuple[str, ...] = ()
     expected: dict[str, Any] | None = None
     found: dict[str, Any] | None = None
+
+    @property
+    def meaning(self) -> Code:
+        """What the hit says."""
+        return NOT_FINITE if self.is_unwritten else CODES[self.code]
 
     @property
     def page(self) -> int:

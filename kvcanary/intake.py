@@ -30,6 +30,7 @@ class HitBatch:
     parent_positions: [n] int64, for W5
     fingerprint_hits: [n] bool, for R3
     names:            [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
+    is_unwritten:     for R9, nobody has written these slots, and what lies there is not finite (U1)
     """
 
     code: str
@@ -46,6 +47,7 @@ class HitBatch:
     parent_positions: Ints | None = None
     fingerprint_hits: NDArray[np.bool_] | None = None
     names: Ints | None = None
+    is_unwritten: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -68,6 +70,7 @@ class HitBatch:
             found_position=_known(self.found_positions, number),
             fingerprint_hit=self.fingerprint_hits is not None and bool(self.fingerprint_hits[number]),
             named=None if self.names is None else int(self.names[number]),
+            is_unwritten=self.is_unwritten,
         )
 
 

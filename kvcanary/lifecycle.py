@@ -46,11 +46,10 @@ class Lifecycle:
         state.bind(self._ledger.pages)
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
-        self._poisoner = Poisoner(state, state.pools_of(None), config.poison, self._coverage)
+        poison = config.poison, self._coverage, self._checks.tails
+        self._poisoner = Poisoner(state, state.pools_of(None), *poison)
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
-        self._mapped = {
-            group: Poisoner(state, state.pools_of(group), config.poison, self._coverage) for group in groups
-        }
+        self._mapped = {group: Poisoner(state, state.pools_of(group), *poison) for group in groups}
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups

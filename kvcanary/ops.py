@@ -15,6 +15,7 @@ from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, cha
 from kvcanary_kernels.count import count, count_torch
 from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
 from kvcanary_kernels.finish import finish, finish_torch
+from kvcanary_kernels.finite import finite_check, finite_check_torch
 from kvcanary_kernels.move import move, move_torch
 from kvcanary_kernels.plan import plan, plan_torch
 from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
@@ -41,6 +42,7 @@ class Ops:
     move: Operation
     poison_fill: Operation
     poison_check: Operation
+    finite_check: Operation
     settle: Operation
     count: Operation
 
@@ -57,6 +59,7 @@ KERNELS = Ops(
     move=move,
     poison_fill=poison_fill,
     poison_check=poison_check,
+    finite_check=finite_check,
     settle=settle,
     count=count,
 )
@@ -72,6 +75,7 @@ REFERENCES = Ops(
     move=move_torch,
     poison_fill=poison_fill_torch,
     poison_check=poison_check_torch,
+    finite_check=finite_check_torch,
     settle=settle_torch,
     count=count_torch,
 )

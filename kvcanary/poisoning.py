@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -13,6 +13,7 @@ from kvcanary.forward import Ints, on_host
 from kvcanary.intake import HitBatch
 from kvcanary.ops import ops_for
 from kvcanary.state import CanaryState, PoolState
+from kvcanary.tails import Tails
 from kvcanary_kernels.content import mismatched_layers
 
 #: Bytes a step that are poisoned, by the kind of device: a CPU pays for the pattern, a GPU for the bandwidth alone.
@@ -23,9 +24,14 @@ BATCH_SLOTS = 64  # that are worth a launch
 class Poisoner:
     """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode."""
 
-    def __init__(self, state: CanaryState, pools: Sequence[PoolState], pattern: str, coverage: Coverage) -> None:
-        """`pools`: of one group, whose free pages are told of; `pattern`: finite, nan or off."""
-        self._state, self._coverage = state, coverage
+    def __init__(
+        self, state: CanaryState, pools: Sequence[PoolState], pattern: str, coverage: Coverage, tails: Tails
+    ) -> None:
+        """`pools`: of one group, whose free pages are told of; `pattern`: finite, nan or off.
+
+        `tails`: looks at granted pages for which no poison vouches
+        """
+        self._state, self._coverage, self._tails = state, coverage, tails
         self._is_off, self._nan = pattern == "off", pattern == "nan"
         self._pools = pools
         self._slot_bytes = sum(pool.view.slot_bytes for pool in self._pools)
@@ -57,18 +63,20 @@ class Poisoner:
 
         `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
         """
-        if self._is_off or not (self.waiting or self.poisoned):
-            return []
-        waiting = [page for page in pages if page in self.waiting]
         poisoned = [page for page in pages if page in self.poisoned]
+        full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
+        unknown = [page for page in pages if page not in self.poisoned]
+        self._tails.granted(self._pools, unknown, self._names(unknown, full))
+        if self._is_off or not (self.waiting or poisoned):
+            return []
+        waiting = [page for page in unknown if page in self.waiting]
         for page in waiting:
             del self.waiting[page]
         self._coverage.skip("freed pages reused before they were poisoned", len(waiting))
         if not poisoned:
             return []
         self.poisoned.difference_update(poisoned)
-        full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
-        names = None if full is None else on_host(self._slots([full[page] for page in poisoned]))
+        names = self._names(poisoned, full)
         hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step, names)]
         if self._nan:
             self._zero(poisoned)
@@ -100,6 +108,10 @@ class Poisoner:
         where = on_host(slots[damaged])
         named = None if names is None else names[on_host(damaged)]
         return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
+
+    def _names(self, pages: Sequence[int], full: Mapping[int, int] | None) -> Ints | None:
+        """What plans call the slots of these pages; None: as the pools do."""
+        return None if full is None else on_host(self._slots([full[page] for page in pages]))
 
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
+from kvcanary.codes import UNWRITTEN
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
 from kvcanary.recorder_forwards import RecordedForward
@@ -293,5 +294,6 @@ def _damage(hits: Sequence[Hit]) -> list[Damage]:
         is_strange = halves or hit.code == "R11"
         if is_strange or hit.code in _BYTES:
             own = tuple(words) if is_strange else ()
-            damage.append(Damage(hit.code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, own))
+            code = UNWRITTEN if hit.is_unwritten else hit.code
+            damage.append(Damage(code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, own))
     return damage

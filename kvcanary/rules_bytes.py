@@ -88,6 +88,33 @@ def not_finite(facts: Facts) -> Cause | None:
     return Cause("bits", "overwritten with values that no forward has stored", "inferred", (whose.text,))
 
 
+def padding_not_finite(facts: Facts) -> Cause | None:
+    hit = facts.hit
+    if hit.slot >= hit.pool.view.null_slots:
+        return None
+    text = "padding computed NaN or Inf and stored it, as a row without an entry does that divides by no weight"
+    return Cause("graphs", text, "inferred", (f"slot {hit.slot} is a null slot: only padding may write it",))
+
+
+def never_cleared(facts: Facts) -> Cause | None:
+    """Found in the step in which the page was granted, where nobody has written."""
+    if facts.hit.site[0] != "grant":
+        return None
+    freed = [event for event in facts.events if event.kind == "freed"]
+    before = f"freed by {freed[-1].request_id!r} at step {freed[-1].step}, not poisoned" if freed else "never used"
+    text = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
+    return Cause("uninitialised", text, "derived", (f"the page was {before} before its grant in this step",))
+
+
+def not_finite_since(facts: Facts) -> Cause | None:
+    """Behind the end of a row: what lay there at the grant was finite."""
+    granted = [event for event in facts.events if event.kind == "granted"]
+    if facts.hit.site[0] == "grant" or not granted:
+        return None
+    evidence = (f"finite when the page was granted at step {granted[-1].step}", "no forward has stored there since")
+    return Cause("bits", "a stray write behind the end of the row", "derived", evidence)
+
+
 def late_write(facts: Facts) -> Cause | None:
     """Someone who had the page before may still write it."""
     former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]

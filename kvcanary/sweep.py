@@ -54,7 +54,7 @@ class Sweeper:
 
     def slice(self, step: int) -> list[HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again."""
-        requests = [request for request in self._ledger.requests.values() if not request.released]
+        requests = self.running()
         total = self._bytes_of(requests) if self._budget is not None else 0
         hits: list[HitBatch] = []
         for pool in self._state.pools:
@@ -114,9 +114,13 @@ class Sweeper:
         self.credit[key] = credit - int(credit)
         return int(credit)
 
+    def running(self) -> list[Request]:
+        """The requests that have not ended."""
+        return [request for request in self._ledger.requests.values() if not request.released]
+
     def live_bytes(self) -> int:
         """Committed bytes of all running requests."""
-        return self._bytes_of(request for request in self._ledger.requests.values() if not request.released)
+        return self._bytes_of(self.running())
 
     def _bytes_of(self, requests: Iterable[Request]) -> int:
         return sum(

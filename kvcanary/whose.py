@@ -75,20 +75,29 @@ class Scene:
         return slice(piece.first, piece.first + piece.words)
 
 
+Hypothesis = Callable[[Scene], Whose | None]
+
+
 def whose_bytes(
-    pool: PoolState, slot: int, layer: int, first: Sequence[int] = (), before: int | None = None
+    pool: PoolState,
+    slot: int,
+    layer: int,
+    first: Sequence[int] = (),
+    before: int | None = None,
+    hypotheses: Sequence[Hypothesis] | None = None,
 ) -> tuple[Whose, ...]:
     """Answers for the bytes of one slot and layer, best first; empty where nothing fits.
 
     `first`: slots to search first, such as those of the reader's row; then those around the slot
     `before`: lane a of the row before its last declared write, signed
+    `hypotheses`: that are tested, in this order; None: all
     """
     device = pool.records.device
     row = pool.rows.gather_layer(layer, torch.tensor([slot], device=device))[0]
     search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=device)
     scene = Scene(pool, slot, layer, row, search, before)
     answers: list[Whose] = []
-    for hypothesis in HYPOTHESES:
+    for hypothesis in HYPOTHESES if hypotheses is None else hypotheses:
         answer = hypothesis(scene)
         if answer is not None:
             answers.append(answer)
@@ -218,7 +227,7 @@ def not_finite(scene: Scene) -> Whose | None:
 
 
 #: In the order in which they are tested; a derived answer ends the search.
-HYPOTHESES: tuple[Callable[[Scene], Whose | None], ...] = (
+HYPOTHESES: tuple[Hypothesis, ...] = (
     of_the_next_slot,
     of_another_slot,
     all_zero,
@@ -231,6 +240,8 @@ HYPOTHESES: tuple[Callable[[Scene], Whose | None], ...] = (
     slipped_by_an_element,
     not_finite,
 )
+#: Of bytes that nobody has written.
+UNWRITTEN_HYPOTHESES: tuple[Hypothesis, ...] = (poisoned, not_finite)
 
 # helpers
 

@@ -35,6 +35,12 @@ def expect_layered(num_layers: int, n: int, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be [{num_layers}, {n}] int64 with dense rows, got {list(t.shape)} {t.dtype}")
 
 
+def expect_bitmap(n: int, mismatch: Tensor) -> None:
+    """A bit for each of at most 128 layers of n slots."""
+    if mismatch.shape != (n, 2) or mismatch.dtype is not torch.int64 or not mismatch.is_contiguous():
+        raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
+
+
 def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None) -> Tensor | None:
     """The entries of a torch reference that may touch memory, or None when all may: live, and a slot of the pool."""
     n = slots.numel()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels import record
-from kvcanary_kernels.checks import expect_int64, live_indices
+from kvcanary_kernels.checks import expect_bitmap, expect_int64, live_indices
 from kvcanary_kernels.device import (
     BLOCK_FIELD,
     FIRST_FIELD,
@@ -226,7 +226,5 @@ def _check(slots: Tensor, num_live: Tensor | None, mismatch: Tensor | None = Non
     n = slots.numel()
     expect_int64(n, slots=slots)
     expect_int64(1, num_live=num_live)
-    if mismatch is None:
-        return
-    if mismatch.shape != (n, 2) or mismatch.dtype is not torch.int64 or not mismatch.is_contiguous():
-        raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
+    if mismatch is not None:
+        expect_bitmap(n, mismatch)

@@ -47,7 +47,7 @@ class PoolRows:
     fused:         [layers, num_slots, pieces, words] int32: all rows as one strided tensor; None if irregular
     ptrs:          [pieces, layers] int64 addresses of slot 0
     alignment:     bytes by which every address of `ptrs` divides, at most the widest load
-    element_sizes: by piece, bytes of an element
+    dtypes:        by piece, of an element
     """
 
     parts: tuple[tuple[Tensor, ...], ...]
@@ -55,13 +55,18 @@ class PoolRows:
     fused: Tensor | None
     ptrs: Tensor
     alignment: int
-    element_sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
     num_layers: int
     num_slots: int
 
     @property
     def words_per_row(self) -> int:
         return self.pieces[-1].first + self.pieces[-1].words
+
+    @property
+    def element_sizes(self) -> tuple[int, ...]:
+        """By piece, bytes of an element."""
+        return tuple(dtype.itemsize for dtype in self.dtypes)
 
     @property
     def tile(self) -> int:
@@ -144,7 +149,7 @@ def pool_rows(
         fused=_fuse(parts),
         ptrs=torch.tensor(pointers, dtype=torch.int64, device=parts[0][0].device),
         alignment=gcd(MAX_ALIGNMENT, *(pointer for part in pointers for pointer in part)),
-        element_sizes=tuple(tensors[0].element_size() for tensors in given.values()),
+        dtypes=tuple(tensors[0].dtype for tensors in given.values()),
         num_layers=len(parts[0]),
         num_slots=slots["k"],
     )

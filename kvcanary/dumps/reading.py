@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.checkpoint import PAGE_ARRAYS
-from kvcanary.codes import CODES
+from kvcanary.codes import CODES, UNWRITTEN
 from kvcanary.dumps.calls import CALLS
 from kvcanary.dumps.container import parse_json, read_arrays, read_members
 from kvcanary.errors import DumpError
@@ -253,7 +253,7 @@ class _Reader:
 
     def _damage(self, entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
         pool = next((pool for pool in manifest["pools"] if pool["name"] == entry["pool"]), None)
-        self._expect(pool is not None and entry["code"] in CODES, "damage is of no pool, or no check")
+        self._expect(pool is not None and entry["code"] in (*CODES, UNWRITTEN), "damage is of no pool, or no check")
         slot, layers = self._int(entry["slot"], "slot"), [self._int(layer, "layer") for layer in entry["layers"]]
         fits = pool is not None and 0 <= slot < pool["num_slots"] and all(0 <= one < pool["layers"] for one in layers)
         self._expect(fits, f"slot {slot} is damaged, which is none")

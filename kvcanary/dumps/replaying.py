@@ -12,6 +12,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from kvcanary.codes import UNWRITTEN
 from kvcanary.desk import Resources
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.stage import Stage, fingerprint_of
@@ -318,6 +319,9 @@ class Replayer:
             poisoner = self._books.poisoner_of(pool)
             if damage["code"] == "P1" and page in poisoner.waiting:
                 poisoner.fill([page])
+            if damage["code"] == UNWRITTEN:
+                _fill_with_nan(pool, damage["layers"], slot)
+                continue
             for layer in damage["layers"]:
                 place = pool.name, slot, layer
                 if place not in self._stage.damaged:
@@ -372,6 +376,14 @@ def _arguments(event: Call) -> list[Any]:
     """Those of a call, in its order."""
     values = [value for key, value in event.items() if key not in ("n", "call", "damage")]
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+
+
+def _fill_with_nan(pool: PoolState, layers: list[int], slot: int) -> None:
+    """What nobody has written is not finite."""
+    for part in pool.view.parts:
+        if part.dtype.is_floating_point:
+            for layer in layers:
+                part.tensors[layer][slot] = float("nan")
 
 
 def _flip(pool: PoolState, layer: int, slot: int, word: list[Any] | None) -> None:

@@ -229,7 +229,6 @@ UNREACHED: Mapping[str, str] = {
     "vllm-project/vllm#55559": NO_QUANTISED_POOL,
     "NVIDIA/TensorRT-LLM#16916": NO_QUANTISED_POOL,
     "sgl-project/sglang#20705": NO_QUANTISED_POOL,
-    "vllm-project/vllm#57158": "the canary does not look at the bytes of the null page",
 }
 
 

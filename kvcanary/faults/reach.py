@@ -146,6 +146,13 @@ def own_state(target: Target, view: PoolView) -> PoolState:
     return target.canary._state.by_name[view.name]
 
 
+def generation_of(pool: PoolState, slot: int) -> int:
+    """The grant under which the slot was last written; 0: never."""
+    from kvcanary_kernels.record import read_record
+
+    return read_record(pool.records, slot).generation
+
+
 def is_private(target: Target, page: int) -> bool:
     """Whether the page is one request's alone, and no cache's."""
     from kvcanary_kernels.record import SHARED

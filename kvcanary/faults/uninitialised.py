@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.fault import Fault
+from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.lifetime import grant_again, recycle
-from kvcanary.faults.reach import any_layer, any_part, any_reader, as_words, change, part_of, root_forward
+from kvcanary.faults.reach import (
+    any_layer,
+    any_part,
+    any_reader,
+    as_words,
+    change,
+    generation_of,
+    own_state,
+    part_of,
+    root_forward,
+)
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvcanary.views import PoolView
+
+SPARE_SLOTS = 2  # of a last page that the next step does not reach
+Way = Callable[..., bool]  # of a target, and the number that is put somewhere
 
 
 def _read_unwritten(target: Target, pool: str) -> bool:
@@ -69,13 +85,68 @@ def _recycle_nan(target: Target) -> bool:
         return False
     page = free[-1]
     recycle(target, page)
-    layer, part = any_layer(target, view), part_of(view, any_part(target, view))
     slot = page * view.page_size + target.rng.randrange(view.page_size)
-    nan = as_words(view, float("nan"), part.stop - part.start)
-    change(view, layer, slot, lambda words: words.index_copy(0, _range(part), nan))
+    _put_somewhere(target, view, slot, float("nan"))
     target.record(pool="target", slot=slot)
     grant_again(target, page)
     return True
+
+
+def _grant(target: Target, value: float) -> bool:
+    """A page that was never used holds this number somewhere when it is granted."""
+    view, free = target.pools["target"], target.free_pages()
+    if not free or target.canary._ledger.generations[free[-1]]:
+        return False
+    slot = free[-1] * view.page_size + target.rng.randrange(view.page_size)
+    layer = _put_somewhere(target, view, slot, value)
+    target.record(UNDECLARED, pool="target", slot=slot, layer=layer)
+    grant_again(target, free[-1])
+    return True
+
+
+def _write_behind_a_row(target: Target, value: float) -> bool:
+    """This number lies on the last page of a row, where nobody has written."""
+    reader, view = any_reader(target), target.pools["target"]
+    size = view.page_size
+    if reader is None or not 0 < reader.committed_len % size < size - SPARE_SLOTS:
+        return False
+    slot = reader.pages[reader.committed_len // size] * size + size - 1
+    if generation_of(own_state(target, view), slot) == target.canary._ledger.generations[slot // size]:
+        return False
+    layer = _put_somewhere(target, view, slot, value)
+    target.record(UNDECLARED, pool="target", slot=slot, layer=layer, reader=reader.request_id)
+    return True
+
+
+def _write_into_the_null_page(target: Target, value: float) -> bool:
+    """This number lies where padding, and the ends of tables, lead."""
+    view = target.pools["target"]
+    slot = view.null_slots - 1
+    layer = _put_somewhere(target, view, slot, value)
+    target.record(UNDECLARED, pool="target", slot=slot, layer=layer)
+    return True
+
+
+def _put_somewhere(target: Target, view: PoolView, slot: int, value: float) -> int:
+    """In all of K or V of a slot, in the layer that it gives; nobody is told."""
+    layer, part = any_layer(target, view), part_of(view, any_part(target, view))
+    values = as_words(view, value, part.stop - part.start)
+    change(view, layer, slot, lambda words: words.index_copy(0, _range(part), values))
+    return layer
+
+
+def _in_whole_pages(name: str, story: str, bugs: tuple[str, ...], way: Way, **settings: Any) -> Fault:
+    """NaN where nobody has written; the twin writes a number."""
+    return Fault(
+        name=f"uninitialised.{name}",
+        k="K43",
+        bugs=bugs,
+        story=story,
+        expected="R9",
+        strike=partial(way, value=float("nan")),
+        quiet=partial(way, value=0.5),
+        **settings,
+    )
 
 
 def _range(part: slice) -> Tensor:
@@ -148,5 +219,35 @@ FAULTS = (
         applies=lambda setup: setup.pages is None,
         strike=_recycle_nan,
         cause=("uninitialised", "lifetime", "bits"),
+    ),
+    _in_whole_pages(
+        "nan_granted",
+        "Memory that no layer of this kind has used is granted as it is. Whole pages of it are read with masks, and "
+        "its bits are NaN behind what was written.",
+        ("vllm-project/vllm#35219", "vllm-project/vllm#35138"),
+        _grant,
+        applies_to="pools with pages of several slots that nobody has had",
+        applies=lambda setup: setup.pages is None and setup.page_size > 1,
+    ),
+    _in_whole_pages(
+        "nan_behind_the_row",
+        "Somebody writes NaN behind the end of a row, on its last page: a kernel that reads whole pages and masks what "
+        "it must not see gives NaN for the whole row.",
+        (),
+        _write_behind_a_row,
+        applies_to="plain decoding on pages of 16 slots, of which branches leave none unwritten",
+        needs={"drafts": False, "num_draft_tokens": None, "page_size": 16},
+        applies=lambda setup: not setup.adaptive,
+        cause="bits",
+    ),
+    _in_whole_pages(
+        "nan_null_page",
+        "Graph capture ran dummy batches whose tables are all zero and left garbage in block 0; kernels gather that "
+        "block for masked entries, and zero times NaN is NaN in whole batches.",
+        ("vllm-project/vllm#57158", "vllm-project/vllm#57156"),
+        _write_into_the_null_page,
+        applies_to="everything; on pages of one slot padding stores over it first",
+        applies=lambda setup: setup.page_size > 1,
+        cause="graphs",
     ),
 )

@@ -3,6 +3,7 @@
 Loaded when a manager is built: compiling takes some seconds once, afterwards the loops come from the disk.
 """
 
+from kvcanary.loops.finite import are_finite
 from kvcanary.loops.lanes import keep_lanes, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
@@ -12,6 +13,7 @@ from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
 __all__ = [
+    "are_finite",
     "are_written",
     "chain_tokens",
     "keep_lanes",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcanary.codes import CODES
 from spec_engine import Engine, SamplingParams
 
 Place = tuple[int | None, int | None]  # slot and position that the finding must name; None: any
@@ -141,6 +142,23 @@ def flip_a_bit(engine: Engine) -> Place:
     slot = int(mine[20])
     engine.pools["target"].kv.view(torch.int32)[11, slot, 1, 0, 5] ^= 1 << 9
     return slot, 20
+
+
+@found_by("R9")
+def leave_nan_in_the_null_page(engine: Engine) -> Place:
+    """Padding stored NaN, or a capture left it there (vllm#57158): whole pages are read with masks."""
+    engine.pools["target"].kv[4, 3, 1, 0, 2] = float("nan")
+    return 3, None
+
+
+@found_by("R9")
+def grant_a_page_with_nan(engine: Engine) -> Place:
+    """Memory that nobody cleared (vllm#35219): the next request's last page ends in it."""
+    free = max(set(range(1, engine.allocator.num_pages)) - {page for row in engine.running for page in row.pages})
+    engine.pools["draft"].kv[0, free * 4 + 3, 0] = float("inf")
+    engine.canary.admit("another", [1, 2, 3])
+    engine.canary.on_alloc("another", [free])
+    return free * 4 + 3, None
 
 
 @found_by("R12")
@@ -350,6 +368,11 @@ def test_a_check_that_is_switched_off_finds_nothing(strike, fault, code):
     """With its check disabled the fault may be found by another check, never by this one."""
     error = strike(fault, disable=frozenset({code}), **fault.settings)
     assert code not in ([] if error is None else [finding.code for finding in error.findings])
+
+
+def test_every_check_is_here():
+    """But W9, of captured forwards, H1, of forwards that did not run, and H2, which is an error in every mode."""
+    assert {fault.values[1] for fault in FAULTS} == set(CODES) - {"W9", "H1", "H2"}
 
 
 def test_a_disabled_check_shows_in_the_certificate(make_engine):

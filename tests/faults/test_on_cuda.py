@@ -14,11 +14,11 @@ PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 pytestmark = pytest.mark.gpu
 
 
-def cuda_engine(mode: str = "raise", content: str = "full") -> Engine:
+def cuda_engine(mode: str = "raise", content: str = "full", **more) -> Engine:
     """Two requests some steps into their decoding."""
     canary = CanaryConfig(mode=mode, content=content)
     settings = {"page_size": 4, "topk": 2, "num_draft_tokens": 6, "max_total_tokens": 1024, "device": "cuda"}
-    engine = Engine(EngineConfig(canary=canary, **settings))
+    engine = Engine(EngineConfig(canary=canary, **settings | more))
     for excerpt in load_excerpts()[:2]:
         engine.submit(engine.tokenizer.encode(excerpt.prompt)[-64:], PARAMS)
     for _ in range(4):
@@ -53,6 +53,30 @@ def test_a_flipped_bit_is_found_and_named(pool: str) -> None:
     finding = caught.value.findings[0]
     assert (finding.code, finding.pool, finding.slot, finding.layer) == ("R9", pool, slot, kv.shape[0] - 1)
     assert (finding.part, finding.head, finding.dim, finding.bit) == ("V", 0, 5, 9)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_nan_in_the_null_page_is_found(graphs: str) -> None:
+    """Between eager forwards and between replays of captured ones, which write padding there."""
+    engine = cuda_engine(content="rolling", graphs=graphs)
+    engine.pools["target"].kv[1, 3, 0] = float("nan")
+    with pytest.raises(KVCorruptionError) as caught:
+        run(engine)
+    finding = caught.value.findings[0]
+    assert (finding.code, finding.name, finding.slot, finding.layer) == ("R9", "content not finite", 3, 1)
+
+
+def test_nan_in_a_page_that_is_granted_is_found() -> None:
+    """The look is launched at the grant, before a forward writes there, and read with the step's other results."""
+    engine = cuda_engine(content="rolling")
+    page = engine.pools["draft"].num_slots // engine.config.page_size - 1
+    engine.pools["draft"].kv[0, page * engine.config.page_size + 1, 1] = float("nan")
+    engine.canary.admit("another", [1, 2, 3])
+    engine.canary.on_alloc("another", [page])
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.step()
+    finding = caught.value.findings[0]
+    assert (finding.name, finding.pool, finding.page) == ("content not finite", "draft", page)
 
 
 def test_a_canary_is_not_attached_while_a_graph_is_captured() -> None:

@@ -24,6 +24,7 @@ FLAGS = sys.argv[1] == "with"
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
 CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
+CONSTEXPRS |= {"FORMATS": (1, 2, 3, 4, 1 << 31) * 2}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
 
 def type_of(name):
@@ -74,6 +75,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_count_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
+        "_finite_check_kernel",
         "_gated_kernel",
         "_index_rows_kernel",
         "_plan_kernel",
@@ -144,7 +146,8 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import attention, chain, content, count, finish, fingerprint, move, poison, seal, store, verify
+from kvcanary_kernels import attention, chain, content, count, finish, fingerprint, finite, move, poison
+from kvcanary_kernels import seal, store, verify
 from kvcanary_kernels.record import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])

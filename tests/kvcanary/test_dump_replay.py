@@ -73,7 +73,18 @@ def damage_a_fingerprint(engine: ToyEngine) -> None:
     pool.content_a[1, int(engine.rows["two"].slots[2])] ^= 5
 
 
+def leave_nan_in_the_null_page(engine: ToyEngine) -> None:
+    engine.pools["target"].kv[1, : engine.shape.page_size] = float("nan")
+
+
+def leave_nan_in_new_pages(engine: ToyEngine) -> None:
+    size = engine.shape.page_size
+    for page in (engine.canary._ledger.generations == 0).nonzero()[0].tolist()[1:]:
+        engine.pools["draft"].kv[0, page * size + size - 1] = float("nan")
+
+
 FAULTS = [
+    (leave_nan_in_the_null_page, "R9"),
     (flip_a_bit, "R9"),
     (clear_a_row, "R9"),
     (swap_two_entries, "R4"),
@@ -84,7 +95,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "code"), FAULTS)
+@pytest.mark.parametrize(("fault", "code"), [*FAULTS, (leave_nan_in_new_pages, "R9")])
 @pytest.mark.parametrize("content", ["full", "rolling"])
 def test_the_same_finding_is_reached(tmp_path, fault, code, content):
     """From a checkpoint in mid-run: the same check at the same place, step, site and word."""

@@ -248,7 +248,7 @@ def test_a_store_that_went_elsewhere_is_found(make_engine, layout):
 def test_a_layer_that_stored_nothing_is_r12_alone(make_engine, layout, prompt_len, disable):
     """What a layer did not store is taken as it lies in the pool, in short forwards and in long ones."""
     engine = make_engine(layout=layout, content="full", num_pages=256, disable=disable)
-    engine.pools["target"].fill(torch.Generator().manual_seed(2))
+    engine.pools["target"].fill(torch.Generator().manual_seed(2), most=0x3F)
     engine.change_store = lambda kind, index, pool, layer, slots, *values: (
         None if (kind, pool, layer) == ("prefill", "target", 1) else (slots, *values)
     )

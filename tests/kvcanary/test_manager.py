@@ -306,6 +306,19 @@ def test_a_pool_has_one_canary(make_engine):
     CanaryManager(CanaryConfig(), views).arm()
 
 
+def test_a_canary_is_not_attached_while_a_graph_is_captured(make_engine, monkeypatch):
+    """It allocates: H2 with the remedy; nothing of it remains, so that it can be attached afterwards."""
+    engine = make_engine()
+    engine.canary.detach()
+    views = [pool.view for pool in engine.pools.values()]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(HookOrderError, match="attach it before a CUDA graph is captured"):
+        CanaryManager(CanaryConfig(), views)
+    monkeypatch.undo()
+    CanaryManager(CanaryConfig(), views).detach()
+
+
 def test_extras_of_a_pool_have_one_canary_too(make_engine):
     """Memory is claimed whole: a side buffer of another pool counts."""
     scales = torch.zeros(64, 2)

@@ -58,7 +58,7 @@ def test_the_text_answers_what_a_reader_asks(error):
     assert lines["found"] == f"bits {finding.found['bits']}, value {finding.found['value']}"
     assert lines["reader"] == "'first', position 5"
     assert lines["writer"] == "undeclared write; the last declared one is 'first', prefill, step 1"
-    assert re.fullmatch(r"granted to 'first' at step 1 \(conftest.py:\d+\)", lines["owner"])
+    assert re.fullmatch(r"granted to 'first' at step 1 \(fake_engine.py:\d+\)", lines["owner"])
     good = finding.last_good_step
     assert lines["launch"] == f"{finding.site[0]}, step 3; last good at step {good}, first bad at step 3"
     assert lines["blast"].startswith("'first'; ")

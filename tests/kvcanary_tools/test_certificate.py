@@ -6,8 +6,9 @@ from kvcanary_tools.certificate import certificate_line, certificate_lines
 
 CERTIFICATE = {
     "mode": "log", "content": "rolling", "forwards": 1, "slots_checked": 12_345, "bytes_checked": 3_400_000,
-    "live_bytes": 0, "max_unread_steps": 7, "freed_unread_bytes": 0, "classes": ["R1", "R9"], "disabled": ["R5"],
-    "unchecked": {"no record": 3}, "findings": [{"code": "R9", "count": 2}],
+    "finite_bytes_checked": 12_000, "live_bytes": 0, "max_unread_steps": 7, "freed_unread_bytes": 0,
+    "classes": ["R1", "R9"], "disabled": ["R5"], "unchecked": {"no record": 3},
+    "findings": [{"code": "R9", "count": 2}],
 }  # fmt: skip
 
 
@@ -22,6 +23,7 @@ def test_certificate_lines_hide_nothing() -> None:
     """What is switched off and what was not checked is said, with the reason."""
     lines = list(certificate_lines(CERTIFICATE))
     assert "switched off: R5" in lines
+    assert "12.0 kB that nobody has written looked through for NaN and Inf" in lines
     assert "not checked: no record: 3" in lines
     assert "longest time that a live byte went unread: 7 steps" in lines
     assert lines[-1] == "findings: 2"

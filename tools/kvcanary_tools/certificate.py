@@ -23,6 +23,7 @@ def certificate_lines(certificate: dict[str, Any]) -> Iterator[str]:
     forwards, slots = numbered(certificate["forwards"], "forward"), numbered(certificate["slots_checked"], "slot")
     yield f"mode {certificate['mode']}, content {certificate['content']}"
     yield f"{forwards} watched, {slots} checked, {size(certificate['bytes_checked'])} of K and V read again"
+    yield f"{size(certificate['finite_bytes_checked'])} that nobody has written looked through for NaN and Inf"
     yield f"longest time that a live byte went unread: {numbered(certificate['max_unread_steps'], 'step')}"
     yield f"bytes live at the end: {certificate['live_bytes']:,}; freed unread: {certificate['freed_unread_bytes']:,}"
     yield f"checks: {' '.join(certificate['classes'])}"

@@ -16,9 +16,13 @@ FIRST = 4  # entries of rows that have been in a committed page since their pref
 @pytest.fixture(params=DEVICES)
 def running(request) -> Engine:
     """Three requests in a bucket of four, in the midst of drafting; the canary logs, and reads all bytes each step."""
-    settings = {"dtype": "float32", "device": request.param, "page_size": 4, "topk": 2, "num_steps": 3}
+    return run_on(request.param)
+
+
+def run_on(device: str, disable: frozenset[str] = frozenset()) -> Engine:
+    settings = {"dtype": "float32", "device": device, "page_size": 4, "topk": 2, "num_steps": 3}
     settings |= {"max_total_tokens": 512, "context_length": 64, "max_running_requests": 4, "prefix_cache": False}
-    canary = CanaryConfig(mode="log", seed=5, budget=1 << 30)
+    canary = CanaryConfig(mode="log", seed=5, budget=1 << 30, disable=disable)
     engine = Engine(EngineConfig(graphs="on", graph_buckets=[4], canary=canary, **settings))
     for prompt in PROMPTS:
         engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
@@ -83,6 +87,14 @@ def test_a_padding_row_aimed_at_a_live_slot(running):
     slot = slot_of(running, 1, 0)
     running.request_table.table[0, 0] = slot
     assert ("W9", slot) in {(code, at) for code, _, at, _ in found(running)}
+
+
+def test_padding_is_not_judged_where_its_check_is_switched_off():
+    """W9 disabled: what the padding row does is nobody's finding by that name."""
+    engine = run_on("cpu", frozenset({"W9"}))
+    engine.request_table.table[0, 0] = slot_of(engine, 1, 0)
+    assert "W9" not in {code for code, *_ in found(engine)}
+    assert engine.canary.certificate()["inactive_classes"]["W9"] == "disabled"
 
 
 def test_a_length_that_the_device_has_wrong(running):

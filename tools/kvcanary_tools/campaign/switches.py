@@ -34,12 +34,11 @@ def can_switch_off(expected: str) -> bool:
 
 def checks_of(error: str) -> set[str]:
     """The functions of kvcanary.invariants that raise it."""
-    tree = ast.parse(inspect.getsource(invariants))
+    checks = [value for value in vars(invariants).values() if inspect.isfunction(value)]
     return {
-        function.name
-        for function in tree.body
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
+        check.__name__
+        for check in checks
+        for node in ast.walk(ast.parse(inspect.getsource(check)))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == error
     }
 

@@ -1,0 +1,47 @@
+"""Elements that are not finite in slots in host memory, as `kvcanary_kernels.finite` finds them."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcanary.cards import LAYERS, PARTS, POOL_CARD
+from kvcanary.loops.lanes import RUN, RUN_STRIDE, WORD_BYTES
+from kvcanary.loops.lanes import WORDS as PIECE_WORDS
+from kvcanary.loops.memory import longs_at, loop, words_at
+from kvcanary.loops.store import place_of
+
+
+@loop()
+def _run(at, first, count, form):
+    """Bits that are set where an element of `count` words is not finite; `first`: of them, in their piece."""
+    words, found = words_at(at, count), np.uint32(0)
+    same, other = (form[1], form[0]) if first % 2 else (form[0], form[1])
+    even, odd, value = np.uint32(same), np.uint32(other), np.uint32(form[2])
+    lows, highs = np.uint32(form[3]), np.uint32(form[4])
+    for i in range(count):
+        lanes = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
+        found |= np.uint32(lanes - lows) & ~lanes & highs
+    return found
+
+
+@loop("boolean(int64, int64[::1], int64[:, ::1])")
+def are_finite(card, slots, formats):
+    """Whether all elements of the rows of valid slots are finite.
+
+    card:    address of the pool's
+    formats: [parts, fields] what each `Format` of a row says
+    """
+    pool, found = longs_at(card, POOL_CARD), np.uint32(0)
+    for part in range(pool[PARTS]):
+        form = formats[part]
+        if form[0] | form[1]:
+            for layer in range(pool[LAYERS]):
+                for slot in slots:
+                    target, piece = place_of(pool, part, layer, slot)
+                    run = piece[RUN]
+                    for number in range(piece[PIECE_WORDS] // max(run, 1)):
+                        at = target + WORD_BYTES * number * piece[RUN_STRIDE]
+                        found |= _run(at, number * run, run, form)
+    return found == 0

@@ -1,0 +1,172 @@
+"""Tails: what attention over whole pages sees besides what was written must be finite (U1, a clause of R9).
+
+It masks such entries, which is to multiply them by zero, and zero times NaN is NaN: of the null page, where padding and
+the ends of tables lead, and of the part of a last page that nobody has written yet. What lies there is nobody's content
+and has no fingerprint, so that this is all that can be asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcanary.certificate import Coverage
+from kvcanary.config import CanaryConfig, share_of
+from kvcanary.entries import Entries, join_entries, named
+from kvcanary.forward import Ints, on_host
+from kvcanary.groups import slots_in
+from kvcanary.intake import HitBatch
+from kvcanary.ledger import Ledger, Request
+from kvcanary.mirror import Mirror
+from kvcanary.ops import ops_for
+from kvcanary.state import CanaryState, PoolState
+from kvcanary_kernels.content import mismatched_layers
+from kvcanary_kernels.finite import formats_of
+from kvcanary_kernels.record import REQUEST_GENERATION
+
+NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
+_GENERATION_BITS = np.uint64(32)
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """Slots of one pool that were looked at, and [n, 2] int64 what a kernel says of their layers."""
+
+    pool: PoolState
+    entries: Entries
+    site: tuple[str, int]
+    step: int
+    mismatch: Tensor
+
+
+class Tails:
+    """Looks at null pages in turn, at what is unwritten of new pages, and at a row's end when its last page changes.
+
+    is_on: whether anything is looked at
+    """
+
+    def __init__(
+        self, state: CanaryState, ledger: Ledger, mirror: Mirror, config: CanaryConfig, coverage: Coverage
+    ) -> None:
+        self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
+        self.is_on = config.content != "write" and "R9" not in config.disable
+        self._is_full = config.content == "full"
+        self._ops = ops_for(state.records.device)
+        self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
+        self._granted: list[tuple[PoolState, Ints, Ints]] = []  # slots, and what plans call them
+        self._looks: list[_Look] = []
+        self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
+
+    def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
+        """Pages of these pools have an owner from now on, and nothing else vouches for what lies there.
+
+        What the step leaves unwritten of them is looked at when it ends.
+        names: what plans call their slots, where that is not what the pools call them
+        """
+        size = self._state.page_size
+        if not self.is_on or not len(pages) or size == 1:  # no row ends within a page of one slot
+            return
+        slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
+        self._granted += [(pool, slots, slots if names is None else names) for pool in pools]
+
+    def look_at_granted(self, step: int) -> None:
+        """A step ends in which pages were granted."""
+        granted, self._granted = self._granted, []
+        for pool, slots, names in granted:
+            which = self._unwritten(pool, slots, names)
+            nobody = np.full(len(which), -1)
+            own = named(pool, names[which])
+            self._look(pool, Entries(slots[which], nobody, nobody, (), names=own), GRANT_SITE, step)
+
+    def slice(self, step: int, stride: int, requests: Iterable[Request], hurried: set[str]) -> None:
+        """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
+        if not self.is_on:
+            return
+        requests = list(requests)
+        for pool in self._state.pools:
+            self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
+            tails = [self._tail(own, pool, self._is_full or own.request_id in hurried) for own in requests]
+            self._look_at_tails(pool, tails, TAIL_SITE, step)
+
+    def last_look(self, request: Request, step: int) -> None:
+        """A request ends, or its row changes hands."""
+        if not self.is_on:
+            return
+        for pool in self._state.pools:
+            self._look_at_tails(pool, [self._tail(request, pool, always=True)], RELEASE_SITE, step)
+            self._last_pages.pop((request.uid, pool.pool_id), None)
+
+    def collect(self) -> list[HitBatch]:
+        """What was found since the last time. Waits for a device once, however much was looked at."""
+        if not self._looks:
+            return []
+        looks, self._looks = self._looks, []
+        if not bool(torch.cat([look.mismatch for look in looks]).any()):
+            return []
+        return [_fired(look) for look in looks if bool(look.mismatch.any())]
+
+    def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
+        """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says."""
+        count = pool.view.null_slots
+        share = count if whole else min(count, max(stride, share_of(count, stride)))
+        if not share:
+            return
+        slots = (step // stride * share + np.arange(share, dtype=np.int64)) % count
+        nobody = np.full(share, -1)
+        self._look(pool, Entries(slots, nobody, nobody, (), names=named(pool, slots)), NULL_SITE, step)
+
+    def _look_at_tails(
+        self, pool: PoolState, tails: Sequence[Entries | None], site: tuple[str, int], step: int
+    ) -> None:
+        some = [tail for tail in tails if tail is not None]
+        if some:
+            self._look(pool, join_entries(some), site, step)
+
+    def _tail(self, request: Request, pool: PoolState, always: bool) -> Entries | None:
+        """The slots behind the row's final entries, on its last page, that nobody has written since it was granted.
+
+        None where the last page is full, or was looked at before and `always` does not ask for it again.
+        """
+        length, size = request.final_len(pool.pool_id), self._state.page_size
+        last = length // size
+        if not length % size or last >= len(request.pages) or request.pages[last] < 0:
+            return None
+        page = request.pages[last]
+        key, grant = (request.uid, pool.pool_id), (page, int(self._ledger.generations[page]))
+        if self._last_pages.get(key) == grant and not always:
+            return None
+        self._last_pages[key] = grant
+        names = np.arange(page * size + length % size, (page + 1) * size)
+        slots = slots_in(pool.view, names)
+        positions, rows = np.arange(length, length + len(names)), np.zeros(len(names), np.int64)
+        entries = Entries(slots, positions, rows, [request.request_id], names=named(pool, names))
+        return entries.at(self._unwritten(pool, slots, names))
+
+    def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
+        """Which of these slots no forward has written since their page was granted, as far as the host has heard."""
+        is_inside = (slots >= pool.view.null_slots) & (slots < pool.view.num_slots)
+        records = self._mirror.table[np.where(is_inside, slots, 0) + pool.base, REQUEST_GENERATION]
+        granted = self._ledger.generations[names // self._state.page_size]
+        return np.flatnonzero(is_inside & ((records >> _GENERATION_BITS).astype(np.int64) != granted))
+
+    def _look(self, pool: PoolState, entries: Entries, site: tuple[str, int], step: int) -> None:
+        slots = entries.slots
+        if not len(slots):
+            return
+        self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
+        if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
+            return
+        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=pool.records.device)
+        self._ops.finite_check(pool.rows, torch.from_numpy(slots).to(mismatch.device), mismatch=mismatch)
+        self._looks.append(_Look(pool, entries, site, step, mismatch))
+
+
+def _fired(look: _Look) -> HitBatch:
+    which = np.flatnonzero(on_host(look.mismatch.any(1)))
+    layers = on_host(mismatched_layers(look.mismatch, look.pool.view.num_layers)).T
+    hits = look.entries.fired("R9", look.pool, look.site, look.step, which, layers=layers)
+    return replace(hits, is_unwritten=True)

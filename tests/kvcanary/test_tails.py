@@ -1,0 +1,237 @@
+"""Whole pages are read with masks: what nobody has written, and the null page, must be finite (R9's clause U1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvcanary import KVCorruptionError
+from kvcanary.state import CanaryState
+from kvcanary_kernels.finite import finite_check_torch, formats_of
+from kvcanary_kernels.poison import poison_fill_torch
+
+NAN = float("nan")
+TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+STEPS = 20  # more than a null page of 16 slots needs
+
+
+def put(engine, pool: str, slot: int, layer: int = 0, value: float = NAN) -> None:
+    """One element of K, and nobody is told."""
+    bits = engine.pools[pool].bits(layer, slot, "K", head=1)
+    bits[3] = torch.tensor([value], dtype=engine.pools[pool].view.dtype).view(bits.dtype)[0]
+
+
+def tail_of(engine, name: str, pool: str = "target") -> list[int]:
+    """Slots of the row's last page behind what any forward has written."""
+    row, size = engine.rows[name], engine.page_size
+    request = engine.canary._ledger.request(name)
+    length = request.final_len(engine.canary._state.by_name[pool].pool_id)
+    page = row.pages[length // size]
+    return list(range(page * size + length % size, (page + 1) * size))
+
+
+def only_finding(engine, run):
+    with pytest.raises(KVCorruptionError) as caught:
+        run()
+    [finding] = caught.value.findings
+    assert (finding.code, finding.name) == ("R9", "content not finite")
+    return finding
+
+
+def decode(engine, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        engine.decode()
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_the_null_page_must_be_finite(make_engine, kv_fault, pool, value):
+    """Padding stored what no working forward computes: found within as many steps as the page has slots."""
+    engine = make_engine(page_size=16, layers=2)
+    engine.start("one", 20)
+    kv_fault(
+        lambda: put(engine, pool, 5, value=value),
+        lambda: decode(engine),
+        "R9",
+        name="content not finite",
+        pool=pool,
+        slot=5,
+        page=0,
+        layer=0,
+        reader=None,
+        expected={"elements": "finite"},
+        found={"layers_not_finite": [0]},
+        undeclared=True,
+    )
+    assert "head 1, dim 3" in engine.canary.findings[0].bytes_of[0].text
+    assert engine.canary.findings[0].causes[0].family == "graphs"
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+def test_the_tail_of_a_last_page_must_be_finite(make_engine, content):
+    """A stray write behind the end of a row: found when its last page is looked at, under `full` in the same step."""
+    engine = make_engine(page_size=16, content=content)
+    engine.start("other", 5)
+    engine.start("one", 20)
+    slot = tail_of(engine, "one")[-1]
+    put(engine, "target", slot, layer=2)
+    finding = only_finding(engine, engine.decode if content == "full" else lambda: decode(engine, 8))
+    assert (finding.pool, finding.slot, finding.layer, finding.reader) == ("target", slot, 2, "one")
+    assert finding.position == 31
+    assert [cause.family for cause in finding.causes][:1] == ["bits"]
+    assert "finite when the page was granted" in finding.causes[0].evidence[0]
+
+
+def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
+    """What changed hands is read, not what was read before: one look a page and pool, beside the null page."""
+    engine = make_engine(page_size=16, num_pages=64)
+    engine.start("one", 3)
+    tails, looked = engine.canary._checks.tails, []
+    look = tails._look
+    monkeypatch.setattr(tails, "_look", lambda *a: (looked.append((a[2], a[0].name, a[1].positions[0])), look(*a)))
+    decode(engine, 64)
+    rolled = [(pool, int(position)) for site, pool, position in looked if site == ("sweep", 2)]
+    assert [position // 16 for pool, position in rolled if pool == "target"] == [0, 1, 2, 3, 4][: len(rolled) // 2]
+    assert len(rolled) >= 2 * 4
+
+
+@pytest.mark.parametrize("poison", ["finite", "off"])
+def test_a_page_must_be_finite_when_it_is_granted(make_engine, poison):
+    """No poison vouches for a page that was never used, or is not poisoned: it is looked at before it is written."""
+    engine = make_engine(page_size=16, poison=poison)
+    engine.start("one", 20)
+    page = engine.free_pages[7]
+    put(engine, "draft", page * 16 + 3)
+    engine._begin()
+    engine.canary.admit("two", [1, 2, 3])
+    engine.canary.on_alloc("two", [page])
+    finding = only_finding(engine, engine.canary.check)
+    assert (finding.pool, finding.slot, finding.site, finding.reader) == ("draft", page * 16 + 3, ("grant", 0), None)
+    assert finding.causes[0].family == "uninitialised"
+    assert "never used" in finding.causes[0].evidence[0]
+
+
+def test_poison_vouches_for_a_page_that_it_fills(make_engine):
+    """It is finite, and compared bit for bit at the grant: P1 speaks, and nothing is read twice."""
+    engine = make_engine(page_size=16)
+    engine.start("one", 20)
+    page = engine.rows["one"].pages[0]
+    engine.finish("one")
+    engine.canary._poisoner.fill(list(engine.canary._poisoner.waiting))
+    tails = engine.canary._checks.tails
+    put(engine, "target", page * 16 + 3)
+    engine._begin()
+    engine.canary.admit("two", [1, 2, 3])
+    engine.canary.on_alloc("two", [page])
+    assert tails._granted == []
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.canary.check()
+    assert caught.value.findings[0].code == "P1"
+
+
+def test_nan_poison_leaves_nothing_behind(make_engine):
+    """The debug mode zeroes a page when it is granted: tails stay finite."""
+    engine = make_engine(page_size=4, poison="nan", content="full")
+    for turn in range(6):
+        engine.start(f"r{turn}", 6)
+        engine.step()
+        engine.finish(f"r{turn}")
+        engine.canary._poisoner.fill(list(engine.canary._poisoner.waiting))
+    assert engine.canary.findings == []
+
+
+def test_a_request_that_ends_has_its_tail_looked_at(make_engine):
+    """Before its pages are anybody else's; a finding replaces its finish reason."""
+    engine = make_engine(page_size=16, mode="abort")
+    engine.start("one", 20)
+    engine.decode()
+    put(engine, "target", tail_of(engine, "one")[-1])
+    assert engine.canary.release("one") is False
+    assert [finding.site for finding in engine.canary.findings] == [("release", 0)]
+
+
+def test_what_a_forward_has_stored_is_not_asked(make_engine):
+    """Values that a model computed are its own: branch slots and rejected nodes may be anything."""
+    engine = make_engine(page_size=16, content="full", topk=2, num_steps=3, num_nodes=6)
+    engine.start("one", 20)
+    values = engine._values
+    engine._values = lambda shape: values(shape).masked_fill_(torch.rand(shape) < 0.1, NAN)
+    for _ in range(6):
+        engine.step()
+    assert engine.canary.findings == []
+
+
+@pytest.mark.parametrize("settings", [{"disable": frozenset({"R9"})}, {"content": "write"}], ids=["disabled", "write"])
+def test_switched_off_nothing_is_looked_at(make_engine, settings):
+    """R9 disabled, or contents not compared: neither the null page, nor a tail, nor a granted page is read."""
+    engine = make_engine(page_size=16, **settings)
+    put(engine, "target", 5)
+    put(engine, "target", engine.free_pages[7] * 16 + 3)
+    engine.start("one", 20)
+    put(engine, "target", tail_of(engine, "one")[-1])
+    engine.canary.admit("two", [1])
+    engine.canary.on_alloc("two", [engine.free_pages[7]])
+    for _ in range(STEPS):
+        engine.decode("one")
+    engine.canary.release("one")
+    certificate = engine.canary.certificate()
+    assert certificate["findings"] == []
+    assert certificate["finite_bytes_checked"] == 0
+
+
+def test_pages_of_one_slot_have_no_tail(make_engine):
+    """Then only the null slot is looked at."""
+    engine = make_engine(page_size=1)
+    put(engine, "target", engine.free_pages[7])
+    engine.start("one", 20)
+    decode(engine, 16)
+    certificate = engine.canary.certificate()
+    assert certificate["finite_bytes_checked"] == 2 * sum(pool.view.slot_bytes for pool in engine.pools.values())
+
+
+def test_the_certificate_counts_what_was_looked_at(make_engine):
+    """In bytes, apart from those whose fingerprints were compared."""
+    engine = make_engine(page_size=16, content="full")
+    engine.start("one", 20)
+    engine.decode()  # looks at tails before the draft has been fed
+    certificate = engine.canary.certificate()
+    target, draft = (engine.pools[name].view.slot_bytes for name in ("target", "draft"))
+    granted, null = 2 * 16 - 20, 2 * 16
+    assert certificate["finite_bytes_checked"] == (granted + null) * (target + draft) + 11 * target + 12 * draft
+    assert engine.canary._coverage.totals()["finite_bytes_checked"] == certificate["finite_bytes_checked"]
+
+
+def test_abort_ends_the_request_whose_page_it_is(make_engine):
+    """The others go on; the null page is nobody's, and told only."""
+    engine = make_engine(page_size=16, mode="abort", content="full")
+    engine.start("one", 20)
+    engine.start("two", 20)
+    put(engine, "target", 7)
+    put(engine, "target", tail_of(engine, "two")[-1])
+    engine._begin()
+    assert engine.canary.check() == {"two"}
+    assert {finding.page for finding in engine.canary.findings} == {0, engine.rows["two"].pages[1]}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_the_loop_finds_what_the_reference_finds(layout, make_fake_pool, dtype):
+    """In every layout and type: one bad element anywhere in a row, and none after it is gone."""
+    view = make_fake_pool(layout, layers=2, num_pages=6, page_size=4, dtype=dtype).view
+    pool, slots = CanaryState([view], 3).pools[0], np.array([5, 9, 23])
+    formats = np.array(formats_of(pool.rows), np.int64)
+    poison_fill_torch(pool.rows, torch.from_numpy(slots))
+    assert pool.loops.are_finite(pool.card_at, slots, formats)
+    for part in view.parts:
+        for tensor in part.tensors:
+            page, place = divmod(9, 4) if tensor.shape[0] == 6 else (9, None)
+            row = tensor[page] if place is None else tensor[page].select(1 if view.layout == "HND" else 0, place)
+            for number in (0, row.numel() - 1):
+                at = np.unravel_index(number, row.shape)
+                before, row[at] = row[at].clone(), NAN
+                mismatch = torch.zeros(3, 2, dtype=torch.int64)
+                finite_check_torch(pool.rows, torch.from_numpy(slots), mismatch=mismatch)
+                assert mismatch.any(1).tolist() == [False, True, False]
+                assert not pool.loops.are_finite(pool.card_at, slots, formats)
+                row[at] = before
+    assert pool.loops.are_finite(pool.card_at, slots, formats)
