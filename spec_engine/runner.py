@@ -32,6 +32,9 @@ from spec_engine.verify import Accepted, to_host
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
+    from kvcanary.flights import Flight
+
+UNHEARD = -1  # a token that the device has and the host has not heard yet
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class StepResult:
 
     accepted: where the device has the tokens, one row for each of the ``parts`` that have some; None: none has.
     num_steps: T of a decode step, where it may change.
+    flight: what the canary has still to judge of it, before a token leaves; None: nothing.
+    is_heard: whether the host knows its tokens; else each is `UNHEARD` in the parts, and was not told to the canary.
     """
 
     is_decode: bool
@@ -68,6 +73,8 @@ class StepResult:
     doomed: frozenset[str]
     accepted: Acceptance | None = None
     num_steps: int | None = None
+    flight: Flight | None = None
+    is_heard: bool = True
 
 
 class Runner:
@@ -83,16 +90,22 @@ class Runner:
         acceptor: Acceptor,
         canary: CanaryManager | None,
         states: RecurrentPool | None = None,
+        lag: int = 0,
     ) -> None:
-        """``states``: of a model with recurrent layers, by request-table row."""
+        """``states``: of a model with recurrent layers, by request-table row; ``lag``: steps the host is behind."""
         self.model, self.forwards, self.drafter, self.acceptor = model, forwards, drafter, acceptor
         self.states = states
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
-        self._doomed: frozenset[str] = frozenset()  # as of the last look
+        self.lag = lag
+        self.doomed: frozenset[str] = frozenset()  # as of the last look
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
+
+    def runs_ahead(self, requests: Sequence[Request]) -> bool:
+        """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
+        return False
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
@@ -123,9 +136,9 @@ class Runner:
 
         But for those that a finding has ended, of whom a lagging host has not heard: nothing was proposed for them.
         """
-        requests = [request for request in requests if request.request_id not in self._doomed]
+        requests = [request for request in requests if request.request_id not in self.doomed]
         if not requests:
-            return StepResult(True, (), self._doomed)
+            return StepResult(True, (), self.doomed)
         batch = self._batch_of(requests)
         if self.drafter is None:
             return self._decode_one(batch)
@@ -310,8 +323,8 @@ class Runner:
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts."""
         if self.canary is not None:
-            self._doomed = self.canary.check()
-        return self._doomed
+            self.doomed = self.canary.check()
+        return self.doomed
 
     def _finish(
         self,

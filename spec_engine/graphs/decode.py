@@ -58,7 +58,6 @@ class DecodeProgram(StepProgram):
         self._forwards.launch(self._hooked, self._feed, batch.ids, [1] * live, reads=sum(batch.lens) + live)
         self._feed.send()
         self._run()
-        self._results.send()
         return self._hidden[:live]
 
     def _body(self) -> None:

@@ -176,11 +176,18 @@ def test_the_host_learns_what_launched_forwards_have_written(tree):
     assert [certificate[name] for name in ("forwards", "slots_checked", "slots_sealed")] == [2, 8, 5]
 
 
-def test_a_commit_learns_of_forwards_that_nobody_judged_yet(tree):
-    """Between launch and check too."""
+def test_a_commit_waits_for_no_forward(tree):
+    """Between launch and check too; pages are final when the host has learned that they were written."""
+    pages = tree.canary._ledger.states
     tree.canary.commit("ann", 3)
-    assert tree.canary._static.launched == []
+    assert (len(tree.canary._static.launched), STATE_NAMES[pages[1]]) == (1, "RESERVED")
     assert tree.fired() == []
+    tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    tree.canary.commit("ann", 5)
+    assert STATE_NAMES[pages[1]] == "WRITTEN"
+    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+    assert tree.fired() == []
+    assert [STATE_NAMES[state] for state in pages[[1, 2]]] == ["COMMITTED", "WRITTEN"]
 
 
 def test_a_token_that_is_not_the_requests_is_w6(tree):

@@ -49,17 +49,17 @@ CANARIES = {
 }
 
 
-def main(batches: Sequence[int] = BATCHES) -> None:
+def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
     ceiling = read_ceiling() / 1e12
-    rows = [_one_batch(size, model, ceiling) for size in batches]
+    rows = [_one_batch(size, model, ceiling, rounds) for size in batches]
     result = {
         "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
         "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
-        "rounds": ROUNDS,
+        "rounds": rounds,
         "steps": STEPS,
         "rows": rows,
     }
@@ -91,8 +91,8 @@ def random_decoder(config: dict) -> Decoder:
     return model.requires_grad_(False).eval()
 
 
-def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
-    pairs = {name: _one_pair(size, model, name) for name in CANARIES if name != "off"}
+def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
+    pairs = {name: _one_pair(size, model, name, rounds) for name in CANARIES if name != "off"}
     off = median(second for pair in pairs.values() for second in pair["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
     config = model.config
@@ -108,14 +108,14 @@ def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
     }
 
 
-def _one_pair(size: int, model: Decoder, name: str) -> dict:
+def _one_pair(size: int, model: Decoder, name: str, rounds: int) -> dict:
     """Seconds of a step by round, without a canary and with the one of that name; two pools fit into the memory."""
     engines = {mode: _engine(size, model, CANARIES[mode]) for mode in ("off", name)}
     for mode, engine in engines.items():
         progress(f"batch {size}: prompts, canary {mode}")
         _fill(engine, size)
     seconds: dict[str, list[float]] = {mode: [] for mode in engines}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         order = list(engines.items())
         for mode, engine in order if number % 2 else reversed(order):
             seconds[mode].append(_timed(engine))
@@ -176,4 +176,6 @@ def _timed(engine: Engine) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, action="append", help="requests in a step; by default 1 and 64")
-    main(parser.parse_args().batch or BATCHES)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of each engine, at most {ROUNDS}")
+    arguments = parser.parse_args()
+    main(arguments.batch or BATCHES, min(arguments.rounds, ROUNDS))
