@@ -27,13 +27,14 @@ CAPACITY = 256  # substeps: kinds and indices times buckets
 
 
 class Snapshot(NamedTuple):
-    """Headers of all substeps on their way to the host, and what was planned since the last snapshot.
+    """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
+    headers:       by number of the substep, [HEADER] int64; those that are not there have not run
     planned:       [capacity, NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     """
 
-    headers: Tensor
+    headers: dict[int, Tensor]
     planned: Tensor
     reads_unknown: frozenset[int]
 
@@ -61,6 +62,7 @@ class SubstepBank:
         self._outbox = Outbox(self._headers)
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
         self._reads_unknown: set[int] = set()
+        self._expected: set[int] = set()  # numbers of substeps
 
     def __iter__(self) -> Iterator[StaticSubstep]:
         return iter(self._in_order)
@@ -104,6 +106,7 @@ class SubstepBank:
         self._headers.zero_()
         self._seen.zero_()
         self._take_planned()
+        self._expected.clear()
         for substep in self._in_order:
             substep.work.forget_firsts()
 
@@ -127,6 +130,7 @@ class SubstepBank:
         `reads` None: lengths are known to the device alone, and are not compared.
         """
         first = substep.number * NUM_RUNS
+        self._expected.add(substep.number)
         self._planned[first + RUN_ROWS] += rows
         self._planned[first + RUN_WRITTEN] += entries
         if reads is None:
@@ -141,11 +145,18 @@ class SubstepBank:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def snapshot(self) -> Snapshot:
-        """One small copy behind what has run; nobody waits for it."""
+    def snapshot(self, told: dict[int, Tensor] | None = None) -> Snapshot:
+        """What `harvest` needs of all that has run since the last one, on its way.
+
+        told: headers by number of substeps that are on their way already; None, or where others were expected to run,
+              all of them go in one small copy. Nobody waits for it
+        """
         self._expect_closed("harvest()")
-        headers = self._outbox.send(len(self._in_order))
-        return Snapshot(headers, *self._take_planned())
+        planned, unknown = self._take_planned()
+        if told is None or not self._expected <= told.keys():
+            told = dict(enumerate(self._outbox.send(len(self._in_order))))
+        self._expected.clear()
+        return Snapshot(told, planned, unknown)
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -155,16 +166,20 @@ class SubstepBank:
         """
         if snapshot is None:
             snapshot = self.snapshot()
-            if snapshot.headers.is_pinned():
+            if self.step.is_cuda:
                 torch.cuda.current_stream(self.step.device).synchronize()
-        new = snapshot.headers - self._seen[: len(snapshot.headers)]
-        self._seen[: len(snapshot.headers)] = snapshot.headers
-        harvest, counts, runs = Harvest(), new[:, : 2 * NUM_BITS], new[:, 2 * NUM_BITS :]
-        for number in counts.any(1).nonzero().flatten().tolist():
-            self._collect(self._in_order[number], counts[number].view(2, NUM_BITS), harvest, step)
+        harvest, numbers = Harvest(), list(snapshot.headers)
+        if not numbers:
+            return harvest
+        headers = torch.stack(list(snapshot.headers.values()))
+        new = headers - self._seen[numbers]
+        self._seen[numbers] = headers
+        counts, runs = new[:, : 2 * NUM_BITS], new[:, 2 * NUM_BITS :]
+        for place in counts.any(1).nonzero().flatten().tolist():
+            self._collect(self._in_order[numbers[place]], counts[place].view(2, NUM_BITS), harvest, step)
         totals = runs.sum(0)
         harvest.runs = int(totals[RUN_ROWS]), int(totals[RUN_WRITTEN]), int(totals[RUN_READ])
-        self._compare_runs(runs, snapshot, harvest)
+        self._compare_runs(numbers, runs, snapshot, harvest)
         return harvest
 
     # helpers
@@ -181,16 +196,17 @@ class SubstepBank:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
 
-    def _compare_runs(self, runs: Tensor, snapshot: Snapshot, harvest: Harvest) -> None:
+    def _compare_runs(self, numbers: list[int], runs: Tensor, snapshot: Snapshot, harvest: Harvest) -> None:
         """H1 where a forward covered other numbers than were planned."""
-        planned, unknown = snapshot.planned[: len(runs)], sorted(snapshot.reads_unknown)
-        if unknown:
-            planned[unknown, RUN_READ] = runs[unknown, RUN_READ]
+        planned = snapshot.planned[numbers]
+        for place, number in enumerate(numbers) if snapshot.reads_unknown else ():
+            if number in snapshot.reads_unknown:
+                planned[place, RUN_READ] = runs[place, RUN_READ]
         if torch.equal(planned, runs):
             return
-        for number in (planned != runs).any(1).nonzero().flatten().tolist():
-            substep = self._in_order[number]
-            gap = torch.stack((planned[number], runs[number]))
+        for place in (planned != runs).any(1).nonzero().flatten().tolist():
+            substep = self._in_order[numbers[place]]
+            gap = torch.stack((planned[place], runs[place]))
             bucket = substep.forward.num_rows
             harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, bucket, *gap.T.flatten().tolist()))
 

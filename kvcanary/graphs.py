@@ -83,7 +83,9 @@ class StaticChecks:
         launched, self.launched = self.launched, []
         moves, self.moves = self.moves, []
         forwards = [(run, run.substep.written.send(), _masks(run.substep)) for run in launched]
-        return Told(step, forwards, [(move, move.moved.send()) for move in moves], self.bank.snapshot())
+        headers = {run.substep.number: written[-1] for run, written, _ in forwards}
+        snapshot = self.bank.snapshot(headers or None)
+        return Told(step, forwards, [(move, move.moved.send()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:
         """Forwards for the rules; pages are written, and the mirror knows where new records lie. Copies are over."""

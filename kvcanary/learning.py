@@ -34,7 +34,7 @@ class Learned:
     def __init__(self, run: Launched, written: list[Tensor], masks: Tensor | None) -> None:
         """`written`: as `StaticSubstep.written` sends it."""
         substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots = map(on_host, written)
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, _ = map(on_host, written)
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
         self.step, self.requests, self.width = run.step, run.requests, substep.width

@@ -26,7 +26,7 @@ class StaticSubstep:
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
     number:  of the substep in its bank
     width:   rows a request;  masks: of trees, what attention lets each node see; None: no trees
-    written: what the host learns of a run: PARTS
+    written: what the host learns of a run: of its plan what `Learned` takes, then its header
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StaticSubstep:
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width = settings.width
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
-        self.written = Packed(self._parts())
+        self.written = Packed(self._parts(header))
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self._is_open = False
 
@@ -115,8 +115,8 @@ class StaticSubstep:
             self._claims.fill_(NO_CLAIM)
             self.work.twice.zero_()
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
         plan = self.forward
         parents = plan.slots[:0] if plan.parents is None else plan.parents
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
-        return *own, self.work.planned.safe_slots
+        return *own, self.work.planned.safe_slots, header

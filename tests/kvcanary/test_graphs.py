@@ -10,6 +10,7 @@ from kvcanary.buffers import StaticBuffers
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import replay
 from kvcanary.errors import DumpError
+from kvcanary.outbox import IN_THE_AIR
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
 from kvcanary_kernels import record
@@ -243,3 +244,54 @@ def test_a_recording_of_launched_forwards_says_why_it_is_not_replayed(tree, tmp_
     assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill"]
     with pytest.raises(DumpError, match=r"has captured forwards, .* it can be read, not replayed"):
         replay(dump)
+
+
+# a host that hears later
+
+
+def test_what_departed_is_judged_when_it_is_heard(tree):
+    """From its own copies, whatever the buffers hold by then, and only that step."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], [99, 98])
+    first = tree.canary.depart()
+    tree.launch(3, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    second = tree.canary.depart()
+    assert (tree.canary.findings, first.has_landed, second.has_landed) == ([], False, False)
+    tree.canary.hear(first)
+    assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
+    assert (first.has_landed, second.has_landed) == (True, False)
+    tree.canary.hear(second)
+    assert len(tree.canary.findings) == 1
+
+
+def test_a_step_that_landed_early_still_stops_the_engine(run):
+    """Somebody needed to know (a page was freed): the error came there, and comes again for the step's own tokens."""
+    late = run()
+    pool = late.canary._state.by_name["target"]
+    late.canary.begin_step(2)
+    row = late.static_row(late.uid, [4, 5, 6, 7], TOKENS[3:4])
+    pool.records[5, 1] ^= 1 << 40
+    late.canary.bank.load(late.substeps["decode"], late.rig.batch([row]))
+    late.rig.body(late.substeps["decode"])
+    flight = late.canary.depart()
+    with pytest.raises(KVCorruptionError):
+        late.canary.release("ann")
+    assert flight.has_landed
+    with pytest.raises(KVCorruptionError):
+        late.canary.hear(flight)
+
+
+def test_a_host_that_never_hears_overtakes_nothing(tree):
+    """Where more steps are in the air than there are buffers, the oldest is learned of before its copy is lost."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    flights = []
+    for number in range(2, 2 + IN_THE_AIR + 2):
+        tokens = [99, 98] if number == 2 else TOKENS[3:5]
+        tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+        tree.launch(number, tree.verify, [4, 5, 6, 7, 8], tokens, [-1, 0])
+        flights.append(tree.canary.depart())
+    assert [flight.has_landed for flight in flights] == [True, True] + [False] * IN_THE_AIR
+    assert tree.fired() == [("W6", ("verify", 0), 7)]
+    assert tree.canary.certificate()["forwards"] == 1 + len(flights)
