@@ -115,6 +115,8 @@ class CanaryManager(Lifecycle):
         requests = self.requests_of(request_ids)
         self.recorder.note("launch", (*substep.site, substep.pool.name, tuple(request_ids)))
         self._checks.settle_before_launch()
+        if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
+            self._checks.sweeper.look_around(request_ids)
         return self._static.launch(substep, requests, self.step, written, reads)
 
     def launch_move(self, move: StaticMove) -> None:

@@ -80,7 +80,7 @@ def test_tokens_of_clean_steps_leave_before_the_error(start, truths, settings):
     for number, own in enumerate(left):
         own += [token for event in events if event.request_id == f"req-{number}" for token in event.token_ids]
         assert tuple(own) == truths[number][: sampled[number]]
-    assert not engine.has_work
+    assert not engine._pending
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
@@ -121,4 +121,5 @@ def test_a_batch_that_no_bucket_holds_waits_for_the_tokens(start, truths):
         for event in engine.step():
             tokens[event.request_id] += event.token_ids
     assert (tuple(tokens["req-1"]), tuple(tokens["req-2"])) == (truths[1], truths[0])
-    assert engine.canary.certificate()["unchecked"] == {}
+    assert engine.canary.certificate()["findings"] == []
+    assert "truth not known to the host" not in engine.canary.certificate()["unchecked"]
