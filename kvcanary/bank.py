@@ -6,12 +6,14 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.captured_move import StaticMove
 from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.forward import Ints
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
 from kvcanary.outbox import Outbox
@@ -30,12 +32,12 @@ class Snapshot(NamedTuple):
     """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
     headers:       by number of the substep, [HEADER] int64; those that are not there have not run
-    planned:       [capacity, NUM_RUNS] rows, entries and reads that were expected
+    planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     """
 
-    headers: dict[int, Tensor]
-    planned: Tensor
+    headers: dict[int, Ints]
+    planned: array[int]
     reads_unknown: frozenset[int]
 
 
@@ -53,13 +55,13 @@ class SubstepBank:
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
             self._headers = torch.zeros(capacity, HEADER, dtype=torch.int64, device=device)
-            self._seen = torch.zeros(capacity, HEADER, dtype=torch.int64)
             claims = {
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
         self._shared = Shared(state, self.step, claims)
         self._outbox = Outbox(self._headers)
+        self._seen = np.zeros((capacity, HEADER), np.int64)
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
         self._reads_unknown: set[int] = set()
         self._expected: set[int] = set()  # numbers of substeps
@@ -104,7 +106,7 @@ class SubstepBank:
         self._expect_closed("arm()")
         self._is_armed = True
         self._headers.zero_()
-        self._seen.zero_()
+        self._seen.fill(0)
         self._take_planned()
         self._expected.clear()
         for substep in self._in_order:
@@ -145,7 +147,7 @@ class SubstepBank:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def snapshot(self, told: dict[int, Tensor] | None = None) -> Snapshot:
+    def snapshot(self, told: dict[int, Ints] | None = None) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
         told: headers by number of substeps that are on their way already; None, or where others were expected to run,
@@ -154,7 +156,7 @@ class SubstepBank:
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
         if told is None or not self._expected <= told.keys():
-            told = dict(enumerate(self._outbox.send(len(self._in_order))))
+            told = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         self._expected.clear()
         return Snapshot(told, planned, unknown)
 
@@ -168,26 +170,24 @@ class SubstepBank:
             snapshot = self.snapshot()
             if self.step.is_cuda:
                 torch.cuda.current_stream(self.step.device).synchronize()
-        harvest, numbers = Harvest(), list(snapshot.headers)
-        if not numbers:
-            return harvest
-        headers = torch.stack(list(snapshot.headers.values()))
-        new = headers - self._seen[numbers]
-        self._seen[numbers] = headers
-        counts, runs = new[:, : 2 * NUM_BITS], new[:, 2 * NUM_BITS :]
-        for place in counts.any(1).nonzero().flatten().tolist():
-            self._collect(self._in_order[numbers[place]], counts[place].view(2, NUM_BITS), harvest, step)
-        totals = runs.sum(0)
-        harvest.runs = int(totals[RUN_ROWS]), int(totals[RUN_WRITTEN]), int(totals[RUN_READ])
-        self._compare_runs(numbers, runs, snapshot, harvest)
+        harvest, totals = Harvest(), [0] * NUM_RUNS
+        for number, header in snapshot.headers.items():
+            new = header - self._seen[number]
+            self._seen[number] = header
+            counts, runs = new[: 2 * NUM_BITS], new[2 * NUM_BITS :].tolist()
+            if counts.any():
+                self._collect(self._in_order[number], torch.from_numpy(counts).view(2, NUM_BITS), harvest, step)
+            self._compare_runs(number, runs, snapshot, harvest)
+            totals = [total + run for total, run in zip(totals, runs, strict=True)]
+        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
         return harvest
 
     # helpers
 
-    def _take_planned(self) -> tuple[Tensor, frozenset[int]]:
+    def _take_planned(self) -> tuple[array[int], frozenset[int]]:
         planned, self._planned = self._planned, array("q", bytes(8 * len(self._planned)))
         unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
-        return torch.frombuffer(planned, dtype=torch.int64).view(-1, NUM_RUNS), unknown
+        return planned, unknown
 
     def _collect(self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None) -> None:
         harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step)
@@ -196,19 +196,15 @@ class SubstepBank:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
 
-    def _compare_runs(self, numbers: list[int], runs: Tensor, snapshot: Snapshot, harvest: Harvest) -> None:
+    def _compare_runs(self, number: int, runs: list[int], snapshot: Snapshot, harvest: Harvest) -> None:
         """H1 where a forward covered other numbers than were planned."""
-        planned = snapshot.planned[numbers]
-        for place, number in enumerate(numbers) if snapshot.reads_unknown else ():
-            if number in snapshot.reads_unknown:
-                planned[place, RUN_READ] = runs[place, RUN_READ]
-        if torch.equal(planned, runs):
-            return
-        for place in (planned != runs).any(1).nonzero().flatten().tolist():
-            substep = self._in_order[numbers[place]]
-            gap = torch.stack((planned[place], runs[place]))
-            bucket = substep.forward.num_rows
-            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, bucket, *gap.T.flatten().tolist()))
+        planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+        if number in snapshot.reads_unknown:
+            planned[RUN_READ] = runs[RUN_READ]
+        if planned != runs:
+            substep = self._in_order[number]
+            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
+            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
 
     def _expect_closed(self, what: str) -> None:
         for substep in self._in_order:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from kvcanary.bank import Snapshot, SubstepBank
 from kvcanary.buffers import UNKNOWN
 from kvcanary.captured_move import StaticMove
 from kvcanary.certificate import Coverage
-from kvcanary.forward import Ints, on_host
+from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, StaticHit
 from kvcanary.hits import Hit
 from kvcanary.learning import Launched, Learned
@@ -44,8 +44,8 @@ class Told(NamedTuple):
     """
 
     step: int
-    forwards: list[tuple[Launched, list[Tensor], Tensor | None]]
-    moves: list[tuple[StaticMove, list[Tensor]]]
+    forwards: list[tuple[Launched, list[Ints], NDArray[np.bool_] | None]]
+    moves: list[tuple[StaticMove, list[Ints]]]
     snapshot: Snapshot
 
 
@@ -104,11 +104,11 @@ class StaticChecks:
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
         for move, (destination, tokens) in told.moves:
-            moved = on_host(destination) >= 0
-            slots: Ints = on_host(destination)[moved]
+            moved = destination >= 0
+            slots: Ints = destination[moved]
             if len(slots):
                 mirror.learn(slots + move.pool.base)
-                positions = on_host(tokens)[moved].view(np.uint64) >> 32
+                positions = tokens[moved].view(np.uint64) >> 32
                 self._ledger.note_moved(move.pool.pool_id, slots, positions.view(np.int64))
 
     def finalise(self, told: Told) -> None:
@@ -142,5 +142,5 @@ class StaticChecks:
         return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
 
 
-def _masks(substep: StaticSubstep) -> Tensor | None:
+def _masks(substep: StaticSubstep) -> NDArray[np.bool_] | None:
     return None if substep.masks is None else substep.masks.send()

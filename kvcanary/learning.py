@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch
+from numpy.typing import NDArray
 
-from kvcanary.forward import Ints, Planned, on_host
+from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 from kvcanary.static import StaticSubstep
@@ -31,10 +33,10 @@ class Learned:
 
     refused = None
 
-    def __init__(self, run: Launched, written: list[Tensor], masks: Tensor | None) -> None:
+    def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
         """`written`: as `StaticSubstep.written` sends it."""
         substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, _ = map(on_host, written)
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, _ = written
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
         self.step, self.requests, self.width = run.step, run.requests, substep.width
@@ -47,7 +49,7 @@ class Learned:
         self._parents: Ints | None = parents[live] if len(parents) else None
         safe = safe_slots[live]
         self.slots: Ints = safe[safe >= self.pool.view.null_slots]
-        self.tree_mask = None if masks is None else masks[: len(run.requests)]
+        self.tree_mask = None if masks is None else torch.from_numpy(masks[: len(run.requests)])
 
     @property
     def is_plan(self) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.hits import Hit
@@ -22,7 +24,7 @@ Judge = Callable[[], Sequence[Hit | HitBatch]]
 class Sent(NamedTuple):
     """Looks behind one step: whether each has found a difference, once the copy is over, and who then says which."""
 
-    answers: Tensor
+    answers: NDArray[np.bool_]
     judges: list[Judge]
 
     def hits(self) -> list[Hit | HitBatch]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-from kvcanary.forward import Ints, on_host
+from kvcanary.forward import Ints
 from kvcanary.hits import Hit
 from kvcanary.lanes import lanes_of_slots, slots_are_right
 from kvcanary.ledger import Ledger
@@ -48,10 +48,9 @@ class Mover:
             self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
         return self._arrived(pool, moved.dst, moved.dst_names, step) if has_lanes else []
 
-    def arrived(self, pool: PoolState, destination: Tensor, step: int) -> list[Hit]:
+    def arrived(self, pool: PoolState, destination: Ints, step: int) -> list[Hit]:
         """T1 for slots into which a captured step has moved entries, records and all; -1: nothing moved."""
-        slots = on_host(destination)
-        slots = slots[slots >= 0]
+        slots = destination[destination >= 0]
         return self._arrived(pool, slots, slots, step)
 
     def _follow(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> int:

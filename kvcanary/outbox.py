@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 IN_THE_AIR = 4  # steps of which the host may not have heard: buffers of every outbox
@@ -20,37 +24,37 @@ class Outbox:
     def __init__(self, device: Tensor) -> None:
         self.device = device
         with torch.inference_mode(False):
-            self._buffers = deque(
+            buffers = [
                 torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(IN_THE_AIR)
-            )
+            ]
+        self._buffers = deque((buffer, buffer.numpy()) for buffer in buffers)
 
-    def send(self, count: int | None = None) -> Tensor:
-        """One copy of the first ``count`` (None: of all), for which nobody waits yet; there until as many follow."""
-        buffer = self._buffers[0][:count]
+    def send(self) -> NDArray[Any]:
+        """One copy, for which nobody waits yet; there until as many follow as there are buffers."""
+        buffer, numbers = self._buffers[0]
         self._buffers.rotate(-1)
-        buffer.copy_(self.device[:count], non_blocking=True)
-        return buffer
+        buffer.copy_(self.device, non_blocking=True)
+        return numbers
 
 
 class Packed:
     """Several int64 tensors that go together: `pack` within a captured body, `send` behind its run."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._shapes = [tensor.shape for tensor in self._tensors]
-        self._flat = [tensor.view(-1) for tensor in self._tensors]
-        self._sizes = [tensor.numel() for tensor in self._tensors]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._flat = [tensor.view(-1) for tensor in tensors]
+        ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
+        self._where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
-            self._outbox = Outbox(self._tensors[0].new_zeros(sum(self._sizes)))
+            self._outbox = Outbox(tensors[0].new_zeros(ends[-1]))
 
     def pack(self) -> None:
         """One launch, at fixed addresses."""
         torch.cat(self._flat, out=self._outbox.device)
 
-    def send(self) -> list[Tensor]:
-        """The tensors as they were packed, in host memory once the copy is over."""
-        parts = self._outbox.send().split(self._sizes)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+    def send(self) -> list[NDArray[np.int64]]:
+        """The tensors as they were packed, flat, in host memory once the copy is over."""
+        numbers = self._outbox.send()
+        return [numbers[where] for where in self._where]
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
