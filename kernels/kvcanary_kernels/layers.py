@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcanary_kernels.device import tl, triton
+from kvcanary_kernels.device import follow, tl, triton
+from kvcanary_kernels.overlap import overlap_options
 
 BLOCK_GATED = 1024
 MAX_HIDDEN = 1 << 16  # of a row that one program holds whole
@@ -51,6 +54,7 @@ def rotate(
         BLOCK=triton.next_power_of_2(dim // 2),
         HAS_NORM=q_norm is not None,
         num_warps=1,
+        **overlap_options(qkv.device),
     )
 
 
@@ -80,7 +84,7 @@ def gated(gate_up: Tensor, out: Tensor) -> None:
     n, m = _expect_gated(gate_up, out)
     if n:
         _gated_kernel[(n, triton.cdiv(m, BLOCK_GATED))](
-            gate_up, out, m, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_GATED
+            gate_up, out, m, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_GATED, **overlap_options(out.device)
         )
 
 
@@ -113,6 +117,7 @@ def add_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total
             SIZE=size,
             HAS_DELTA=True,
             **_whole_rows(size),
+            **overlap_options(hidden.device),
         )
 
 
@@ -129,7 +134,8 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
     n, size = x.shape
     if n:
         strides = x.stride(0), x.stride(0), x.stride(0), normed.stride(0)
-        _add_norm_kernel[(n,)](x, x, weight, x, normed, *strides, eps, SIZE=size, HAS_DELTA=False, **_whole_rows(size))
+        options = _whole_rows(size) | overlap_options(x.device)
+        _add_norm_kernel[(n,)](x, x, weight, x, normed, *strides, eps, SIZE=size, HAS_DELTA=False, **options)
 
 
 def norm_torch(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
@@ -139,7 +145,7 @@ def norm_torch(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None
     normed.copy_(exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight)
 
 
-def _whole_rows(size: int) -> dict[str, int]:
+def _whole_rows(size: int) -> dict[str, Any]:
     """Launch options of a program that holds a row of this size."""
     return {"BLOCK": triton.next_power_of_2(size), "num_warps": min(16, max(1, size // 512))}
 
@@ -160,7 +166,9 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
     o_d = tl.arange(0, BLOCK)
@@ -184,7 +192,8 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, m, row_stride, out_stride, BLOCK: tl.constexpr):
+def _gated_kernel(gate_up, out, m, row_stride, out_stride, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_m = o_m < m
@@ -208,7 +217,9 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < SIZE

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
 from kvcanary_kernels.device import triton
+from kvcanary_kernels.overlap import overlap_options
 
 ROWS_PER_UNIT = 64  # of tiles that a multiprocessor should find, where keys can be split
 SPLIT_KEYS = 128  # fewer are not worth a split
@@ -114,8 +115,8 @@ def launch(
         HAS_V_SCALE=isinstance(v_scale, Tensor) and v_scale.numel() == 1,
         K_PER_SLOT=isinstance(k_scale, Tensor) and k_scale.numel() > 1,
         V_PER_SLOT=isinstance(v_scale, Tensor) and v_scale.numel() > 1,
-        OVERLAPS=tiles.num_splits > 1 and _overlaps(q.device),
         **_schedule(tiles.block_m, dim, q.element_size()),
+        **overlap_options(q.device),
     )
     if tiles.num_splits == 1:
         return
@@ -134,8 +135,7 @@ def launch(
         BLOCK_D=max(_power_of_two(dim), 16),
         BLOCK_S=_power_of_two(tiles.num_splits),
         HAS_LSE=lse is not None,
-        OVERLAPS=_overlaps(q.device),
-        **({"launch_pdl": True} if _overlaps(q.device) else {}),
+        **overlap_options(q.device),
     )
 
 
@@ -170,9 +170,3 @@ def _num_units(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_UNITS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _overlaps(device: torch.device) -> bool:
-    """A kernel may be launched before the one it waits for has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
