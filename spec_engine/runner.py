@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 class Part:
     """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus.
 
+    A token that the device has not told yet is NO_TOKEN, until the landing of the step says what it is.
     logprobs: those of ``tokens``, where the request asks for them.
     """
 
@@ -83,10 +84,11 @@ class Runner:
         acceptor: Acceptor,
         canary: CanaryManager | None,
         states: RecurrentPool | None = None,
+        lag: int = 0,
     ) -> None:
-        """``states``: of a model with recurrent layers, by request-table row."""
+        """``states``: of a model with recurrent layers, by request-table row; ``lag``: steps the host may be behind."""
         self.model, self.forwards, self.drafter, self.acceptor = model, forwards, drafter, acceptor
-        self.states = states
+        self.states, self.lag = states, lag
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
         self._doomed: frozenset[str] = frozenset()  # as of the last look

@@ -109,7 +109,7 @@ def product_torch(
     out.copy_(total)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "m"])
 def _product_kernel(
     x,
     weight,

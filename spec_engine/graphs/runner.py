@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcanary.invariants import check_branches, check_rows_distinct, check_window
 from spec_engine.acceptance.acceptor import Decision
+from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.layout import branch_stride
 from spec_engine.graphs.decision import is_decided_by_argmax
@@ -80,6 +81,20 @@ class GraphRunner(Runner):
         self._decides = is_decided_by_argmax(request.params for request in requests)
         check_rows_distinct([request.request_id for request in requests], [request.row for request in requests])
         return self._bucket.step.batch(requests, [self._lens[request.row] for request in requests])
+
+    def _decode_one(self, batch: Batch) -> StepResult:
+        """Where the host may be behind, the step is only launched: each request has one token more, whichever it is.
+
+        A canary's truth for the next step needs the token, so with one the host waits for it.
+        """
+        if self._bucket is None or not self._decides or not self.lag or self.canary is not None:
+            return super()._decode_one(batch)
+        self._bucket.step(batch, decides=True)
+        lens = [length + 1 for length in batch.lens]
+        self._publish(batch, lens, ())
+        told = [[NO_TOKEN] for _ in lens]
+        accepted = self._bucket.step.accepted(len(batch))
+        return self._finish(True, batch, lens, told, [None] * len(lens), frozenset(), accepted)
 
     def _decoded(self, batch: Batch) -> Tensor:
         if self._bucket is None:
