@@ -245,7 +245,7 @@ def _rows(base, slots, stride, o_d, m_n, DIM: tl.constexpr, BLOCK_D: tl.constexp
 def _scaled(b_rows, scales, slots, stride, m_n, PER_SLOT: tl.constexpr):
     """Rows of these slots [N, D], each times the scale of its slot, if slots have one."""
     if PER_SLOT:
-        return b_rows.to(tl.float32) * tl.load(scales + slots * stride, mask=m_n, other=0.0)[:, None]
+        b_rows = b_rows.to(tl.float32) * tl.load(scales + slots * stride, mask=m_n, other=0.0)[:, None]
     return b_rows
 
 
