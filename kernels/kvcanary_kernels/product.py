@@ -1,7 +1,7 @@
-"""Product: few rows times the transpose of a weight, at the speed at which the weight can be read.
+"""Product: a row times the transpose of a weight, at the speed at which the weight can be read.
 
-The programs of a launch are there before what they multiply is: they bring the head of their weight into the L2 cache
-while the kernel before them is still at work, and only then wait for it.
+The programs of a launch are there before what they multiply is: the head of their weight is on its way while the kernel
+before them is still at work, and only then do they wait for it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,9 +17,6 @@ from torch import Tensor
 from kvcanary_kernels.device import tl, triton
 from kvcanary_kernels.overlap import overlap_options
 
-MAX_ROWS = 16  # beyond it the matrix units are the limit, not the memory
-LEAST_TILE = 16  # of rows and columns that a matrix unit takes
-
 
 def product(
     x: Tensor,
@@ -32,7 +29,9 @@ def product(
 ) -> None:
     """out = x @ weight.T + bias + residual, summed in float32 and rounded once. May be captured.
 
-    x:        [n, size], n at most MAX_ROWS, dense rows
+    Each row of x reads the whole weight: for more than one a library's product is faster.
+
+    x:        [n, size], dense rows
     weight:   [m, size], dense rows; ``gated``: gates, then as many ups, and out is silu(gate) * up in float32
     out:      [n, m], gated [n, m / 2], dense rows; may be ``residual`` itself
     bias:     [m];  residual: as out; both None where gated
@@ -42,16 +41,13 @@ def product(
     m = out.shape[1]
     if n == 0 or m == 0:
         return
-    if n > MAX_ROWS:
-        raise ValueError(f"the kernel takes at most {MAX_ROWS} rows, got {n}: use a library's product")
-    tiles = _tiles(x.element_size(), gated)
-    _product_kernel[(triton.cdiv(m, tiles.block_m),)](
+    tiles = _tiles(size, gated)
+    _product_kernel[(triton.cdiv(m, tiles.block_m), n)](
         x,
         weight,
         weight if bias is None else bias,
         x if residual is None else residual,
         out,
-        n,
         m,
         x.stride(0),
         weight.stride(0),
@@ -59,32 +55,26 @@ def product(
         out.stride(0),
         SIZE=size,
         BLOCK_M=tiles.block_m,
-        BLOCK_N=LEAST_TILE,
         BLOCK_K=tiles.block_k,
-        AHEAD=tiles.ahead,
         IS_GATED=gated,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
         **overlap_options(x.device),
     )
 
 
 class _Tiles(NamedTuple):
-    """What a program takes; ahead: bytes of each of its weight rows that it asks for before it waits."""
+    """Rows of the weight that a program takes, and how much of each at a time."""
 
     block_m: int
     block_k: int
     num_warps: int
-    num_stages: int
-    ahead: int
 
 
-def _tiles(element_size: int, gated: bool) -> _Tiles:
-    if element_size == 4:  # exact products take no matrix unit
-        return _Tiles(16, 64, 4, 2, 0)
-    return _Tiles(16 if gated else 32, 128, 4, 5, 1024)
+def _tiles(size: int, gated: bool) -> _Tiles:
+    block_k = min(1024, triton.next_power_of_2(size))
+    return _Tiles(4, block_k, 4)
 
 
 def product_torch(
@@ -109,14 +99,13 @@ def product_torch(
     out.copy_(total)
 
 
-@triton.jit(do_not_specialize=["n", "m"])
+@triton.jit(do_not_specialize=["m"])
 def _product_kernel(
     x,
     weight,
     bias,
     residual,
     out,
-    n,
     m,
     x_stride,
     weight_stride,
@@ -124,71 +113,57 @@ def _product_kernel(
     out_stride,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    first_m = tl.program_id(0) * BLOCK_M
-    o_m = first_m + tl.arange(0, BLOCK_M)
-    o_row = tl.minimum(o_m, m - 1).to(tl.int64)
-    o_n = tl.arange(0, BLOCK_N)
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_n = tl.program_id(1).to(tl.int64)
     o_k = tl.arange(0, BLOCK_K)
-    m_n = o_n < n
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            _fetch_ahead(weight, first_m, m, weight_stride, BLOCK_M, AHEAD)
-            if IS_GATED:
-                _fetch_ahead(weight + m.to(tl.int64) * weight_stride, first_m, m, weight_stride, BLOCK_M, AHEAD)
-        tl.extra.cuda.gdc_wait()
-    rows = weight + o_row[:, None] * weight_stride + o_k[None, :]
+    rows = weight + tl.minimum(o_m, m - 1).to(tl.int64)[:, None] * weight_stride + o_k[None, :]
     ups = rows + m.to(tl.int64) * weight_stride
-    columns = x + o_n[None, :].to(tl.int64) * x_stride + o_k[:, None]
-    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b_ups = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i_k in range(0, SIZE, BLOCK_K):
-        m_k = o_k < SIZE - i_k
-        m_x = m_n[None, :] & m_k[:, None]
-        m_w = m_k[None, :]
-        if SIZE % BLOCK_K == 0:
-            m_x = m_n[None, :]
-            m_w = (o_k < BLOCK_K)[None, :]
-        b_x = tl.load(columns + i_k, mask=m_x, other=0.0)  # [K, N]
-        b_acc = tl.dot(tl.load(rows + i_k, mask=m_w, other=0.0), b_x, b_acc, input_precision="ieee")
-        if IS_GATED:
-            b_ups = tl.dot(tl.load(ups + i_k, mask=m_w, other=0.0), b_x, b_ups, input_precision="ieee")
+    columns = x + i_n * x_stride + o_k[None, :]
+    b_weight = _part(rows, o_k, 0, SIZE, BLOCK_K)
+    b_up = b_weight
     if IS_GATED:
-        b_acc = b_acc / (1 + tl.exp(-b_acc)) * b_ups
+        b_up = _part(ups, o_k, 0, SIZE, BLOCK_K)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    b_acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    b_ups = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for i_k in tl.static_range(0, SIZE, BLOCK_K):
+        b_this, b_this_up = b_weight, b_up
+        if i_k + BLOCK_K < SIZE:
+            b_weight = _part(rows, o_k, i_k + BLOCK_K, SIZE, BLOCK_K)
+            if IS_GATED:
+                b_up = _part(ups, o_k, i_k + BLOCK_K, SIZE, BLOCK_K)
+        b_x = _part(columns, o_k, i_k, SIZE, BLOCK_K).to(tl.float32)
+        b_acc += b_this.to(tl.float32) * b_x
+        if IS_GATED:
+            b_ups += b_this_up.to(tl.float32) * b_x
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()  # not before: programs that only wait would take the room of these
+    b_out = tl.sum(b_acc, 1)
+    if IS_GATED:
+        b_out = b_out / (1 + tl.exp(-b_out)) * tl.sum(b_ups, 1)
     m_m = o_m < m
     if HAS_BIAS:
-        b_acc += tl.load(bias + o_m, mask=m_m, other=0.0).to(tl.float32)[:, None]
-    m_out = m_m[:, None] & m_n[None, :]
+        b_out += tl.load(bias + o_m, mask=m_m, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        o_residual = o_n[None, :].to(tl.int64) * residual_stride + o_m[:, None]
-        b_acc += tl.load(residual + o_residual, mask=m_out, other=0.0).to(tl.float32)
-    tl.store(out + o_n[None, :].to(tl.int64) * out_stride + o_m[:, None], b_acc.to(out.dtype.element_ty), mask=m_out)
+        b_out += tl.load(residual + i_n * residual_stride + o_m, mask=m_m, other=0.0).to(tl.float32)
+    tl.store(out + i_n * out_stride + o_m, b_out.to(out.dtype.element_ty), mask=m_m)
 
 
 @triton.jit
-def _fetch_ahead(weight, first_m, m, stride, BLOCK_M: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for the first bytes of these rows to be brought into the L2 cache; nobody waits for them."""
-    PARTS: tl.constexpr = 128 // BLOCK_M  # one request a thread
-    BYTES: tl.constexpr = AHEAD // PARTS
-    o_p = tl.arange(0, 128)
-    o_row = tl.minimum(first_m + o_p // PARTS, m - 1).to(tl.int64)
-    begin = (weight + o_row * stride).to(tl.int64) + (o_p % PARTS) * BYTES
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [begin, tl.full([128], BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _part(rows, o_k, i_k: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns [i_k, i_k + BLOCK_K) of these rows; zeros past their end."""
+    if i_k + BLOCK_K <= SIZE:
+        b_part = tl.load(rows + i_k)
+    else:
+        b_part = tl.load(rows + i_k, mask=(o_k < SIZE - i_k)[None, :], other=0.0)
+    return b_part
 
 
 def _expect(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcanary_kernels.layers import add_norm, gated, norm, rotate
-from kvcanary_kernels.product import MAX_ROWS, product
+from kvcanary_kernels.product import product
 
 if TYPE_CHECKING:
     from spec_engine.models.decoder import DecoderLayer
@@ -33,7 +33,7 @@ def finish(layer: DecoderLayer, hidden: Tensor, attention: Tensor) -> Tensor:
     total, x = torch.empty_like(output), torch.empty_like(output)
     add_norm(hidden, output, layer.post_norm_weight, layer.eps, total=total, normed=x)
     x = gate(x, layer.gate_up_weight)
-    if len(x) > MAX_ROWS:
+    if len(x) > 1:
         return total.addmm_(x, layer.down_weight.t())
     product(x, layer.down_weight, out=total, residual=total)
     return total
@@ -41,7 +41,7 @@ def finish(layer: DecoderLayer, hidden: Tensor, attention: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, size] times the transpose of weight [m, size], plus bias [m]."""
-    if len(x) > MAX_ROWS:
+    if len(x) > 1:
         return F.linear(x, weight, bias)
     out = x.new_empty(len(x), len(weight))
     product(x, weight, out=out, bias=bias)
@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gate(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), of gate_up_weight [2 * m, size]."""
     out = x.new_empty(len(x), len(gate_up_weight) // 2)
-    if len(x) > MAX_ROWS:
+    if len(x) > 1:
         gated(F.linear(x, gate_up_weight), out)
     else:
         product(x, gate_up_weight, out=out, gated=True)

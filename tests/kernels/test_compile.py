@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"width", "page_size", "null_slots", "pool_id"}
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail", "m", "num_q_heads"}
-NUMBERS |= {"size", "parts"}
+NUMBERS |= {"size", "parts", "num_heads"}
 FLOATS = {"qkv", "cos", "sin", "q_norm", "k_norm", "gate_up", "hidden", "delta", "weight", "total", "normed"}
 FLOATS |= {"x", "bias", "residual", "logits"}
 FLAGS = sys.argv[1] == "with"
@@ -27,7 +27,7 @@ DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, ru
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
 CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
-CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "AHEAD": 1024 if FLAGS else 0}
+CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8}
 
 def type_of(name):
     if name in ("values", "value_strides"):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.product import MAX_ROWS, product, product_torch
+from kvcanary_kernels.product import product, product_torch
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 dtypes = pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],  # interpreted bf16 has no dot
+    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],  # the interpreter cuts it off
     ids=str,
 )
 POISON = float("nan")
@@ -23,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tenso
 
 
 @dtypes
-@pytest.mark.parametrize(("n", "m", "size"), [(1, 1, 1), (3, 40, 72), (MAX_ROWS, 33, 264), (2, 64, 1000)])
+@pytest.mark.parametrize(("n", "m", "size"), [(1, 1, 1), (3, 40, 72), (5, 33, 264), (2, 62, 1000), (1, 7, 2053)])
 @pytest.mark.parametrize("extras", [(), ("bias",), ("residual",), ("bias", "residual")], ids="-".join)
 def test_product_adds_what_it_is_given(dtype, n: int, m: int, size: int, extras, device: str) -> None:
     """Sizes below, at and above a tile, rows at any stride; what lies behind the outputs stays poisoned."""
@@ -115,5 +115,3 @@ def test_operands_of_other_shapes_are_refused() -> None:
         product(x, weight, out=torch.zeros(2, 3), bias=torch.zeros(6), gated=True)
     with pytest.raises(ValueError, match="x must have dense rows"):
         product(torch.zeros(8, 2).t(), weight, out=torch.zeros(2, 6))
-    with pytest.raises(ValueError, match=f"at most {MAX_ROWS} rows, got {MAX_ROWS + 1}"):
-        product(torch.zeros(MAX_ROWS + 1, 8), weight, out=torch.zeros(MAX_ROWS + 1, 6))
