@@ -83,11 +83,8 @@ class GraphRunner(Runner):
         return self._bucket.step.batch(requests, [self._lens[request.row] for request in requests])
 
     def _decode_one(self, batch: Batch) -> StepResult:
-        """Where the host may be behind, the step is only launched: each request has one token more, whichever it is.
-
-        A canary's truth for the next step needs the token, so with one the host waits for it.
-        """
-        if self._bucket is None or not self._decides or not self.lag or self.canary is not None:
+        """Where the host may be behind, the step is only launched: each request has one token more, whichever it is."""
+        if self._bucket is None or not self._decides or not self.is_ahead(batch.requests):
             return super()._decode_one(batch)
         self._bucket.step(batch, decides=True)
         lens = [length + 1 for length in batch.lens]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spec_engine import SamplingParams
+from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.graphs.decode import DecodeProgram
 from spec_engine.graphs.feed import Feed
 from spec_engine.models.embedded import load_excerpts
 
+PROMPTS = [excerpt.prompt[: 30 + 9 * number] for number, excerpt in enumerate(load_excerpts()[20:23])]
 SETTINGS = {"draft": "none", "page_size": 4, "graphs": "on", "graph_buckets": [1, 3]}
 
 
@@ -23,6 +26,28 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(DecodeProgram, "fetch", noted)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "sampling", "ahead"),
+    [
+        ("off", "overlap", {}, True),
+        ("off", "sync", {}, False),
+        ("raise", "overlap", {}, False),
+        ("off", "overlap", {"logprobs": 1}, False),
+    ],
+)
+def test_a_prefill_goes_ahead_of_its_first_token(make, monkeypatch, mode, schedule, sampling, ahead) -> None:
+    """Its result names no token until it has landed, and the next step takes it from the device."""
+    engine, found = make(mode, draft="none", page_size=4, schedule=schedule, prefill_chunk_tokens=16), []
+    send = engine.results.send
+    monkeypatch.setattr(engine.results, "send", lambda result: found.append(result) or send(result))
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True, **sampling)
+    outputs = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    first = [part.tokens for result in found if not result.is_decode for part in result.parts if part.tokens]
+    assert first == [[NO_TOKEN] if ahead else [tokens[0]] for tokens in outputs]
+    plain = make("off", draft="none", page_size=4)
+    assert outputs == [output.token_ids for output in plain.generate(PROMPTS, params)]
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
