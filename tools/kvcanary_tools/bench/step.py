@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.common import machine, progress, save, spread
 from kvcanary_tools.bench.gpu import device, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
@@ -103,7 +103,7 @@ def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
         "off_ms": round(1e3 * off, 4),
         "floor_ms": round(1e3 * floor, 4),
         "over_floor": round(off / floor, 4),
-        "over_off": {name: _spread(pair) for name, pair in pairs.items()},
+        "over_off": {name: spread(pair["on"], pair["off"]) for name, pair in pairs.items()},
         "certificates": {name: pair["certificate"] for name, pair in pairs.items()},
     }
 
@@ -126,17 +126,13 @@ def _one_pair(size: int, model: Decoder, name: str) -> dict:
     return {"off": seconds["off"], "on": seconds[name], "certificate": certificate}
 
 
-def _spread(pair: dict) -> dict:
-    ratios = [on / off for on, off in zip(pair["on"], pair["off"], strict=True)]
-    return {"median": round(median(ratios), 4), "min": round(min(ratios), 4), "max": round(max(ratios), 4)}
-
-
 def _engine(size: int, model: Decoder, canary: CanaryConfig) -> Engine:
     config = EngineConfig(
         draft="none",
         dtype="bfloat16",
         device="cuda",
         page_size=PAGE_SIZE,
+        attention_backend="triton",
         schedule="overlap",
         prefix_cache=False,
         max_total_tokens=size * (PROMPT_LEN + 2 * ROUNDS * STEPS + 4 * PAGE_SIZE),
