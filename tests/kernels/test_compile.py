@@ -79,6 +79,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_first_kernel",
         "_gated_kernel",
         "_index_rows_kernel",
+        "_leave_row_kernel",
         "_likeliest_kernel",
         "_plan_kernel",
         "_poison_check_kernel",
@@ -92,6 +93,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_start_lane_b_kernel",
         "_store_kernel",
         "_take_kernel",
+        "_take_row_kernel",
         "_verify_kernel",
     ]
 
