@@ -17,6 +17,8 @@ from torch import Tensor
 from kvcanary_kernels.device import tl, triton
 from kvcanary_kernels.overlap import overlap_options
 
+TILE = 4096  # numbers of the weight that a program takes at a time
+
 
 def product(
     x: Tensor,
@@ -41,7 +43,7 @@ def product(
     m = out.shape[1]
     if n == 0 or m == 0:
         return
-    tiles = _tiles(size, gated)
+    tiles = _tiles(size)
     _product_kernel[(triton.cdiv(m, tiles.block_m), n)](
         x,
         weight,
@@ -59,7 +61,7 @@ def product(
         IS_GATED=gated,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        num_warps=tiles.num_warps,
+        num_warps=4,
         **overlap_options(x.device),
     )
 
@@ -69,12 +71,12 @@ class _Tiles(NamedTuple):
 
     block_m: int
     block_k: int
-    num_warps: int
 
 
-def _tiles(size: int, gated: bool) -> _Tiles:
-    block_k = min(1024, triton.next_power_of_2(size))
-    return _Tiles(4, block_k, 4)
+def _tiles(size: int) -> _Tiles:
+    """About TILE numbers: what four warps have on its way at once, and enough programs for every multiprocessor."""
+    block_k = min(triton.next_power_of_2(size), TILE if size <= TILE else TILE // 2)
+    return _Tiles(TILE // block_k, block_k)
 
 
 def product_torch(

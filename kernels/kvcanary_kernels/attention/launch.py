@@ -63,6 +63,7 @@ def launch(
     page_size: int,
     window: int | None,
     causal: bool,
+    max_kv_len: int,
 ) -> None:
     """Both kernels over checked operands; ``scratch`` holds at least `scratch_size` numbers."""
     n, num_heads, dim = q.shape
@@ -115,7 +116,7 @@ def launch(
         HAS_V_SCALE=isinstance(v_scale, Tensor) and v_scale.numel() == 1,
         K_PER_SLOT=isinstance(k_scale, Tensor) and k_scale.numel() > 1,
         V_PER_SLOT=isinstance(v_scale, Tensor) and v_scale.numel() > 1,
-        **_schedule(tiles.block_m, dim, q.element_size()),
+        **_schedule(tiles, dim, q.element_size(), max_kv_len),
         **overlap_options(q.device),
     )
     if tiles.num_splits == 1:
@@ -139,10 +140,13 @@ def launch(
     )
 
 
-def _schedule(block_m: int, dim: int, element_size: int) -> dict[str, Any]:
+def _schedule(tiles: Tiles, dim: int, element_size: int, max_kv_len: int) -> dict[str, Any]:
     """Keys a program takes at a time, its warps, and how many blocks of keys are on their way at once."""
+    block_m = tiles.block_m
     if element_size == 4:  # exact products take no tensor core, and twice the room
         return {"BLOCK_N": 32, "num_warps": 4 if block_m < 64 else 8, "num_stages": 2}
+    if block_m < 64 and dim <= 128 and max_kv_len <= 2 * SPLIT_KEYS * tiles.num_splits:  # a block or two, at once
+        return {"BLOCK_N": SPLIT_KEYS, "num_warps": 4, "num_stages": 2}
     if block_m < 64:
         return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 3}
     block_n = block_m if dim <= 128 else 32
