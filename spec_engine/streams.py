@@ -26,12 +26,6 @@ MAIN = "main"
 Operation = Callable[[], object]
 
 
-def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[n] int64 on the device, behind its work; nobody waits, and the memory that is copied is kept until then."""
-    host = torch.tensor(numbers, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
 class Streams:
     """The streams of one engine: ``host``, ``main`` (its forwards), and side streams by name."""
 

@@ -105,6 +105,14 @@ def stride_of(values: Tensor) -> int:
 
 
 @triton.jit
+def follow(OVERLAPS: tl.constexpr):
+    """First in a kernel with `overlap_options`: the next kernel may be launched, and the one before must have ended."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def live_count(num_live, n, HAS_LIVE: tl.constexpr):
     """n, or the device's live count where there is one."""
     if HAS_LIVE:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-NUM_BUFFERS = 3  # lag + 2: the step that is prepared, the one that runs, and the one of which the host hears
+TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of the one that is being prepared
 
 
 class Feed:
-    """Named sections of int64 at fixed addresses; zeros until `set` and `send`, and zeros behind what was set.
-
-    Every run needs all sections set; the host's buffers take turns, so that the next run is prepared while one waits.
-    """
+    """Named sections of int64 at fixed addresses; zeros until `set` and `send`, and zeros behind what was set."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        total = sum(sizes.values())
-        self._is_cuda = device.type == "cuda"
+        total, is_cuda = sum(sizes.values()), device.type == "cuda"
+        self._buffers = [torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda) for _ in range(TURNS)]
+        self._copies = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else []
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        self._buffers = deque(_Buffer(total, self._is_cuda) for _ in range(NUM_BUFFERS if self._is_cuda else 1))
+        self._turn = 0
+        self._numbers = self._buffers[0].numpy()
         self._sections: dict[str, slice] = {}
         first = 0
         for name, size in sizes.items():
@@ -34,28 +32,20 @@ class Feed:
 
     def set(self, **sections: Sequence[int]) -> None:
         """What the next `send` brings to the device."""
-        numbers = self._buffers[0].numbers
         for name, values in sections.items():
             where = self._sections[name]
             end = where.start + len(values)
-            numbers[where.start : end] = values
-            numbers[end : where.stop] = 0
+            self._numbers[where.start : end] = values
+            self._numbers[end : where.stop] = 0
 
     def send(self) -> None:
-        """One copy, for which nobody waits but who fills its buffer again."""
-        buffer = self._buffers[0]
-        self._device.copy_(buffer.host, non_blocking=True)
-        if self._is_cuda:
-            buffer.sent.record()
-            self._buffers.rotate(-1)
-            self._buffers[0].sent.synchronize()
-
-
-class _Buffer:
-    """Numbers in host memory; sent: the end of their last copy."""
-
-    def __init__(self, total: int, is_cuda: bool) -> None:
-        self.host = torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda)
-        self.numbers = self.host.numpy()
-        if is_cuda:
-            self.sent = torch.cuda.Event()
+        """One copy, for which nobody waits; what is set from now on lies elsewhere."""
+        sent = self._turn
+        self._device.copy_(self._buffers[sent], non_blocking=True)
+        self._turn = (sent + 1) % TURNS
+        if self._copies:
+            self._copies[sent].record()
+            self._copies[self._turn].synchronize()  # of the send before the last, or none yet
+        numbers = self._buffers[self._turn].numpy()
+        numbers[:] = self._numbers
+        self._numbers = numbers

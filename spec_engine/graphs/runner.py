@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary.invariants import check_branches, check_rows_distinct, check_window
 from spec_engine.acceptance.acceptor import Decision
+from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.layout import branch_stride
 from spec_engine.graphs.decision import is_decided_by_argmax
@@ -19,7 +20,7 @@ from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
 from spec_engine.models.decoder import DecoderOutput
-from spec_engine.runner import UNHEARD, Part, Runner, StepResult, Verified
+from spec_engine.runner import Part, Runner, StepResult, Verified
 from spec_engine.verify import Accepted
 
 if TYPE_CHECKING:
@@ -109,12 +110,13 @@ class GraphRunner(Runner):
         return self.doomed
 
     def _decode_one(self, batch: Batch) -> StepResult:
+        """A host that lags only launches the step: each request has one token more, whichever it is."""
         if not self._decides or not self.lag:
             return super()._decode_one(batch)
         accepted = self._decide(batch, self._decoded(batch)).accepted
         doomed, lens = self._judge(), [length + 1 for length in batch.lens]
-        self._publish(batch, lens, [])
-        parts = tuple(Part(*own, [UNHEARD]) for own in zip(batch.requests, lens, strict=True))
+        self._publish(batch, lens, ())
+        parts = tuple(Part(*own, [NO_TOKEN]) for own in zip(batch.requests, lens, strict=True))
         if self.canary is not None:
             for request_id, length in zip(batch.ids, lens, strict=True):
                 self.canary.commit(request_id, length)

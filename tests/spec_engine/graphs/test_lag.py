@@ -7,8 +7,8 @@ import pytest
 from kvcanary import KVCorruptionError
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, SamplingParams
+from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.models.embedded import load_excerpts
-from spec_engine.runner import UNHEARD
 
 PROMPTS = [excerpt.prompt[:40] for excerpt in load_excerpts()[20:22]]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -59,7 +59,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 
 def test_the_next_step_is_launched_before_the_last_is_heard(start):
     """Without drafts the host knows lengths beforehand, and needs no token; with them it judges later."""
-    for settings, tokens in ((SHAPES[0], [[UNHEARD], [UNHEARD]]), (SHAPES[1], None)):
+    for settings, tokens in ((SHAPES[0], [[NO_TOKEN], [NO_TOKEN]]), (SHAPES[1], None)):
         engine = start(**settings)
         result = engine._pending[-1].result
         assert not result.flight.has_landed

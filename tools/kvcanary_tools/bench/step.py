@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.common import machine, progress, save, spread
 from kvcanary_tools.bench.gpu import device, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
@@ -103,7 +103,7 @@ def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
         "off_ms": round(1e3 * off, 4),
         "floor_ms": round(1e3 * floor, 4),
         "over_floor": round(off / floor, 4),
-        "over_off": {name: _spread(seconds[name], seconds["off"]) for name in certificates},
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in certificates},
         "certificates": certificates,
     }
 
@@ -128,11 +128,6 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
     return seconds, certificates
 
 
-def _spread(on: Sequence[float], off: Sequence[float]) -> dict:
-    ratios = [one / other for one, other in zip(on, off, strict=True)]
-    return {"median": round(median(ratios), 4), "min": round(min(ratios), 4), "max": round(max(ratios), 4)}
-
-
 def _engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) -> Engine:
     new = _new_tokens(rounds)
     config = EngineConfig(
@@ -140,6 +135,7 @@ def _engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) -> Eng
         dtype="bfloat16",
         device="cuda",
         page_size=PAGE_SIZE,
+        attention_backend="triton",
         schedule="overlap",
         prefix_cache=False,
         max_total_tokens=size * (PROMPT_LEN + new + 4 * PAGE_SIZE),
