@@ -113,7 +113,7 @@ class CanaryManager(Lifecycle):
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
         self._expect_closed("launch()")
         requests = self.requests_of(request_ids)
-        self.recorder.note("launch", (*substep.site, substep.pool.name, tuple(request_ids)))
+        self.recorder.launched(*substep.site, substep.pool.name, request_ids)
         self._checks.settle_before_launch()
         if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
             self._checks.sweeper.look_around(request_ids)
