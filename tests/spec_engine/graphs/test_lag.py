@@ -123,3 +123,15 @@ def test_a_batch_that_no_bucket_holds_waits_for_the_tokens(start, truths):
     assert (tuple(tokens["req-1"]), tuple(tokens["req-2"])) == (truths[1], truths[0])
     assert engine.canary.certificate()["findings"] == []
     assert "truth not known to the host" not in engine.canary.certificate()["unchecked"]
+
+
+def test_in_mode_abort_a_write_that_was_refused_ends_its_request(start, truths):
+    """Its page is never written, so it is not made final either: the finding is what is told."""
+    engine = start(mode="abort", draft="none")
+    request, other = engine.running
+    row, end = engine.request_table.table[request.row], int(engine.relay.lens[request.row])
+    row[end : end + 8] = int(engine.request_table.table[other.row, 0])  # it writes over the other's first entry
+    left = run(engine)
+    assert request.finish_reason == "kv_corruption"
+    assert engine.canary.findings[0].code == "W2"
+    assert tuple(left["req-1"]) == truths[1]
