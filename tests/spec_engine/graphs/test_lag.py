@@ -20,7 +20,8 @@ def start(make):
     """Settings -> an engine of schedule overlap with graphs, some steps after its prompts were submitted."""
 
     def started(steps: int = 4, mode: str = "raise", **settings: object) -> Engine:
-        engine = make(mode, graphs="on", schedule="overlap", page_size=4, prefix_cache=False, **settings)
+        settings = {"page_size": 4} | settings
+        engine = make(mode, graphs="on", schedule="overlap", prefix_cache=False, **settings)
         for prompt in PROMPTS:
             engine.submit(prompt, GREEDY)
         for _ in range(steps):
@@ -127,10 +128,16 @@ def test_a_batch_that_no_bucket_holds_waits_for_the_tokens(start, truths):
 
 def test_in_mode_abort_a_write_that_was_refused_ends_its_request(start, truths):
     """Its page is never written, so it is not made final either: the finding is what is told."""
-    engine = start(mode="abort", draft="none")
+    engine = start(mode="abort", draft="none", page_size=1)
     request, other = engine.running
-    row, end = engine.request_table.table[request.row], int(engine.relay.lens[request.row])
-    row[end : end + 8] = int(engine.request_table.table[other.row, 0])  # it writes over the other's first entry
+    row, decode = engine.request_table.table[request.row], engine.runner.decode
+
+    def over_a_strangers_entry(requests):
+        row[int(engine.relay.lens[request.row])] = int(engine.request_table.table[other.row, 0])
+        engine.runner.decode = decode
+        return decode(requests)
+
+    engine.runner.decode = over_a_strangers_entry
     left = run(engine)
     assert request.finish_reason == "kv_corruption"
     assert engine.canary.findings[0].code == "W2"
