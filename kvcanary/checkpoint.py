@@ -114,22 +114,20 @@ class Checkpoint:
 
 
 def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
-    """Copy it; the caller has settled. `most_bytes`: that the records may take."""
-    state, ledger, checks = books.state, books.ledger, books.checks
-    table = checks.mirror.table
-    layers = table[:, [LAYERS_LOW, LAYERS_HIGH]]
-    full = np.concatenate([_full_rows(pool.view.num_slots, pool.all_layers) for pool in state.pools])
-    partial = np.flatnonzero((layers != full).any(1))
-    written = (table[:, STEP_SITE] >> np.uint64(32)) != 0
-    partial = partial[written[partial]]
-    fits = len(table) * 32 <= most_bytes
+    """Copy it; the caller has settled. `most_bytes`: that the records may take.
+
+    With captured forwards in the air there is no replay from here, and records stay on the device.
+    """
+    ledger, checks = books.ledger, books.checks
+    is_settled = next(checks.in_the_air(), None) is None
+    records, partial = _records(books, most_bytes) if is_settled else (None, np.empty((0, 3), np.uint64))
     return Checkpoint(
         step=step,
         requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
         pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
         | {"holder_sums": ledger.pages.holder_sums.copy()},
-        records=np.ascontiguousarray(table[:, :4]) if fits else None,
-        partial=np.column_stack([partial.astype(np.uint64), layers[partial]]),
+        records=records,
+        partial=partial,
         judged=checks.mirror.judged.copy(),
         quarantine=tuple(ledger.quarantined.waiting),
         poisoners=tuple(
@@ -147,6 +145,19 @@ def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
         hurried=tuple(checks.sweeper.hurried),
         read_at=checks.cached.read_at.copy(),
     )
+
+
+def _records(books: Books, most_bytes: int) -> tuple[Array | None, Array]:
+    """`Checkpoint.records` and `Checkpoint.partial`."""
+    state, table = books.state, books.checks.mirror.table
+    layers = table[:, [LAYERS_LOW, LAYERS_HIGH]]
+    full = np.concatenate([_full_rows(pool.view.num_slots, pool.all_layers) for pool in state.pools])
+    partial = np.flatnonzero((layers != full).any(1))
+    written = (table[:, STEP_SITE] >> np.uint64(32)) != 0
+    partial = partial[written[partial]]
+    fits = len(table) * 32 <= most_bytes
+    records = np.ascontiguousarray(table[:, :4]) if fits else None
+    return records, np.column_stack([partial.astype(np.uint64), layers[partial]])
 
 
 def _full_rows(num_slots: int, columns: tuple[int, int]) -> Array:

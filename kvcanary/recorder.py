@@ -118,7 +118,10 @@ class Recorder:
         self.note("begin_step", (step,))
 
     def tick(self, step: int) -> None:
-        """A step was checked, nothing waits to be judged: now and then a segment begins."""
+        """A step was checked, nothing but captured forwards waits to be judged: now and then a segment begins.
+
+        What is in the air is told again there, so that nobody takes the segment for one that can be replayed.
+        """
         if not self.segments:
             return
         segment = self.segments[-1]
@@ -126,6 +129,10 @@ class Recorder:
         room = self.most_bytes - self.most_bytes // SPARE  # the next step needs some before anybody looks again
         if is_long or segment.num_bytes > room // (PARTS + 1):
             self._begin_segment(step)
+            for run in self.books.checks.in_the_air():
+                self.launched(
+                    *run.substep.site, run.substep.pool.name, [request.request_id for request in run.requests]
+                )
         while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > room):
             self.segments.popleft()
 
@@ -137,6 +144,10 @@ class Recorder:
             self.note_maps()
         kept = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
         self._events.append((name, kept, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+
+    def launched(self, kind: str, index: int, pool: str, request_ids: Sequence[str]) -> None:
+        """A captured forward is about to run."""
+        self.note("launch", (kind, index, pool, tuple(request_ids)))
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""

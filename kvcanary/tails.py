@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from kvcanary.config import CanaryConfig, share_of
 from kvcanary.entries import Entries, join_entries, named
 from kvcanary.forward import Ints, on_host
 from kvcanary.groups import slots_in
+from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger, Request
+from kvcanary.looks import Looks
 from kvcanary.mirror import Mirror
 from kvcanary.ops import ops_for
 from kvcanary.state import CanaryState, PoolState
@@ -50,8 +53,15 @@ class Tails:
     """
 
     def __init__(
-        self, state: CanaryState, ledger: Ledger, mirror: Mirror, config: CanaryConfig, coverage: Coverage
+        self,
+        state: CanaryState,
+        ledger: Ledger,
+        mirror: Mirror,
+        config: CanaryConfig,
+        coverage: Coverage,
+        looks: Looks,
     ) -> None:
+        self._asked = looks
         self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
         self.is_on = config.content != "write" and "R9" not in config.disable
         self._is_full = config.content == "full"
@@ -100,14 +110,12 @@ class Tails:
             self._look_at_tails(pool, [self._tail(request, pool, always=True)], RELEASE_SITE, step)
             self._last_pages.pop((request.uid, pool.pool_id), None)
 
-    def collect(self) -> list[HitBatch]:
-        """What was found since the last time. Waits for a device once, however much was looked at."""
+    def collect(self) -> Sequence[Hit | HitBatch]:
+        """What was found since the last time, where that is known at once; a GPU tells with the step."""
         if not self._looks:
             return []
         looks, self._looks = self._looks, []
-        if not bool(torch.cat([look.mismatch for look in looks]).any()):
-            return []
-        return [_fired(look) for look in looks if bool(look.mismatch.any())]
+        return self._asked.ask(torch.cat([look.mismatch for look in looks]), partial(_fired, looks))
 
     def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
         """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says."""
@@ -165,8 +173,11 @@ class Tails:
         self._looks.append(_Look(pool, entries, site, step, mismatch))
 
 
-def _fired(look: _Look) -> HitBatch:
-    which = np.flatnonzero(on_host(look.mismatch.any(1)))
-    layers = on_host(mismatched_layers(look.mismatch, look.pool.view.num_layers)).T
-    hits = look.entries.fired("R9", look.pool, look.site, look.step, which, layers=layers)
-    return replace(hits, is_unwritten=True)
+def _fired(looks: Sequence[_Look]) -> list[HitBatch]:
+    hits = []
+    for look in looks:
+        which = np.flatnonzero(on_host(look.mismatch.any(1)))
+        layers = on_host(mismatched_layers(look.mismatch, look.pool.view.num_layers)).T
+        batch = look.entries.fired("R9", look.pool, look.site, look.step, which, layers=layers)
+        hits.append(replace(batch, is_unwritten=True))
+    return [batch for batch in hits if len(batch)]

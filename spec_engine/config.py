@@ -27,7 +27,6 @@ GRAPH_SETTINGS: dict[str, tuple[object, ...]] = {
     "adaptive_steps": (False,),
     "max_device_tokens": (None,),
     "acceptance": ("match", "tree"),
-    "canary content": ("rolling", "write"),
 }
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
@@ -165,7 +164,7 @@ class EngineConfig:
         if self.graphs == "off":
             return
         for name, needed in GRAPH_SETTINGS.items():
-            value = self.canary.content if name == "canary content" else getattr(self, name)
+            value = getattr(self, name)
             if value not in needed:
                 raise ConfigError(
                     f"{name} must be {' or '.join(map(str, needed))} with graphs, got {value!r}: a captured step "

@@ -55,7 +55,6 @@ class Engine(Intake):
         self._step_number = 0
         self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
-        self._build()
 
     # -- what callers use
 
@@ -120,7 +119,10 @@ class Engine(Intake):
         chunks = self.scheduler.next_chunks(turn)
         if self.memory.make_room(self.scheduler.pages_needed(turn)):
             self._launch(turn, chunks, events)
-        self._deliver(self.lag if self.running else 0, events)
+        try:
+            self._deliver(self.lag if self.running else 0, events)
+        except KVCorruptionError as error:
+            self._stop(error, events)
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
         if not self.has_work:
@@ -162,15 +164,26 @@ class Engine(Intake):
         try:
             if ready:
                 self._pending.append(self.results.send(self._prefill(ready)))
-            elif turn and not chunks:
-                self._pending.append(self.results.send(self._decode(turn)))
+            elif turn and not chunks and (going := self._catch_up(turn, events)):
+                self._pending.append(self.results.send(self._decode(going)))
             self.scheduler.ran(turn)
         except KVCorruptionError as error:
-            self._corruption = error
             with suppress(KVCorruptionError):  # a request that ends on the damage: its last tokens stay
                 self._deliver(0, events)
-            if not events:
-                self._raise_corruption()
+            self._stop(error, events)
+
+    def _catch_up(self, turn: Sequence[Request], events: list[TokenEvent]) -> list[Request]:
+        """Hear what a step needs of the last one, where it cannot run without; who of this turn still runs."""
+        if any(not landing.result.is_heard for landing in self._pending) and not self.runner.runs_ahead(turn):
+            self._deliver(0, events)
+        return [request for request in turn if request.finish_reason is None]
+
+    def _stop(self, error: KVCorruptionError, events: list[TokenEvent]) -> None:
+        """No token leaves from here on but those that did before: the error comes now, or behind them."""
+        self._pending.clear()
+        self._corruption = error
+        if not events:
+            self._raise_corruption()
 
     def _raise_corruption(self) -> None:
         if self._corruption is not None:
@@ -227,6 +240,8 @@ class Engine(Intake):
         """Let the host hear of all steps but the last ``lag``: tokens leave into ``events``, requests end."""
         while len(self._pending) > lag:
             result = self.results.hear(self._pending.popleft())
+            if result.flight is not None:
+                self.runner.doomed = result.doomed
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             for part in result.parts:

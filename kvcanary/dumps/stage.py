@@ -59,13 +59,13 @@ class Stage:
 
     def __init__(self, dump: Dump) -> None:
         """DumpError where the recording's state is missing, too large, or contradicts itself."""
-        if not dump.manifest["has_records"]:
-            raise DumpError(
-                f"{dump.path} has no records of its beginning, they were too many: it can be read, not replayed"
-            )
         if any(event["call"] == "launch" for event in dump.events):
             raise DumpError(
                 f"{dump.path} has captured forwards, whose plans only the device knew: it can be read, not replayed"
+            )
+        if not dump.manifest["has_records"]:
+            raise DumpError(
+                f"{dump.path} has no records of its beginning, they were too many: it can be read, not replayed"
             )
         self.random = torch.Generator().manual_seed(0)
         self.is_exact = _pool_bytes(dump) <= MOST_POOL_BYTES

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcanary.faults import seam
 from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
+from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
 from spec_engine.drafting.drawn import DrawnDrafts
@@ -28,6 +29,7 @@ from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
 from spec_engine.request import Request
 from spec_engine.scheduler import Chunk
+from spec_engine.transfer import to_device
 
 
 class Drafter:
@@ -129,7 +131,7 @@ class Drafter:
         forward = chain_forward(kind, 0, batch.shifted(shifts), self.table, tokens, written)
         with self.forwards.open(forward) as attention:
             hidden = self.head(tokens, features, forward.positions, attention)
-        last = torch.tensor(written, device=tokens.device).cumsum(0) - 1
+        last = to_device(written, tokens.device).cumsum(0) - 1
         hidden = hidden.index_select(0, last)
         proposed = self._propose(hidden, batch, forward.positions.index_select(0, last), is_first=True)
         for kept, own in zip((self._probs, self._tokens, self._hidden), (*proposed, hidden), strict=True):
@@ -182,6 +184,9 @@ class Drafter:
         return self._likeliest(logits)
 
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.topk == 1:  # of one candidate nobody asks how likely it is
+            ids = greedy_tokens(logits)[:, None]
+            return torch.ones_like(ids, dtype=torch.float32), self.head.to_target_ids(ids)
         probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
         return probs, self.head.to_target_ids(ids)
 

@@ -1,0 +1,133 @@
+"""What a prefill of an 8B model takes, and what the canary adds to it: ``python -m kvcanary_tools.bench.prefill``.
+
+Random weights of Llama-3-8B's shape in bf16, made on the device; fresh random prompts each round, overlap schedule,
+chunks of as many whole prompts as CHUNK tokens hold, one at least. An engine without a canary takes turns with one of
+``content=write`` and one of the default rolling check; a prefill is timed from the host, with the device idle before
+the first chunk and after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from kvcanary import CanaryConfig
+from kvcanary_tools.bench.common import machine, progress, save, spread
+from kvcanary_tools.bench.gpu import device
+from kvcanary_tools.bench.step import CANARIES, LLAMA_8B, PAGE_SIZE, random_decoder
+from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.mock.tokenizer import MockTokenizer
+from spec_engine.models.decoder import Decoder
+
+CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each
+CHUNK = 8192
+MOST_ROUNDS, TOKENS_TIMED = 12, 1 << 16  # rounds of a case: as many as its tokens allow, one at least
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+def main(cases: Sequence[tuple[int, int]] = CASES) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("kvcanary_tools.bench.prefill measures a CUDA device, and there is none here")
+    longest = max(tokens for _, tokens in cases) + 2 * PARAMS.max_new_tokens
+    model = random_decoder(LLAMA_8B | {"max_position_embeddings": longest})
+    rows = [_one_case(size, tokens, model) for size, tokens in cases]
+    result = {
+        "what": "milliseconds of a prefill, Llama-3-8B's shape, bf16, overlap; canary on / off",
+        "machine": machine() | device(),
+        "chunk_tokens": CHUNK,
+        "rows": rows,
+    }
+    save("gpu_prefill", result)
+    for row in rows:
+        print(f"{row['requests']} x {row['tokens']}: off {row['off_ms']:.1f} ms", end="")
+        for name, ratio in row["over_off"].items():
+            print(f"   {name} x{ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f})", end="")
+        print()
+
+
+def _one_case(size: int, tokens: int, model: Decoder) -> dict:
+    rounds = max(1, min(MOST_ROUNDS, TOKENS_TIMED // (size * tokens)))
+    seconds, certificates = _turns(size, tokens, model, rounds)
+    return {
+        "requests": size,
+        "tokens": tokens,
+        "rounds": rounds,
+        "off_ms": round(1e3 * median(seconds["off"]), 3),
+        "off_ms_min": round(1e3 * min(seconds["off"]), 3),
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in certificates},
+        "certificates": certificates,
+    }
+
+
+def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Seconds of a prefill by round, of every engine of CANARIES, and the certificates; their pools fit together."""
+    engines = {name: _engine(size, tokens, model, canary) for name, canary in CANARIES.items()}
+    draws = random.Random(0)
+    for engine in engines.values():
+        _timed(engine, min(size, CHUNK // tokens + 1), tokens, draws)  # compiles, and fills the allocator
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds):
+        progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
+        order = list(engines.items())
+        for name, engine in order if number % 2 else reversed(order):
+            seconds[name].append(_timed(engine, size, tokens, draws))
+    certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
+    engines.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return seconds, certificates
+
+
+def _engine(size: int, tokens: int, model: Decoder, canary: CanaryConfig) -> Engine:
+    room = tokens + 2 * PARAMS.max_new_tokens
+    config = EngineConfig(
+        draft="none",
+        dtype="bfloat16",
+        device="cuda",
+        page_size=PAGE_SIZE,
+        attention_backend="triton",
+        schedule="overlap",
+        prefix_cache=False,
+        max_total_tokens=size * (room + 4 * PAGE_SIZE),
+        max_running_requests=size,
+        context_length=room,
+        prefill_chunk_tokens=tokens * max(1, CHUNK // tokens),
+        canary=canary,
+    )
+    return Engine(config, model=model, tokenizer=MockTokenizer())
+
+
+def _timed(engine: Engine, size: int, tokens: int, draws: random.Random) -> float:
+    """Seconds until every prompt is forwarded; what they hold is given back behind the clock."""
+    vocab_size = engine.model.config.vocab_size
+    names = [engine.submit([draws.randrange(vocab_size) for _ in range(tokens)], PARAMS) for _ in range(size)]
+    wanted = engine.metrics.prefill_tokens + size * tokens
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    while engine.metrics.prefill_tokens < wanted:
+        engine.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    for name in names:
+        engine.cancel(name)
+    while engine.has_work:
+        engine.step()
+    return seconds
+
+
+def _case(text: str) -> tuple[int, int]:
+    size, _, tokens = text.partition("x")
+    return int(size), int(tokens)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", type=_case, action="append", help="REQUESTSxTOKENS, such as 1x131072")
+    main(parser.parse_args().case or CASES)
