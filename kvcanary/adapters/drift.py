@@ -10,13 +10,14 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Needed:
-    """A function or class of the host, and the parameters that it must begin with.
+    """A function or class of the host, the parameters that it must begin with, and those that must be among them.
 
     name: `package.module:Class.method`
     """
 
     name: str
     parameters: tuple[str, ...] = ()
+    among: tuple[str, ...] = ()
 
 
 def missing(needs: Iterable[Needed]) -> list[str]:
@@ -32,8 +33,11 @@ def _fault(need: Needed) -> str:
             found = getattr(found, name)
     except (ImportError, AttributeError):
         return f"{need.name} is gone"
-    if need.parameters:
-        parameters = tuple(inspect.signature(found).parameters)[: len(need.parameters)]  # type: ignore[arg-type]
-        if parameters != need.parameters:
-            return f"{need.name} must begin with ({', '.join(need.parameters)}), got ({', '.join(parameters)})"
-    return ""
+    if not need.parameters and not need.among:
+        return ""
+    parameters = tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+    begins = parameters[: len(need.parameters)]
+    if begins != need.parameters:
+        return f"{need.name} must begin with ({', '.join(need.parameters)}), got ({', '.join(begins)})"
+    absent = [name for name in need.among if name not in parameters]
+    return f"{need.name} must take {', '.join(absent)}, got ({', '.join(parameters)})" if absent else ""

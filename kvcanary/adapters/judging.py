@@ -5,9 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.certificate import Coverage, certificate
@@ -35,6 +38,7 @@ _FAMILIES = {
     "R10": ("lengths", "entries were not appended or not removed, or counted in the wrong unit"),
     "R12": ("addressing", "the layer did not store what it was given, or stored it elsewhere"),
     "T1": ("transfer", "rows were not moved as declared"),
+    "W5": ("addressing", "positions are not those that follow in the row"),
 }
 
 
@@ -56,7 +60,10 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseHit:
-    """One check that fired: at the first wrong position of a row in one layer, or in no layer (tokens)."""
+    """One check that fired: at the first wrong position of a row in one layer, or in no layer (tokens).
+
+    request, slot: whose row it is and which index of a paged cache; None where rows have no names, tensors no indices
+    """
 
     code: str
     layers: tuple[int, ...]
@@ -67,6 +74,12 @@ class DenseHit:
     word: ChangedWord | None = None
     expected: Mapping[str, Any] = field(default_factory=dict)
     found: Mapping[str, Any] = field(default_factory=dict)
+    request: str | None = None
+    slot: int | None = None
+
+    @property
+    def reader(self) -> str:
+        return f"row {self.row}" if self.request is None else self.request
 
 
 class DenseCanary:
@@ -79,23 +92,49 @@ class DenseCanary:
             )
         self.config, self.coverage, self.log = config, Coverage(), FindingLog()
         self.entry_bytes = 1  # of one row, position and layer, as last seen
-        self._seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.fed = DENSE_FED
         self._keys: dict[int, Keys] = {}
-        self._incidents: dict[tuple[str, int, int], int] = {}
+        self._incidents: dict[tuple[str, str, int], int] = {}
+        self._stacked: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> DenseCanary:
         return self
 
     def lanes(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
         """[2, batch, n] int64: both content lanes of the entries of k and v [batch, heads, n, dim]."""
+        heads = _heads_of(k), _heads_of(v)
+        words = sum(int(part[4] * part[5]) for part in heads)
+        self.entry_bytes = words * WORD_BYTES
+        keys = self.keys(layer, words, k.device)
+        if k.is_cpu and k.stride(3) == v.stride(3) == 1:
+            lanes = torch.empty(2, k.shape[0] * k.shape[2], dtype=torch.int64)
+            if lanes.numel():
+                own = self._loop_keys(keys, words)[layer]
+                start = int(keys.start_a[layer])
+                self._loops.sum_heads(*heads, k.shape[2], own.data_ptr(), start, lanes.numpy())
+            return lanes.view(2, k.shape[0], k.shape[2])
         rows = words_of(k, v)
-        self.entry_bytes = rows.shape[1] * WORD_BYTES
-        keys, lanes = self.keys(layer, rows.shape[1], rows.device), rows.new_empty((2, len(rows)), dtype=torch.int64)
+        lanes = rows.new_empty((2, len(rows)), dtype=torch.int64)
         chunk = max(1, TEMPORARY_BYTES // (rows.shape[1] * 8))
-        for start in range(0, len(rows), chunk):
-            where = slice(start, start + chunk)
+        for first in range(0, len(rows), chunk):
+            where = slice(first, first + chunk)
             lanes[0, where], lanes[1, where] = lanes_of_words(keys, layer, rows[where])
         return lanes.view(2, k.shape[0], k.shape[2])
+
+    def _loop_keys(self, keys: Keys, words: int) -> Tensor:
+        """[layers, 2, words] int32, as the compiled loop reads them."""
+        held = self._stacked.get(words)
+        if held is None or len(held) != keys.num_layers:
+            held = self._stacked[words] = torch.stack([keys.lane_a, keys.lane_b], 1)
+        return held
+
+    @cached_property
+    def _loops(self) -> Any:
+        """Compiled when bytes in host memory are first summed."""
+        from kvcanary import loops
+
+        return loops
 
     def keys(self, layer: int, words: int, device: torch.device) -> Keys:
         """Those of rows of this size; made when one is first seen, for more layers where there turn out to be more."""
@@ -104,7 +143,7 @@ class DenseCanary:
             if layer >= MAX_LAYERS:
                 raise AdapterError(f"a cache may have {MAX_LAYERS} layers, got one with number {layer}")
             num_layers = min(MAX_LAYERS, 1 << layer.bit_length())
-            keys = self._keys[words] = make_keys(self._seed, max(num_layers, 4), words, device)
+            keys = self._keys[words] = make_keys(self.seed, max(num_layers, 4), words, device)
         return keys
 
     def report(self, hits: Sequence[DenseHit], step: int) -> None:
@@ -126,11 +165,21 @@ class DenseCanary:
     def certificate(self, live_bytes: int = 0) -> dict[str, Any]:
         """What was checked, what was not and why; the same keys as that of an engine's canary."""
         groups = [group.to_dict() for group in self.log.groups.values()]
-        fed = DENSE_FED - {"R4", "T1"} if self.config.content == "write" else DENSE_FED
-        return certificate(self.config, self.coverage, live_bytes, seed_id(self._seed), groups, fed)
+        fed = self.fed - {"R4", "T1"} if self.config.content == "write" else self.fed
+        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
 
     def _number(self, hit: DenseHit) -> int:
-        return self._incidents.setdefault((hit.code, hit.row, hit.position), len(self._incidents) + 1)
+        return self._incidents.setdefault((hit.code, hit.reader, hit.position), len(self._incidents) + 1)
+
+
+def _heads_of(values: Tensor) -> NDArray[np.int64]:
+    """[6] int64 of values [batch, heads, n, dim]: `loops.lanes.sum_heads` says what."""
+    size = values.element_size()
+    batch, head, entry, _ = (stride * size for stride in values.stride())
+    head_bytes = values.shape[3] * size
+    if head_bytes % WORD_BYTES:
+        raise PlanError(f"heads must be whole 32-bit words, got {values.shape[3]} elements of {size} B")
+    return np.array([values.data_ptr(), batch, head, entry, head_bytes // WORD_BYTES, values.shape[1]], np.int64)
 
 
 def words_of(k: Tensor, v: Tensor) -> Tensor:
@@ -174,7 +223,7 @@ def judge_tokens(known: Tensor, wanted: Tensor, site: Site, show_tokens: bool) -
     if known.shape != wanted.shape:
         position = min(known.shape[1], wanted.shape[1])
         sides = [{"rows": len(side), "length": side.shape[1]} for side in (wanted, known)]
-        return [DenseHit("R10", (), 0, position, site, None, None, *sides)]
+        return [DenseHit("R10", (), 0, position, site, None, None, sides[0], sides[1])]
     hits = []
     differs = (known != wanted) & (known != NOT_KNOWN)
     for row in differs.any(1).nonzero().flatten().tolist():
@@ -228,11 +277,11 @@ def _changed(
     elif named is not None:
         code = "R6" if named[0] != row else "R4"
     else:
-        code, word = "R9", _locate(canary, look.layer, entry, found - lanes[:, row, position])
+        code, word = "R9", locate(canary, look.layer, entry, found - lanes[:, row, position])
     return DenseHit(code, (look.layer,), row, position, look.site, None, word, wanted, have)
 
 
-def _locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differs: Tensor) -> ChangedWord | None:
+def locate(canary: DenseCanary, layer: int, entry: tuple[Tensor, Tensor], differs: Tensor) -> ChangedWord | None:
     """The one word of an entry that changed; None unless exactly one explains both lanes."""
     row = words_of(*entry)[0]
     fits = fitting_words(canary.keys(layer, len(row), row.device), layer, row, *differs.tolist())
@@ -275,7 +324,7 @@ def _finding(hit: DenseHit, step: int, incident: int, action: str) -> Finding:
         sentence=CODES[hit.code].sentence,
         pool=POOL,
         page=hit.row,
-        slot=hit.position,
+        slot=hit.position if hit.slot is None else hit.slot,
         offset=hit.position,
         position=hit.position,
         layer=hit.layers[0] if hit.layers else None,
@@ -287,7 +336,7 @@ def _finding(hit: DenseHit, step: int, incident: int, action: str) -> Finding:
         bit=word.bit if word else None,
         site=hit.site,
         step=step,
-        reader=f"row {hit.row}",
+        reader=hit.reader,
         writer=None,
         write_step=None,
         write_site=None,
@@ -299,7 +348,7 @@ def _finding(hit: DenseHit, step: int, incident: int, action: str) -> Finding:
         last_good_step=hit.last_good,
         first_bad_step=step,
         history=(f"row {hit.row} of the batch",),
-        readers=(f"row {hit.row}",),
+        readers=(hit.reader,),
         exposed_tokens=0 if hit.last_good is None else max(0, step - hit.last_good - 1),
         causes=(cause,),
         evidence=(),

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.batching import Batching
 from kvcanary.adapters.dense import DenseRows
 from kvcanary.adapters.drift import Needed, missing
-from kvcanary.adapters.judging import NOT_KNOWN, DenseCanary
+from kvcanary.adapters.judging import DENSE_FED, NOT_KNOWN, DenseCanary
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, CanaryConfigError, HookOrderError
 from kvcanary.findings import Finding
@@ -30,12 +31,14 @@ from kvcanary.findings import Finding
 try:
     import transformers
     from transformers import cache_utils
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
 except ImportError as error:
     raise ImportError("kvcanary.adapters.transformers needs transformers: pip install 'kvcanary[hf]'") from error
 
 #: Releases (major and minor) that the tests of this module ran with.
-KNOWN_VERSIONS = ("5.23",)
+KNOWN_VERSIONS = ("5.17", "5.23")
 _CACHE, _LAYER = "transformers.cache_utils:Cache.", "transformers.cache_utils:CacheLayerMixin."
+_PAGED = "transformers.generation.continuous_batching.cache:PagedAttentionCache."
 _GENERATION = "transformers.generation.utils:GenerationMixin."
 NEEDED = (
     Needed(f"{_CACHE}update", ("self", "key_states", "value_states", "layer_idx")),
@@ -50,6 +53,13 @@ NEEDED = (
     Needed("transformers.cache_utils:DynamicSlidingWindowLayer"),
     Needed("transformers.cache_utils:StaticLayer"),
     Needed("transformers.cache_utils:StaticSlidingWindowLayer"),
+    Needed(f"{_PAGED}update", ("self", "key_states", "value_states", "layer_idx")),
+    Needed(
+        f"{_PAGED}extend_read_and_write_indices",
+        ("self", "request_id", "past_length", "query_length", "read_index", "write_index"),
+    ),
+    Needed(f"{_PAGED}search_prefix_match", ("self", "request_id", "prompt_ids")),
+    Needed(f"{_PAGED}free_blocks", ("self", "request_id")),
     Needed(f"{_GENERATION}generate", ("self",)),
     Needed(f"{_GENERATION}prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),
 )
@@ -155,6 +165,8 @@ class Handle:
             model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         self._replaced = {"generate": self._generate, "prepare_inputs_for_generation": self._prepare}
+        self._batching = Batching(model.config, canary, PagedAttentionCache)
+        self._replaced["generate_batch"] = self._generate_batch
         self._own = {name: model.__dict__[name] for name in self._replaced if name in model.__dict__}
         for name, wrapper in self._replaced.items():
             setattr(model, name, self._around(getattr(model, name), wrapper))
@@ -175,6 +187,7 @@ class Handle:
         del _attached[self._model]
         for hook in self._hooks:
             hook.remove()
+        self._batching.undo()
         for name in self._replaced:
             del self._model.__dict__[name]
         self._model.__dict__.update(self._own)
@@ -209,6 +222,13 @@ class Handle:
         finally:
             self._in_use, self._row_tokens = outer, None
 
+    def _generate_batch(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self._batching.failure, self._canary.fed = None, DENSE_FED | {"W5"}
+        output = method(*args, **kwargs)
+        if self._batching.failure is not None:  # its thread has told the requests, not the caller
+            raise self._batching.failure
+        return output
+
     def _prepare(self, method: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = method(input_ids, *args, **kwargs)
         fed = inputs.get("input_ids")
@@ -220,6 +240,8 @@ class Handle:
         named, row_tokens = self._by_name(args, kwargs), self._row_tokens
         cache, tokens = named.get("past_key_values"), named.get("input_ids")
         self._row_tokens = None
+        if self._batching.before_forward(named):
+            return
         if cache is None:
             self._canary.coverage.skip("forwards without a cache that is watched", 1)
             return

@@ -3,7 +3,7 @@
 Loaded when a manager is built: compiling takes some seconds once, afterwards the loops come from the disk.
 """
 
-from kvcanary.loops.lanes import keep_lanes, sum_slots, sum_values
+from kvcanary.loops.lanes import keep_lanes, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.recording import keep_plans, measure_plans
@@ -25,6 +25,7 @@ __all__ = [
     "put_values",
     "seal_plan",
     "settle_forwards",
+    "sum_heads",
     "sum_slots",
     "sum_values",
     "take_plan",

@@ -50,6 +50,31 @@ def sum_values(first, first_step, first_words, second, second_step, second_words
         out[n + row] = b + d
 
 
+@loop("void(int64[::1], int64[::1], int64, int64, int64, int64[:, ::1])")
+def sum_heads(k, v, count, keys, start, lanes):
+    """Lanes of entries [batch, n] of one layer, whose heads lie apart: K and V are [batch, heads, n, dim].
+
+    k, v:  [6] int64: address; bytes from row to row of the batch, from head to head, from entry to entry; words a head;
+           heads
+    count: entries of each row;  keys: address of the layer's keys;  start: of lane a
+    lanes: [2, batch * n] int64 out: lane a, and what the layer adds to lane b
+    """
+    entries = lanes.shape[1]
+    words = k[5] * k[4] + v[5] * v[4]
+    for entry in range(entries):
+        row, place = entry // count, entry % count
+        lane_a, lane_b, key = np.int64(start), np.int64(0), keys
+        for part in (k, v):
+            at = part[0] + row * part[1] + place * part[3]
+            for head in range(part[5]):
+                a, b = keyed(at + head * part[2], part[4], key, key + WORD_BYTES * words)
+                lane_a += a
+                lane_b += b
+                key += WORD_BYTES * part[4]
+        lanes[0, entry] = lane_a
+        lanes[1, entry] = lane_b
+
+
 @loop()
 def _row(address, layout, layer, slot, keys, words):
     """Both sums of what lies in one slot of one layer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -32,3 +34,17 @@ def tracked_files() -> list[Path]:
         pytest.skip("not a git checkout: nothing says which files are tracked")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     return [path for path in paths if path.is_file()]
+
+
+@pytest.fixture(scope="session")
+def built_wheel(root: Path, tracked_files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built from a copy, so that the checkout stays clean."""
+    copy = tmp_path_factory.mktemp("source")
+    for path in tracked_files:
+        target = copy / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(copy / "dist")]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True, capture_output=True)
+    [built] = (copy / "dist").glob("*.whl")
+    return built

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
-NUMBERS |= {"width", "page_size", "null_slots", "pool_id"}
+NUMBERS |= {"phase", "stride", "window", "at_step", "width", "page_size", "null_slots", "pool_id"}
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail", "m", "num_q_heads"}
 NUMBERS |= {"size", "parts", "num_heads"}
 FLOATS = {"qkv", "cos", "sin", "q_norm", "k_norm", "gate_up", "hidden", "delta", "weight", "total", "normed"}
@@ -68,6 +68,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [
         "_add_norm_kernel",
+        "_advance_kernel",
         "_chain_scan_kernel",
         "_chain_tree_kernel",
         "_check_content_kernel",
@@ -86,6 +87,7 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_poison_fill_kernel",
         "_product_kernel",
         "_put_kernel",
+        "_reread_kernel",
         "_rotate_kernel",
         "_scatter_kernel",
         "_seal_kernel",
@@ -93,8 +95,10 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_start_lane_b_kernel",
         "_store_kernel",
         "_take_kernel",
+        "_take_lanes_kernel",
         "_take_row_kernel",
         "_verify_kernel",
+        "_walk_kernel",
     ]
 
 

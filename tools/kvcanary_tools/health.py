@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 REQUIRED = ("kvcanary", "torch", "click", "numpy", "safetensors", "structlog", "tokenizers")
+#: By host, the module that says what its adapter leans on (NEEDED) and what speaks against it (check).
+ADAPTERS = {"transformers": "kvcanary.adapters.transformers", "vllm": "kvcanary.adapters.vllm.drift"}
 OPTIONAL = ("triton", "transformers", "flashinfer-python", "fastapi")
 
 
@@ -114,13 +117,15 @@ def embedded_model() -> dict[str, Any]:
 
 def adapters() -> dict[str, Any]:
     """By host, what speaks against attaching to the release that is installed; None where there is none."""
-    if importlib.util.find_spec("transformers") is None:
-        return {"transformers": None}
-    from kvcanary.adapters import transformers
+    return {host: _adapter(host, module) for host, module in ADAPTERS.items()}
 
-    faults = transformers.check()
-    known = f"{len(transformers.NEEDED)} names and signatures are there"
-    return {"transformers": f"refused: {'; '.join(faults)}" if faults else known}
+
+def _adapter(host: str, name: str) -> str | None:
+    if importlib.util.find_spec(host) is None:
+        return None
+    module = importlib.import_module(name)
+    faults = module.check()
+    return f"refused: {'; '.join(faults)}" if faults else f"{len(module.NEEDED)} names and signatures are there"
 
 
 def _digest(path: Path) -> dict[str, Any]:

@@ -364,7 +364,7 @@ def test_what_is_not_known_is_refused_whole(models, monkeypatch) -> None:
         CanaryCache(cache, FULL)
     assert type(cache) is transformers.DynamicCache
     monkeypatch.setattr(transformers, "__version__", "6.1.0")
-    with pytest.raises(AdapterError, match=r"transformers 6\.1\.0 is not known here: install 5\.23"):
+    with pytest.raises(AdapterError, match=r"transformers 6\.1\.0 is not known here: install 5\.17 or 5\.23"):
         attach(model, FULL)
     monkeypatch.undo()
     monkeypatch.setattr(cache_utils.Cache, "crop", lambda self, max_length: None)
@@ -451,3 +451,21 @@ def test_without_transformers_one_sentence_says_what_to_install() -> None:
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     last = child.stderr.strip().splitlines()[-1]
     assert last == "ImportError: kvcanary.adapters.transformers needs transformers: pip install 'kvcanary[hf]'"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 5, 8), (3, 2, 1, 16)])
+def test_both_ways_give_equal_lanes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The compiled loop over heads and the float64 products of rows, also where entries are a slice of longer rows."""
+    from kvcanary.adapters.judging import DenseCanary, words_of
+    from kvcanary.lanes import lanes_of_words
+
+    canary = DenseCanary(FULL)
+    long = (*shape[:2], shape[2] + 4, shape[3])
+    k, v = (torch.randn(long, generator=torch.Generator().manual_seed(n)).to(dtype)[:, :, 2:-2] for n in range(2))
+    for layer in (0, 3):
+        lanes = canary.lanes(layer, k, v)
+        rows = words_of(k, v)
+        wanted = torch.stack(lanes_of_words(canary.keys(layer, rows.shape[1], rows.device), layer, rows))
+        assert torch.equal(lanes.flatten(1), wanted)
+    assert canary.lanes(0, k[:, :, :0], v[:, :, :0]).shape == (2, shape[0], 0)

@@ -1,0 +1,47 @@
+"""vLLM: the canary by plug-in, with no change of code: `KVCANARY_MODE=raise vllm serve MODEL`.
+
+`register` is the entry point (`vllm.general_plugins`), which vLLM calls in each of its processes, also in those that
+have no model. So nothing is imported before a worker has its device, and nothing at all where KVCANARY_MODE says off,
+or says nothing. docs/adapters.md says what is checked and what is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib import import_module
+from typing import Any
+
+ANCHOR = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
+
+
+def register() -> None:
+    """Let every worker of this process have a canary once its device is there. Twice is harmless."""
+    if os.environ.get("KVCANARY_MODE", "off").strip().lower() in ("", "off"):
+        return
+    module, _, path = ANCHOR.partition(":")
+    owner, name = path.split(".")
+    wrapper = getattr(import_module(module), owner)
+    method = getattr(wrapper, name)
+    if hasattr(method, "kvcanary_undo"):
+        return
+
+    @functools.wraps(method)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        from kvcanary.adapters.vllm.worker import attach
+
+        attach(self.worker)
+        return result
+
+    init_device.kvcanary_undo = lambda: setattr(wrapper, name, method)  # type: ignore[attr-defined]
+    setattr(wrapper, name, init_device)
+
+
+def unregister() -> None:
+    """Undo `register` in this process; workers that have a canary keep it until their own `detach`."""
+    module, _, path = ANCHOR.partition(":")
+    owner, name = path.split(".")
+    undo = getattr(getattr(getattr(import_module(module), owner), name), "kvcanary_undo", None)
+    if undo is not None:
+        undo()

@@ -1,0 +1,72 @@
+"""What the adapter leans on in vLLM, and the releases that it was written for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from kvcanary.adapters.drift import Needed, missing
+
+#: Releases (major and minor) whose sources this adapter was written against.
+KNOWN_VERSIONS = ("0.26",)
+RUNNER = "vllm.v1.worker.gpu.model_runner"
+_WORKER, _RUNNER = "vllm.v1.worker.gpu_worker:Worker.", f"{RUNNER}:GPUModelRunner."
+_TABLES = "vllm.v1.worker.gpu.block_table:BlockTables"
+NEEDED = (
+    Needed("vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ("self",)),
+    Needed(f"{_WORKER}initialize_from_config", ("self", "kv_cache_config")),
+    Needed(f"{_WORKER}compile_or_warm_up_model", ("self",)),
+    Needed(f"{_WORKER}sleep", ("self", "level")),
+    Needed(f"{_WORKER}wake_up", ("self", "tags")),
+    Needed(f"{_RUNNER}prepare_attn", ("self", "input_batch")),
+    Needed(f"{_RUNNER}execute_model", ("self", "scheduler_output")),
+    Needed(f"{_RUNNER}sample_tokens", ("self", "grammar_output")),
+    Needed(f"{_RUNNER}add_requests", ("self", "scheduler_output")),
+    Needed(f"{_RUNNER}update_requests", ("self", "scheduler_output")),
+    Needed(f"{_RUNNER}finish_requests", ("self", "scheduler_output")),
+    Needed(_TABLES, (), ("block_sizes", "max_num_reqs", "kernel_block_sizes", "cp_size")),
+    Needed(f"{_TABLES}.append_block_ids", ("self", "req_index", "new_block_ids", "overwrite")),
+    Needed(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        (),
+        (
+            "req_ids",
+            "num_reqs",
+            "idx_mapping",
+            "num_tokens",
+            "query_start_loc",
+            "seq_lens",
+            "seq_lens_cpu_upper_bound",
+            "input_ids",
+            "positions",
+            "num_scheduled_tokens",
+        ),
+    ),
+    Needed(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        (),
+        (
+            "scheduled_new_reqs",
+            "finished_req_ids",
+            "preempted_req_ids",
+            "new_block_ids_to_zero",
+            "kv_cache_block_copies",
+        ),
+    ),
+    Needed(
+        "vllm.v1.core.sched.output:NewRequestData",
+        ("req_id",),
+        ("prefill_token_ids", "num_computed_tokens", "lora_request"),
+    ),
+    Needed("vllm.v1.kv_cache_interface:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Needed("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
+    Needed("vllm.v1.kv_cache_interface:AttentionSpec", (), ("block_size", "num_kv_heads", "head_size", "dtype")),
+)
+
+
+def check(version: str | None = None) -> list[str]:
+    """What speaks against attaching to the vLLM that is installed, one sentence each; empty: nothing."""
+    version = importlib.metadata.version("vllm") if version is None else version
+    faults = missing(NEEDED)
+    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
+        faults.insert(0, f"vllm {version} is not known here: install {' or '.join(KNOWN_VERSIONS)}")
+    return faults

@@ -1,0 +1,104 @@
+"""Where K and V of a layer lie in vLLM's cache tensor: read off strides, then proved by letting the layer store.
+
+Shapes cannot tell: with two KV heads the layouts of two releases have equal shapes. So a reading is believed only when
+the backend's own store, given K and V that are known, changed exactly the bytes that this reading calls those slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcanary.errors import AdapterError, PlanError
+from kvcanary.views import PoolView
+
+PROBED_BLOCKS = 3  # beginning with block 1: nothing is alive at start-up
+
+
+def read_layers(name: str, layers: dict[str, Any], heads: int, head_size: int, block_size: int) -> PoolView:
+    """The view of layers whose tensors are alike. AdapterError where no reading is the one that they store by."""
+    first = next(iter(layers.values()))
+    tried = []
+    for label, view in _readings(name, layers, heads, head_size, block_size):
+        fault = probe(first, view)
+        if not fault:
+            return view
+        tried.append(f"{label}: {fault}")
+    tensor = first.kv_cache
+    raise AdapterError(
+        f"where K and V of {name} lie is not known, its tensor is {list(tensor.shape)} with strides {tensor.stride()}"
+        f" ({'; '.join(tried) or 'no reading fits'})"
+    )
+
+
+@torch.inference_mode()  # as the tensors of the host may be
+def probe(layer: Any, view: PoolView) -> str:
+    """What speaks against this reading, after the layer has stored K and V that are known; empty: nothing.
+
+    The bytes are put back as they were.
+    """
+    store = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
+    if store is None:
+        return "its backend has no do_kv_cache_update"
+    size, device = view.page_size, view.k[0].device
+    blocks = slice(1, 1 + min(PROBED_BLOCKS, view.num_pages - 1))
+    before = layer.kv_cache[blocks].clone()
+    slots = torch.tensor([size, size + size // 2 + 1, blocks.stop * size - 1], device=device)
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(slots), view.kv_heads, view.head_dim)
+    kind = getattr(layer, "kv_cache_torch_dtype", view.dtype)
+    values = [torch.randn(shape, generator=generator).to(_plain(kind)).to(device) for _ in "kv"]
+    try:
+        store(layer, *values, layer.kv_cache, slots)
+        return _difference(layer, view, before, slots, values, blocks)
+    finally:
+        layer.kv_cache[blocks] = before
+
+
+def _difference(layer: Any, view: PoolView, before: Tensor, slots: Tensor, values: list[Tensor], blocks: slice) -> str:
+    cache = layer.kv_cache
+    if values[0].dtype == view.dtype:
+        wanted = torch.cat([value.flatten(1).contiguous().view(torch.int32) for value in values], 1)
+        if not torch.equal(view.rows.gather_layer(0, slots), wanted):
+            return "it does not show what was stored"
+    after, without = cache[blocks].clone(), []
+    if torch.equal(_bits(after), _bits(before)):
+        return "nothing was stored"
+    for state in (before, after):
+        cache[blocks] = state
+        for part in (view.k[0], *(view.v or ())[:1]):
+            part[slots // view.page_size, :, slots % view.page_size] = 0
+        without.append(cache[blocks].clone())
+    return "" if torch.equal(*map(_bits, without)) else "other bytes changed as well"
+
+
+def _readings(
+    name: str, layers: dict[str, Any], heads: int, head_size: int, block_size: int
+) -> Iterator[tuple[str, PoolView]]:
+    tensors = [layer.kv_cache for layer in layers.values()]
+    shape = tuple(tensors[0].shape)
+    halves: list[tuple[str, list[Tensor], list[Tensor]]] = []
+    if shape[1:] == (heads, block_size, 2 * head_size):
+        halves.append(
+            ("packed in the last axis", [t[..., :head_size] for t in tensors], [t[..., head_size:] for t in tensors])
+        )
+    if shape[1:] == (2, block_size, heads, head_size):
+        pairs = [(t[:, 0].transpose(1, 2), t[:, 1].transpose(1, 2)) for t in tensors]
+        halves.append(("K and V beside each other", [k for k, _ in pairs], [v for _, v in pairs]))
+    for label, k, v in halves:
+        try:
+            yield label, PoolView(name, k, v, page_size=block_size, layout="HND")
+        except PlanError:
+            continue
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _plain(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a layer is given its values."""
+    return dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16

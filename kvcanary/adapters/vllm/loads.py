@@ -1,0 +1,62 @@
+"""Bytes from elsewhere: what a connector loaded is recorded as it lies, and compared with its name where that is known.
+
+A content name is what the bytes of an entry were when this worker wrote the same prefix: chain to fingerprint, in a
+table that never changes an entry. A prefix whose bytes were once written in two ways has no name any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.paged import PagedCanary
+
+NAMES = 1 << 20
+
+
+class Loads:
+    """External loads of one worker."""
+
+    def __init__(self, canary: PagedCanary) -> None:
+        self.canary = canary
+        self._known = torch.zeros(
+            2, NAMES + 1, dtype=torch.int64, device=canary.device
+        )  # chain, lane; the last is nobody's
+        self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.device)
+        self._new: list[tuple[int, Tensor, Tensor]] = []
+
+    def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+        """Requests whose first entries may come from elsewhere; as `PagedCanary.admit` takes them."""
+        for number, _, tokens, length, salt in new:
+            if tokens is not None and length:
+                prefix = list(tokens[:length])
+                self._new.append((number, torch.tensor(prefix), self.canary.prefix_chains(prefix, salt)))
+
+    def arrived(self, lines: Sequence[Tensor]) -> None:
+        """Loads were started, on the stream of the forward: judge and record what they brought."""
+        new, self._new = self._new, []
+        for number, tokens, chains in new:
+            self.canary.loaded(number, tokens, chains, lines, self._lane_of)
+
+    def name(self, count: int) -> None:
+        """Give names to what the last forward stored."""
+        canary = self.canary
+        group = canary.groups[0]
+        slots, chains = canary.scratch_of_step(group, count)
+        lanes = group.layers[0].lanes[0, :, slots.clamp(min=0)].sum(0)
+        places = torch.where(slots >= 0, chains & (NAMES - 1), NAMES)
+        is_free = self._known[0, places] == 0
+        self._known[0, torch.where(is_free, places, NAMES)] = chains
+        is_own = self._known[0, places] == chains
+        first = torch.where(is_own & is_free, places, NAMES)
+        self._known[1, first] = lanes
+        differs = is_own & (self._known[1, places] != lanes)
+        self._several[torch.where(differs, places, NAMES)] = True
+
+    def _lane_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
+        """([n] int64 lanes, [n] bool where they are known)."""
+        places = chains & (NAMES - 1)
+        known = (self._known[0, places] == chains) & ~self._several[places]
+        return self._known[1, places], known

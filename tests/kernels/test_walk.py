@@ -1,0 +1,277 @@
+"""Walk, advance, take and reread: rows of block tables against a plain oracle, kernel and reference bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcanary_kernels import reread as lanes_of
+from kvcanary_kernels import walk as rows_of
+from kvcanary_kernels.record import CHAIN, Keys, chain_host, make_keys, signed, unsigned
+from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth
+
+BLOCK_SIZE, BLOCKS, WIDTH, LAYERS = 4, 90, 60, 2
+ROOTS = [77, -5, 77, 1 << 62]
+
+
+@dataclass
+class Rig:
+    """Four rows of an engine's state, their tokens, and the canary's memory."""
+
+    device: str
+    suffix: str
+    split: int = 3
+    tokens: list[list[int]] = field(default_factory=lambda: [[], [], [], []])
+
+    def __post_init__(self) -> None:
+        device = self.device
+        self.keys: Keys = make_keys(11, LAYERS, 12, device)
+        shape = (BLOCKS, 2, BLOCK_SIZE, 6)  # K and V packed in the last axis, as 3 words each
+        data = torch.randint(0, 2**31 - 1, (LAYERS, *shape), generator=torch.Generator().manual_seed(3))
+        self.kv = [layer.float().to(device) for layer in data]
+        k, v = [kv[..., :3] for kv in self.kv], [kv[..., 3:] for kv in self.kv]
+        self.pool: PoolRows = pool_rows(k, v, layout="HND", page_size=BLOCK_SIZE)
+        slots = BLOCKS * BLOCK_SIZE
+        self.records = torch.zeros(slots, 8, dtype=torch.int64, device=device)
+        self.lanes = torch.zeros(2, LAYERS, slots, dtype=torch.int64, device=device)
+        self.stamps = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.table = torch.zeros(4, WIDTH, dtype=torch.int32, device=device)
+        blocks = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(5)) + 1
+        for row in range(4):
+            self.table[row, :20] = blocks[20 * row : 20 * row + 20].to(torch.int32)
+        empty = torch.zeros(4, dtype=torch.int64, device=device)
+        self.truth = Truth(
+            empty.clone(),
+            empty + 1,
+            torch.zeros(4, 5, dtype=torch.int64, device=device),
+            *(torch.tensor(values, device=device) for values in (ROOTS, [1, 2, 3, 4])),
+        )
+        self.truth.tails[:, 0] = self.truth.roots
+        self.total = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(4, dtype=torch.int64, device=device)
+        self.slots, self.chains = (torch.full((300,), -9, dtype=torch.int64, device=device) for _ in range(2))
+        self.step = 0
+
+    def call(self, module, name: str, *arguments, **keywords) -> None:
+        getattr(module, name + self.suffix)(*arguments, **keywords)
+
+    def rows(self, batch: dict[int, list[int]], accepted: dict[int, int]) -> Rows:
+        starts, lengths = [0], []
+        for row, new in batch.items():
+            starts.append(starts[-1] + len(new))
+            lengths.append(accepted.get(row, len(self.tokens[row])) + len(new))
+        make = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
+        return Rows(make(list(batch)), self.table[list(batch)].contiguous(), make(lengths), make(starts))
+
+    def forward(self, batch: dict[int, list[int]], accepted: dict[int, int] | None = None, **changes) -> tuple:
+        """Hits of walk, reread and advance of one forward; `accepted`: how much of a row is left of the last one."""
+        self.step += 1
+        for row, length in (accepted or {}).items():
+            del self.tokens[row][length:]
+        rows = self.rows(batch, accepted or {})
+        window = changes.pop("window", 0)
+        walked = torch.full((self.split, 4), -1, dtype=torch.int64, device=self.device)
+        common = {"block_size": BLOCK_SIZE, "total": self.total}
+        self.call(rows_of, "walk", self.records, rows, self.truth, self.keys, null_slots=BLOCK_SIZE, window=window,
+                  seeds=self.seeds, hits=walked, **common)  # fmt: skip
+        read = torch.full((4,), NO_HIT, dtype=torch.int64, device=self.device)
+        content = {"lanes": self.lanes, "stamps": self.stamps, "ends": self.truth.ends}
+        self.call(lanes_of, "reread", self.pool, self.records, rows, self.keys, **content, max_length=80, phase=0,
+                  stride=1, window=window, whole=False, hits=read, **common)  # fmt: skip
+        fed = self.fed(batch, rows, **changes)
+        written = torch.full((4,), -1, dtype=torch.int64, device=self.device)
+        self.call(rows_of, "advance", self.records, rows, fed, self.truth, self.keys, seeds=self.seeds, step=self.step,
+                  site=2, null_slots=BLOCK_SIZE, slots=self.slots, chains=self.chains, hits=written,
+                  **common)  # fmt: skip
+        n = len(fed.tokens)
+        self.call(lanes_of, "take", self.pool, self.records, self.slots[:n], self.chains[:n], self.keys,
+                  lanes=self.lanes, stamps=self.stamps, total=self.total)  # fmt: skip
+        for row, new in batch.items():
+            self.tokens[row] += new
+        first = walked[:, : len(batch)].min(0).values
+        return tuple(self.named(hits[: len(batch)], codes, unit) for hits, codes, unit in (
+            (first, rows_of.WALK_CODES, 16), (read, None, 128), (written, rows_of.ADVANCE_CODES, 16)
+        ))  # fmt: skip
+
+    def named(self, hits: Tensor, codes: tuple[str, ...] | None, unit: int) -> list:
+        return [None if h == NO_HIT else (codes[h % unit] if codes else h % unit, h // unit) for h in hits.tolist()]
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def fed(self, batch: dict[int, list[int]], rows: Rows, slots: dict[int, int] | None = None, **changes) -> Fed:
+        places, positions = [], []
+        for row, length in zip(batch, rows.lengths.tolist(), strict=True):
+            positions += range(length - len(batch[row]), length)
+            places += [self.slot(row, p) for p in range(length - len(batch[row]), length)]
+        for index, slot in (slots or {}).items():
+            places[index] = slot
+        tokens = [token for new in batch.values() for token in new]
+        make = lambda values, kind=torch.int64: torch.tensor(values, dtype=kind, device=self.device)  # noqa: E731
+        known = changes.get("known")
+        extra = () if known is None else (make(known, torch.int32), make([len(row) for row in known], torch.int32))
+        return Fed(make(tokens, torch.int32), make(positions), make(places), *extra)
+
+
+@pytest.fixture(params=["", "_torch"], ids=["triton", "torch"])
+def rig(request: pytest.FixtureRequest, device: str) -> Rig:
+    return Rig(device, request.param)
+
+
+CLEAN = ([None, None], [None, None], [None, None])
+
+
+def test_rows_are_followed(rig: Rig) -> None:
+    """Prefill of several blocks, decode, a rejected tail: no hit, and chains are those of plain integers."""
+    long = [(7 * i) % 51 for i in range(40)]
+    assert rig.forward({0: long[:33], 2: long[:6]}) == CLEAN
+    assert rig.forward({2: [3], 0: [4, 5, 6]}) == CLEAN
+    assert rig.forward({0: [9], 2: [1]}, accepted={0: 34}) == CLEAN  # two of the three were rejected
+    assert int(rig.total) == 0
+    for row in (0, 2):
+        tokens = rig.tokens[row]
+        wanted = chain_host(tokens, 0, ROOTS[row], rig.keys)
+        held = [unsigned(int(rig.records[rig.slot(row, p), CHAIN])) for p in range(len(tokens))]
+        assert held == wanted
+        assert unsigned(int(rig.truth.tails[row, 0])) == wanted[-1]
+        assert int(rig.truth.ends[row]) == len(tokens)
+
+
+@pytest.mark.parametrize("length", [1, 4, 127, 128, 129, 200])
+def test_every_length_is_followed(rig: Rig, length: int) -> None:
+    """Tiles and their last entries: a row of any length, then one token more."""
+    rig.table[0, :] = torch.arange(1, WIDTH + 1, dtype=torch.int32)
+    assert rig.forward({0: [i % 31 for i in range(length)]})[0] == [None]
+    assert rig.forward({0: [7]})[0] == [None]
+    assert int(rig.total) == 0
+    assert int(rig.truth.ends[0]) == length + 1
+
+
+def test_a_swapped_table_is_found(rig: Rig) -> None:
+    """Two blocks of a row exchanged: R4 at the first position of the first."""
+    rig.forward({0: list(range(18)), 1: list(range(9))})
+    rig.table[0, [1, 2]] = rig.table[0, [2, 1]]
+    walked, _, _ = rig.forward({0: [1], 1: [2]})
+    assert walked == [("R4", 4), None]
+    assert int(rig.total) >= 8
+
+
+def test_a_row_of_somebody_else_is_found(rig: Rig) -> None:
+    """The same root, whole and consistent, other tokens: R6 at its last entry. Another root: R5 at the first."""
+    rig.forward({0: [1, 2, 3, 4], 2: [1, 2, 9, 4], 1: [1, 2, 3, 4]})
+    rig.table[0, 0] = rig.table[2, 0]
+    assert rig.forward({0: [5]})[0] == [("R6", 3)]
+    rig.table[2, 0] = rig.table[1, 0]
+    assert rig.forward({2: [5]})[0] == [("R5", 0)]
+
+
+def test_what_nobody_wrote_and_what_lies_outside(rig: Rig) -> None:
+    """R12 at an unwritten slot, R2 in the null block, R1 behind the pool, R3 where the record was hit."""
+    for row in range(4):
+        rig.forward({row: list(range(10))})
+    rig.table[0, 1], rig.table[1, 1], rig.table[2, 1] = 89, 0, BLOCKS + 7
+    rig.records[rig.slot(3, 5), CHAIN] ^= 4
+    walked, _, _ = rig.forward({row: [1] for row in range(4)})
+    assert walked == [("R12", 4), ("R2", 4), ("R1", 4), ("R3", 5)]
+
+
+def test_a_length_that_cannot_be_is_found(rig: Rig) -> None:
+    """More entries than were written, or fewer than could have been rejected: R10."""
+    rig.forward({0: list(range(9)), 1: list(range(9))})
+    assert rig.forward({0: [1]}, accepted={0: 12})[0] == [("R12", 9)]  # what was never written comes first
+    rig.tokens[1] += [3, 4]
+    assert rig.forward({1: [1]}, accepted={1: 2})[0] == [("R10", 2)]
+
+
+def test_rows_that_nobody_follows_are_left_alone(rig: Rig) -> None:
+    """Without tokens there is nothing to judge and nothing to record."""
+    rig.truth.ends[1] = NOT_FOLLOWED
+    assert rig.forward({1: list(range(9)), 0: [1, 2]}) == CLEAN
+    assert not rig.records[rig.slot(1, 0)].any()
+    assert rig.forward({1: [1], 0: [1]}) == CLEAN
+
+
+def test_a_window_hides_what_lies_before_it(rig: Rig) -> None:
+    """Blocks that left the window may be anybody's; the first visible entry still has its position."""
+    rig.forward({0: list(range(20))})
+    rig.table[0, :3] = 0
+    assert rig.forward({0: [1]}, window=8)[:2] == ([None], [None])
+    rig.table[0, 4] = rig.table[0, 3]
+    assert rig.forward({0: [1]}, window=8)[0] == [("R4", 16)]
+
+
+def test_wrong_writes_are_found(rig: Rig) -> None:
+    """W5 one slot further, W1 outside or into the null block, W6 a token that is not the request's."""
+    known = [[5, 6, 7, 8, 9, 1], [5, 6, 7], [1] * 6, [1] * 6]
+    width = max(map(len, known))
+    known = [row + [0] * (width - len(row)) for row in known]
+    batch = {0: [5, 6, 7], 1: [5, 6, 7]}
+    assert rig.forward(batch, slots={1: rig.slot(0, 2)})[2] == [("W5", 1), None]
+    assert rig.forward({2: [1, 1], 3: [1, 1]}, slots={0: BLOCKS * BLOCK_SIZE, 3: 2})[2] == [("W1", 0), ("W1", 1)]
+    assert rig.forward({0: [8, 3]}, known=known)[2] == [("W6", 4)]
+
+
+def test_one_slot_written_twice_is_counted(rig: Rig) -> None:
+    """Two rows write one slot: the record can only be one's, and the lanes know (W4)."""
+    rig.forward({0: [5, 6, 7], 1: [8, 6, 7]})
+    before = int(rig.total)
+    rig.forward({0: [1], 1: [2]}, slots={1: rig.slot(0, 3)})
+    assert int(rig.total) == before + 2  # W5 of the row that went astray, and W4
+
+
+def test_changed_bytes_are_found(rig: Rig) -> None:
+    """One bit of one layer: the layer and the position, and nothing of other rows."""
+    rig.forward({0: list(range(18)), 1: list(range(9))})
+    block, offset = divmod(rig.slot(1, 6), BLOCK_SIZE)
+    rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
+    assert rig.forward({0: [1], 1: [2]})[1] == [None, (1, 6)]
+    rows = Rows(torch.tensor([1, 0], dtype=torch.int32, device=rig.device), rig.table, rig.table, rig.table)
+    hits = torch.full((2,), NO_HIT, dtype=torch.int64, device=rig.device)
+    content = {"lanes": rig.lanes, "stamps": rig.stamps, "ends": rig.truth.ends}
+    rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, **content, max_length=40, phase=0, stride=1,
+             window=0, block_size=BLOCK_SIZE, whole=True, hits=hits, total=rig.total)  # fmt: skip
+    assert rig.named(hits, None, 128) == [(1, 6), None]
+
+
+def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
+    """A record that is newer than the lanes: its bytes were never taken, so nobody knows them."""
+    rig.forward({0: list(range(6))})
+    rig.stamps[rig.slot(0, 2)] = 1
+    block, offset = divmod(rig.slot(0, 2), BLOCK_SIZE)
+    rig.kv[0].view(torch.int32)[block, 0, offset, 0] ^= 2
+    assert rig.forward({0: [1]})[1] == [None]
+
+
+def test_rolling_reads_every_position_once(rig: Rig) -> None:
+    """Phases 0 to stride - 1 together see each position; a hit shows in its own phase alone."""
+    rig.forward({0: list(range(30))})
+    block, offset = divmod(rig.slot(0, 17), BLOCK_SIZE)
+    rig.kv[0].view(torch.int32)[block, 0, offset, 0] ^= 2
+    rows = rig.rows({0: [1]}, {})
+    seen = []
+    for phase in range(8):
+        hits = torch.full((1,), NO_HIT, dtype=torch.int64, device=rig.device)
+        rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, lanes=rig.lanes, stamps=rig.stamps,
+                 ends=rig.truth.ends, max_length=31, phase=phase, stride=8, window=0, block_size=BLOCK_SIZE,
+                 whole=False, hits=hits, total=rig.total)  # fmt: skip
+        seen += [phase] if int(hits[0]) != NO_HIT else []
+    assert seen == [17 % 8]
+
+
+def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
+    """Memory after the same forwards, damage among them, is equal."""
+    rigs = [Rig(device, suffix) for suffix in ("", "_torch")]
+    for rig in rigs:
+        rig.forward({0: list(range(37)), 1: [4, 5]})
+        rig.table[0, 3] = 0
+        rig.forward({1: [6, 7, 8], 0: [5], 3: [signed(9)]})
+        rig.forward({1: [1]}, accepted={1: 3})
+    first, second = rigs
+    for name in ("records", "lanes", "stamps", "total"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    for ours, theirs in zip(first.truth, second.truth, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,24 @@
+"""The batch of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class InputBatch:
+    req_ids: list[str]
+    num_reqs: int
+    num_reqs_after_padding: int
+    idx_mapping: torch.Tensor
+    num_scheduled_tokens: np.ndarray
+    num_tokens: int
+    num_tokens_after_padding: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor

@@ -1,0 +1,36 @@
+"""One worker: it has a runner once its device is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Worker:
+    rank = 0
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def init_device(self) -> None:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        self.model_runner = GPUModelRunner(**self.settings)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        self.model_runner.initialize_kv_cache(kv_cache_config)
+
+    def compile_or_warm_up_model(self) -> float:
+        return 0.0
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def sleep(self, level: int = 1) -> None:
+        for layer in self.model_runner.compilation_config.static_forward_context.values():
+            layer.kv_cache = None
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.model_runner.initialize_kv_cache(self.model_runner.kv_cache_config)

@@ -1,0 +1,199 @@
+"""The canary inside generate_batch: outputs unchanged, nothing found, and damage named, in either API."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, KVCorruptionError
+
+transformers = pytest.importorskip("transformers")
+from transformers.generation import configuration_utils as settings  # noqa: E402
+from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
+
+from kvcanary.adapters import batching  # noqa: E402
+from kvcanary.adapters.transformers import attach  # noqa: E402
+
+from .conftest import FAMILIES, WINDOW  # noqa: E402
+
+FULL = CanaryConfig(content="full", seed=7)
+#: Windows in all layers, and in two of three.
+SLIDING = {
+    "Mistral": {"sliding_window": WINDOW},
+    "Qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread logs every error that it hands over, and that psutil is not there."""
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    for family, own in SLIDING.items():
+        monkeypatch.setitem(FAMILIES, family, own)
+
+
+@pytest.fixture
+def batch() -> Callable[..., list[list[int]]]:
+    """Generate from prompts that share a prefix, over several chunks and blocks of four."""
+
+    def run(model: Any, children: int = 1, tokens: int = 24) -> list[list[int]]:
+        is_new = "page_size" in settings.ContinuousBatchingConfig.__dataclass_fields__
+        model.set_attn_implementation("sdpa" if is_new else "paged|sdpa")
+        torch.manual_seed(1)
+        shared = torch.randint(3, 97, (20,)).tolist()
+        prompts = [shared + torch.randint(3, 97, (n,)).tolist() for n in (3, 9, 14, 30, 5, 7)]
+        torch.manual_seed(2)
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=settings.GenerationConfig(
+                max_new_tokens=tokens, do_sample=children > 1, num_return_sequences=children, eos_token_id=-1
+            ),
+            continuous_batching_config=settings.ContinuousBatchingConfig(
+                num_blocks=160,
+                max_batch_tokens=40,
+                use_cuda_graph=False,
+                **{"page_size" if is_new else "block_size": 4},
+            ),
+        )
+        return [output.generated_tokens for output in outputs.values()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "children"), [("Llama", 1), ("Llama", 3), ("Qwen2", 1), ("Mistral", 1), ("Qwen3", 1), ("Qwen3", 2)]
+)
+def test_batches_are_unchanged_and_nothing_is_found(models, batch, family: str, children: int) -> None:
+    """Prefixes, forks with copied blocks, chunks and sliding windows: equal tokens, everything judged."""
+    model = models(family)
+    expected = batch(model, children)
+    with attach(model, FULL) as handle:
+        assert batch(model, children) == expected
+        certificate = handle.certificate()
+    assert certificate["findings"] == []
+    assert certificate["unchecked"] == {}
+    assert certificate["forwards"] > 20
+    assert certificate["slots_checked"] > 500
+    assert certificate["bytes_checked"] > 100 * certificate["slots_checked"]
+    assert "W5" in certificate["classes"]
+    assert batch(model, children) == expected
+
+
+def harmed(models, batch, monkeypatch, harm: Callable[..., Any], family: str = "Llama", children: int = 1) -> Any:
+    """The first finding of generate_batch when `harm(cache, kwargs, step)` runs before each forward."""
+    model = models(family)
+    steps = []
+
+    def before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("cache") is not None:
+            steps.append(1)
+            harm(kwargs["cache"], kwargs, len(steps))
+
+    with attach(model, FULL):
+        hook = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        with pytest.raises(KVCorruptionError) as raised:
+            batch(model, children)
+        hook.remove()
+    return raised.value.findings[0]
+
+
+def test_a_flipped_bit_is_found_where_it_is(models, batch, monkeypatch) -> None:
+    """One bit of V that some row reads: layer, request, head, dim and bit; the call raises, not only its thread."""
+    struck = []
+
+    def flip(cache: Any, kwargs: dict[str, Any], step: int) -> None:
+        if step == 16:
+            index = int(kwargs["read_index"][0][2])
+            struck.append(index)
+            batching._memory(cache, 1)[1].view(torch.int32)[index, 1, 3] ^= 1 << 5
+
+    found = harmed(models, batch, monkeypatch, flip)
+    assert (found.code, found.layer, found.slot, found.position) == ("R9", 1, struck[0], 2)
+    assert (found.part, found.head, found.dim, found.bit) == ("V", 1, 3, 5)
+    assert found.reader.startswith("req_")
+
+
+def test_two_swapped_read_indices_are_found(models, batch, monkeypatch) -> None:
+    """Positions 1 and 6 of the first row, exchanged in what attention is given: R4 at the first."""
+
+    def swap(cache: Any, kwargs: dict[str, Any], step: int) -> None:
+        if step == 16:
+            index = kwargs["read_index"][0]
+            index[[1, 6]] = index[[6, 1]].clone()
+
+    found = harmed(models, batch, monkeypatch, swap)
+    assert (found.code, found.position, found.found["position"]) == ("R4", 1, 6)
+
+
+def test_a_wrong_window_index_is_found(models, batch, monkeypatch) -> None:
+    """A ring that is read one place too far: the first entry is another position."""
+
+    def shift(cache: Any, kwargs: dict[str, Any], step: int) -> None:
+        if step == 16:
+            index = kwargs["read_index"][0]
+            index[: WINDOW - 1] = index[: WINDOW - 1].roll(-1)
+
+    found = harmed(models, batch, monkeypatch, shift, family="Mistral")
+    assert found.code == "R4"
+    assert found.found["position"] == found.position + 1
+
+
+def test_a_write_to_a_wrong_index_is_found(models, batch, monkeypatch) -> None:
+    """The last token of the batch stored over the first entry that is read: its reader finds other bytes, at once."""
+
+    def astray(cache: Any, kwargs: dict[str, Any], step: int) -> None:
+        if step == 16:
+            kwargs["write_index"][0][-1] = kwargs["read_index"][0][0]
+
+    found = harmed(models, batch, monkeypatch, astray)
+    assert (found.code, found.layer, found.position) == ("R9", 0, 0)
+
+
+def test_a_skipped_copy_is_found(models, batch, monkeypatch) -> None:
+    """A fork whose block was not copied: T1 at the first entry of the block."""
+    name = next(name for name in batching.COPIES if hasattr(PagedAttentionCache, name))
+    monkeypatch.setattr(PagedAttentionCache, name, lambda cache, *args: None)
+    found = harmed(models, batch, monkeypatch, lambda *args: None, children=3)
+    assert found.code == "T1"
+    assert found.position is not None
+
+
+def test_a_store_that_one_layer_leaves_out_is_found(models, batch, monkeypatch) -> None:
+    """A prefill reads nothing back; the next step finds that the layer does not hold what it was given."""
+    right = PagedAttentionCache.update
+
+    @functools.wraps(right)
+    def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        values = value_states if layer_idx != 2 else torch.zeros_like(value_states)
+        return right(self, key_states, values, layer_idx, *args, **kwargs)
+
+    monkeypatch.setattr(PagedAttentionCache, "update", update)
+    found = harmed(models, batch, monkeypatch, lambda *args: None)
+    assert (found.code, found.layer, found.position) == ("R9", 2, 0)
+
+
+def test_detach_puts_every_method_back(models) -> None:
+    """Also those of the class, which all models share; a model that is not attached is left alone."""
+    names = (*batching.REPLACED, *batching.COPIES, *batching.FORKS)
+    own = {name: getattr(PagedAttentionCache, name) for name in names if hasattr(PagedAttentionCache, name)}
+    handle = attach(models(), FULL)
+    assert PagedAttentionCache.update is not own["update"]
+    handle.detach()
+    for name, method in own.items():
+        assert getattr(PagedAttentionCache, name) is method
+
+
+def test_two_models_at_once(models, batch) -> None:
+    """Each canary sees the caches of its own model."""
+    first, second = models(), models("Qwen2")
+    with attach(first, FULL) as ours, attach(second, FULL) as theirs:
+        batch(first)
+        assert theirs.certificate()["forwards"] == 0
+        batch(second)
+        assert ours.certificate()["forwards"] == theirs.certificate()["forwards"] > 20
+        assert not ours.findings + theirs.findings
