@@ -218,17 +218,23 @@ class StepChecks:
         self.settle(Rewritten(pool, move.dst))
         self.hits += self._mover.apply(source, pool, move, step, has_lanes, lengthens=not guesses)
 
-    def pack(self, pages: Sequence[int]) -> Parcel:
-        """What is known of pages whose bytes leave."""
+    def pack(self, pages: Sequence[int], group: str | None = None) -> Parcel:
+        """What is known of pages whose bytes leave, in all pools or in those of a group."""
         self.settle()
         with torch.inference_mode():
-            return self._parcels.pack(pages)
+            return self._parcels.pack(pages, group)
 
     def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
         """Bytes are back, and their records follow; the caller has settled."""
         with torch.inference_mode():
             self.publish_pages()
             self.hits += self._parcels.unpack(parcel, request, pages, length, step)
+
+    def unpack_group(self, group: str, parcels: Sequence[Parcel], pages: Sequence[int], step: int) -> None:
+        """As `unpack`, for pages of a group that have kept their grants."""
+        with torch.inference_mode():
+            self.publish_pages()
+            self.hits += self._parcels.unpack_group(group, parcels, pages, step)
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""

@@ -146,7 +146,7 @@ class WindowMapError(InvariantError):
 
 
 class ResidencyError(InvariantError):
-    """A token of a split pool is used on the device that does not lie there, or more are wanted there than fit."""
+    """A page of a split pool is used on the device that does not lie there, or more are wanted there than fit."""
 
 
 class HostCapacityError(InvariantError):
@@ -367,36 +367,31 @@ def check_window_mapped(
             )
 
 
-def check_resident(request: str, slots: Sequence[int], resident: Collection[int]) -> None:
+def check_resident(request: str, pages: Sequence[int], resident: Collection[int]) -> None:
     """A forward reads and writes only what lies on the device."""
-    absent = [slot for slot in slots if slot not in resident]
+    absent = [page for page in pages if page not in resident]
     if absent:
         raise ResidencyError(
-            f"{request}: {len(absent)} of {len(slots)} tokens are not on the device, the first is logical slot "
-            f"{absent[0]}: swap them in and wait for it"
+            f"{request}: {len(absent)} of {len(pages)} pages are not on the device, the first is page {absent[0]}: "
+            "bring them before the forward"
         )
 
 
-def check_hot_room(request: str, wanted: int, room: int, total: int) -> None:
-    if wanted > room:
+def check_device_room(forward: str, wanted: int, num_pages: int) -> None:
+    """The rows of one forward are on the device together."""
+    if wanted > num_pages:
         raise ResidencyError(
-            f"{request}: {wanted} tokens wanted on the device, its {total} hot slots have room for {room}: the others "
-            "are wanted too, or not saved yet; raise hot_pages or save more often"
+            f"{forward}: {wanted} pages wanted on the device at once, it has {num_pages}: run fewer rows at a time"
         )
 
 
-def check_verify_width(request: str, num_nodes: int, num_taken: int, page_size: int) -> None:
-    """The tokens of one verify lie on one extra page, which is settled before the next."""
-    if num_taken or not 1 <= num_nodes <= page_size:
+def check_device_pages(num_on_device: int, num_saved: int, num_held: int) -> None:
+    """Whatever lies on the device or on the host is of a page that somebody holds."""
+    if max(num_on_device, num_saved) > num_held:
         raise ResidencyError(
-            f"{request}: {num_nodes} verify tokens for an extra page of {page_size} slots, {num_taken} slots are "
-            "taken already: settle the last verify first, and draft no more than a page holds"
+            f"{num_on_device} pages lie on the device and {num_saved} on the host, {num_held} are held: pages that "
+            "were freed kept their places"
         )
-
-
-def check_hot_slots(request: str, free: int, resident: int, total: int) -> None:
-    if free + resident != total:
-        raise ResidencyError(f"{request}: {free} hot slots free + {resident} resident != {total} in all")
 
 
 def check_host_capacity(needed: int, total: int) -> None:
@@ -625,17 +620,6 @@ def check_chain_constants(max_bs: int, num_nodes: int, bs: int, num_drafts: int,
             f"chain constants are those of {num_nodes - 1} steps and at most {max_bs} requests, got {num_drafts} "
             f"drafts of {bs} requests for trees of {needed_nodes} nodes: rebuild them whenever num_steps changes"
         )
-
-
-def check_links(request: str, next_token: Sequence[int], next_sibling: Sequence[int]) -> None:
-    """Lists of children run forward inside the tree: every walk along them ends, and reads nothing beside it."""
-    for name, links in (("next_token", next_token), ("next_sibling", next_sibling)):
-        for node, link in enumerate(links):
-            if link != -1 and not node < link < len(links):
-                raise TreeShapeError(
-                    f"{request}: {name} of node {node} is {link}, must be -1 or lie in ({node}, {len(links)}); "
-                    f"all are {list(links)}"
-                )
 
 
 def check_parents(request: str, parents: Sequence[int]) -> None:

@@ -43,7 +43,7 @@ class Leaver:
 
     def _look_in(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
         size = self._state.page_size
-        holders = [self._holder(page) for page in pages]
+        holders = [self._ledger.holder(page) for page in pages]
         held_by = list(zip(pages, holders, strict=True))
         firsts = [0 if holder is None else holder.pages.index(page) * size for page, holder in held_by]
         counts = [_num_unread(pool, holder, first, size) for holder, first in zip(holders, firsts, strict=True)]
@@ -62,12 +62,6 @@ class Leaver:
         entries = Entries(slots, positions, np.where(is_row, rows, -1), ids, names=names).at(held)
         where = torch.from_numpy(entries.slots).to(self._state.records.device)
         return find_changed(pool, where, lambda: entries, ("release", 1), step, both_lanes=True)
-
-    def _holder(self, page: int) -> Request | None:
-        """A request whose row names the page; None where a cache alone has it."""
-        owner = self._ledger.owner_of(page)
-        holders = (owner,) if owner is not None else self._ledger.holders(page)
-        return self._ledger.requests[holders[0]] if holders else None
 
     def _is_current(self, pool: PoolState, slots: Ints, names: Ints) -> NDArray[np.bool_]:
         """Written under the grant that the page has: what came back from elsewhere may lack what no window showed."""

@@ -208,6 +208,35 @@ class Lifecycle:
         self._checks.enter(group, own_pages)
         self._checks.report(hits)
 
+    @recorded
+    def on_swap_out(self, group: str, pages: Sequence[int]) -> list[Parcel]:
+        """Bytes that these full pages have in the group are about to be copied elsewhere: a parcel for each page.
+
+        The pages stay granted: `on_unmap` tells when the group gives up its own ones, and reading one is R2 then, until
+        `on_map` and `on_swap_in` tell that it is back. The parcel of a page that is written again is of no use.
+        """
+        self._of_group(group)
+        parcels = self._checks.pack(pages, group).each()
+        for parcel in parcels:
+            self.recorder.number_parcel(parcel)
+        return parcels
+
+    @recorded
+    def on_swap_in(self, group: str, pages: Sequence[int], parcels: Sequence[Parcel] | None) -> None:
+        """Bytes of full pages that were granted all the while lie where the map leads since `on_map`.
+
+        `parcels`: of `on_swap_out`, one for each page: the records of then come back, and bytes that are not those of
+        then are T1. None: bytes are fingerprinted as they lie.
+        """
+        self._of_group(group)
+        if parcels is not None:
+            expect_fits(parcels, pages)
+        self._checks.settle()
+        if parcels is None:
+            self._adopt_again(group, pages)
+        else:
+            self._checks.unpack_group(group, parcels, pages, self.step)
+
     # bytes from elsewhere
 
     @recorded
@@ -235,7 +264,7 @@ class Lifecycle:
         were damaged on their way.
         """
         if parcel is not None:
-            expect_fits(parcel, pages)
+            expect_fits([parcel], pages)
         self._checks.settle()
         self._ledger.load_end(request_id, pages, self.step)
         if parcel is None:
@@ -255,7 +284,7 @@ class Lifecycle:
 
         As `on_load_begin` and `on_load_end` with a parcel, where nothing can read the pages in between.
         """
-        expect_fits(parcel, pages)
+        expect_fits([parcel], pages)
         self._checks.settle()
         self._ledger.restore(request_id, pages, self.step)
         self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
@@ -311,6 +340,17 @@ class Lifecycle:
         for pool in self._state.pools:
             adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self.step)
             request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], length)
+
+    def _adopt_again(self, group: str, pages: Sequence[int]) -> None:
+        size = self._state.page_size
+        for page in pages:
+            request = self._ledger.holder(page)
+            if request is None:
+                continue
+            first = request.pages.index(page) * size
+            for pool in self._state.pools_of(group):
+                positions = np.arange(first, min(first + size, request.final_len(pool.pool_id)))
+                adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self.step)
 
     def _release_early(self, pages: Sequence[int]) -> None:
         """Under pressure an engine grants pages that wait, the longest waiting first."""

@@ -38,10 +38,9 @@ class Contents:
     lane_b: Tensor
     current: NDArray[np.bool_]
 
-    def behind(self, slot: int) -> Contents:
-        """All but the first ``slot`` slots."""
-        own = self.records[slot:], self.damage[slot:], self.lane_a[:, slot:], self.lane_b[slot:], self.current[slot:]
-        return Contents(*own)
+    def part(self, own: slice) -> Contents:
+        """These slots alone."""
+        return Contents(self.records[own], self.damage[own], self.lane_a[:, own], self.lane_b[own], self.current[own])
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +52,16 @@ class Parcel:
 
     def behind(self, page: int) -> Parcel:
         """The parcel of all but the first ``page`` pages, which need not come back."""
-        parts = (contents.behind(page * len(contents.lane_b) // self.num_pages) for contents in self.contents)
-        return Parcel(self.num_pages - page, tuple(parts))
+        return self._part(page, self.num_pages)
+
+    def each(self) -> list[Parcel]:
+        """A parcel for each page, in order."""
+        return [self._part(page, page + 1) for page in range(self.num_pages)]
+
+    def _part(self, first: int, end: int) -> Parcel:
+        sizes = (len(contents.lane_b) // self.num_pages for contents in self.contents)
+        parts = zip(self.contents, sizes, strict=True)
+        return Parcel(end - first, tuple(one.part(slice(first * size, end * size)) for one, size in parts))
 
 
 class Parcels:
@@ -64,10 +71,11 @@ class Parcels:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._compares_content = compares_content
 
-    def pack(self, pages: Sequence[int]) -> Parcel:
-        """What is known of these pages now."""
+    def pack(self, pages: Sequence[int], group: str | None = None) -> Parcel:
+        """What is known of these pages now, in all pools or in those of a group."""
         names = self._slots(self._ledger.pages.numbers(pages))
-        return Parcel(len(pages), tuple(self._contents(pool, names) for pool in self._state.pools))
+        pools = self._state.pools if group is None else self._state.pools_of(group)
+        return Parcel(len(pages), tuple(self._contents(pool, names) for pool in pools))
 
     def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> list[Hit]:
         """The records of positions below `length` follow their bytes into these pages of the row.
@@ -83,7 +91,22 @@ class Parcels:
             if len(chosen):
                 seen = window_start(pool.view, length)  # nobody misses what comes before
                 request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
-                hits += self._unpack(pool, contents, chosen, request, names[chosen], step)
+                records = self._granted_anew(contents.records[chosen], request, names[chosen])
+                self._write(pool, contents, chosen, records, names[chosen], step)
+                self._ledger.note_moved(pool.pool_id, names[chosen], _positions_of(records))
+                hits += self._compare(pool, contents, chosen, names[chosen], step)
+        return hits
+
+    def unpack_group(self, group: str, parcels: Sequence[Parcel], pages: Sequence[int], step: int) -> list[Hit]:
+        """The records of pages that have kept their grant follow their bytes to where the slot map leads now."""
+        names = self._slots(self._ledger.pages.numbers(pages))
+        hits: list[Hit] = []
+        for number, pool in enumerate(self._state.pools_of(group)):
+            contents = _joined([parcel.contents[number] for parcel in parcels])
+            chosen = contents.current.nonzero()[0]
+            if len(chosen):
+                self._write(pool, contents, chosen, contents.records[chosen], names[chosen], step)
+                hits += self._compare(pool, contents, chosen, names[chosen], step)
         return hits
 
     def _contents(self, pool: PoolState, names: NDArray[np.int64]) -> Contents:
@@ -100,49 +123,63 @@ class Parcels:
             records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
-    def _unpack(
+    def _granted_anew(self, records: Words, request: Request, names: NDArray[np.int64]) -> Words:
+        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
+        records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
+        return records
+
+    def _write(
         self,
         pool: PoolState,
         contents: Contents,
         chosen: NDArray[np.int64],
-        request: Request,
+        records: Words,
         names: NDArray[np.int64],
         step: int,
-    ) -> list[Hit]:
+    ) -> None:
+        """Seal the records of the chosen slots, which the plans call ``names``, with the fingerprints of then."""
         slots = slots_in(pool.view, names)
         device, taken = pool.records.device, torch.from_numpy(chosen)
-        where, lane_a = torch.from_numpy(slots).to(device), contents.lane_a.index_select(1, taken).to(device)
-        records = contents.records[chosen]
-        positions = (records[:, TOKEN_POSITION] >> 32).view(np.int64)
-        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
-        records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
+        where = torch.from_numpy(slots).to(device)
         records[:, STEP_SITE] = two_words(step, pack_site("load", 0))
         records[:, CONTENT_B] = 0
         records[:, SEAL] = pool.seal_term
         self._mirror.write(pool.base + slots, records)
         self._mirror.flush()
-        pool.write_lanes(where, lane_a, contents.lane_b.index_select(0, taken).to(device))
+        lanes = contents.lane_a.index_select(1, taken).to(device), contents.lane_b.index_select(0, taken).to(device)
+        pool.write_lanes(where, *lanes)
         damage = contents.damage.index_select(0, taken).to(device)  # a damaged record stays damaged
         pool.records.index_copy_(0, where, pool.records.index_select(0, where) + damage)
-        self._ledger.note_moved(pool.pool_id, names, positions)
+
+    def _compare(
+        self, pool: PoolState, contents: Contents, chosen: NDArray[np.int64], names: NDArray[np.int64], step: int
+    ) -> list[Hit]:
+        """T1 where the bytes of the chosen slots are not those of then."""
         if not self._compares_content:
             return []
+        slots = slots_in(pool.view, names)
+        where = torch.from_numpy(slots).to(pool.records.device)
+        lane_a = contents.lane_a.index_select(1, torch.from_numpy(chosen)).to(where.device)
         differs = (lanes_of_slots(pool, where)[0] != lane_a).cpu()
-        wrong = differs.any(0).nonzero().flatten().tolist()
+        positions = _positions_of(contents.records[chosen])
         return [
             Hit(
                 "T1",
                 pool,
                 int(slots[number]),
                 int(positions[number]),
-                request.request_id,
+                self._reader(int(names[number])),
                 ("load", 0),
                 step,
                 tuple(differs[:, number].nonzero().flatten().tolist()),
                 named=None if pool.view.slot_map is None else int(names[number]),
             )
-            for number in wrong
+            for number in differs.any(0).nonzero().flatten().tolist()
         ]
+
+    def _reader(self, name: int) -> str | None:
+        holder = self._ledger.holder(name // self._state.page_size)
+        return None if holder is None else holder.request_id
 
     def _slots(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
         size = self._state.page_size
@@ -153,10 +190,26 @@ class Parcels:
         return self._slots(np.array([request.pages.index(page) for page in pages], dtype=np.int64))
 
 
-def expect_fits(parcel: Parcel, pages: Sequence[int]) -> None:
-    """PlanError unless a parcel comes back into as many pages as it left."""
-    if parcel.num_pages != len(pages):
+def expect_fits(parcels: Sequence[Parcel], pages: Sequence[int]) -> None:
+    """PlanError unless parcels come back into as many pages as left."""
+    num_pages = sum(parcel.num_pages for parcel in parcels)
+    if num_pages != len(pages):
         raise PlanError(
-            f"a parcel must come back into as many pages as it left, got {len(pages)} for {parcel.num_pages}: "
+            f"a parcel must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
             "pack and load the same pages, in row order"
         )
+
+
+def _joined(contents: Sequence[Contents]) -> Contents:
+    """One after the other."""
+    return Contents(
+        np.concatenate([one.records for one in contents]),
+        torch.cat([one.damage for one in contents]),
+        torch.cat([one.lane_a for one in contents], 1),
+        torch.cat([one.lane_b for one in contents]),
+        np.concatenate([one.current for one in contents]),
+    )
+
+
+def _positions_of(records: Words) -> NDArray[np.int64]:
+    return (records[:, TOKEN_POSITION] >> 32).view(np.int64)

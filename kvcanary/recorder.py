@@ -250,6 +250,10 @@ class Recorder:
     def _covers_without_first(self) -> bool:
         return self.segments[-1].checkpoint.step - self.segments[1].checkpoint.step >= self.steps
 
+    def _number_of(self, parcel: Parcel) -> int:
+        """-1 of one that left before the recording."""
+        return self._parcels.get(id(parcel), (parcel, -1))[1]
+
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more."""
         if type(value) in _PLAIN:
@@ -257,7 +261,9 @@ class Recorder:
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
-            return ("parcel", self._parcels.get(id(value), (value, -1))[1])
+            return ("parcel", self._number_of(value))
+        if isinstance(value, list) and value and isinstance(value[0], Parcel):
+            value = [self._number_of(parcel) for parcel in value]
         if isinstance(value, tuple) and value and isinstance(value[0], str):
             return value
         kept = np.array(value, np.int64) if len(value) >= LONG else tuple(int(number) for number in value)

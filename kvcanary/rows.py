@@ -78,6 +78,12 @@ class RowBook(RequestBook):
         """The requests whose rows name the page; looks through all rows, so for reports only."""
         return tuple(name for name, request in self.requests.items() if page in request.pages)
 
+    def holder(self, page: int) -> Request | None:
+        """A request whose row names the page; None where a cache alone has it."""
+        owner = self.owner_of(page)
+        holders = (owner,) if owner is not None else self.holders(page)
+        return self.requests[holders[0]] if holders else None
+
     def _add_to_row(self, request: Request, pages: Array) -> None:
         """Shared pages at the end of the row, with a reference each."""
         self._expect_strange(request, pages)

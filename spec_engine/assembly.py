@@ -27,7 +27,7 @@ from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizes import Sizes, plan_sizes
-from spec_engine.memory.window_pool import WindowPool
+from spec_engine.memory.slot_map import Mapped
 from spec_engine.memory.window_report import WindowReports
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.decoder import Decoder
@@ -38,7 +38,9 @@ from spec_engine.relay import Relay
 from spec_engine.results import Results
 from spec_engine.scheduler import Scheduler
 from spec_engine.sliding import check_draft_window, pool_layers, window_pool
+from spec_engine.splitting import split_pool
 from spec_engine.streams import Streams
+from spec_engine.turns import Turns
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
@@ -74,7 +76,9 @@ class Assembly:
             ahead=None if head is None else head.ahead,
             lag=self.lag,
         )
-        pages = PageAllocator(sizes.num_pages, config.canary.quarantine if config.canary.enabled else 0)
+        quarantine = config.canary.quarantine if config.canary.enabled else 0
+        self.split = split_pool(config, self.model, sizes, quarantine, self.device)
+        pages = PageAllocator(sizes.num_pages, quarantine) if self.split is None else self.split
         self.windows = window_pool(pages, config, self.model.config.sliding_window, sizes.reserve, self.device)
         self.layers = pool_layers(self.model)
         self.window_reports = None if self.windows is None else WindowReports(self.windows)
@@ -90,6 +94,8 @@ class Assembly:
         if self.windows is not None:
             self.windows.watch(self.canary)
         self.streams = Streams(self.device, None if self.canary is None else self.canary.tickets)
+        if self.split is not None:
+            self.split.serve(self.pools["target"], self.streams, self.canary)
         self.results = Results(
             self.streams, self.canary, lag=self.lag, max_bs=sizes.num_rows, max_accept=sizes.max_accept
         )
@@ -109,6 +115,7 @@ class Assembly:
             context_length=sizes.context_length,
             chunk_tokens=config.prefill_chunk_tokens,
             least_ratio=config.new_token_ratio,
+            turns=None if self.split is None else Turns(self.split.num_own_pages, config.device_turn),
         )
         self.relay = Relay(sizes.num_rows + 1, self.device)
         self.drafter = None if head is None else self._make_drafter(head)
@@ -140,7 +147,7 @@ class Assembly:
     def _target_forwards(self) -> Forwards | LayeredForwards:
         heads, backend = self.model.config.num_heads, self.config.attention_backend
         groups = [
-            LayerGroup(layers, Forwards(self.pools[name], heads, self.canary, backend, self._windows_of(name)))
+            LayerGroup(layers, Forwards(self.pools[name], heads, self.canary, backend, self._behind(name)))
             for name, layers in self.layers.items()
         ]
         return groups[0].forwards if len(groups) == 1 else LayeredForwards(groups)
@@ -162,26 +169,27 @@ class Assembly:
         return replace(
             sizes,
             pool_bytes={name: pool.nbytes for name, pool in self.pools.items()},
+            host_bytes=0 if self.split is None else self.split.host_bytes,
             table_bytes=self.request_table.table.nbytes,
             canary_bytes=0 if self.canary is None else self.canary.num_bytes,
         )
 
     def _host_tier(self) -> HostTier:
-        maps = {name: windows.slot_map for name in self.pools if (windows := self._windows_of(name)) is not None}
+        maps = {name: behind.slot_map for name in self.pools if (behind := self._behind(name)) is not None}
         return HostTier(list(self.pools.values()), self.config.host_pages, self.streams, self.canary, maps)
 
-    def _windows_of(self, pool: str) -> WindowPool | None:
-        """Behind whose map the pool of the target's layers with a window lies; None: its slots are the full ones."""
-        is_window = set(self.layers.get(pool, ())).intersection(self.model.config.window_layers)
-        return self.windows if is_window else None
+    def _behind(self, pool: str) -> Mapped | None:
+        """Behind whose map a pool of the target's layers lies; None: its slots are the full ones."""
+        layers = set(self.layers.get(pool, ()))
+        return self.windows if layers.intersection(self.model.config.window_layers) else self.split if layers else None
 
     def _num_pages(self, pool: str) -> int:
-        windows = self._windows_of(pool)
-        return self.allocator.num_pages if windows is None else windows.num_window_pages
+        behind = self._behind(pool)
+        return self.allocator.num_pages if behind is None else behind.num_own_pages
 
     def _view(self, pool: KVPool) -> PoolView:
-        windows = self._windows_of(pool.name)
-        view = pool.view() if windows is None else windows.view(pool)
+        behind = self._behind(pool.name)
+        view = pool.view() if behind is None else behind.view(pool)
         role = "target" if pool.name in self.layers else pool.name
         return replace(view, vocab_size=self.model.config.vocab_size, role=role)
 

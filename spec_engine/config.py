@@ -25,6 +25,7 @@ GRAPH_SETTINGS: dict[str, tuple[object, ...]] = {
     "attention_backend": ("torch", "triton"),
     "attend": ("ancestors",),
     "adaptive_steps": (False,),
+    "max_device_tokens": (None,),
     "acceptance": ("match", "tree"),
 }
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
@@ -51,6 +52,9 @@ class EngineConfig:
         tables) and "flashinfer" (token indices).
     max_total_tokens: slots of the KV pool; max_running_requests: rows of the request table.
     max_window_tokens: slots of the target's pool where its layers have a sliding window; by default enough for all.
+    max_device_tokens: slots of the target's pool on the device; K and V of tokens for which there is no room lie on the
+        host, and come back before a forward of their request. By default all lie on the device.
+    device_turn: steps that requests run before others take their places on such a device.
     context_length: longest prompt plus output; by default what the model was made for.
     prefill_chunk_tokens: most prompt tokens in one forward.
     schedule: "sync" waits for every step; "overlap" prepares the next step before it hears of the last one.
@@ -82,6 +86,8 @@ class EngineConfig:
     schedule: str = "sync"
     max_total_tokens: int = 16384
     max_window_tokens: int | None = None
+    max_device_tokens: int | None = None
+    device_turn: int = 16
     max_running_requests: int = 8
     context_length: int | None = None
     prefill_chunk_tokens: int = 512
@@ -98,8 +104,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "topk", "num_steps", "max_total_tokens", "max_running_requests"):
             _require_positive(name, getattr(self, name))
-        _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)
-        for name in ("context_length", "max_window_tokens"):
+        for name in ("prefill_chunk_tokens", "device_turn"):
+            _require_positive(name, getattr(self, name))
+        for name in ("context_length", "max_window_tokens", "max_device_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.page_size & (self.page_size - 1):
@@ -121,6 +128,32 @@ class EngineConfig:
             self._check_tree()
         self._check_adaptive()
         self._check_graphs()
+        self._check_split()
+
+    def _check_split(self) -> None:
+        """A verify takes one page of the device beyond those of its row at most, and nothing lies there for a draft."""
+        if self.max_device_tokens is None:
+            return
+        if self.host_pages:
+            raise ConfigError(
+                f"host_pages must be 0 with max_device_tokens, got {self.host_pages}: what has no room on the device "
+                "lies on the host already",
+                "leave host_pages out",
+            )
+        if self.draft == "none":
+            return
+        if self.topk != 1:
+            raise ConfigError(
+                f"topk must be 1 with max_device_tokens, got {self.topk}: the device has no room for the branches of "
+                "a tree",
+                "use topk 1, or leave max_device_tokens out",
+            )
+        if self.most_nodes is not None and self.most_nodes > self.page_size - 1:
+            raise ConfigError(
+                f"num_draft_tokens must be at most page_size - 1 = {self.page_size - 1} with max_device_tokens, got "
+                f"{self.most_nodes}: the nodes of a verify lie on their row's last page and one more",
+                f"lower num_steps to {self.page_size - 2} or less, or raise page_size",
+            )
 
     def _check_graphs(self) -> None:
         _require_one_of("graphs", self.graphs, ("off", "on"))

@@ -1,4 +1,4 @@
-"""The engine: submit prompts, step, and tokens come out. A drafting step: prepare, draft, verify, commit, extend."""
+"""The engine at work: steps of the running requests, and the tokens that leave."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvcanary.errors import KVCorruptionError
 from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
-from spec_engine.acceptance.stops import Kept, StopScan
-from spec_engine.assembly import Assembly
+from spec_engine.acceptance.stops import Kept
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
+from spec_engine.intake import Intake, output_of
 from spec_engine.memory.host_tier import LoadFailedError
 from spec_engine.memory.window_pool import WindowRow
 from spec_engine.memory.window_report import RowDivergence
@@ -35,7 +35,7 @@ from spec_engine.scheduler import Chunk
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 
 
-class Engine(Assembly):
+class Engine(Intake):
     """A continuous-batching engine over paged KV pools, with tree drafting and, if asked for, a canary."""
 
     def __init__(
@@ -52,8 +52,6 @@ class Engine(Assembly):
         """
         super().__init__(config, model, draft, tokenizer)
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
-        self._scans: dict[str, StopScan] = {}  # of every request that has not ended
-        self._num_requests = 0
         self._step_number = 0
         self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
@@ -67,23 +65,6 @@ class Engine(Assembly):
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._pending) or self._corruption is not None
-
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        adapter: str = "",
-    ) -> str:
-        """Queue one prompt (text or token ids); returns its request id. ConfigError when it could never run.
-
-        Requests of higher ``priority`` are admitted first and retracted last. Cached prefixes are shared among
-        requests of one ``salt`` and one ``adapter`` only. An adapter is an identity: the models here have no LoRA, so
-        it changes no token, but pages and the canary's chains are those of this adapter and of no other.
-        """
-        return self._enqueue(prompt, params, priority, salt, adapter).request_id
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now and free all that it holds; its last event, or None when it is not there any more."""
@@ -99,7 +80,7 @@ class Engine(Assembly):
         requests = [self._try(prompt, params) for prompt in prompts]
         for event in self._events():
             events.setdefault(event.request_id, []).append(event)
-        return [_output(request, events) for request in requests]
+        return [output_of(request, events) for request in requests]
 
     def stream(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> Iterator[TokenEvent]:
         """Complete every prompt, tokens as they come; ids count up in the order of the prompts.
@@ -110,39 +91,6 @@ class Engine(Assembly):
         requests = [self._try(prompt, params) for prompt in prompts]
         refused = [request.event for request in requests if isinstance(request, Refusal)]
         return chain(refused, self._events())
-
-    def _try(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | Refusal:
-        try:
-            return self._enqueue(prompt, params)
-        except ConfigError as error:
-            return Refusal(self._take_id(), str(error))
-
-    def _take_id(self) -> str:
-        self._num_requests += 1
-        return f"req-{self._num_requests - 1}"
-
-    def _enqueue(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        salt: str = "",
-        adapter: str = "",
-    ) -> Request:
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size = self.model.config.vocab_size
-        params.check_vocabulary(vocab_size)
-        stray = [token for token in prompt_ids if not 0 <= token < vocab_size]
-        if stray:
-            raise ConfigError(f"prompt token {stray[0]} is out of the vocabulary of {vocab_size} tokens")
-        request = Request("", prompt_ids, params, priority, salt, adapter)
-        self.scheduler.submit(request)
-        request.request_id = self._take_id()
-        self._scans[request.request_id] = self._scan(params)
-        return request
-
-    def _scan(self, params: SamplingParams) -> StopScan:
-        return StopScan(params, self.tokenizer.eos_ids, self.tokenizer.stream())
 
     def _events(self) -> Iterator[TokenEvent]:
         while self.has_work:
@@ -167,9 +115,10 @@ class Engine(Assembly):
             self.runner.begin(request.row, request.committed_len)
         self.memory.slide(self.running)
         events = self._make_room()
-        chunks = self.scheduler.next_chunks(self.running)
-        if self.memory.make_room(self.scheduler.pages_needed(self.running)):
-            self._launch(chunks, events)
+        turn = self.scheduler.turn(self.running)
+        chunks = self.scheduler.next_chunks(turn)
+        if self.memory.make_room(self.scheduler.pages_needed(turn)):
+            self._launch(turn, chunks, events)
         try:
             self._deliver(self.lag if self.running else 0, events)
         except KVCorruptionError as error:
@@ -206,8 +155,8 @@ class Engine(Assembly):
         self.metrics.num_retractions += len(plan.retracted)
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
-    def _launch(self, chunks: list[Chunk], events: list[TokenEvent]) -> None:
-        """Run the next forward, of prompts if some wait; the host hears of it when its turn comes.
+    def _launch(self, turn: Sequence[Request], chunks: list[Chunk], events: list[TokenEvent]) -> None:
+        """Run the next forward of these requests, of prompts if some wait; the host hears of it later.
 
         Where the canary stops it the tokens of the steps before go to ``events``.
         """
@@ -215,18 +164,20 @@ class Engine(Assembly):
         try:
             if ready:
                 self._pending.append(self.results.send(self._prefill(ready)))
-            elif self.running and not chunks and self._catch_up(events):
-                self._pending.append(self.results.send(self._decode()))
+            elif not chunks and (turn := self._catch_up(turn, events)):
+                self._pending.append(self.results.send(self._decode(turn)))
+            self.scheduler.ran(turn)
         except KVCorruptionError as error:
             with suppress(KVCorruptionError):  # a request that ends on the damage: its last tokens stay
                 self._deliver(0, events)
             self._stop(error, events)
 
-    def _catch_up(self, events: list[TokenEvent]) -> bool:
-        """Hear what a step needs of the last one, where it cannot run without; whether somebody still runs."""
-        if any(not landing.result.is_heard for landing in self._pending) and not self.runner.runs_ahead(self.running):
+    def _catch_up(self, turn: Sequence[Request], events: list[TokenEvent]) -> Sequence[Request]:
+        """Hear what a step needs of the last one, where it cannot run without; those of the turn that still run."""
+        if any(not landing.result.is_heard for landing in self._pending) and not self.runner.runs_ahead(turn):
             self._deliver(0, events)
-        return bool(self.running)
+            return [request for request in turn if request.finish_reason is None]
+        return turn
 
     def _stop(self, error: KVCorruptionError, events: list[TokenEvent]) -> None:
         """No token leaves from here on but those that did before: the error comes now, or behind them."""
@@ -246,7 +197,7 @@ class Engine(Assembly):
         is_restored = request.block is not None
         if is_restored and not self.memory.expects_block(request):  # evicted: the next step begins earlier
             return False
-        self.memory.grow(request, chunk.end, self.sizes.ahead, self.scheduler.most_pages(request))
+        self.memory.grow(request, chunk.end, self.scheduler.ahead, self.scheduler.most_pages(request))
         return not is_restored or self._restore(request)
 
     def _restore(self, request: Request) -> bool:
@@ -264,23 +215,25 @@ class Engine(Assembly):
         return True
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:
+        self.memory.bring("prefill", [chunk.request for chunk in chunks])
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
         self.metrics.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
         return result
 
-    def _decode(self) -> StepResult:
-        estimate = self.scheduler.decode_estimate(self.running)
+    def _decode(self, requests: Sequence[Request]) -> StepResult:
+        estimate = self.scheduler.decode_estimate(requests)
         taken = sum(
-            self.memory.grow(request, request.committed_len, self.sizes.reserve, self.scheduler.most_pages(request))
-            for request in self.running
+            self.memory.grow(request, request.committed_len, self.scheduler.reserve, self.scheduler.most_pages(request))
+            for request in requests
         )
-        check_step_estimate(self.config.schedule, estimate, taken, len(self.running), self.config.page_size)
+        check_step_estimate(self.config.schedule, estimate, taken, len(requests), self.config.page_size)
+        self.memory.bring("decode", requests)
         if self.adaptive is None:
-            return self.runner.decode(self.running)
-        num_steps = self.adaptive.choose(len(self.running))
-        return replace(self.runner.decode(self.running, num_steps), num_steps=num_steps)
+            return self.runner.decode(requests)
+        num_steps = self.adaptive.choose(len(requests))
+        return replace(self.runner.decode(requests, num_steps), num_steps=num_steps)
 
     # -- results
 
@@ -367,21 +320,3 @@ class Engine(Assembly):
         self.memory.check_accounting([])
         if self.canary is not None:
             self.canary.drain()
-
-
-def _output(request: Request | Refusal, events: dict[str, list[TokenEvent]]) -> Output:
-    if isinstance(request, Refusal):
-        return request.output
-    own = events.get(request.request_id, [])
-    return Output(
-        request_id=request.request_id,
-        text="".join(event.text for event in own),
-        token_ids=tuple(request.output_ids),
-        finish_reason=request.finish_reason or "",
-        prompt_len=request.prompt_len,
-        logprobs=None if request.params.logprobs is None else _listed(own),
-    )
-
-
-def _listed(events: Sequence[TokenEvent]) -> tuple[TokenLogProb, ...]:
-    return tuple(entry for event in events for entry in event.logprobs or ())

@@ -17,7 +17,7 @@ from kvcanary.invariants import check_index_lengths
 from spec_engine.attention.backends import BACKENDS
 from spec_engine.core import ForwardBatch, within_window
 from spec_engine.memory.pool import KVPool
-from spec_engine.memory.window_pool import WindowPool
+from spec_engine.memory.slot_map import Mapped
 from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Forwards:
     """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
-    backend: name of what reads the pool; windows: behind whose map the pool lies, None: its slots are the full ones.
+    backend: name of what reads the pool; behind: whose map leads to the pool's slots, None: they are the full ones.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Forwards:
         num_heads: int,
         canary: CanaryManager | None,
         backend: str = "torch",
-        windows: WindowPool | None = None,
+        behind: Mapped | None = None,
     ) -> None:
-        self.pool, self.windows = pool, windows
+        self.pool, self.behind = pool, behind
         self.num_heads = num_heads
         self.canary = canary
         self.backend = BACKENDS[backend]
@@ -49,8 +49,8 @@ class Forwards:
     def open(self, batch: ForwardBatch) -> Iterator[KVAccess]:
         """The attention of one forward; the canary sees the very arrays that it reads and writes by."""
         check_arrays(batch, self.pool.name)
-        if self.windows is not None:
-            batch = within_window(batch, self.windows.window)
+        if self.behind is not None and self.behind.window is not None:
+            batch = within_window(batch, self.behind.window)
         if self.canary is None:
             yield self._attention(self.pool, batch, self.num_heads, *self._own(batch.kv_indices, batch.slots), None)
             return
@@ -72,9 +72,9 @@ class Forwards:
 
     def _own(self, *slots: Tensor) -> tuple[Tensor, ...]:
         """The pool's own slots of these full ones."""
-        if self.windows is None:
+        if self.behind is None:
             return slots
-        num_slots, translate = self.pool.num_slots, self.windows.translate
+        num_slots, translate = self.pool.num_slots, self.behind.translate
         return tuple(seam("windows.untranslated", translate(one), full=one, num_slots=num_slots) for one in slots)
 
 

@@ -27,6 +27,7 @@ class Request:
     cached_len: entries that the prefix cache had for it at its last admission, or the host.
     block: where what a retracted request had computed waits on the host, until it is back in its pages.
     salt, adapter: under which alone equal tokens are equal K and V.
+    ran_at: step in which it ran last, by the count of `Turns`.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     block: HostBlock | None = None
+    ran_at: int = 0
 
     @property
     def tokens(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcanary.faults import seam
@@ -13,6 +13,7 @@ from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.sizing import pages_for, step_pages, worst_case_step_pages
 from spec_engine.request import Request
 from spec_engine.retraction import Retraction, new_token_ratio, plan_retraction
+from spec_engine.turns import Turns
 
 RATIO_DECAY = 1 / 600  # a step: what a retraction taught is forgotten in some hundreds of steps
 
@@ -58,11 +59,14 @@ class Scheduler:
         context_length: int,
         chunk_tokens: int,
         least_ratio: float,
+        turns: Turns | None = None,
     ) -> None:
+        """``turns``: where not all running requests fit on the device at once."""
         self.memory, self.reserve, self.ahead = memory, reserve, ahead
         self.page_size = memory.page_size
         self.max_running, self.context_length, self.chunk_tokens = max_running, context_length, chunk_tokens
         self._least_ratio = self._ratio = least_ratio
+        self.turns = turns
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -72,7 +76,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request behind those of its priority; ConfigError when it could never run."""
-        prompt_len, new, num_pages = request.prompt_len, request.params.max_new_tokens, self.memory.allocator.num_pages
+        prompt_len, new = request.prompt_len, request.params.max_new_tokens
         if not prompt_len:
             raise ConfigError("a prompt needs at least one token, got an empty one", "pass some text")
         if prompt_len + new > self.context_length:
@@ -81,14 +85,21 @@ class Scheduler:
                 f"{self.context_length}",
                 "shorten the prompt or lower max_new_tokens",
             )
-        if self.most_pages(request) > num_pages:
-            raise ConfigError(
-                f"prompt of {prompt_len} tokens + max_new_tokens {new} may need {self.most_pages(request)} pages of "
-                f"{self.page_size} slots, the pool has {num_pages}",
-                "raise max_total_tokens",
-            )
+        for most, where, remedy in self._limits():
+            if self.most_pages(request) > most:
+                raise ConfigError(
+                    f"prompt of {prompt_len} tokens + max_new_tokens {new} may need {self.most_pages(request)} pages "
+                    f"of {self.page_size} slots, the {where} has {most}",
+                    f"raise {remedy}",
+                )
         behind = sum(other.priority >= request.priority for other in self.waiting)
         self.waiting.insert(behind, request)
+
+    def _limits(self) -> Iterator[tuple[int, str, str]]:
+        """Pages that one request may have at its longest, where, and the setting that says so."""
+        yield self.memory.allocator.num_pages, "pool", "max_total_tokens"
+        if self.turns is not None:
+            yield self.turns.num_pages, "device", "max_device_tokens"
 
     def most_pages(self, request: Request) -> int:
         """Pages the request owns at its longest."""
@@ -107,6 +118,20 @@ class Scheduler:
             self.running.append(admitted[-1])
         return admitted
 
+    def turn(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Those of these running requests that the next forward may have: what all of them read fits on the device."""
+        return requests if self.turns is None else self.turns.choose(requests, self._device_pages)
+
+    def ran(self, requests: Sequence[Request]) -> None:
+        """A forward of these was launched."""
+        if self.turns is not None:
+            self.turns.ran(requests)
+
+    def _device_pages(self, request: Request) -> int:
+        """Pages that its next forward needs on the device: all that it owns by then."""
+        end = min(request.prefill_len, request.chunk_start + self.chunk_tokens)
+        return max(pages_for(max(end, request.committed_len), self.reserve, self.page_size), len(request.pages))
+
     def next_chunks(self, requests: Sequence[Request]) -> list[Chunk]:
         """Chunks of these running requests' next prefill, at most ``chunk_tokens`` tokens; empty: time to decode."""
         chunks = []
@@ -121,7 +146,7 @@ class Scheduler:
 
     def pages_needed(self, requests: Sequence[Request]) -> int:
         """Pages that the next forward of these running requests takes beyond those that they own."""
-        needed = self._pages_needed(requests)
+        needed = self._pages_needed(self.turn(requests))
         return seam("bounds.unchecked_allocation", needed, available=lambda: self.memory.num_available)
 
     def _pages_needed(self, requests: Sequence[Request]) -> int:

@@ -27,6 +27,8 @@ CALLS: dict[str, dict[str, str]] = {
     "on_evict": {"pages": "ints"},
     "on_map": {"group": "name", "pages": "ints", "own_pages": "ints"},
     "on_unmap": {"group": "name", "pages": "ints", "own_pages": "ints"},
+    "on_swap_out": {"group": "name", "pages": "ints"},
+    "on_swap_in": {"group": "name", "pages": "ints", "parcels": "ints?"},
     "on_load_begin": {"request_id": "name", "pages": "ints"},
     "on_load_fail": {"request_id": "name", "pages": "ints"},
     "on_load_end": {"request_id": "name", "pages": "ints", "length": "int", "parcel": "int?"},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class Replayer:
         self.manager, self._books = self._stage.manager, self._stage.books
         self._open: dict[str, _Open] = {}
         self._parcels: dict[int, _Put] = {}
-        self._last_put: _Put | None = None
+        self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
         self._tickets: dict[tuple[str, int], Ticket] = {}
 
     def run(self, until: int | None, code: str | None) -> Outcome:
@@ -164,14 +165,35 @@ class Replayer:
     def _on_offload(self, event: Call) -> None:
         self._damage(event)
         pages = event["pages"]
-        self._last_put = _Put(
-            self.manager.on_offload(pages.tolist()),
-            {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in self._books.state.pools},
-        )
+        parcel = self.manager.on_offload(pages.tolist())
+        self._new_puts.append(_Put(parcel, self._values(self._books.state.pools, pages)))
+
+    def _on_swap_out(self, event: Call) -> None:
+        self._damage(event)
+        pages, pools = event["pages"], self._books.state.pools_of(event["group"])
+        parcels = self.manager.on_swap_out(event["group"], pages.tolist())
+        self._new_puts += [_Put(parcel, self._values(pools, pages[n : n + 1])) for n, parcel in enumerate(parcels)]
+
+    def _on_swap_in(self, event: Call) -> None:
+        """Pages that left before the recording are adopted as they lie."""
+        known, strange = [], []
+        numbers = event.get("parcels", np.full(len(event["pages"]), -1))
+        for page, number in zip(event["pages"], numbers.tolist(), strict=True):
+            put = self._parcels.get(number)
+            if put is None:
+                strange.append(int(page))
+            else:
+                self._bring_back(put, np.array([page]))
+                known.append((int(page), put.parcel))
+        self._damage(event)
+        if strange:
+            self.manager.on_swap_in(event["group"], strange, None)
+        if known:
+            self.manager.on_swap_in(event["group"], *map(list, zip(*known, strict=True)))
 
     def _parcel(self, event: Call) -> None:
-        if self._last_put is not None:
-            self._parcels[event["number"]] = self._last_put
+        if self._new_puts:
+            self._parcels[event["number"]] = self._new_puts.popleft()
 
     def _on_load_end(self, event: Call) -> None:
         self._come_back(event, self.manager.on_load_end)
@@ -209,15 +231,22 @@ class Replayer:
         put = self._parcels.get(event.get("parcel", -1))
         pages = event["pages"]
         if put is not None:
-            for pool in self._books.state.pools:
-                for layer, values in enumerate(put.values[pool.name]):
-                    self._stage.put(pool, layer, self._slots(pool, pages), values)
+            self._bring_back(put, pages)
         self._damage(event)
         parcel = None if put is None else put.parcel
         if parcel is None:
             self.manager.on_load_end(event["request_id"], pages.tolist(), event["length"])
         else:
             tell(event["request_id"], pages.tolist(), event["length"], parcel)
+
+    def _values(self, pools: Iterable[PoolState], pages: Ints) -> dict[str, list[list[Tensor]]]:
+        return {pool.name: self._stage.take(pool, self._slots(pool, pages)) for pool in pools}
+
+    def _bring_back(self, put: _Put, pages: Ints) -> None:
+        for name, layers in put.values.items():
+            pool = self._stage.pool(name)
+            for layer, values in enumerate(layers):
+                self._stage.put(pool, layer, self._slots(pool, pages), values)
 
     def _slots(self, pool: PoolState, pages: Ints) -> Tensor:
         size = self._books.state.page_size

@@ -27,7 +27,8 @@ class Setup:
     chunk: most prompt tokens in one forward; window: tokens that the target's attention sees, None: all.
     batch, prompt_len, new_tokens: requests at a time, and about how long; shared: leading tokens that prompts share.
     salts: of how many tenants the requests are; their prefixes are not to be shared.
-    pages: of the pool, None: plenty; context: longest prompt plus output, None: what the model was made for.
+    pages: of the pool, None: plenty; on_device: requests that its device has room for at a time, None: all lie there.
+    context: longest prompt plus output, None: what the model was made for.
     content: of the canary, "full" or "rolling".
     """
 
@@ -52,6 +53,7 @@ class Setup:
     shared: int = 0
     salts: int = 1
     pages: int | None = None
+    on_device: int | None = None
     context: int | None = None
     new_token_ratio: float = 1.0
     content: str = "full"

@@ -18,6 +18,7 @@ from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
 from spec_engine.drafting.drawn import DrawnDrafts
+from spec_engine.drafting.growing import ancestor_path, grow, row_positions
 from spec_engine.drafting.layout import branch_positions, branch_stride
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
@@ -100,24 +101,16 @@ class Drafter:
         return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)
 
     def _grow(self, growth: TreeGrowth | ChainGrowth, batch: Batch, num_steps: int) -> None:
-        bs = len(batch)
-        slots = self._branch_slots(batch, num_steps)  # [bs, K, T]
-        prefixes = self._prefixes(batch, num_steps)
-        proposed = (kept.index_select(0, batch.rows)[:, None] for kept in (self._probs, self._tokens, self._hidden))
-        probs, children, hidden = proposed  # [bs, survivors, K], K, H
-        growth.add(probs, children)
-        path = slots[:, :1, :0]  # [bs, survivors, depth], the slots from the root down to each survivor
-        for step in range(num_steps - 1):
-            tokens, parents = growth.survive()
-            hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            path = self._path(slots, path, parents, step)
-            check_draft_indices(batch.lens, self.topk, step, self._index_width)
-            forward = draft_forward(batch, step, prefixes, path, tokens)
-            with self.forwards.open(forward) as attention:
-                hidden = self.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
-            probs, children = self._propose(hidden, batch, forward.positions, is_first=False)
-            growth.add(probs.view(bs, -1, self.topk), children.view(bs, -1, self.topk))
-            hidden = hidden.view(bs, self.topk, -1)
+        self.check_step(batch.requests, batch.lens, num_steps, self._index_width)
+        slots, prefixes = self._branch_slots(batch, num_steps), self._prefixes(batch, num_steps)
+
+        def forward(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            opened = draft_forward(batch, step, prefixes, path, tokens)
+            with self.forwards.open(opened) as attention:
+                after = self.head(opened.tokens, hidden, opened.positions, attention)
+            return after, *self._propose(after, batch, opened.positions, is_first=False)
+
+        grow(growth, slots, self.proposals(batch.rows), forward, self._path)
 
     def extend(
         self,
@@ -166,6 +159,19 @@ class Drafter:
         for request, length in zip(batch.requests, batch.lens, strict=True):
             check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
 
+    def check_step(self, requests: Sequence[Request], lens: Sequence[int], num_steps: int, index_width: int) -> None:
+        """Before a step is launched, eager or captured: branches lie in what is owned, indices fit into their buffer.
+
+        lens: final entries of each request in the draft pool; index_width: see `draft_index_width`.
+        """
+        page_size = self.table.page_size
+        for request, length in zip(requests, lens, strict=True):
+            stride = branch_stride(length % page_size, num_steps, page_size)
+            allocated = len(request.pages) * page_size
+            check_branches(request.request_id, length, stride, self.topk, num_steps, allocated)
+        for step in range(num_steps - 1):
+            check_draft_indices(lens, self.topk, step, index_width)
+
     def _propose(self, hidden: Tensor, batch: Batch, positions: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
         """K continuations of each row, the likeliest or drawn: probabilities and target-vocabulary ids, both [n, K].
 
@@ -206,12 +212,8 @@ class Drafter:
             relay[rows] = torch.where(is_live[:, None], values, 0)
 
     def _branch_slots(self, batch: Batch, num_steps: int) -> Tensor:
-        page_size = self.table.page_size
-        for request, length in zip(batch.requests, batch.lens, strict=True):
-            stride = branch_stride(length % page_size, num_steps, page_size)
-            allocated = len(request.pages) * page_size
-            check_branches(request.request_id, length, stride, self.topk, num_steps, allocated)
-        positions = branch_positions(batch.lens_tensor, topk=self.topk, num_steps=num_steps, page_size=page_size)
+        layout = {"topk": self.topk, "num_steps": num_steps, "page_size": self.table.page_size}
+        positions = branch_positions(batch.lens_tensor, **layout)
         slots = self.table.table[batch.rows[:, None, None], positions]
         check_branch_shape(slots.shape, len(batch), self.topk, num_steps)
         return slots
@@ -236,8 +238,7 @@ class Drafter:
             if step:
                 self.forwards.move(ancestors.flatten(), copies.flatten(), guesses=True)
             return slots[:, :, : seam("bounds.page_table_scatter", step + 1, num_steps=self.num_steps)]
-        path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
-        return torch.cat((path, slots[:, :, step : step + 1]), -1)
+        return ancestor_path(slots, path, parents, step)
 
 
 def _chains(topk: int, step_choices: Sequence[int], max_bs: int, device: torch.device) -> dict[int, ChainConstants]:
@@ -250,7 +251,7 @@ def _chains(topk: int, step_choices: Sequence[int], max_bs: int, device: torch.d
 def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor) -> ForwardBatch:
     """Row (b, k) reads ``prefixes[b][k]``, then the slots of its node's ancestors, ``path[b, k]``, with its own last.
 
-    prefixes: by request [K, S] int64; path: [bs, K, step + 1] int64; tokens: [bs, K] int64.
+    prefixes: by request [K, S] int64; path: [bs, K, step + 1] int64; tokens: [bs * K] int64.
     """
     topk = path.shape[1]
     entries = [torch.cat((prefix, slots), 1).flatten() for prefix, slots in zip(prefixes, path, strict=True)]
@@ -266,6 +267,6 @@ def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Ten
         kv_lens=kv_lens,
         new_lens=(1,) * len(kv_lens),
         slots=path.select(2, -1).flatten(),
-        tokens=tokens.flatten(),
-        positions=(batch.lens_tensor + step)[:, None].expand(-1, topk).flatten(),
+        tokens=tokens,
+        positions=row_positions(batch.lens_tensor, step, topk),
     )

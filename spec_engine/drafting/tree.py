@@ -7,7 +7,6 @@ step before is number q*K + k of its step. Children always come after their pare
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +29,6 @@ class Tree:
     parents: Tensor
     depths: Tensor
     mask: Tensor
-
-
-class RetrieveLinks(NamedTuple):
-    """A tree as lists of children, all [bs, N] int64; -1 ends a list.
-
-    index: number of the node in the batch, b * N + n. next_token: the node's first child. next_sibling: the next
-    child of the same parent. Both lie behind their node, so that a walk along them ends.
-    """
-
-    index: Tensor
-    next_token: Tensor
-    next_sibling: Tensor
 
 
 class TreeGrowth:
@@ -133,21 +120,5 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     return torch.linalg.matrix_power(step.double(), max_depth) > 0
 
 
-def retrieve_links(parents: Tensor) -> RetrieveLinks:
-    """Lists of children from ``parents [bs, N]``, siblings ascending; who has no earlier parent is in no list."""
-    bs, num_nodes = parents.shape
-    nodes = torch.arange(num_nodes, device=parents.device)
-    behind = nodes > nodes[:, None]  # [node, later node]
-    child = (parents[:, None] == nodes[:, None]) & behind
-    sibling = (parents[:, None] == parents[:, :, None]) & behind & (parents >= 0)[:, :, None]
-    index = torch.arange(bs * num_nodes, device=parents.device).view(bs, num_nodes)
-    return RetrieveLinks(index, _first(child), _first(sibling))
-
-
 def _check_indices(name: str, array: Tensor, shape: tuple[int, int]) -> None:
     check_tree_array(name, array.shape, shape, str(array.dtype).removeprefix("torch."), array.is_contiguous())
-
-
-def _first(chosen: Tensor) -> Tensor:
-    """Number of the first True in each ``[..., N] bool`` row, or -1."""
-    return torch.where(chosen.any(-1), chosen.int().argmax(-1), -1)

@@ -9,6 +9,7 @@ import torch
 from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.acceptance.walk import Acceptance, match
 from spec_engine.drafting.chain import new_growth
+from spec_engine.drafting.growing import grow, row_positions
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.tree import Tree
 from spec_engine.graphs.decision import compact
@@ -134,28 +135,23 @@ class DraftProgram(StepProgram):
 
     def _grow(self, rows: Tensor, lens: Tensor, bonus: Tensor) -> Tree:
         """Rows of the draft pool hold ``lens [size]`` final entries."""
-        drafter, size, topk = self._drafter, self.size, self._drafter.topk
+        drafter, topk = self._drafter, self._drafter.topk
         layout = {"topk": topk, "num_steps": drafter.num_steps, "page_size": self._page_size}
         slots = slots_at(self._table, rows[:, None, None], branch_positions(lens, **layout))  # [size, K, T]
-        growth = new_growth(topk, size, drafter.chain_constants)
-        probs, tokens, hidden = drafter.proposals(rows)
-        growth.add(probs[:, None], tokens[:, None])
-        hidden, path = hidden[:, None], slots[:, :1, :0]
-        for step, hooked in enumerate(self._draft_forwards):
-            tokens, parents = growth.survive()
-            hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            path = path.gather(1, parents[:, :, None].expand(-1, -1, step))
-            path = torch.cat((path, slots[:, :, step : step + 1]), -1)  # ancestors, then the branch's own column
+        growth = new_growth(topk, self.size, drafter.chain_constants)
+
+        def run(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            hooked = self._draft_forwards[step]
             forward = hooked.forward
-            forward.tokens.copy_(tokens.flatten())
-            forward.positions.copy_((lens + step)[:, None].expand(-1, topk).flatten())
+            forward.tokens.copy_(tokens)
+            forward.positions.copy_(row_positions(lens, step, topk))
             forward.slots.copy_(path[:, :, -1].flatten())
             forward.read(self._table, rows, lens, path.flatten(0, 1), self._drafts.pool.num_slots)
             with self._drafts.open(hooked) as attention:
-                flat = drafter.head(forward.tokens, hidden.flatten(0, 1), forward.positions, attention)
-            probs, children = drafter.likeliest(flat)
-            growth.add(probs.view(size, -1, topk), children.view(size, -1, topk))
-            hidden = flat.view(size, topk, -1)
+                after = drafter.head(forward.tokens, hidden, forward.positions, attention)
+            return after, *drafter.likeliest(after)
+
+        grow(growth, slots, drafter.proposals(rows), run)
         return growth.finish(bonus, drafter.num_draft_tokens)
 
     def _judge(self, rows: Tensor, lens: Tensor, tree: Tree) -> None:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from kvcanary.invariants import check_branches, check_rows_distinct, check_window
+from kvcanary.invariants import check_rows_distinct, check_window
 from spec_engine.acceptance.acceptor import Decision
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.drafting.drafter import Drafter
-from spec_engine.drafting.layout import branch_stride
 from spec_engine.graphs.decision import is_decided_by_argmax
 from spec_engine.graphs.decode import DecodeProgram
 from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
+from spec_engine.memory.sizing import draft_index_width
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.runner import Part, Runner, StepResult, Verified
 from spec_engine.verify import Accepted
@@ -130,9 +130,9 @@ class GraphRunner(Runner):
     def _verified(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> Verified:
         if self._bucket is None:
             return super()._verified(batch, drafter, num_steps)
-        self._check(batch, drafter)
-        drafter.consume(batch)
         step, live = self._bucket.step, len(batch)
+        self._check(batch, drafter, step.size)
+        drafter.consume(batch)
         hidden = step(batch, self._decides)
         return Verified(step.tree(live), step.windows(live), DecoderOutput(hidden, None))
 
@@ -168,12 +168,11 @@ class GraphRunner(Runner):
         lens = [batch.lens[b] + len(accepted[b].tokens) for b in going]
         drafter.publish([batch.requests[b] for b in going], lens)
 
-    def _check(self, batch: Batch, drafter: Drafter) -> None:
+    def _check(self, batch: Batch, drafter: Drafter, size: int) -> None:
         """What the host knows of the step's slots before they are used."""
         page_size = self.table.page_size
         for request, length in zip(batch.requests, batch.lens, strict=True):
-            allocated, name = len(request.pages) * page_size, request.request_id
-            check_window(name, length, drafter.num_draft_tokens, allocated)
-            begin = length + drafter.head.ahead
-            stride = branch_stride(begin % page_size, drafter.num_steps, page_size)
-            check_branches(name, begin, stride, drafter.topk, drafter.num_steps, allocated)
+            check_window(request.request_id, length, drafter.num_draft_tokens, len(request.pages) * page_size)
+        lens = [length + drafter.head.ahead for length in batch.lens]
+        width = draft_index_width(size, drafter.topk, self.table.width)
+        drafter.check_step(batch.requests, lens, drafter.num_steps, width)

@@ -14,6 +14,7 @@ from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import PrefixTree
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import pages_for, step_pages, window_row_pages
+from spec_engine.memory.split_pool import SplitPool, SplitRow
 from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.request import Request
 
@@ -37,6 +38,7 @@ class KVMemory:
         """``tier``: where what retracted requests had computed is put away; None: it is computed again."""
         self.allocator, self.table, self.canary, self.tier = allocator, table, canary, tier
         self.windows = allocator if isinstance(allocator, WindowPool) else None
+        self.split = allocator if isinstance(allocator, SplitPool) else None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
         self.cache = PrefixCache(
@@ -104,6 +106,11 @@ class KVMemory:
             self.windows.check_mapped(_window_row(request))
         return missing
 
+    def bring(self, what: str, requests: Iterable[Request]) -> None:
+        """Have on the device what the next forward, ``what``, of these requests reads and writes."""
+        if self.split is not None:
+            self.split.bring(what, [SplitRow(r.request_id, r.pages, r.committed_len) for r in requests])
+
     def make_room(self, count: int) -> bool:
         """Let cached pages go until ``count`` are free; whether so many can be granted in this very step."""
         evicted = self.cache.make_room(count)
@@ -133,7 +140,7 @@ class KVMemory:
 
     def check_accounting(self, requests: Iterable[Request]) -> None:
         """PageLeakError unless every page is free, waits, or is held by a request or the cache."""
-        self.cache.accounting(requests).check()
+        self.cache.check_accounting(requests)
         if self.tier is not None:
             self.tier.check_accounting()
 

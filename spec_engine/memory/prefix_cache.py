@@ -114,12 +114,20 @@ class PrefixCache:
 
     def accounting(self, requests: Iterable[PageHolder]) -> PoolAccounting:
         """Where all pages are; ``requests`` are all that hold some."""
-        owned = sum(len(request.pages) - request.num_shared for request in requests)
-        return self.allocator.accounting(owned, self.tree.num_evictable, self.tree.num_protected)
+        return self.allocator.accounting(*self._held(requests))
+
+    def check_accounting(self, requests: Iterable[PageHolder]) -> None:
+        """PageLeakError unless these requests, the cache and the allocator's pools account for every page."""
+        self.allocator.check_accounting(*self._held(requests))
 
     def check_references(self, requests: Iterable[PageHolder]) -> None:
         """ReferenceCountError unless references, rows and tree agree; reads every page, so for idle moments."""
         check_holders(self.allocator.references, [request.pages for request in requests], self.tree.pages)
+
+    def _held(self, requests: Iterable[PageHolder]) -> tuple[int, int, int]:
+        """Pages that requests alone hold, and those of the cache: evictable, protected."""
+        owned = sum(len(request.pages) - request.num_shared for request in requests)
+        return owned, self.tree.num_evictable, self.tree.num_protected
 
     def _insert(
         self, request: PageHolder, tokens: Sequence[int], committed_len: int, salt: str, adapter: str

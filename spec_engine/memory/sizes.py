@@ -24,6 +24,7 @@ class Sizes:
     context_length: longest prompt plus output; row_width: columns of a request-table row.
     pool_bytes: K, V and their scales by pool; table_bytes: the request table.
     canary_bytes: records and fingerprints, 0 without one.
+    host_bytes: host memory for what a split pool has no room for on the device, 0 without one.
     """
 
     page_size: int
@@ -39,6 +40,7 @@ class Sizes:
     pool_bytes: Mapping[str, int] = field(default_factory=dict)
     table_bytes: int = 0
     canary_bytes: int = 0
+    host_bytes: int = 0
 
 
 def plan_sizes(config: EngineConfig, *, max_positions: int, ahead: int | None, lag: int) -> Sizes:

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from kvcanary import PoolView
 from kvcanary.groups import NOWHERE
+from spec_engine.memory.pool import KVPool
+
+
+class Mapped(Protocol):
+    """Behind whose map a pool lies: requests, tables and plans name the slots of ``slot_map``, the pool has others.
+
+    window: tokens that its layers see, None: all; num_own_pages: of the pool
+    """
+
+    slot_map: Tensor
+
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def num_own_pages(self) -> int: ...
+
+    def translate(self, full_slots: Tensor) -> Tensor:
+        """The pool's own slots of these, 0 where there is none."""
+
+    def view(self, pool: KVPool) -> PoolView:
+        """The pool as the canary sees it."""
 
 
 class SlotMap:

@@ -101,7 +101,7 @@ class WindowPool:
         return self._full.num_pages
 
     @property
-    def num_window_pages(self) -> int:
+    def num_own_pages(self) -> int:
         return self._pages.num_pages
 
     @property

@@ -67,6 +67,9 @@ def _engine(engine: Engine, worker: EngineWorker) -> Iterator[Metric]:
     yield _counter("spec_engine_steps", "Steps of the engine.", metrics.num_steps)
     yield _counter("spec_engine_prefill_tokens", "Prompt tokens that were forwarded.", metrics.prefill_tokens)
     yield _counter("spec_engine_restored_tokens", "Tokens that came back from the host.", metrics.restored_tokens)
+    if engine.split is not None:
+        swapped = {"in": engine.split.num_swapped_in, "out": engine.split.num_swapped_out}
+        yield _counters("spec_engine_swapped_pages", "Pages that a split pool copied.", "direction", swapped)
     yield _counter("spec_engine_emitted_tokens", "Tokens that decode steps emitted.", metrics.tokens_emitted)
     yield _counter(
         "spec_engine_verify_forwards", "Target forwards past the prefill, one a request.", metrics.verify_forwards

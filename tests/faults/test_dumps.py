@@ -38,8 +38,8 @@ def flip_a_bit(engine: Engine) -> None:
     """In the last page of the first row: inside every window."""
     request = engine.running[0]
     slot = engine.request_table.table[request.row, request.committed_len - 3 : request.committed_len - 2]
-    if engine.windows is not None:
-        slot = engine.windows.translate(slot)
+    if (behind := engine.windows or engine.split) is not None:
+        slot = behind.translate(slot)
     kv = engine.pools["target"].kv[1, int(slot), 1, 0]
     kv.view(torch.uint8)[1] ^= 1 << 4
 
@@ -70,12 +70,13 @@ MORE = {
     "plain, window": {"drafts": False, "window": 16},
     "overlap": {"schedule": "overlap"},
     "prefix cache": {"shared": 24},
+    "split pool": {"topk": 1, "num_steps": 2, "on_device": 2},
 }
 
 
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE)
 def test_other_engines(tmp_path: Path, more: dict) -> None:
-    """Sliding windows, a host that is behind and shared prefixes: clean up to the fault, and the finding after it."""
+    """Windows, pages on the host, a lagging host, shared prefixes: clean up to the fault, and the finding after it."""
     setup = replace(
         next(iter(PLANS["full"].setups.values())), model="known", page_size=4, new_tokens=NEW_TOKENS, **more
     )

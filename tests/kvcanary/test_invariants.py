@@ -469,13 +469,6 @@ CASES = [
         "rebuild them whenever num_steps changes",
     ),
     Case(
-        invariants.check_links,
-        ("req-3", [1, 1, -1], [-1, -1, -1]),
-        ("req-3", [1, 2, -1], [-1, -1, -1]),
-        invariants.TreeShapeError,
-        "req-3: next_token of node 1 is 1, must be -1 or lie in (1, 3); all are [1, 1, -1]",
-    ),
-    Case(
         invariants.check_candidates,
         (4, 6),
         (4, 5),
@@ -579,30 +572,21 @@ CASES = [
         ("req-3", [7, 8, 9], {7}),
         ("req-3", [7], {7}),
         invariants.ResidencyError,
-        "req-3: 2 of 3 tokens are not on the device, the first is logical slot 8: swap them in and wait for it",
+        "req-3: 2 of 3 pages are not on the device, the first is page 8: bring them before the forward",
     ),
     Case(
-        invariants.check_hot_room,
-        ("req-3", 3, 2, 8),
-        ("req-3", 3, 3, 8),
+        invariants.check_device_room,
+        ("verify", 9, 8),
+        ("verify", 8, 8),
         invariants.ResidencyError,
-        "req-3: 3 tokens wanted on the device, its 8 hot slots have room for 2: the others are wanted too, "
-        "or not saved yet; raise hot_pages or save more often",
+        "verify: 9 pages wanted on the device at once, it has 8: run fewer rows at a time",
     ),
     Case(
-        invariants.check_verify_width,
-        ("req-3", 5, 0, 4),
-        ("req-3", 4, 0, 4),
+        invariants.check_device_pages,
+        (3, 5, 4),
+        (3, 4, 4),
         invariants.ResidencyError,
-        "req-3: 5 verify tokens for an extra page of 4 slots, 0 slots are taken already: "
-        "settle the last verify first, and draft no more than a page holds",
-    ),
-    Case(
-        invariants.check_hot_slots,
-        ("req-3", 3, 4, 8),
-        ("req-3", 4, 4, 8),
-        invariants.ResidencyError,
-        "req-3: 3 hot slots free + 4 resident != 8 in all",
+        "3 pages lie on the device and 5 on the host, 4 are held: pages that were freed kept their places",
     ),
     Case(
         invariants.check_host_capacity,

@@ -104,11 +104,12 @@ def underestimate_at_admission(engine: Engine) -> None:
 
 
 def shrink_the_reserve(engine: Engine) -> None:
-    engine.sizes = replace(engine.sizes, reserve=0)
+    engine.scheduler.reserve = 0
 
 
 def estimate_with_another_reserve(engine: Engine) -> None:
-    engine.scheduler.reserve += PAGE_SIZE
+    estimate = engine.scheduler.decode_estimate
+    engine.scheduler.decode_estimate = lambda requests: estimate(requests) + len(requests)
 
 
 def lose_a_running_request(engine: Engine) -> None:

@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     num_steps: int
     num_nodes: int
     is_second: bool  # whether accepted paths leave the first branch
+    is_split: bool = False  # whether the device has room for one of the longest requests alone
 
 
 PLAIN = Shape(4, 1, 0, 1, False)
@@ -47,6 +48,7 @@ SHAPES = [
     Shape(16, 2, 3, 11, True),
     Shape(16, 4, 1, 5, True),
 ]
+SPLIT_SHAPES = [Shape(8, 1, 3, 4, False, True), PLAIN._replace(is_split=True)]
 
 
 @cache
@@ -69,14 +71,17 @@ def texts() -> list[KnownText]:
 
 def make_engine(shape: Shape, schedule: str, room: int) -> Engine:
     """A pool that holds the longest request and ``room`` eighths more; admission counts with prompts alone."""
-    page_size, topk, num_steps, num_nodes, is_second = shape
+    page_size, topk, num_steps, num_nodes, is_second, is_split = shape
     reserve, draft, settings = 1, None, {"draft": "none"}
-    if shape != PLAIN:
+    if num_steps:
         lag = int(schedule == "overlap")
         reserve = reserve_len(draft_alloc_len(page_size, topk, num_steps, num_nodes), num_steps + 1, lag)
         draft = KnownDraft(model(), texts(), lambda *place: 1 + hash(place) % (num_steps + 1), is_second=is_second)
         settings = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
-    pages = pages_for(max(PROMPT_LENS) + MOST_NEW, reserve, page_size) * (8 + room) // 8 + 1
+    longest = pages_for(max(PROMPT_LENS) + MOST_NEW, reserve, page_size)
+    pages = longest * (8 + room) // 8 + 1
+    if is_split:
+        settings |= {"max_device_tokens": longest * page_size, "device_turn": 2}
     config = EngineConfig(
         page_size=page_size,
         schedule=schedule,
@@ -95,7 +100,7 @@ def make_engine(shape: Shape, schedule: str, room: int) -> Engine:
 class Traffic(RuleBasedStateMachine):
     """An engine and what became of its requests: (number of the text, tokens asked for), outputs and last words."""
 
-    slots_checked = num_retractions = num_sharing = 0  # of all runs
+    slots_checked = num_retractions = num_sharing = num_swaps = 0  # of all runs
 
     @initialize(shape=st.sampled_from(SHAPES), schedule=st.sampled_from(["sync", "overlap"]), room=st.integers(0, 5))
     def begin(self, shape: Shape, schedule: str, room: int) -> None:
@@ -154,13 +159,24 @@ class Traffic(RuleBasedStateMachine):
         assert (certificate["findings"], certificate["disabled"]) == ([], [])
         Traffic.slots_checked += certificate["slots_checked"]
         Traffic.num_retractions += self.engine.metrics.num_retractions
+        Traffic.num_swaps += 0 if self.engine.split is None else self.engine.split.num_swapped_in
 
 
-def run(examples: int) -> None:
+class SplitTraffic(Traffic):
+    """The same where not all that run have room on the device."""
+
+    @initialize(
+        shape=st.sampled_from(SPLIT_SHAPES), schedule=st.sampled_from(["sync", "overlap"]), room=st.integers(5, 9)
+    )
+    def begin(self, shape: Shape, schedule: str, room: int) -> None:
+        super().begin(shape, schedule, room)
+
+
+def run(examples: int, machine: type[Traffic] = Traffic) -> None:
     """So many random histories of 40 actions, the same ones every time."""
-    Traffic.slots_checked = Traffic.num_retractions = Traffic.num_sharing = 0
+    Traffic.slots_checked = Traffic.num_retractions = Traffic.num_sharing = Traffic.num_swaps = 0
     options = settings(max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True)
-    run_state_machine_as_test(Traffic, settings=options)
+    run_state_machine_as_test(machine, settings=options)
 
 
 def test_any_order_of_actions_is_clean() -> None:
@@ -170,8 +186,15 @@ def test_any_order_of_actions_is_clean() -> None:
     assert Traffic.num_sharing > 0
 
 
+def test_any_order_of_actions_is_clean_where_pages_come_and_go() -> None:
+    """The device has room for one of the longest requests, up to four are under way."""
+    run(12, SplitTraffic)
+    assert Traffic.num_swaps > 100
+
+
 @pytest.mark.slow
 def test_any_order_of_actions_is_clean_for_long() -> None:
     """The same 2,000 times, and silence over 10 million slot checks."""
     run(2000)
     assert Traffic.slots_checked >= LEAST_SLOT_CHECKS
+    run(200, SplitTraffic)

@@ -96,4 +96,5 @@ def test_sizes_are_those_of_what_was_allocated(toy_model: Path, draft, ahead, sc
         "pool_bytes": {name: slots * count * 2 * 2 * 8 * 8 for name, count in layers.items()},
         "table_bytes": 4 * (100 + reserve + 3) * 8,
         "canary_bytes": sum(slots * (8 + 8 + count) * 8 for count in layers.values()) + 513 * 3 * 8,
+        "host_bytes": 0,
     }

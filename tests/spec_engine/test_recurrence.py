@@ -54,6 +54,16 @@ def test_drafting_does_not_change_what_a_hybrid_model_says(monkeypatch, expected
     assert engine.canary.certificate()["findings"] == []
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_take_turns_with_their_states(monkeypatch, expected, drafts):
+    """States stay by row, while the pages of those that wait lie on the host."""
+    room = {"max_device_tokens": 48, "device_turn": 2, "topk": 1, "num_steps": 2}
+    engine = hybrid_engine(monkeypatch, drafts, **room)
+    assert tokens_of(engine) == expected
+    assert engine.split.num_swapped_in > 0
+    assert engine.canary.certificate()["findings"] == []
+
+
 def test_the_state_of_another_node_changes_the_output(monkeypatch, expected):
     """Committing the root's state instead of the accepted node's is enough."""
     inner = RecurrentPool.commit

@@ -282,6 +282,18 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             help="Slots of the target's pool where its layers have a sliding window; by default enough for all.",
         ),
         _engine_option(
+            "--max-device-tokens",
+            type=int,
+            metavar="N",
+            help="Slots of the target's pool on the device; what has no room there lies on the host. By default all.",
+        ),
+        _engine_option(
+            "--device-turn",
+            type=int,
+            metavar="N",
+            help="Steps that requests run before others take their places there.",
+        ),
+        _engine_option(
             "--host-pages", type=int, metavar="N", help="Pages of host memory for requests that wait again; 0: none."
         ),
         _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),

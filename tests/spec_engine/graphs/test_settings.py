@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_engine import ConfigError, EngineConfig
+from kvcanary.invariants import IndexBufferError
+from spec_engine import ConfigError, EngineConfig, SamplingParams
+from spec_engine.graphs import runner as runner_module
 from spec_engine.graphs.settings import check_model
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.hybrid import HybridDecoder
@@ -44,3 +46,14 @@ def test_without_graphs_nothing_of_them_is_loaded():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "['spec_engine.graphs', 'spec_engine.graphs.settings']"
+
+
+def test_what_would_not_fit_is_refused_before_a_captured_launch(make, monkeypatch):
+    """Branches and index entries are judged by the function of eager steps, by the width of the bucket."""
+    monkeypatch.setattr(runner_module, "draft_index_width", lambda size, topk, width: size * width)
+    engine = make(graphs="on", mode="off", page_size=1, topk=4, num_steps=3, num_draft_tokens=8, context_length=64)
+    launched = []
+    monkeypatch.setattr(engine.runner._buckets[0].step, "_run", lambda: launched.append("step"))
+    with pytest.raises(IndexBufferError, match=r"draft\[0\]: topk 4 \* committed 50 \+ .* = 204 index entries <= row"):
+        engine.generate([[7] * 50], SamplingParams(max_new_tokens=4))
+    assert launched == []

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvcanary.invariants import PoolExhaustedError
-from spec_engine.memory import extend, kv_memory, split_pool
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.extend import alloc_extend
 from spec_engine.memory.window_pool import WindowPool
@@ -45,8 +44,3 @@ def test_pages_of_both_pools_of_a_window_are_counted():
     with pytest.raises(PoolExhaustedError, match="1 window pages needed, 0 of 2 free"):
         alloc_extend(pool, 2, 9, 4)
     assert (pool.num_free, pool._full.num_free) == (0, 2)
-
-
-def test_all_rows_grow_by_one_function():
-    """The engine's rows and those of a split pool."""
-    assert kv_memory.alloc_extend is split_pool.alloc_extend is extend.alloc_extend

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_engine.memory.fp8_pool import Fp8Pool, dequantise, quantise
-from spec_engine.memory.host_rows import HostRows
-from spec_engine.memory.split_pool import SplitPool
+from spec_engine.memory.host_rows import HostRows, slots_of
+from spec_engine.memory.split_pool import SplitPool, SplitRow
 from spec_engine.streams import Streams
 
 CPU = torch.device("cpu")
@@ -134,22 +134,20 @@ def test_rows_come_back_from_the_host_with_their_scales(slots, places, back, cou
 
 
 def test_a_split_pool_brings_scales_back():
-    """Twelve tokens in eight hot slots: the first ones come back from the host as they were stored."""
-    kv, streams = make_pool(num_pages=6), Streams(CPU)
-    split = SplitPool(kv, 8, 4, streams)
-    split.start("one")
-    slots = [page * 2 + offset for page in split.alloc_extend("one", 12) for offset in range(2)]
-    expected = []
-    for first in (0, 8):
-        chunk = slots[first : first + 8]
-        split.bind("one", chunk)
-        own = split.translate(torch.tensor(chunk))
+    """Twelve tokens and room for eight on the device: what comes back from the host is what was stored."""
+    kv, streams = make_pool(num_pages=4), Streams(CPU)
+    split = SplitPool(8, 4, page_size=2, device=CPU)
+    split.serve(kv, streams, None)
+    rows, expected = [split.allocate(3), split.allocate(3)], []
+    for number, pages in enumerate(rows):
+        split.bring("prefill", [SplitRow(f"row {number}", pages, 0)])
+        own = split.translate(slots_of(pages, 2))
         for layer in range(2):
-            kv.store(layer, own, *random_rows(len(chunk)))
-        split.save("one", chunk)
+            kv.store(layer, own, *random_rows(len(own)))
         expected.append(contents(kv, own.tolist()))
-    streams.main.wait(split.swap_in("one", slots[:4]))
-    assert torch.equal(contents(kv, split.translate(torch.tensor(slots[:4])).tolist()), expected[0][:, :4])
+    split.bring("decode", [SplitRow("row 0", rows[0], 6)])
+    assert torch.equal(contents(kv, split.translate(slots_of(rows[0], 2)).tolist()), expected[0])
+    assert split.num_swapped_in == 2
 
 
 def test_scales_are_counted_and_protected():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -82,8 +81,7 @@ def run(
 @contextmanager
 def doubled_reserve(engine: Engine) -> Iterator[None]:
     """The upper bound of the reserve, twice the allocation length; the prompts end far before their rows do."""
-    engine.sizes = replace(engine.sizes, reserve=2 * engine.sizes.alloc_len)
-    engine.scheduler.reserve = engine.sizes.reserve
+    engine.scheduler.reserve = 2 * engine.sizes.alloc_len
     yield
 
 

@@ -1,6 +1,6 @@
 """What the canary costs inside transformers' generate: ``python -m kvcanary_tools.bench.transformers_cost``.
 
-A Llama of 94 M random parameters in bfloat16, batch 4, 512 + 64 tokens, greedy, two threads; without a canary, with
+A Llama of 99.5 M random parameters in bfloat16, batch 4, 512 + 64 tokens, greedy, two threads; without a canary, with
 records alone (`write`), rolling and full, in turn within each of five passes.
 """
 

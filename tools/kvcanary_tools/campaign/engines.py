@@ -22,6 +22,7 @@ NUM_TEXTS = 6
 SPREAD = 8  # tokens by which prompts of one setup may be longer
 SURE = 20.0  # logit scale at which the random model's greedy choice is never close
 SPARE_REQUESTS = 3  # that may run beside the batch
+DEVICE_TURN = 2  # steps, where not all that run have room on the device
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,18 @@ def engine_config(setup: Setup, canary: CanaryConfig) -> EngineConfig:
         context_length=setup.context,
         new_token_ratio=setup.new_token_ratio,
         max_running_requests=setup.batch + SPARE_REQUESTS,
-        max_total_tokens=setup.page_size * (setup.pages or _plenty(setup)),
+        max_total_tokens=setup.page_size * (setup.pages or (setup.batch + SPARE_REQUESTS) * _most_pages(setup)),
+        max_device_tokens=None if setup.on_device is None else setup.page_size * setup.on_device * _most_pages(setup),
+        device_turn=DEVICE_TURN,
         canary=canary,
     )
 
 
-def _plenty(setup: Setup) -> int:
-    """Pages with which nobody waits."""
+def _most_pages(setup: Setup) -> int:
+    """Pages with which one request waits for nobody."""
     branches = setup.topk * (setup.num_steps + 2 * setup.page_size) if setup.drafts else 0
     tokens = setup.prompt_len + SPREAD + setup.new_tokens + 2 * branches + 2 * setup.page_size
-    return (setup.batch + SPARE_REQUESTS) * (tokens // setup.page_size + 2)
+    return tokens // setup.page_size + 2
 
 
 def _accept_len(num_steps: int):

@@ -109,9 +109,10 @@ def _read_file(name: str) -> str:
 def _sizes_line(sizes: Sizes) -> str:
     """What an operator wants to know at the start: row width, and the bytes of pools, table and canary."""
     pools = ", ".join(f"{name} pool {console.size(count)}" for name, count in sizes.pool_bytes.items())
+    host = f", host {console.size(sizes.host_bytes)}" if sizes.host_bytes else ""
     return (
         f"{sizes.num_rows} rows of {sizes.row_width} columns (context {sizes.context_length}, "
-        f"reserve {sizes.reserve}), {sizes.num_pages} pages of {sizes.page_size} slots: {pools}, "
+        f"reserve {sizes.reserve}), {sizes.num_pages} pages of {sizes.page_size} slots: {pools}{host}, "
         f"table {console.size(sizes.table_bytes)}, canary {console.size(sizes.canary_bytes)}"
     )
 

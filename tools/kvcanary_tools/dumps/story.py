@@ -172,5 +172,7 @@ _WORDS = {
     "on_load_fail": ("marked load-failed by", ""),
     "on_restore": ("restored by", ""),
     "on_offload": ("put away", ""),
+    "on_swap_out": ("sent to the host", ""),
+    "on_swap_in": ("brought back from the host", ""),
 }
 _ORDER = {"born": 0, "page": 1, "wrote": 2, "moved": 3, "read": 4, "found": 9}
