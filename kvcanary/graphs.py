@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,19 @@ class RowTruth(NamedTuple):
     truths: list[int]
 
 
+class Listener(Protocol):
+    """Who keeps what the host learns of captured forwards."""
+
+    def learned(self, forward: Forward, ancestors: Ints, layers: Sequence[int]) -> None:
+        """The first of its site and step of which nothing was told; `ancestors`: [rows, n]."""
+
+    def moved(self, src: Ints, dst: Ints) -> None:
+        """The first launched move of which nothing was told."""
+
+    def noticed(self, hit: StaticHit) -> None:
+        """A check on the device fired."""
+
+
 class Launched(NamedTuple):
     """A captured forward that the host has launched and knows nothing more of; committed: by request, at that time."""
 
@@ -58,6 +71,7 @@ class Written(NamedTuple):
     tokens: Tensor
     positions: Tensor
     safe_slots: Tensor
+    ancestors: Tensor
     parents: Tensor
     mask: Tensor
 
@@ -66,10 +80,11 @@ class StaticChecks:
     """Substeps that are captured or replayed: they judge on the device, and the host reads what fired once a step.
 
     launched, moves: forwards and moves of which the host has not learned yet
+    listener:        who is told what was learned of them, and of every hit
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage) -> None:
-        self._state, self._ledger, self._coverage = state, ledger, coverage
+    def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
+        self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
         self.bank = SubstepBank(state)
         self.launched: list[Launched] = []
         self.moves: list[StaticMove] = []
@@ -112,6 +127,8 @@ class StaticChecks:
             self._ledger.pages.wrote(slots // self._ledger.page_size)
             rows.append(slots + forward.pool.base)
             forwards.append(forward)
+            ancestors = on_host(written.ancestors)[: forward.num_rows]
+            self.listener.learned(forward, ancestors, run.substep.layers)
         if rows:
             mirror.learn(np.concatenate(rows))
         self._num_learned = len(forwards)
@@ -120,9 +137,13 @@ class StaticChecks:
     def learn_moves(self, mirror: Mirror) -> list[tuple[PoolState, Ints]]:
         """Pools, and the slots in them into which launched moves have brought other entries; after `learn`."""
         moves, self.moves, arrived = self.moves, [], []
-        for move, destination in zip(moves, _on_host_together([move.dst for move in moves]), strict=True):
+        sources = _on_host_together([move.src for move in moves])
+        destinations = _on_host_together([move.dst for move in moves])
+        for move, source, destination in zip(moves, sources, destinations, strict=True):
             pool, slots = move.pool, on_host(destination)
-            slots = slots[slots >= 0]
+            is_moved = slots >= 0
+            slots = slots[is_moved]
+            self.listener.moved(on_host(source)[is_moved], slots)
             if len(slots):
                 mirror.learn(slots + pool.base)
                 positions = mirror.table[slots + pool.base, TOKEN_POSITION] >> 32
@@ -138,6 +159,8 @@ class StaticChecks:
     def harvest(self) -> list[Hit]:
         """Hits and gaps since the last harvest; after the step has been synchronised."""
         harvest = self.bank.harvest()
+        for hit in harvest.hits:
+            self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
         self._coverage.forwards += max(self._num_learned, int(rows > 0))
         self._num_learned = 0
@@ -167,7 +190,7 @@ def _written(substeps: Sequence[StaticSubstep]) -> list[Written]:
         parents = plan.slots[:0] if plan.parents is None else plan.parents
         mask = plan.slots[:0] if mask is None else mask
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions
-        device += [*own, substep.work.planned.safe_slots, parents, mask]
+        device += [*own, substep.work.planned.safe_slots, substep.work.ancestors, parents, mask]
     host = _on_host_together(device)
     count = len(Written._fields)
     return [Written(*host[first : first + count]) for first in range(0, len(host), count)]

@@ -96,7 +96,8 @@ class CanaryManager(Lifecycle):
     def bank(self) -> SubstepBank:
         """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
         if self._static is None:
-            self._static = self._checks.static = StaticChecks(self._state, self._ledger, self._coverage)
+            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
+            self._checks.static = self._static
         return self._static.bank
 
     def launch(
@@ -111,7 +112,7 @@ class CanaryManager(Lifecycle):
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
         self._expect_closed("launch()")
         requests = self.requests_of(request_ids)
-        self.recorder.note("launch", (*substep.site, substep.pool.name, tuple(request_ids)))
+        self.recorder.launched(substep, request_ids, written, reads)
         self._checks.settle_before_launch()
         return self._static.launch(substep, requests, self.step, written, reads)
 
@@ -119,6 +120,7 @@ class CanaryManager(Lifecycle):
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
+        self.recorder.launched_move(self._static.bank.moves.index(move))
         self._static.moves.append(move)
 
     def substep(self, kind: str, index: int, pool: str) -> SubstepCanary | WarmupSubstep:

@@ -20,12 +20,14 @@ from torch import Tensor
 from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
+from kvcanary.recorder_captured import CapturedEvents
 from kvcanary.recorder_forwards import RecordedForward
 
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.hits import Hit
     from kvcanary.reading import Verdict
+    from kvcanary.static import StaticSubstep
 
 MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: tuples, names and small integers
@@ -81,7 +83,8 @@ class Segment:
 class Recorder:
     """The ring of one manager; it records from `start` on, and nothing with 0 steps.
 
-    maps: pools behind a slot map, whose changes are events too
+    maps:     pools behind a slot map, whose changes are events too
+    captured: what is told of captured steps
     """
 
     def __init__(self, books: Books, steps: int, most_bytes: int = MOST_BYTES) -> None:
@@ -91,6 +94,7 @@ class Recorder:
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self._interval = max(1, -(-steps // PARTS))
         self._events: list[Event] = []
+        self.captured = CapturedEvents()
         self._waiting: dict[int, RecordedForward] = {}
         self._parcels: dict[int, tuple[Parcel, int]] = {}
         self._num_parcels = 0
@@ -115,6 +119,7 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         self.step = step
         self.note("begin_step", (step,))
+        self.captured.forget(step)
 
     def tick(self, step: int) -> None:
         """A step was checked, nothing waits to be judged: now and then a segment begins."""
@@ -146,6 +151,16 @@ class Recorder:
         recorded = RecordedForward(forward)
         self._waiting[id(forward)] = recorded
         self._events.append(("forward", (recorded,), None))
+
+    def launched(self, substep: StaticSubstep, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+        """A captured forward runs next."""
+        if self.segments:
+            self.captured.launched(substep, requests, written, reads, self.step, self.segments[-1])
+
+    def launched_move(self, number: int) -> None:
+        """A captured move runs next."""
+        if self.segments:
+            self.captured.launched_move(number, self.segments[-1])
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
@@ -188,14 +203,16 @@ class Recorder:
             begin = end
 
     def fired(self, hit: Hit | HitBatch) -> None:
-        """A check fired while the last event ran: what it found damaged is part of that event."""
+        """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
         if not self.segments or hit.code not in _DAMAGE:
             return
-        segment = self.segments[-1]
+        launch = self.captured.event_of(hit.pool.name, hit.site, hit.step)
+        segment = self.segments[-1] if launch is None else launch.segment
         hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
         damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
-            segment.damage.setdefault(max(len(segment.events) - 1, 0), []).extend(damage)
+            number = max(len(segment.events) - 1, 0) if launch is None else launch.number
+            segment.damage.setdefault(number, []).extend(damage)
 
     def note_maps(self) -> None:
         """What has changed in the slot maps since the last look."""

@@ -1,8 +1,8 @@
-"""RecordedForward: one model call as the recorder keeps it, its plans and the rows that do not follow from grants."""
+"""RecordedForward, RecordedLaunch: one model call as the recorder keeps it, and the rows that no grant explains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,16 +62,10 @@ class RecordedForward:
 
     def keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         """Take plans and rows from a forward whose rows are on the host, and let go of it."""
-        names, n, rows = forward.names, forward.num_entries, forward.num_rows
+        names, n, rows, plan = forward.names, forward.num_entries, forward.num_rows, _plan_of(forward)
         if forward.refused_reads is not None:
             names = names.copy()
             names[forward.refused_reads.entries] = forward.refused_reads.names
-        plan = forward.plan.copy()
-        plan[:n] = forward.slot_names
-        if not forward.has_parents:
-            plan[3 * n : 4 * n] = -1
-        if forward.refused is not None:
-            plan[forward.refused.entries] = forward.refused.names
         first = 4 * n + rows + 1
         bounds, starts = forward.plan[4 * n : first], forward.plan[first + rows : first + 2 * rows]
         prefixes = forward.plan[first + 5 * rows :].repeat(forward.width)
@@ -90,6 +84,21 @@ class RecordedForward:
         self.plan, self.tails = plan, tails
         self._keep_rest(forward)
 
+    def keep_captured(self, forward: Forward, ancestors: Ints, stored: int) -> None:
+        """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
+
+        ancestors: [rows, n], between the prefix of each row and what it writes; stored: bitmap of its layers
+        """
+        n, rows, plan = forward.num_entries, forward.num_rows, _plan_of(forward)
+        first = 4 * n + rows + 1
+        own = plan[:n]
+        if ancestors.shape[1]:
+            begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
+            own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
+        self.plan, self.tails = _small(plan), _small(own)
+        self._keep_rest(forward)
+        self.stored = stored
+
     def keep_unjudged(self) -> None:
         """The same for one that is not judged yet: every row is kept whole."""
         forward = self._forward
@@ -106,7 +115,63 @@ class RecordedForward:
         self._forward = None
 
 
+class RecordedLaunch:
+    """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
+
+    number:  of its substep in the bank;  written, reads: as `CanaryManager.launch` was told
+    forward: its plans, and its rows as granted
+    again:   layers that have stored before, and did again
+    strays:  (row, place, slot) that checks found, which are all that a row may name besides
+    padding: (row, entry, slot) of W9, one of them -1
+    """
+
+    __slots__ = ("again", "forward", "number", "padding", "reads", "requests", "strays", "written")
+
+    def __init__(self, number: int, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+        self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written), reads
+        self.forward: RecordedForward | None = None
+        self.again: list[int] = []
+        self.strays: list[tuple[int, int, int]] = []
+        self.padding: list[tuple[int, int, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.forward is None else self.forward.num_bytes
+
+    def learn(self, forward: Forward, ancestors: Ints, layers: Sequence[int]) -> None:
+        """`layers`: those that stored, in their order."""
+        stored = set[int]()
+        for layer in layers:
+            if layer in stored:
+                self.again.append(layer)
+            stored.add(layer)
+        self.forward = RecordedForward(forward)
+        self.forward.keep_captured(forward, ancestors, sum(1 << layer for layer in stored))
+
+
+class RecordedMove:
+    """A captured move; `src` and `dst` once the host has heard of it, [n] each."""
+
+    __slots__ = ("dst", "number", "src")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.src: Ints | None = None
+        self.dst: Ints | None = None
+
+
 _NONE: Ints = np.empty(0, np.int32)
+
+
+def _plan_of(forward: Forward) -> Ints:
+    """`Forward.plan` with the slots that were asked for, and parents of -1 where there are no trees."""
+    plan, n = forward.plan.copy(), forward.num_entries
+    plan[:n] = forward.slot_names
+    if not forward.has_parents:
+        plan[3 * n : 4 * n] = -1
+    if forward.refused is not None:
+        plan[forward.refused.entries] = forward.refused.names
+    return plan
 
 
 def _small(values: Ints) -> Ints:

@@ -24,7 +24,8 @@ class StaticSubstep:
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
     number:  of the substep in its bank
-    width:   rows a request;  tree_mask: of trees, what attention lets each node see
+    layers:  that the body has stored, in its order
+    width:   rows a request;  depth: of trees, at most;  tree_mask: of trees, what attention lets each node see
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class StaticSubstep:
             self.work = Workspace(self.forward, pool, settings)
         self._claims = shared.claims[pool.name]
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
-        self.width, self.tree_mask = settings.width, settings.tree_mask
+        self.width, self.depth, self.tree_mask = settings.width, settings.max_depth, settings.tree_mask
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
+        self.layers: list[int] = []
         self._is_open = False
 
     def __str__(self) -> str:
@@ -63,9 +65,11 @@ class StaticSubstep:
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open = True
+        self.layers.clear()
         launch = self._launch
         self.work.row_violations.zero_()
         launch.plan()
+        launch.note_ancestors()
         launch.chain()
         launch.seal()
         if self._engine_stores:
@@ -81,6 +85,7 @@ class StaticSubstep:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
+        self.layers.append(layer)
         if self._engine_stores:
             return
         if k is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.desk import Resources
+from kvcanary.dumps.captured import captured_batch, read_mask, run_captured
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.stage import Stage, fingerprint_of
 from kvcanary.dumps.writing import salt_of
@@ -138,6 +139,22 @@ class Replayer:
             if event["stored"] >> layer & 1:
                 self._store({"pool": pool.name, "layer": layer})
 
+    def _launch(self, event: Call) -> None:
+        self._damage(event)
+        read, write = self._plans(event)
+        substep = self._stage.captured[event["number"]]
+        truth = self.manager.launch(substep, event["requests"], event["counts"].tolist(), event["reads"])
+        run_captured(self._stage, substep, event, captured_batch(substep, event, read, write, truth))
+
+    def _captured_move(self, event: Call) -> None:
+        move = self._stage.moves[event["number"]]
+        self._move(move.pool, move.pool, event["src"], event["dst"])
+        source, destination = (torch.zeros_like(move.src) for _ in range(2))
+        count = len(event["src"])
+        source[:count], destination[:count] = _tensor(event["src"]), _tensor(event["dst"])
+        self.manager.launch_move(move)
+        move.record(source, destination, torch.arange(len(source)) < count)
+
     def _store(self, event: Call) -> None:
         pool, (substep, slots) = self._stage.pool(event["pool"]), self._open[event["pool"]]
         values = self._stage.values(pool, len(slots))
@@ -241,11 +258,6 @@ class Replayer:
         first = 4 * n + rows + 1
         bounds, written, starts = plan[4 * n : first], plan[first : first + rows], plan[first + rows : first + 2 * rows]
         prefixes = plan[first + 5 * rows :]
-        mask = None
-        if event.get("mask") is not None:
-            shape = event["mask_shape"].tolist()
-            bits = np.unpackbits(event["mask"].astype(np.uint8), count=int(np.prod(shape)))
-            mask = torch.from_numpy(bits.astype(np.bool_).reshape(shape))
         read = ReadPlan(
             indptr=_tensor(bounds),
             indices=_tensor(self._indices(event, bounds, starts, prefixes)),
@@ -253,7 +265,7 @@ class Replayer:
             rows_per_request=event["width"],
             prefix_lens=_tensor(prefixes),
             num_written=_tensor(written),
-            tree_mask=mask,
+            tree_mask=read_mask(event),
             starts=_tensor(starts) if event["has_starts"] else None,
         )
         return read, WritePlan(slots, tokens, positions, parents if event["has_parents"] else None)

@@ -90,10 +90,10 @@ def test_files_that_are_none(good, tmp_path):
 
 def test_newer_versions_say_so(good, tmp_path):
     """Whatever a newer version holds, its number is what the sentence is about."""
-    path = changed(good, tmp_path / "newer", version=2)
-    assert "has version 2, this kvcanary reads up to 1: read it with the one that wrote it" in refusal(path)
+    path = changed(good, tmp_path / "newer", version=3)
+    assert "has version 3, this kvcanary reads up to 2: read it with the one that wrote it" in refusal(path)
     parts = members(path) | {"novelty.bin": b""}
-    assert "has version 2" in refusal(packed(path, parts))
+    assert "has version 3" in refusal(packed(path, parts))
     assert "its manifest says" in refusal(changed(good, tmp_path / "foreign", format="other"))
     assert "its version is 'one'" in refusal(changed(good, tmp_path / "strange", version="one"))
 
