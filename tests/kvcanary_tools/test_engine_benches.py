@@ -7,7 +7,8 @@ import json
 import pytest
 
 from kvcanary import invariants
-from kvcanary_tools.bench import ancestors, host_checks, retractions
+from kvcanary.recorder import Recorder
+from kvcanary_tools.bench import ancestors, host_checks, recorder, retractions
 from kvcanary_tools.bench.common import RESULTS
 from spec_engine import runner
 
@@ -72,3 +73,20 @@ def test_every_check_is_timed_and_put_back() -> None:
         runner.check_window("req-0", 3, 4, 6)
     assert clock.calls == 1
     assert runner.check_window is invariants.check_window
+
+
+@pytest.mark.parametrize("name", ["cpu_recorder", "gpu_recorder"])
+def test_the_recorder_costs_at_most_one_percent_of_a_step(name) -> None:
+    """On the embedded model and in captured steps of a large one; its ring stays within what it may take."""
+    for row in stated(name)["rows"]:
+        assert 0 < row["percent_of_median_step"] <= recorder.ALLOWED_PERCENT
+        assert row["bytes"] <= recorder.ALLOWED_BYTES
+
+
+def test_the_recorder_is_timed_and_put_back() -> None:
+    """A small run has its share; the recorder is itself afterwards."""
+    function = Recorder.note
+    row = recorder.on_cpu(1, steps=6)
+    assert 0 < row["recorder_us"] < 1e3 * row["step_ms"]
+    assert row["bytes"] > 0
+    assert Recorder.note is function

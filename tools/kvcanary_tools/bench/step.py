@@ -42,6 +42,7 @@ LLAMA_8B = {
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
 ROUNDS, STEPS, WARM_STEPS = 12, 16, 8
+NEW_TOKENS = 2 * ROUNDS * STEPS
 CANARIES = {
     "off": CanaryConfig(mode="off"),
     "write": CanaryConfig(mode="raise", content="write"),
@@ -110,10 +111,10 @@ def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
 
 def _one_pair(size: int, model: Decoder, name: str) -> dict:
     """Seconds of a step by round, without a canary and with the one of that name; two pools fit into the memory."""
-    engines = {mode: _engine(size, model, CANARIES[mode]) for mode in ("off", name)}
+    engines = {mode: make_engine(size, model, CANARIES[mode]) for mode in ("off", name)}
     for mode, engine in engines.items():
         progress(f"batch {size}: prompts, canary {mode}")
-        _fill(engine, size)
+        fill(engine, size)
     seconds: dict[str, list[float]] = {mode: [] for mode in engines}
     for number in range(ROUNDS):
         order = list(engines.items())
@@ -131,7 +132,8 @@ def _spread(pair: dict) -> dict:
     return {"median": round(median(ratios), 4), "min": round(min(ratios), 4), "max": round(max(ratios), 4)}
 
 
-def _engine(size: int, model: Decoder, canary: CanaryConfig) -> Engine:
+def make_engine(size: int, model: Decoder, canary: CanaryConfig, new_tokens: int = NEW_TOKENS) -> Engine:
+    """Room for requests of PROMPT_LEN tokens and so many new ones, decode steps in one bucket."""
     config = EngineConfig(
         draft="none",
         dtype="bfloat16",
@@ -139,9 +141,9 @@ def _engine(size: int, model: Decoder, canary: CanaryConfig) -> Engine:
         page_size=PAGE_SIZE,
         schedule="overlap",
         prefix_cache=False,
-        max_total_tokens=size * (PROMPT_LEN + 2 * ROUNDS * STEPS + 4 * PAGE_SIZE),
+        max_total_tokens=size * (PROMPT_LEN + new_tokens + 4 * PAGE_SIZE),
         max_running_requests=size,
-        context_length=PROMPT_LEN + 2 * ROUNDS * STEPS,
+        context_length=PROMPT_LEN + new_tokens,
         prefill_chunk_tokens=PROMPT_LEN,
         graphs="on",
         graph_buckets=(size,),
@@ -150,10 +152,10 @@ def _engine(size: int, model: Decoder, canary: CanaryConfig) -> Engine:
     return Engine(config, model=model, tokenizer=MockTokenizer())
 
 
-def _fill(engine: Engine, size: int) -> None:
+def fill(engine: Engine, size: int, new_tokens: int = NEW_TOKENS - 1) -> None:
     """Every request in decode, the programs warm."""
     draws = random.Random(0)
-    params = SamplingParams(max_new_tokens=2 * ROUNDS * STEPS - 1, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     for _ in range(size):
         engine.submit([draws.randrange(engine.model.config.vocab_size) for _ in range(PROMPT_LEN)], params)
     while engine.metrics.prefill_tokens < size * PROMPT_LEN:
