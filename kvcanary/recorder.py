@@ -139,8 +139,18 @@ class Recorder:
             return
         if self.maps:
             self.note_maps()
-        kept = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
-        self._events.append((name, kept, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+        if not _PLAIN.issuperset(map(type, args)):
+            args = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
+        self._events.append((name, args, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+
+    def note_of_request(self, name: str, request_id: str, value: int | Sequence[int]) -> None:
+        """As `note`, for calls that come for every request in every step; `value`: a length, or token ids."""
+        if not self.segments:
+            return
+        if self.maps:
+            self.note_maps()
+        kept = value if isinstance(value, int) else tuple(value) if len(value) < LONG else self._kept(value)
+        self._events.append((name, (request_id, kept), None))
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -260,6 +270,8 @@ class Recorder:
         """An argument that nobody can change any more."""
         if type(value) in _PLAIN:
             return value
+        if type(value) is list and len(value) < LONG:
+            return tuple(map(int, value))
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
@@ -278,7 +290,9 @@ def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[A
 
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        self.recorder.note(name, args, kwargs)
+        recorder = self.recorder
+        if recorder.segments:
+            recorder.note(name, args, kwargs)
         return method(self, *args, **kwargs)
 
     return call

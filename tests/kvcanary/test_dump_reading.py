@@ -56,10 +56,8 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         canary.begin_step(1)
         truth = canary.launch(substep, ["only"], [2], 2)
         ints = {"indptr": [0, 2], "indices": [4, 5], "bounds": [0, 2], "slots": [4, 5], "tokens": [50, 51]}
-        ints |= {"positions": [0, 1], "parents": [-1, 0], "prefix_lens": truth.prefix_lens}
-        buffers.fill(
-            Batch(**{n: torch.tensor(v) for n, v in (ints | {"uids": truth.uids, "truths": truth.truths}).items()})
-        )
+        ints |= {"positions": [0, 1], "parents": [-1, 0], **truth._asdict()}
+        buffers.fill(Batch(**{name: torch.tensor(values) for name, values in ints.items()}))
         substep.open()
         substep.store(0, *torch.ones(2, 4, 1, 4))
         substep.close()
@@ -289,7 +287,7 @@ def test_any_damage_of_a_member(request, tmp_path, whole, examples):
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("whole", ["good", "captured"])
 def test_any_number_anywhere(request, tmp_path, whole, examples):
-    """The same for one number of an event or of what was captured: it still fits, is refused, or replays to something."""
+    """The same for one number of an event: it fits all the same, is refused, or replays to something."""
     parts = members(request.getfixturevalue(whole))
     arrays = load(parts["arrays.safetensors"])
     numbers = st.sampled_from([-(1 << 63), -1, 0, 1, 2, 3, 7, 255, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1])
