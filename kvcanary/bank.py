@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.captured_move import StaticMove
 from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.forward import Ints
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
+from kvcanary.outbox import Outbox
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState
 from kvcanary.static import StaticSubstep
@@ -23,6 +26,19 @@ from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 
 CAPACITY = 256  # substeps: kinds and indices times buckets
+
+
+class Snapshot(NamedTuple):
+    """Headers of substeps on their way to the host, and what was planned since the last snapshot.
+
+    headers:       by number of the substep, [HEADER] int64; those that are not there have not run
+    planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
+    reads_unknown: substeps whose reads were not
+    """
+
+    headers: dict[int, Ints]
+    planned: array[int]
+    reads_unknown: frozenset[int]
 
 
 class SubstepBank:
@@ -40,15 +56,16 @@ class SubstepBank:
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
             self._headers = torch.zeros(capacity, HEADER, dtype=torch.int64, device=device)
-            self._host = torch.zeros(capacity, HEADER, dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._seen = torch.zeros(capacity, HEADER, dtype=torch.int64)
             claims = {
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
         self._shared = Shared(state, self.step, claims)
-        self._planned = array("q", [0] * (capacity * NUM_RUNS))
+        self._outbox = Outbox(self._headers)
+        self._seen = np.zeros((capacity, HEADER), np.int64)
+        self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
         self._reads_unknown: set[int] = set()
+        self._expected: set[int] = set()  # numbers of substeps
 
     def __iter__(self) -> Iterator[StaticSubstep]:
         return iter(self._in_order)
@@ -91,10 +108,9 @@ class SubstepBank:
         self._expect_closed("arm()")
         self._is_armed = True
         self._headers.zero_()
-        for counter in (self._seen, self._host):
-            counter.zero_()
-        self._planned[:] = array("q", [0] * len(self._planned))
-        self._reads_unknown.clear()
+        self._seen.fill(0)
+        self._take_planned()
+        self._expected.clear()
         for substep in self._in_order:
             substep.work.forget_firsts()
 
@@ -118,6 +134,7 @@ class SubstepBank:
         `reads` None: lengths are known to the device alone, and are not compared.
         """
         first = substep.number * NUM_RUNS
+        self._expected.add(substep.number)
         self._planned[first + RUN_ROWS] += rows
         self._planned[first + RUN_WRITTEN] += entries
         if reads is None:
@@ -132,46 +149,64 @@ class SubstepBank:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def harvest(self) -> Harvest:
-        """What fired and what did not run since the last harvest; after the step has been synchronised.
+    def snapshot(self, told: dict[int, Ints] | None = None) -> Snapshot:
+        """What `harvest` needs of all that has run since the last one, on its way.
 
-        One copy where all is well. Details are read only where something fired.
+        told: headers by number of substeps that are on their way already; None, or where others were expected to run,
+              all of them go in one small copy. Nobody waits for it
         """
         self._expect_closed("harvest()")
-        used = len(self._in_order)
-        host, seen = self._host[:used], self._seen[:used]
-        host.copy_(self._headers[:used])
-        harvest = Harvest()
-        counts = (host - seen)[:, : 2 * NUM_BITS]
-        for number in counts.any(1).nonzero().flatten().tolist():
-            self._collect(self._in_order[number], counts[number].view(2, NUM_BITS), harvest)
-        runs = (host - seen)[:, 2 * NUM_BITS :].sum(0)
-        harvest.runs = int(runs[RUN_ROWS]), int(runs[RUN_WRITTEN]), int(runs[RUN_READ])
-        self._compare_runs(host[:, 2 * NUM_BITS :], seen[:, 2 * NUM_BITS :], harvest)
-        seen.copy_(host)
+        planned, unknown = self._take_planned()
+        if told is None or not self._expected <= told.keys():
+            told = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
+        self._expected.clear()
+        return Snapshot(told, planned, unknown)
+
+    def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
+        """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
+
+        None: of now, after the step has been synchronised. `step`: what the hits are labelled with, None: the one that
+        runs. Details are read only where something fired, and waited for.
+        """
+        if snapshot is None:
+            snapshot = self.snapshot()
+            if self.step.is_cuda:
+                torch.cuda.current_stream(self.step.device).synchronize()
+        harvest, totals = Harvest(), [0] * NUM_RUNS
+        for number, header in snapshot.headers.items():
+            new = header - self._seen[number]
+            self._seen[number] = header
+            counts, runs = new[: 2 * NUM_BITS], new[2 * NUM_BITS :].tolist()
+            if counts.any():
+                self._collect(self._in_order[number], torch.from_numpy(counts).view(2, NUM_BITS), harvest, step)
+            self._compare_runs(number, runs, snapshot, harvest)
+            totals = [total + run for total, run in zip(totals, runs, strict=True)]
+        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
         return harvest
 
     # helpers
 
-    def _collect(self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest) -> None:
-        harvest.hits += read_hits(substep, new_counts)
+    def _take_planned(self) -> tuple[array[int], frozenset[int]]:
+        planned, self._planned = self._planned, array("q", bytes(8 * len(self._planned)))
+        unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
+        return planned, unknown
+
+    def _collect(self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None) -> None:
+        harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
 
-    def _compare_runs(self, runs: Tensor, before: Tensor, harvest: Harvest) -> None:
-        """H1 where a counter is not what was planned; from then on it counts from where it is."""
-        planned = torch.frombuffer(self._planned, dtype=torch.int64).view(-1, NUM_RUNS)[: len(runs)]
-        unknown = sorted(self._reads_unknown)
-        planned[unknown, RUN_READ] = runs[unknown, RUN_READ]
-        self._reads_unknown.clear()
-        for number in (planned != runs).any(1).nonzero().flatten().tolist():
+    def _compare_runs(self, number: int, runs: list[int], snapshot: Snapshot, harvest: Harvest) -> None:
+        """H1 where a forward covered other numbers than were planned."""
+        planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+        if number in snapshot.reads_unknown:
+            planned[RUN_READ] = runs[RUN_READ]
+        if planned != runs:
             substep = self._in_order[number]
-            gap = torch.stack((planned[number], runs[number])) - before[number]
-            bucket = substep.forward.num_rows
-            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, bucket, *gap.T.flatten().tolist()))
-        planned.copy_(runs)
+            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
+            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
 
     def _expect_closed(self, what: str) -> None:
         for substep in self._in_order:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvcanary.config import share_of
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, named
 from kvcanary.groups import Ints, slots_in
+from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
+from kvcanary.looks import Looks
+from kvcanary.outbox import to_device
 from kvcanary.state import CanaryState, PoolState
 
 
@@ -23,42 +28,53 @@ class CachedSweep:
     read_at: [num_pages] int64, step of the last look at each page
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger) -> None:
-        self._state, self._ledger = state, ledger
+    def __init__(self, state: CanaryState, ledger: Ledger, looks: Looks) -> None:
+        self._state, self._ledger, self._looks = state, ledger, looks
         self.read_at = np.zeros(len(ledger.pages), np.int64)
         self.bytes_read = 0
         self.longest_wait = 0
 
-    def slice(self, step: int, stride: int) -> list[HitBatch]:
-        """So many pages that with a slice every `stride` steps each is read once in a rotation."""
+    def slice(self, step: int, stride: int) -> list[Hit | HitBatch]:
+        """So many pages that with a slice every `stride` steps each is read once in a rotation.
+
+        What fires at once; on a GPU the host hears of it with the step.
+        """
         pages = self._pages()
         if not len(pages):
             return []
         count = share_of(len(pages), stride)
         oldest = pages[np.argsort(self.read_at[pages], kind="stable")[:count]]
-        return self.look(oldest.tolist(), step)
+        return [
+            hit
+            for pool, where, judge in self._look_at(oldest.tolist(), step)
+            for hit in self._looks.look(pool, where, judge)
+        ]
 
     def look(self, pages: Sequence[int], step: int) -> list[HitBatch]:
         """R9 and R3 for the slots of these pages, whose entries are all final."""
+        return [hit for _, _, judge in self._look_at(pages, step) for hit in judge()]
+
+    def _look_at(self, pages: Sequence[int], step: int) -> list[tuple[PoolState, Tensor, Callable[[], list[HitBatch]]]]:
+        """By pool the slots of these pages, and what says which of them changed; the pages count as read."""
         if not len(pages):
             return []
         size = self._state.page_size
         slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
         self.longest_wait = max(self.longest_wait, step - int(self.read_at[list(pages)].min()))
-        hits: list[HitBatch] = []
-        for pool in self._state.pools:
-            hits += self._look_in(pool, slots, step)
+        looks = [self._look_in(pool, slots, step) for pool in self._state.pools]
         self.read_at[list(pages)] = step
-        return hits
+        return looks
 
-    def _look_in(self, pool: PoolState, names: Ints, step: int) -> list[HitBatch]:
+    def _look_in(
+        self, pool: PoolState, names: Ints, step: int
+    ) -> tuple[PoolState, Tensor, Callable[[], list[HitBatch]]]:
         slots = slots_in(pool.view, names)
         held = slots >= pool.view.null_slots  # a window may have left the others
         slots, names, nobody = slots[held], names[held], np.full(int(held.sum()), -1)
         self.bytes_read += len(slots) * pool.view.slot_bytes
         entries = Entries(slots, nobody, nobody, (), self.read_at[names // self._state.page_size], named(pool, names))
-        where = torch.from_numpy(slots).to(self._state.records.device)
-        return find_changed(pool, where, lambda: entries, ("sweep", 1), step, both_lanes=False)
+        where = to_device(torch.from_numpy(slots), self._state.records.device)
+        return pool, where, partial(find_changed, pool, where, lambda: entries, ("sweep", 1), step, both_lanes=False)
 
     def left(self, pages: Sequence[int], step: int) -> None:
         """Rows have left these pages after a last look at their bytes: what a cache still holds waits from now on."""

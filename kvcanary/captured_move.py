@@ -7,8 +7,10 @@ from torch import Tensor
 
 from kvcanary.launches import Shared
 from kvcanary.ops import ops_for
+from kvcanary.outbox import Packed
 from kvcanary.sites import pack_site
 from kvcanary.state import PoolState
+from kvcanary_kernels.record import TOKEN_POSITION
 
 NOWHERE = -1
 
@@ -17,6 +19,7 @@ class StaticMove:
     """At most ``size`` entries of one pool, made by `SubstepBank.add_move`. No hook allocates or waits for the device.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
+    moved:    what the host learns of a run: dst, the first column of the records there, and src
     """
 
     def __init__(self, shared: Shared, pool: PoolState, size: int) -> None:
@@ -32,6 +35,8 @@ class StaticMove:
             both = (pool.records, pool.content_a), (pool.expected, pool.content_a[:0])
             self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
             self._site = torch.tensor([pack_site("move", 0)], device=device)
+            self._tokens = torch.zeros_like(self.dst)
+            self.moved = Packed((self.dst, self._tokens, self.src))
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
@@ -58,3 +63,5 @@ class StaticMove:
                 keys=pool.keys,
                 scratch=scratch,
             )
+        self._tokens.copy_(pool.expected[self.dst.clamp_min(0), TOKEN_POSITION])
+        self.moved.pack()

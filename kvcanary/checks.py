@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,16 +15,20 @@ from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, join_entries, written_entries
+from kvcanary.flights import Flight, mark
 from kvcanary.forward import Forward, Ints, on_host
 from kvcanary.graphs import StaticChecks
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
 from kvcanary.lanes import joined, slots_are_right
+from kvcanary.learning import Launched
 from kvcanary.leaving import Leaver
 from kvcanary.ledger import Ledger, Request
+from kvcanary.looks import Looks
 from kvcanary.mirror import Mirror, Move
 from kvcanary.moving import Mover
+from kvcanary.outbox import IN_THE_AIR
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
 from kvcanary.sealing import Sealer
@@ -48,7 +54,9 @@ class StepChecks:
 
     hits:   checks that fired since somebody took them
     oracle: who knows tokens that the host does not know yet; None: nobody
+    step:   the one that runs;  looks: bytes that are being read again
     judged: is told of the forwards of a pool when they have been judged;  proved: of those that a loop proved clean
+    landing: is told of the step whose hits come now, None: those of the one that runs
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -63,13 +71,17 @@ class StepChecks:
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
-        self.sweeper = Sweeper(state, ledger, config.budget)
-        self.cached = CachedSweep(state, ledger)
+        self.looks = Looks(state.records.device)
+        self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
+        self.cached = CachedSweep(state, ledger, self.looks)
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
         self.proved: Callable[[Sequence[Forward]], None] = _nobody
+        self.landing: Callable[[int | None], None] = lambda step: None
         self.static: StaticChecks | None = None
+        self._flights: deque[Flight] = deque()
+        self.step = 0
 
     def open(self, forward: Forward) -> None:
         """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
@@ -79,7 +91,7 @@ class StepChecks:
 
     def settle(self, rewritten: Rewritten | None = None) -> None:
         """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""
-        self._harvest_launched()
+        self.land()
         if not self._pending:
             self.mirror.flush()
             return
@@ -101,18 +113,63 @@ class StepChecks:
         self.mirror.flush()
         self.publish_pages()
 
-    def _harvest_launched(self) -> None:
-        """Captured forwards have judged themselves; what they wrote, the host learns before it seals anything else."""
-        if self.static is None or not self.static.launched:
-            return
-        hits: list[Hit | HitBatch] = []
-        for forward in self.static.learn(self.mirror):
-            hits += judge_tokens(forward, self.oracle)
-            hits += judge_mask(forward)
-        for pool, slots in self.static.learn_moves(self.mirror):
-            hits += self._mover.arrived(pool, slots, self.static.step)
+    def depart(self) -> Flight:
+        """What this step has launched, with its slice of the rolling check; nobody waits."""
+        if self._pending:
+            self.settle()
+        return self._send(self.roll(self.step))
+
+    def land(self, last: Flight | None = None) -> None:
+        """Judge captured forwards and looks up to this flight (None: all); waits for their copies."""
+        static = self.static
+        if last is None and (self.looks.waits or (static is not None and (static.launched or static.moves))):
+            self._send([])
+        while self._flights and (last is None or not last.has_landed):
+            self._land(self._flights.popleft())
+
+    def land_replays(self) -> None:
+        """`land`, and what runs of static substeps say of which nobody was told by `launch`."""
+        if self.static is not None and not self._flights and not self.static.launched:
+            self._send([])
+        self.land()
+
+    def in_the_air(self) -> Iterator[Launched]:
+        """Captured forwards of which the host has not heard."""
+        for flight in self._flights:
+            if flight.told is not None:
+                yield from (run for run, _, _ in flight.told.forwards)
+
+    def _send(self, hits: list[Hit | HitBatch]) -> Flight:
+        """`hits`: of this step, known already."""
+        if len(self._flights) == IN_THE_AIR:
+            self._land(self._flights.popleft())
+        told = None if self.static is None else self.static.send(self.step)
+        if told is not None and self._mover.compares_content:
+            for move, (destination, *_) in told.moves:
+                judge = partial(self._mover.arrived, move.pool, destination, self.step)
+                hits += self.looks.look(move.pool, move.dst, judge)
+        flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
+        self._flights.append(flight)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """What captured forwards wrote, the host learns before it seals anything else; they have judged themselves."""
+        flight.wait()
+        hits, static, told = flight.hits, self.static, flight.told
+        if static is not None and told is not None:
+            for forward in static.learn(told, self.mirror):
+                hits += judge_tokens(forward, self.oracle)
+                hits += judge_mask(forward)
+            static.learn_moves(told, self.mirror)
+            hits += static.harvest(told)
+            static.finalise(told)
+        if flight.looks is not None:
+            with torch.inference_mode():
+                hits += flight.looks.hits()
+        flight.has_landed = True
+        self.landing(flight.step)
         self.hits += hits
-        self.hits += self.static.harvest()
+        self.landing(None)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -121,24 +178,23 @@ class StepChecks:
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         granted, size = set(pages), self._state.page_size
-        if self.static is not None and self.static.launched:
-            self.settle()
         if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
             self.settle()
 
     def settle_rows_of(self, request: Request) -> None:
         """How far its rows are written is told by the forwards that have run, judged or not."""
-        if any(request is other for forward in self._pending for other in forward.requests) or (
-            self.static is not None and self.static.is_running(request)
-        ):
+        if any(request is other for forward in self._pending for other in forward.requests):
             self.settle()
 
-    def roll(self, step: int) -> None:
-        """One slice of the rolling check, where one is due; under `full` it comes to the rows that nobody steps."""
-        if self._config.content != "write" and self._compares_content and self.sweeper.is_due(step):
-            with torch.inference_mode():
-                self.hits += self.sweeper.slice(step)
-                self.hits += self.cached.slice(step, self.sweeper.stride)
+    def roll(self, step: int) -> list[Hit | HitBatch]:
+        """One slice of the rolling check, where one is due, and what is known of it at once.
+
+        Under `full` it comes to the rows that nobody steps.
+        """
+        if self._config.content == "write" or not self._compares_content or not self.sweeper.is_due(step):
+            return []
+        with torch.inference_mode():
+            return [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from kvcanary.forward import Forward, Ints
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
+
+if TYPE_CHECKING:
+    from kvcanary.learning import Learned
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +75,7 @@ class Entries:
         return Entries(*columns, self.request_ids, good, names)
 
 
-def written_entries(forward: Forward) -> Entries:
+def written_entries(forward: Forward | Learned) -> Entries:
     """The write plan of a forward, with the slots that it asked for."""
     slots, names, rows = forward.planned.slots, forward.slot_names, np.arange(len(forward.written)) // forward.width
     if forward.refused is not None:
@@ -101,7 +104,7 @@ def join_entries(parts: Sequence[Entries]) -> Entries:
     )
 
 
-def fired_writes(code: str, forward: Forward, which: Ints, **evidence: NDArray[Any]) -> HitBatch:
+def fired_writes(code: str, forward: Forward | Learned, which: Ints, **evidence: NDArray[Any]) -> HitBatch:
     """One check at some entries of a forward's write plan; `which` and `evidence` as in `Entries.fired`."""
     return written_entries(forward).fired(code, forward.pool, forward.site, forward.step, which, **evidence)
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from kvcanary.bank import SubstepBank
+from kvcanary.bank import Snapshot, SubstepBank
 from kvcanary.buffers import UNKNOWN
 from kvcanary.captured_move import StaticMove
 from kvcanary.certificate import Coverage
-from kvcanary.errors import PlanError
-from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, StaticHit
 from kvcanary.hits import Hit
+from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
-from kvcanary.state import CanaryState, PoolState
+from kvcanary.state import CanaryState
 from kvcanary.static import StaticSubstep
 from kvcanary.truths import note_row
-from kvcanary.views import ReadPlan, WritePlan
-from kvcanary_kernels.record import TOKEN_POSITION, signed
+from kvcanary_kernels.record import signed
 
 
 class RowTruth(NamedTuple):
@@ -42,8 +40,8 @@ class RowTruth(NamedTuple):
 class Listener(Protocol):
     """Who keeps what the host learns of captured forwards."""
 
-    def learned(self, forward: Forward, ancestors: Ints, layers: Sequence[int]) -> None:
-        """The first of its site and step of which nothing was told; `ancestors`: [rows, n]."""
+    def learned(self, forward: Learned, layers: Sequence[int]) -> None:
+        """The first of its site and step of which nothing was told; `layers`: that it stored, in their order."""
 
     def moved(self, src: Ints, dst: Ints) -> None:
         """The first launched move of which nothing was told."""
@@ -52,34 +50,22 @@ class Listener(Protocol):
         """A check on the device fired."""
 
 
-class Launched(NamedTuple):
-    """A captured forward that the host has launched and knows nothing more of; committed: by request, at that time."""
+class Told(NamedTuple):
+    """What the device says of one step: there when the flight's copies are over.
 
-    substep: StaticSubstep
-    requests: list[Request]
-    committed: list[int]
+    forwards: with what they wrote and the masks of their trees;  moves: with destinations and records' first columns
+    """
+
     step: int
-
-
-class Written(NamedTuple):
-    """Buffers of a captured forward in host memory, as `ForwardPlan` and `Planned` name them; empty: it has none."""
-
-    bounds: Tensor
-    starts: Tensor
-    ends: Tensor
-    slots: Tensor
-    tokens: Tensor
-    positions: Tensor
-    safe_slots: Tensor
-    ancestors: Tensor
-    parents: Tensor
-    mask: Tensor
+    forwards: list[tuple[Launched, list[Ints], NDArray[np.bool_] | None]]
+    moves: list[tuple[StaticMove, list[Ints]]]
+    snapshot: Snapshot
 
 
 class StaticChecks:
     """Substeps that are captured or replayed: they judge on the device, and the host reads what fired once a step.
 
-    launched, moves: forwards and moves of which the host has not learned yet
+    launched, moves: forwards and moves that no `send` has taken along
     listener:        who is told what was learned of them, and of every hit
     """
 
@@ -88,7 +74,6 @@ class StaticChecks:
         self.bank = SubstepBank(state)
         self.launched: list[Launched] = []
         self.moves: list[StaticMove] = []
-        self._num_learned = 0
 
     def launch(
         self, substep: StaticSubstep, requests: list[Request], step: int, written: Sequence[int], reads: int
@@ -104,70 +89,63 @@ class StaticChecks:
             truth.prefix_lens.append(UNKNOWN if chain is None else length)
             truth.truths.append(0 if chain is None else signed(chain))
             note_row(request, substep.site[0], pool_id, length + count)
+            request.in_the_air += 1
         return truth
 
-    def is_running(self, request: Request) -> bool:
-        """Whether a forward of this request was launched of which the host has not learned yet."""
-        return any(request is other for launched in self.launched for other in launched.requests)
-
-    def learn(self, mirror: Mirror) -> list[Forward]:
-        """The forwards that were launched, as the host's checks take them, and in the mirror what they have written.
-
-        Waits for the device.
-        """
+    def send(self, step: int) -> Told:
+        """What has run since the last time is on its way to the host."""
         launched, self.launched = self.launched, []
-        forwards, rows = [], []
-        for run, written in zip(launched, _written([run.substep for run in launched]), strict=True):
-            forward = _forward_of(run, written)
-            if forward is None:
+        moves, self.moves = self.moves, []
+        forwards = [(run, run.substep.written.send(), _masks(run.substep)) for run in launched]
+        headers = {run.substep.number: written[-1] for run, written, _ in forwards}
+        snapshot = self.bank.snapshot(headers or None)
+        return Told(step, forwards, [(move, move.moved.send()) for move in moves], snapshot)
+
+    def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:
+        """Forwards for the rules; pages are written, and the mirror knows where new records lie. Copies are over."""
+        num_learned = 0
+        for run, written, masks in told.forwards:
+            forward = Learned(run, written, masks)
+            if not forward.is_plan:
                 self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                 continue
-            slots = on_host(written.safe_slots[: forward.num_entries])
-            slots = slots[slots >= forward.pool.view.null_slots]
-            self._ledger.pages.wrote(slots // self._ledger.page_size)
-            rows.append(slots + forward.pool.base)
-            forwards.append(forward)
-            ancestors = on_host(written.ancestors)[: forward.num_rows]
-            self.listener.learned(forward, ancestors, run.substep.layers)
-        if rows:
-            mirror.learn(np.concatenate(rows))
-        self._num_learned = len(forwards)
-        return forwards
+            num_learned += 1
+            self._ledger.pages.wrote(forward.slots // self._ledger.page_size)
+            mirror.learn(forward.slots + forward.pool.base)
+            self.listener.learned(forward, run.substep.layers)
+            yield forward
+        self._coverage.forwards += num_learned
 
-    def learn_moves(self, mirror: Mirror) -> list[tuple[PoolState, Ints]]:
-        """Pools, and the slots in them into which launched moves have brought other entries; after `learn`."""
-        moves, self.moves, arrived = self.moves, [], []
-        sources = _on_host_together([move.src for move in moves])
-        destinations = _on_host_together([move.dst for move in moves])
-        for move, source, destination in zip(moves, sources, destinations, strict=True):
-            pool, slots = move.pool, on_host(destination)
-            is_moved = slots >= 0
-            slots = slots[is_moved]
-            self.listener.moved(on_host(source)[is_moved], slots)
+    def learn_moves(self, told: Told, mirror: Mirror) -> None:
+        """Entries that have arrived lengthen rows; after `learn`."""
+        for move, (destination, tokens, source) in told.moves:
+            moved = destination >= 0
+            slots: Ints = destination[moved]
+            self.listener.moved(source[moved], slots)
             if len(slots):
-                mirror.learn(slots + pool.base)
-                positions = mirror.table[slots + pool.base, TOKEN_POSITION] >> 32
-                self._ledger.note_moved(pool.pool_id, slots, positions.view(np.int64))
-                arrived.append((pool, slots))
-        return arrived
+                mirror.learn(slots + move.pool.base)
+                positions = tokens[moved].view(np.uint64) >> 32
+                self._ledger.note_moved(move.pool.pool_id, slots, positions.view(np.int64))
 
-    @property
-    def step(self) -> int:
-        """The one that runs."""
-        return int(self.bank.step)
+    def finalise(self, told: Told) -> None:
+        """Pages of what was final when forwards were launched are written no more; after `learn` and its moves."""
+        for run, _, _ in told.forwards:
+            for request, committed_len in zip(run.requests, run.committed, strict=True):
+                request.in_the_air -= 1
+                if self._ledger.requests.get(request.request_id) is request and request.pages:
+                    self._ledger.finalise(request, told.step, committed_len if request.in_the_air else None)
 
-    def harvest(self) -> list[Hit]:
-        """Hits and gaps since the last harvest; after the step has been synchronised."""
-        harvest = self.bank.harvest()
+    def harvest(self, told: Told) -> list[Hit]:
+        """Hits and gaps of the step."""
+        harvest = self.bank.harvest(told.snapshot, told.step)
         for hit in harvest.hits:
             self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
-        self._coverage.forwards += max(self._num_learned, int(rows > 0))
-        self._num_learned = 0
+        self._coverage.forwards += rows > 0 and not told.forwards
         self._coverage.slots_checked += reads
         self._coverage.slots_sealed += entries
         self._coverage.unproved_stores += entries > 0
-        return [self._hit(hit) for hit in harvest.hits] + [self._gap(gap) for gap in harvest.gaps]
+        return [self._hit(hit) for hit in harvest.hits] + [self._gap(gap, told.step) for gap in harvest.gaps]
 
     def _hit(self, hit: StaticHit) -> Hit:
         pool = self._state.by_name[hit.pool]
@@ -175,64 +153,12 @@ class StaticChecks:
         name = self._ledger.name(hit.uid) if hit.uid >= 0 else None
         return Hit(hit.code, pool, hit.slot, position, name, hit.site, hit.step)
 
-    def _gap(self, gap: CoverageGap) -> Hit:
+    def _gap(self, gap: CoverageGap, step: int) -> Hit:
         expected = {"rows": gap.planned_rows, "entries": gap.planned_entries, "reads": gap.planned_reads}
         found = {"rows": gap.run_rows, "entries": gap.run_entries, "reads": gap.run_reads}
         pool = self._state.by_name[gap.pool]
-        return Hit("H1", pool, -1, None, None, gap.site, self.step, expected=expected, found=found)
+        return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
 
 
-def _written(substeps: Sequence[StaticSubstep]) -> list[Written]:
-    """What these forwards have written, in host memory: one copy for all of them."""
-    device = []
-    for substep in substeps:
-        plan, mask = substep.forward, substep.tree_mask
-        parents = plan.slots[:0] if plan.parents is None else plan.parents
-        mask = plan.slots[:0] if mask is None else mask
-        own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions
-        device += [*own, substep.work.planned.safe_slots, substep.work.ancestors, parents, mask]
-    host = _on_host_together(device)
-    count = len(Written._fields)
-    return [Written(*host[first : first + count]) for first in range(0, len(host), count)]
-
-
-def _on_host_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers in host memory; bool comes as int64 from a device."""
-    if not tensors or tensors[0].is_cpu:
-        return list(tensors)
-    flat = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors]).cpu()
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _forward_of(run: Launched, written: Written) -> Forward | None:
-    """The plans of a captured forward as its buffers hold them; None where lengths make no plan (R10 tells)."""
-    substep, plan = run.substep, run.substep.forward
-    num_rows = len(run.requests) * substep.width
-    bounds, starts, ends = (on_host(part) for part in (written.bounds, written.starts, written.ends))
-    counts = np.diff(bounds[: num_rows + 1])
-    entries = slice(0, int(bounds[num_rows]))
-    prefixes = (ends[:num_rows] - starts[:num_rows] - counts - plan.ancestors)[:: substep.width]
-    indptr = np.append(starts[:num_rows], ends[num_rows - 1 : num_rows])
-    try:
-        read = ReadPlan(
-            indptr=torch.from_numpy(indptr),
-            indices=plan.table.pages[0, : max(int(indptr[-1]), 0)],
-            requests=tuple(request.request_id for request in run.requests),
-            rows_per_request=substep.width,
-            prefix_lens=torch.from_numpy(np.ascontiguousarray(prefixes)),
-            num_written=torch.from_numpy(counts),
-            tree_mask=None if substep.tree_mask is None else written.mask[: len(run.requests)].bool(),
-        )
-        write = WritePlan(
-            written.slots[entries],
-            written.tokens[entries],
-            written.positions[entries],
-            None if plan.parents is None else written.parents[entries],
-        )
-        kind, index = substep.site
-        forward = Forward(kind, index, substep.pool, run.step, run.requests, read, write)
-    except PlanError:
-        return None
-    forward.committed[:] = run.committed
-    return forward
+def _masks(substep: StaticSubstep) -> NDArray[np.bool_] | None:
+    return None if substep.masks is None else substep.masks.send()

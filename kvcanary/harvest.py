@@ -79,12 +79,12 @@ class Harvest:
     runs: tuple[int, int, int] = (0, 0, 0)
 
 
-def read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
-    """The hits behind `new_counts` [2, 64]: from the codes of the last forward, else from the first finding kept.
+def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
+    """The hits of a step behind `new_counts` [2, 64]: from codes of the last forward, else from the first one kept.
 
     A later forward of the same substep overwrites codes; the first finding of each check outlives it.
     """
-    planned, read = _planned_hits(substep, new_counts[PLANNED]), _read_hits(substep, new_counts[READ])
+    planned, read = _planned_hits(substep, new_counts[PLANNED], step), _read_hits(substep, new_counts[READ], step)
     for side, hits in ((PLANNED, planned), (READ, read)):
         found = list(hits)
         yield from found
@@ -95,7 +95,7 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]
     substep.work.forget_firsts()
 
 
-def _planned_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
+def _planned_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
     """Write codes of entries, then row codes."""
     if not new_counts.any():
         return
@@ -105,13 +105,13 @@ def _planned_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[Static
     for code, where in _first_places(codes, new_counts, torch.ones_like):
         for entry in where:
             if entry >= entries:
-                yield _hit(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]))
+                yield _hit(substep, code, entry - entries, NOWHERE, NOWHERE, int(asked[entry]), step)
             else:
                 row = int(torch.searchsorted(bounds, entry, right=True)) - 1 if entry < live else NOWHERE
-                yield _hit(substep, code, row, entry, NOWHERE, int(asked[entry]))
+                yield _hit(substep, code, row, entry, NOWHERE, int(asked[entry]), step)
 
 
-def _read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit]:
+def _read_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
     """Read codes of live rows."""
     if not new_counts.any():
         return
@@ -133,7 +133,7 @@ def _read_hits(substep: StaticSubstep, new_counts: Tensor) -> Iterator[StaticHit
         places = torch.tensor(where, dtype=torch.int64) - code_starts[rows]
         slots = _slots(substep, rows, places)
         for row, place, slot in zip(rows.tolist(), places.tolist(), slots.tolist(), strict=True):
-            yield _hit(substep, code, row, NOWHERE, place, slot)
+            yield _hit(substep, code, row, NOWHERE, place, slot, step)
 
 
 def _slots(substep: StaticSubstep, rows: Tensor, places: Tensor) -> Tensor:
@@ -180,9 +180,6 @@ def _code_start(substep: StaticSubstep, row: int) -> Tensor:
     return (substep.work.planned.starts if table.code_starts is None else table.code_starts)[row]
 
 
-def _hit(
-    substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int | None = None
-) -> StaticHit:
-    when = int(substep.step) & MASK_32 if step is None else step
+def _hit(substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int) -> StaticHit:
     uid = NOWHERE if row == NOWHERE else int(substep.forward.uids[row])
-    return StaticHit(code, substep.pool.name, substep.site, when, row, entry, place, slot, uid)
+    return StaticHit(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)

@@ -82,7 +82,7 @@ class Workspace:
         self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
         self.root_seeds = filled(signed(pool.root), rows)
         self.ancestor_places = filled(0, rows, forward.ancestors)
-        self.ancestors = torch.zeros_like(self.ancestor_places, dtype=forward.table.pages.dtype)
+        self.ancestors = filled(0, rows, forward.ancestors)
         stored = entries if settings.engine_stores else 0
         self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
         self.lane_a = filled(0, pool.view.num_layers, stored)
@@ -158,7 +158,7 @@ class Launches:
     def _note_ancestors(self) -> Launch:
         """What the recorder cannot know of a row: what is neither granted to it nor written by this forward."""
         work, table, n = self._work, self._forward.table, self._forward.ancestors
-        is_flat = table.rows is None and table.page_size == 1
+        is_flat = table.rows is None and table.page_size == 1 and table.pages.dtype == torch.int64
         if not n or not is_flat or self._forward.num_entries != self._forward.num_rows:
             return _nothing
         places, before = work.ancestor_places, torch.arange(n, 0, -1, device=table.pages.device)

@@ -50,6 +50,16 @@ class Ledger(RowBook):
         if not request.pages:
             request.start_anew()
 
+    def finalise(self, request: Request, step: int, committed_len: int | None = None) -> None:
+        """Pages that lie wholly in what is final in every pool are not written again.
+
+        committed_len: behind it captured forwards may still be writing; None: nothing is
+        """
+        length = min(request.final_len(pool_id, committed_len) for pool_id in range(len(request.row_lens)))
+        if request.owned_len is not None:
+            length = min(length, request.owned_len)
+        self.commit(request.request_id, length, step)
+
     def commit(self, request_id: str, length: int, step: int) -> None:
         """Entries [0, length) are final in every pool: pages that lie wholly in there are written no more."""
         request, full = self.request(request_id), length // self.page_size

@@ -46,11 +46,10 @@ class Lifecycle:
         state.bind(self._ledger.pages)
         self._coverage = Coverage()
         self._checks = StepChecks(state, self._ledger, config, self._coverage)
-        self._poisoner = Poisoner(state, state.pools_of(None), config.poison, self._coverage)
+        told = config.poison, self._coverage, self._checks.looks
+        self._poisoner = Poisoner(state, state.pools_of(None), *told)
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
-        self._mapped = {
-            group: Poisoner(state, state.pools_of(group), config.poison, self._coverage) for group in groups
-        }
+        self._mapped = {group: Poisoner(state, state.pools_of(group), *told) for group in groups}
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
@@ -59,6 +58,7 @@ class Lifecycle:
         self.recorder = Recorder(books, config.ring)
         self._checks.hits.watch = self.recorder.fired
         self._checks.judged, self._checks.proved = self.recorder.judged, self.recorder.proved
+        self._checks.landing = self.recorder.captured.landing
         self.tickets.note = self.recorder.note
 
     # requests
@@ -96,7 +96,8 @@ class Lifecycle:
             request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
             self._checks.sweeper.commit(request, pool)
         request.committed_len, request.commit_step = committed_len, self.step
-        self._finalise(request)
+        if not request.in_the_air:
+            self._ledger.finalise(request, self.step)
 
     # pages of one request
 
@@ -135,7 +136,7 @@ class Lifecycle:
         """A prefix cache takes these final pages too: the row's bytes are read again, then nobody may write them."""
         request = self._ledger.request(request_id)
         self._checks.look_again(request, self.step)
-        self._finalise(request)  # a draft pool catches up after the commit
+        self._ledger.finalise(request, self.step)  # a draft pool catches up after the commit
         self._ledger.share(request_id, pages, self.step)
 
     @recorded
@@ -297,13 +298,6 @@ class Lifecycle:
         if pool is None:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {name!r}")
         return pool
-
-    def _finalise(self, request: Request) -> None:
-        """Pages that lie wholly in what is final in every pool are not written again."""
-        length = min(request.final_len(pool.pool_id) for pool in self._state.pools)
-        if request.owned_len is not None:
-            length = min(length, request.owned_len)
-        self._ledger.commit(request.request_id, length, self.step)
 
     def _inherit(self, request: Request, length: int) -> None:
         """The row begins with `length` entries that others wrote."""

@@ -16,8 +16,9 @@ from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.dumper import Dumper
-from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
+from kvcanary.errors import CanaryConfigError, HookOrderError, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.findings import Finding
+from kvcanary.flights import Flight
 from kvcanary.forward import Forward
 from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.intake import HitBatch
@@ -54,6 +55,7 @@ class CanaryManager(Lifecycle):
         self._stats = Stats()
         self._doomed: frozenset[str] = frozenset()
         self._static: StaticChecks | None = None
+        self._error: KVCorruptionError | None = None  # that was raised last
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""
@@ -85,7 +87,7 @@ class CanaryManager(Lifecycle):
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.recorder.begin_step(step)
-        self.step = self.tickets.step = step
+        self.step = self.tickets.step = self._checks.step = step
         if self._static is not None:
             self._checks.publish_pages()
             self._static.bank.begin_step(step)
@@ -114,6 +116,8 @@ class CanaryManager(Lifecycle):
         requests = self.requests_of(request_ids)
         self.recorder.launched(substep, request_ids, written, reads)
         self._checks.settle_before_launch()
+        if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
+            self._checks.sweeper.look_around(request_ids)
         return self._static.launch(substep, requests, self.step, written, reads)
 
     def launch_move(self, move: StaticMove) -> None:
@@ -139,20 +143,35 @@ class CanaryManager(Lifecycle):
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
         self._expect_closed("check()")
-        is_harvested = self._static is not None and bool(self._static.launched)
+        self._checks.land_replays()
         self._checks.settle()
-        if self._static is not None and not is_harvested:
-            self._checks.report(self._static.harvest())
-        self._checks.roll(self.step)
-        self._poisoner.tick()
-        for poisoner in self._mapped.values():
-            poisoner.tick()
-        if self._stats.is_due(self.step):
-            self._refresh()
-            self._stats.tick(self.step, self._coverage)
-        doomed = self._act()
-        self._dumper.tick()
-        self.recorder.tick(self.step)
+        self._checks.report(self._checks.roll(self.step))
+        self._checks.land()
+        self._fill_freed_pages()
+        return self._conclude()
+
+    def depart(self) -> Flight:
+        """Instead of `check`, by a host that hears of its steps later: captured forwards of this step were launched.
+
+        What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it.
+        """
+        self._expect_closed("depart()")
+        self.recorder.departed(self.step)
+        flight = self._checks.depart()
+        self._fill_freed_pages()
+        return flight
+
+    def hear(self, flight: Flight) -> frozenset[str]:
+        """Judge a step that has departed, and those before it, before a token of it leaves; answers as `check` does.
+
+        Waits for nothing but the step itself.
+        """
+        self._expect_closed("hear()")
+        self.recorder.note("hear", (flight.step,))
+        self._checks.land(flight)
+        doomed = self._conclude()
+        if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
+            raise self._error
         return doomed
 
     def judge_copies(self) -> frozenset[str]:
@@ -275,7 +294,8 @@ class CanaryManager(Lifecycle):
     # helpers
 
     def _source(self, findings: Sequence[Finding], trigger: str) -> dict[str, Any]:
-        """What a dump of now is written of."""
+        """What a dump of now is written of: all that was launched is heard first."""
+        self._checks.land()
         return {
             "config": self.config,
             "books": self.recorder.books,
@@ -287,13 +307,34 @@ class CanaryManager(Lifecycle):
             "trigger": trigger,
         }
 
+    def _fill_freed_pages(self) -> None:
+        self._poisoner.tick()
+        for poisoner in self._mapped.values():
+            poisoner.tick()
+
+    def _conclude(self) -> frozenset[str]:
+        """A step was judged; what `check` answers."""
+        if self._stats.is_due(self.step):
+            self._refresh()
+            self._stats.tick(self.step, self._coverage)
+        doomed = self._act()
+        self._dumper.tick()
+        if self.recorder.is_due(self.step):  # what a checkpoint does not know, nobody could follow from it
+            self._checks.land()
+        self.recorder.tick(self.step)
+        return doomed
+
     def _act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""
         groups = self._checks.hits.take()
         if groups:
             self._count_reads()
             self._checks.look_around(groups)
-            self._doomed |= self._response.act(groups, self.step, self._coverage)
+            try:
+                self._doomed |= self._response.act(groups, self.step, self._coverage)
+            except KVCorruptionError as error:
+                self._error = error
+                raise
         if self._doomed:
             requests = self._ledger.requests
             self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)

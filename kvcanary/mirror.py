@@ -48,7 +48,8 @@ class Mirror:
 
     An engine's stray write can reach `state.records`, which is compared with `state.expected` whenever it is read.
 
-    table:  [rows, 8] the records as written; content_b comes later. On a CPU this is the memory of `state.expected`
+    table:  [rows, 8] the records as written; content_b comes later. On a CPU this is the memory of `state.expected`, on
+            a GPU records that captured forwards have sealed are read when somebody looks
     memory: the same with signs
     judged: [rows] the entries that were found to be their requests' truth
     memory_of_loops: the keys of seals and chains, `memory`, what an engine can reach of it, and `judged`
@@ -58,12 +59,13 @@ class Mirror:
     def __init__(self, state: CanaryState) -> None:
         self._state = state
         self._is_host = state.expected.is_cpu
-        self.memory: Rows = state.expected.cpu().numpy()
-        self.table: Words = self.memory.view(np.uint64)
-        self.judged: NDArray[np.bool_] = np.zeros(len(self.memory), np.bool_)
+        self._memory: Rows = state.expected.cpu().numpy()
+        self.judged: NDArray[np.bool_] = np.zeros(len(self._memory), np.bool_)
         self.epoch = 0
-        live = state.records.numpy() if self._is_host else self.memory
-        self.memory_of_loops = state.keys.constants.cpu().numpy(), self.memory, live, self.judged
+        live = state.records.numpy() if self._is_host else self._memory
+        self._memory_of_loops = state.keys.constants.cpu().numpy(), self._memory, live, self.judged
+        self._learned: NDArray[np.bool_] = np.zeros(0 if self._is_host else len(self._memory), np.bool_)
+        self._is_behind = False
         self._loops = state.pools[0].loops
         self._fresh: list[Rows] = []
 
@@ -136,9 +138,31 @@ class Mirror:
     def learn(self, rows: Rows) -> None:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""
         if not self._is_host:
-            where = torch.from_numpy(rows).to(self._state.expected.device)
-            self.memory[rows] = self._state.expected.index_select(0, where).cpu().numpy()
+            self._learned[rows] = self._is_behind = True
         self._note(int(self.judged[rows].any()))
+
+    @property
+    def memory(self) -> Rows:
+        if self._is_behind:
+            self._catch_up()
+        return self._memory
+
+    @property
+    def table(self) -> Words:
+        return self.memory.view(np.uint64)
+
+    @property
+    def memory_of_loops(self) -> tuple[Rows, Rows, Rows, NDArray[np.bool_]]:
+        if self._is_behind:
+            self._catch_up()
+        return self._memory_of_loops
+
+    def _catch_up(self) -> None:
+        """Read what was learned since somebody last looked; waits for the device."""
+        rows = np.flatnonzero(self._learned)
+        where = torch.from_numpy(rows).to(self._state.expected.device)
+        self._memory[rows] = self._state.expected.index_select(0, where).cpu().numpy()
+        self._learned[rows] = self._is_behind = False
 
     def forget_null_chains(self, forward: Forward) -> None:
         """Null slots have no records: their chains were for what follows in the same step."""

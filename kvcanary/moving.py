@@ -21,7 +21,7 @@ class Mover:
 
     def __init__(self, state: CanaryState, mirror: Mirror, ledger: Ledger, compares_content: bool) -> None:
         self._state, self._mirror, self._ledger = state, mirror, ledger
-        self._compares_content = compares_content
+        self.compares_content = compares_content
 
     def apply(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, lengthens: bool
@@ -48,8 +48,9 @@ class Mover:
             self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
         return self._arrived(pool, moved.dst, moved.dst_names, step) if has_lanes else []
 
-    def arrived(self, pool: PoolState, slots: Ints, step: int) -> list[Hit]:
-        """T1 for slots into which a captured step has moved entries, records and all."""
+    def arrived(self, pool: PoolState, destination: Ints, step: int) -> list[Hit]:
+        """T1 for slots into which a captured step has moved entries, records and all; -1: nothing moved."""
+        slots = destination[destination >= 0]
         return self._arrived(pool, slots, slots, step)
 
     def _follow(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> int:
@@ -78,7 +79,7 @@ class Mover:
 
     def _arrived(self, pool: PoolState, places: Ints, names: Ints, step: int) -> list[Hit]:
         """The destination's bytes, against the lanes of what was written at the source."""
-        if not self._compares_content or not len(places):
+        if not self.compares_content or not len(places):
             return []
         slots = torch.from_numpy(places).to(pool.records.device)
         if slots_are_right(pool, slots):

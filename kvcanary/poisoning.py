@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvcanary.certificate import Coverage
 from kvcanary.forward import Ints, on_host
+from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
+from kvcanary.looks import Looks
 from kvcanary.ops import ops_for
+from kvcanary.outbox import to_device
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 
@@ -23,9 +28,11 @@ BATCH_SLOTS = 64  # that are worth a launch
 class Poisoner:
     """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode."""
 
-    def __init__(self, state: CanaryState, pools: Sequence[PoolState], pattern: str, coverage: Coverage) -> None:
+    def __init__(
+        self, state: CanaryState, pools: Sequence[PoolState], pattern: str, coverage: Coverage, looks: Looks
+    ) -> None:
         """`pools`: of one group, whose free pages are told of; `pattern`: finite, nan or off."""
-        self._state, self._coverage = state, coverage
+        self._state, self._coverage, self._looks = state, coverage, looks
         self._is_off, self._nan = pattern == "off", pattern == "nan"
         self._pools = pools
         self._slot_bytes = sum(pool.view.slot_bytes for pool in self._pools)
@@ -52,8 +59,10 @@ class Poisoner:
             self.credit -= count * page_bytes
             self.fill(list(islice(self.waiting, count)))
 
-    def granted(self, pages: Sequence[int], step: int, full_pages: Sequence[int] | None = None) -> list[HitBatch]:
+    def granted(self, pages: Sequence[int], step: int, full_pages: Sequence[int] | None = None) -> list[Hit | HitBatch]:
         """P1 for every slot of these pages whose poison is damaged; they have an owner from now on.
+
+        What fires at once; on a GPU the host hears of it with the step.
 
         `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
         """
@@ -86,20 +95,13 @@ class Poisoner:
             else:
                 pool.loops.poison(pool.card_at, slots.numpy(), self._nan, True)
 
-    def _check(self, pool: PoolState, pages: Sequence[int], step: int, names: Ints | None) -> list[HitBatch]:
+    def _check(self, pool: PoolState, pages: Sequence[int], step: int, names: Ints | None) -> Sequence[Hit | HitBatch]:
         slots = self._slots(pages)
         if pool.host is not None and pool.loops.poison(pool.card_at, slots.numpy(), self._nan, False):
             return []
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
-        damaged = mismatch.any(1).nonzero().flatten()
-        if not len(damaged):
-            return []
-        layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.cpu().numpy()
-        nobody = np.full(len(damaged), -1)
-        where = on_host(slots[damaged])
-        named = None if names is None else names[on_host(damaged)]
-        return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
+        return self._looks.ask(mismatch, partial(_damaged, pool, slots, mismatch, step, names))
 
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""
@@ -109,7 +111,16 @@ class Poisoner:
             for layer in range(pool.view.num_layers):
                 pool.rows.scatter_layer(layer, slots, words)
 
-    def _slots(self, pages: Sequence[int]) -> torch.Tensor:
+    def _slots(self, pages: Sequence[int]) -> Tensor:
         size = self._state.page_size
         slots = np.array(pages, np.int64)[:, None] * size + np.arange(size)
-        return torch.from_numpy(slots.reshape(-1)).to(self._state.records.device)
+        return to_device(torch.from_numpy(slots.reshape(-1)), self._state.records.device)
+
+
+def _damaged(pool: PoolState, slots: Tensor, mismatch: Tensor, step: int, names: Ints | None) -> list[HitBatch]:
+    damaged = mismatch.any(1).nonzero().flatten()
+    layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.cpu().numpy()
+    nobody = np.full(len(damaged), -1)
+    named = None if names is None else names[on_host(damaged)]
+    where = on_host(slots[damaged])
+    return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]

@@ -121,17 +121,24 @@ class Recorder:
         self.note("begin_step", (step,))
         self.captured.forget(step)
 
-    def tick(self, step: int) -> None:
-        """A step was checked, nothing waits to be judged: now and then a segment begins."""
+    def is_due(self, step: int) -> bool:
+        """Whether a segment begins with the next `tick`."""
         if not self.segments:
-            return
+            return False
         segment = self.segments[-1]
-        is_long = step - segment.checkpoint.step >= self._interval
-        room = self.most_bytes - self.most_bytes // SPARE  # the next step needs some before anybody looks again
-        if is_long or segment.num_bytes > room // (PARTS + 1):
+        return step - segment.checkpoint.step >= self._interval or segment.num_bytes > self._room // (PARTS + 1)
+
+    def tick(self, step: int) -> None:
+        """A step was checked, and nothing waits to be judged where `is_due`: now and then a segment begins."""
+        if self.is_due(step):
             self._begin_segment(step)
-        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > room):
+        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self._room):
             self.segments.popleft()
+
+    @property
+    def _room(self) -> int:
+        """The next step needs some before anybody looks again."""
+        return self.most_bytes - self.most_bytes // SPARE
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
         """A call of the manager, or of its desk, is about to run."""
@@ -142,6 +149,11 @@ class Recorder:
         if not _PLAIN.issuperset(map(type, args)):
             args = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
         self._events.append((name, args, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+
+    def departed(self, step: int) -> None:
+        """What this step has launched is on its way to the host."""
+        if self.segments:
+            self.captured.departed(step, self.segments[-1])
 
     def note_of_request(self, name: str, request_id: str, value: int | Sequence[int]) -> None:
         """As `note`, for calls that come for every request in every step; `value`: a length, or token ids."""
@@ -216,12 +228,12 @@ class Recorder:
         """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
         if not self.segments or hit.code not in _DAMAGE:
             return
-        launch = self.captured.event_of(hit.pool.name, hit.site, hit.step)
-        segment = self.segments[-1] if launch is None else launch.segment
+        place = self.captured.event_of(hit.pool.name, hit.site, hit.step)
+        segment, number = (self.segments[-1], None) if place is None else place
         hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
         damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
-            number = max(len(segment.events) - 1, 0) if launch is None else launch.number
+            number = max(len(segment.events) - 1, 0) if number is None else number
             segment.damage.setdefault(number, []).extend(damage)
 
     def note_maps(self) -> None:

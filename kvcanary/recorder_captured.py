@@ -10,8 +10,8 @@ from kvcanary.recorder_forwards import Ints, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import MASK_32
 
 if TYPE_CHECKING:
-    from kvcanary.forward import Forward
     from kvcanary.harvest import StaticHit
+    from kvcanary.learning import Learned
     from kvcanary.recorder import Segment
     from kvcanary.static import StaticSubstep
 
@@ -33,6 +33,8 @@ class CapturedEvents:
     def __init__(self) -> None:
         self._launches: dict[Key, list[Launch]] = {}
         self._moves: deque[tuple[RecordedMove, Segment]] = deque()
+        self._departures: dict[int, tuple[Segment, int]] = {}
+        self._landing: int | None = None
 
     def launched(
         self,
@@ -59,18 +61,33 @@ class CapturedEvents:
         """What nobody will ask for any more; once a step."""
         if self._launches:
             self._launches = {key: own for key, own in self._launches.items() if step - key[2] < KEPT_STEPS}
+        self._departures.pop(step - KEPT_STEPS, None)
 
-    def event_of(self, pool: str, site: tuple[str, int], step: int) -> Launch | None:
-        """The launch of this forward, if it was captured."""
+    def departed(self, step: int, segment: Segment) -> None:
+        """All that the step has launched is on its way to the host."""
+        self._departures[step] = segment, len(segment.events)
+        segment.events.append(("depart", (step,), None))
+
+    def landing(self, step: int | None) -> None:
+        """What fires now was found by this step; None: by the one that runs."""
+        self._landing = step
+
+    def event_of(self, pool: str, site: tuple[str, int], step: int) -> tuple[Segment, int] | None:
+        """Where the event lies in which a check has fired that fires now: the launch of its forward, or its departure.
+
+        None: it is the last one.
+        """
         launches = self._launches.get((pool, site, step & MASK_32))
-        return None if launches is None else launches[-1]
+        if launches is not None:
+            return launches[-1].segment, launches[-1].number
+        return None if self._landing is None else self._departures.get(self._landing)
 
     # what the host hears
 
-    def learned(self, forward: Forward, ancestors: Ints, layers: Sequence[int]) -> None:
+    def learned(self, forward: Learned, layers: Sequence[int]) -> None:
         for launch in self._launches.get((forward.pool.name, forward.site, forward.step & MASK_32), ()):
             if launch.recorded.forward is None:
-                launch.recorded.learn(forward, ancestors, layers)
+                launch.recorded.learn(forward, layers)
                 launch.segment.array_bytes += launch.recorded.num_bytes
                 return
 
@@ -81,10 +98,8 @@ class CapturedEvents:
             segment.array_bytes += src.nbytes + dst.nbytes
 
     def noticed(self, hit: StaticHit) -> None:
-        launch = self.event_of(hit.pool, hit.site, hit.step)
-        if launch is None:
-            return
-        if hit.code == "W9":
-            launch.recorded.padding.append((hit.row, hit.entry, hit.slot))
-        elif hit.row >= 0 and hit.place >= 0:
-            launch.recorded.strays.append((hit.row, hit.place, hit.slot))
+        for launch in self._launches.get((hit.pool, hit.site, hit.step), ())[-1:]:
+            if hit.code == "W9":
+                launch.recorded.padding.append((hit.row, hit.entry, hit.slot))
+            elif hit.row >= 0 and hit.place >= 0:
+                launch.recorded.strays.append((hit.row, hit.place, hit.slot))

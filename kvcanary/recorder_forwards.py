@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcanary.forward import Forward
+    from kvcanary.learning import Learned
 
 Ints = NDArray[Any]
 _SMALLEST, _LARGEST = -(1 << 31), (1 << 31) - 1
@@ -43,8 +46,8 @@ class RecordedForward:
         "width",
     )
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward: Forward | None = forward
+    def __init__(self, forward: Forward | Learned) -> None:
+        self._forward: Any = forward
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
         self.requests = [request.request_id for request in forward.requests]
         self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
@@ -77,27 +80,26 @@ class RecordedForward:
         self.plan = _small(plan)
         for row in suspects:
             self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
-        self._keep_rest(forward)
+        self._keep_rest(forward.tree_mask, forward.stored)
 
     def keep_clean(self, forward: Forward, plan: Ints, tails: Ints) -> None:
         """The same for one whose rows are all as granted, of which a loop has taken plan and tails."""
         self.plan, self.tails = plan, tails
-        self._keep_rest(forward)
+        self._keep_rest(forward.tree_mask, forward.stored)
 
-    def keep_captured(self, forward: Forward, ancestors: Ints, stored: int) -> None:
+    def keep_captured(self, forward: Learned, stored: int) -> None:
         """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
 
-        ancestors: [rows, n], between the prefix of each row and what it writes; stored: bitmap of its layers
+        stored: bitmap of its layers
         """
-        n, rows, plan = forward.num_entries, forward.num_rows, _plan_of(forward)
+        n, rows, plan, ancestors = forward.num_entries, forward.num_rows, forward.plan, forward.ancestors
         first = 4 * n + rows + 1
         own = plan[:n]
         if ancestors.shape[1]:
             begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
             own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
         self.plan, self.tails = _small(plan), _small(own)
-        self._keep_rest(forward)
-        self.stored = stored
+        self._keep_rest(forward.tree_mask, stored)
 
     def keep_unjudged(self) -> None:
         """The same for one that is not judged yet: every row is kept whole."""
@@ -107,11 +109,11 @@ class RecordedForward:
             self.keep(forward, range(forward.num_rows))
             self._forward = forward
 
-    def _keep_rest(self, forward: Forward) -> None:
-        if forward.tree_mask is not None:
-            bits = forward.tree_mask.cpu().numpy()
+    def _keep_rest(self, tree_mask: Tensor | None, stored: int) -> None:
+        if tree_mask is not None:
+            bits = tree_mask.cpu().numpy()
             self.mask = np.packbits(bits), bits.shape
-        self.stored = forward.stored
+        self.stored = stored
         self._forward = None
 
 
@@ -138,7 +140,7 @@ class RecordedLaunch:
     def num_bytes(self) -> int:
         return 0 if self.forward is None else self.forward.num_bytes
 
-    def learn(self, forward: Forward, ancestors: Ints, layers: Sequence[int]) -> None:
+    def learn(self, forward: Learned, layers: Sequence[int]) -> None:
         """`layers`: those that stored, in their order."""
         stored = set[int]()
         for layer in layers:
@@ -146,7 +148,7 @@ class RecordedLaunch:
                 self.again.append(layer)
             stored.add(layer)
         self.forward = RecordedForward(forward)
-        self.forward.keep_captured(forward, ancestors, sum(1 << layer for layer in stored))
+        self.forward.keep_captured(forward, sum(1 << layer for layer in stored))
 
 
 class RecordedMove:

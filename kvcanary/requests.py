@@ -160,6 +160,7 @@ class Request:
     ahead:         by pool, entries that its row may hold beyond the committed length
     growth:        (step, tokens known after it)
     addresses:     of `row` and `tokens`, for the compiled loops
+    in_the_air:    captured forwards with its rows of which the host has not learned yet
     """
 
     request_id: str
@@ -179,6 +180,7 @@ class Request:
     owned_len: int | None = None
     growth: list[tuple[int, int]] = field(default_factory=list)
     addresses: Addresses = field(default_factory=Addresses)
+    in_the_air: int = 0
 
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.

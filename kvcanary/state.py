@@ -18,6 +18,7 @@ from kvcanary.cards import WRITERS
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups, full_group_slots
 from kvcanary.host import HostPool, host_pool, pool_card
+from kvcanary.outbox import to_device
 from kvcanary.pages import Pages
 from kvcanary.views import PoolView
 from kvcanary_kernels import record
@@ -121,8 +122,7 @@ class CanaryState:
         buffer = array("q", values)
         if not buffer:
             return self.arange[:0]
-        host = torch.frombuffer(buffer, dtype=torch.int64)
-        return host if self.arange.is_cpu else host.to(self.arange.device)
+        return to_device(torch.frombuffer(buffer, dtype=torch.int64), self.arange.device)
 
     def page_truth(self, pool: PoolState, slots: Tensor, names: Tensor) -> dict[str, Any]:
         """What is true of the pages behind these slots, as `verify` takes it: generations, states, owners, page_size.
@@ -159,9 +159,10 @@ class CanaryState:
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
-        where = torch.from_numpy(pages).to(self.records.device)
-        for column, values in ((self.generations, generations), (self.owners, owners), (self.page_states, states)):
-            column.index_copy_(0, where, torch.from_numpy(values).to(column))
+        delta = torch.from_numpy(np.stack((pages, generations, owners, states.astype(np.int64))))
+        where, *values = to_device(delta, self.records.device).unbind(0)
+        for column, new in zip((self.generations, self.owners, self.page_states), values, strict=True):
+            column.index_copy_(0, where, new)
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary import loops

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcanary.buffers import StaticBuffers
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
+from kvcanary.outbox import Outbox, Packed
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan
@@ -25,7 +26,9 @@ class StaticSubstep:
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
     number:  of the substep in its bank
     layers:  that the body has stored, in its order
-    width:   rows a request;  depth: of trees, at most;  tree_mask: of trees, what attention lets each node see
+    width:   rows a request
+    depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
+    written: what the host learns of a run: of its plan what `Learned` takes, then its header
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class StaticSubstep:
             self.work = Workspace(self.forward, pool, settings)
         self._claims = shared.claims[pool.name]
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
-        self.width, self.depth, self.tree_mask = settings.width, settings.max_depth, settings.tree_mask
+        self.width, self.depth = settings.width, settings.max_depth
+        self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
+        self.written = Packed(self._parts(header))
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
         self._is_open = False
@@ -104,6 +109,7 @@ class StaticSubstep:
         launch.settle()
         launch.count_planned()
         launch.count_read()
+        self.written.pack()
 
     def abandon(self) -> None:
         """The body raised: the forward is not judged, and the next open() starts afresh.
@@ -114,3 +120,9 @@ class StaticSubstep:
             self._is_open = False
             self._claims.fill_(NO_CLAIM)
             self.work.twice.zero_()
+
+    def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
+        plan = self.forward
+        parents = plan.slots[:0] if plan.parents is None else plan.parents
+        own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
+        return *own, self.work.planned.safe_slots, self.work.ancestors, header

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import torch
 
 from kvcanary.config import share_of
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, named
-from kvcanary.groups import slots_in, window_start
+from kvcanary.groups import Ints, slots_in, window_start
+from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.lanes import slots_are_right
 from kvcanary.ledger import Ledger, Request
+from kvcanary.looks import Looks
+from kvcanary.outbox import to_device
 from kvcanary.state import CanaryState, PoolState
 
 
@@ -32,8 +37,8 @@ STRIDE = 8
 class Sweeper:
     """Plans on the host which committed slots are read again, oldest look first."""
 
-    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None) -> None:
-        self._state, self._ledger, self._budget = state, ledger, budget
+    def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, looks: Looks) -> None:
+        self._state, self._ledger, self._budget, self._looks = state, ledger, budget, looks
         self.credit: dict[tuple[int, int], float] = {}
         self.hurried: set[str] = set()
         self.bytes_read = 0
@@ -52,11 +57,14 @@ class Sweeper:
         """Something was found near these requests' bytes: the next slice reads all of them."""
         self.hurried.update(request_ids)
 
-    def slice(self, step: int) -> list[HitBatch]:
-        """This step's share: within the rotation every committed byte of every running request is read again."""
+    def slice(self, step: int) -> list[Hit | HitBatch]:
+        """This step's share: within the rotation every committed byte of every running request is read again.
+
+        What fires at once; on a GPU the host hears of it with the step.
+        """
         requests = [request for request in self._ledger.requests.values() if not request.released]
         total = self._bytes_of(requests) if self._budget is not None else 0
-        hits: list[HitBatch] = []
+        hits: list[Hit | HitBatch] = []
         for pool in self._state.pools:
             looks = []
             for request in requests:
@@ -65,7 +73,7 @@ class Sweeper:
                 count = queue if hurried else self._share(request, pool, queue, total)
                 if count:
                     looks.append(Look(request, request.reads[pool.pool_id].take(count, step)))
-            hits += self._look(pool, looks, ("sweep", 0), step, both_lanes=False)
+            hits += self._look_later(pool, looks, step)
         self.hurried.clear()
         return hits
 
@@ -127,24 +135,38 @@ class Sweeper:
         )
 
     def _look(
-        self, pool: PoolState, looks: Iterable[Look], site: tuple[str, int], step: int, both_lanes: bool
+        self, pool: PoolState, looks: Sequence[Look], site: tuple[str, int], step: int, both_lanes: bool
     ) -> list[HitBatch]:
-        slots: list[int] = []
-        looks = [self._in_window(pool, look) for look in looks]
-        for look in looks:
-            for start, end, read in look.ranges:
-                slots += self._ledger.slots(look.request, start, end)
-                self.longest_wait = max(self.longest_wait, step - read)
-        if pool.view.slot_map is not None:
-            places = slots_in(pool.view, np.array(slots, np.int64))
-            slots = places[places >= pool.view.null_slots].tolist()
-        if not slots:
+        looks, slots = self._slots_of(pool, looks, step)
+        if not len(slots):
             return []
-        self.bytes_read += len(slots) * pool.view.slot_bytes
-        where = self._state.ints(slots)
+        where = to_device(torch.from_numpy(slots), pool.records.device)
         if slots_are_right(pool, where, both_lanes):
             return []
         return find_changed(pool, where, lambda: _entries_of(pool, looks), site, step, both_lanes)
+
+    def _look_later(self, pool: PoolState, looks: Sequence[Look], step: int) -> Sequence[Hit | HitBatch]:
+        looks, slots = self._slots_of(pool, looks, step)
+        if not len(slots):
+            return []
+        where = to_device(torch.from_numpy(slots), pool.records.device)
+        site, entries = ("sweep", 0), partial(_entries_of, pool, looks)
+        return self._looks.look(pool, where, partial(find_changed, pool, where, entries, site, step, both_lanes=False))
+
+    def _slots_of(self, pool: PoolState, looks: Sequence[Look], step: int) -> tuple[list[Look], Ints]:
+        """Looks as the pool's window cuts them, and the slots behind them."""
+        looks, parts = [self._in_window(pool, look) for look in looks], []
+        for look in looks:
+            granted = np.frombuffer(look.request.row, np.int64)
+            for start, end, read in look.ranges:
+                parts.append(granted[start:end])
+                self.longest_wait = max(self.longest_wait, step - read)
+        if not parts:
+            return looks, np.empty(0, np.int64)
+        slots = slots_in(pool.view, np.concatenate(parts))
+        slots = slots[slots >= pool.view.null_slots]
+        self.bytes_read += len(slots) * pool.view.slot_bytes
+        return looks, slots
 
     def _in_window(self, pool: PoolState, look: Look) -> Look:
         """Without what the next forward of the row does not see: nobody's bytes, once a window has left them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
+
+if TYPE_CHECKING:
+    from kvcanary.learning import Learned
 
 TokenOf = Callable[[str, int], int | None]
 
@@ -27,7 +31,7 @@ class Oracle:
     judges_guesses: bool = False
 
 
-def judge_tokens(forward: Forward, oracle: Oracle | None = None) -> list[HitBatch]:
+def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> list[HitBatch]:
     """W6 for every entry whose input is another token than its request has there, or no token at all.
 
     Without an oracle that judges them, draft guesses have no truth.
@@ -41,7 +45,7 @@ def judge_tokens(forward: Forward, oracle: Oracle | None = None) -> list[HitBatc
     return [fired_writes("W6", forward, np.array(sorted(set(wrong))))] if wrong else []
 
 
-def _outside_vocabulary(forward: Forward) -> list[int]:
+def _outside_vocabulary(forward: Forward | Learned) -> list[int]:
     """Guesses and padding too: whatever is fed must be a token."""
     size, tokens = forward.pool.view.vocab_size, forward.planned.tokens
     if size is None or not len(tokens) or tokens.view(np.uint64).max() < size:  # unsigned, -1 is huge
@@ -49,7 +53,9 @@ def _outside_vocabulary(forward: Forward) -> list[int]:
     return np.flatnonzero((tokens < 0) | (tokens >= size)).tolist()
 
 
-def _wrong_in_row(forward: Forward, row: int, first: int, tokens: list[int], oracle: Oracle | None) -> list[int]:
+def _wrong_in_row(
+    forward: Forward | Learned, row: int, first: int, tokens: list[int], oracle: Oracle | None
+) -> list[int]:
     """Entries of one row that were fed something else than what the host knows, or the oracle."""
     request, place = forward.request_of(row), forward.begins[row] + forward.pool.view.token_offset
     judged = len(tokens) if forward.parents is None else min(len(tokens), 1)  # a tree's root is no guess
@@ -64,7 +70,7 @@ def _wrong_in_row(forward: Forward, row: int, first: int, tokens: list[int], ora
     return wrong
 
 
-def _contradicts(oracle: Oracle, forward: Forward, request: Request, entry: int) -> bool:
+def _contradicts(oracle: Oracle, forward: Forward | Learned, request: Request, entry: int) -> bool:
     """Whether the oracle knows another token; what an extend forward is fed beyond acceptance has none."""
     pool, position = forward.pool, int(forward.planned.positions[entry])
     if forward.kind == "extend" and position >= request.most_final(pool.pool_id):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from kvcanary.groups import window_start
 from kvcanary.hits import Hit
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
+
+if TYPE_CHECKING:
+    from kvcanary.learning import Learned
 
 Values = dict[str, Any]
 
@@ -57,7 +60,7 @@ def _wrong_length(forward: Forward, row: int, position: int, expected: Values, f
     return hit
 
 
-def judge_mask(forward: Forward) -> list[Hit]:
+def judge_mask(forward: Forward | Learned) -> list[Hit]:
     """R13 for every tree node that sees anything but itself and its ancestors."""
     if forward.tree_mask is None or forward.parents is None:
         return []

@@ -128,6 +128,7 @@ class Assembly:
             acceptor,
             self.canary,
             states,
+            self.lag,
         )
         self._check_sizes()
         self.sizes = self._weighed(sizes)

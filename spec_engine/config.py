@@ -26,7 +26,6 @@ GRAPH_SETTINGS: dict[str, tuple[object, ...]] = {
     "attend": ("ancestors",),
     "adaptive_steps": (False,),
     "acceptance": ("match", "tree"),
-    "canary content": ("rolling", "write"),
 }
 DEFAULT_NODES = 8  # on a CPU a target forward over 16 nodes costs more than the eight extra nodes gain
 
@@ -132,7 +131,7 @@ class EngineConfig:
         if self.graphs == "off":
             return
         for name, needed in GRAPH_SETTINGS.items():
-            value = self.canary.content if name == "canary content" else getattr(self, name)
+            value = getattr(self, name)
             if value not in needed:
                 raise ConfigError(
                     f"{name} must be {' or '.join(map(str, needed))} with graphs, got {value!r}: a captured step "

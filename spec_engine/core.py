@@ -13,6 +13,7 @@ from kvcanary.invariants import check_rows_distinct
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.relay import Relay
 from spec_engine.request import Request
+from spec_engine.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,17 +28,19 @@ class Batch:
     bonus: Tensor  # [bs] int64, token S of each request past its prefill
 
     @classmethod
-    def of(cls, requests: Sequence[Request], relay: Relay) -> Batch:
+    def of(cls, requests: Sequence[Request], relay: Relay, known_lens: Sequence[int] | None = None) -> Batch:
+        """``known_lens``: what the relay says of these requests, where the host knows it; else it waits to hear."""
         ids = tuple(request.request_id for request in requests)
         row_numbers = [request.row for request in requests]
         check_rows_distinct(ids, row_numbers)
-        rows = torch.tensor(row_numbers, device=relay.lens.device)
+        rows = to_device(row_numbers, relay.lens.device)
         lens = relay.lens.index_select(0, rows)
-        return cls(tuple(requests), ids, rows, tuple(lens.tolist()), lens, relay.bonus.index_select(0, rows))
+        known = tuple(lens.tolist() if known_lens is None else known_lens)
+        return cls(tuple(requests), ids, rows, known, lens, relay.bonus.index_select(0, rows))
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The requests at ``indices``, with this batch's lengths."""
-        chosen = torch.tensor(indices, device=self.rows.device)
+        chosen = to_device(indices, self.rows.device)
         return Batch(
             tuple(self.requests[b] for b in indices),
             tuple(self.ids[b] for b in indices),
@@ -52,7 +55,7 @@ class Batch:
         if not any(shifts):
             return self
         lens = tuple(length + shift for length, shift in zip(self.lens, shifts, strict=True))
-        return replace(self, lens=lens, lens_tensor=torch.tensor(lens, device=self.rows.device))
+        return replace(self, lens=lens, lens_tensor=to_device(lens, self.rows.device))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -88,9 +91,8 @@ def chain_forward(
     kind: str, index: int, batch: Batch, table: RequestTable, tokens: Tensor, new_lens: Sequence[int]
 ) -> ForwardBatch:
     """A forward in which every row continues its committed prefix by ``new_lens[r]`` tokens in a line."""
-    spans = [
-        (row, start, start + new) for row, start, new in zip(batch.rows.tolist(), batch.lens, new_lens, strict=True)
-    ]
+    rows = [request.row for request in batch.requests]
+    spans = [(row, start, start + new) for row, start, new in zip(rows, batch.lens, new_lens, strict=True)]
     written = [table.table[row, start:end] for row, start, end in spans]
     positions = [torch.arange(start, end, device=tokens.device) for _, start, end in spans]
     kv_lens = tuple(end for _, _, end in spans)
@@ -123,7 +125,7 @@ def within_window(forward: ForwardBatch, window: int) -> ForwardBatch:
         kv_indices=concat([row[start:] for row, start in rows]),
         kv_lens=kv_lens,
         window=window,
-        starts=torch.tensor(starts, device=forward.kv_indices.device),
+        starts=to_device(starts, forward.kv_indices.device),
     )
 
 
@@ -132,7 +134,7 @@ def indptr(lens: Sequence[int], device: torch.device) -> Tensor:
     ends = [0]
     for length in lens:
         ends.append(ends[-1] + length)
-    return torch.tensor(ends, device=device)
+    return to_device(ends, device)
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

@@ -171,7 +171,10 @@ class Engine(Assembly):
         chunks = self.scheduler.next_chunks(self.running)
         if self.memory.make_room(self.scheduler.pages_needed(self.running)):
             self._launch(chunks, events)
-        self._deliver(self.lag if self.running else 0, events)
+        try:
+            self._deliver(self.lag if self.running else 0, events)
+        except KVCorruptionError as error:
+            self._stop(error, events)
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
         if not self.has_work:
@@ -213,14 +216,25 @@ class Engine(Assembly):
         try:
             if ready:
                 self._pending.append(self.results.send(self._prefill(ready)))
-            elif self.running and not chunks:
+            elif self.running and not chunks and self._catch_up(events):
                 self._pending.append(self.results.send(self._decode()))
         except KVCorruptionError as error:
-            self._corruption = error
             with suppress(KVCorruptionError):  # a request that ends on the damage: its last tokens stay
                 self._deliver(0, events)
-            if not events:
-                self._raise_corruption()
+            self._stop(error, events)
+
+    def _catch_up(self, events: list[TokenEvent]) -> bool:
+        """Hear what a step needs of the last one, where it cannot run without; whether somebody still runs."""
+        if any(not landing.result.is_heard for landing in self._pending) and not self.runner.runs_ahead(self.running):
+            self._deliver(0, events)
+        return bool(self.running)
+
+    def _stop(self, error: KVCorruptionError, events: list[TokenEvent]) -> None:
+        """No token leaves from here on but those that did before: the error comes now, or behind them."""
+        self._pending.clear()
+        self._corruption = error
+        if not events:
+            self._raise_corruption()
 
     def _raise_corruption(self) -> None:
         if self._corruption is not None:
@@ -275,6 +289,8 @@ class Engine(Assembly):
         """Let the host hear of all steps but the last ``lag``: tokens leave into ``events``, requests end."""
         while len(self._pending) > lag:
             result = self.results.hear(self._pending.popleft())
+            if result.flight is not None:
+                self.runner.doomed = result.doomed
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             for part in result.parts:

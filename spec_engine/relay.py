@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spec_engine.transfer import to_device
+
 
 class Relay:
     """``lens [rows] int64``, committed lengths; ``bonus [rows] int64``, the token at that length, not forwarded yet.
@@ -27,5 +29,5 @@ class Relay:
 
     def publish(self, rows: Tensor, lens: Sequence[int], bonus: Sequence[int]) -> None:
         """New lengths, and the tokens that follow them, for the requests in ``rows [bs]``."""
-        self.lens.index_copy_(0, rows, torch.tensor(lens, device=rows.device))
-        self.bonus.index_copy_(0, rows, torch.tensor(bonus, device=rows.device))
+        self.lens.index_copy_(0, rows, to_device(lens, rows.device))
+        self.bonus.index_copy_(0, rows, to_device(bonus, rows.device))

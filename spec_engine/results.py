@@ -52,7 +52,10 @@ class Results:
         return Landing(result, staging.event, staging)
 
     def hear(self, landing: Landing) -> StepResult:
-        """What the step says, once it is there. KVCorruptionError or StagingError for what is not, or not any more."""
+        """What the step says, once it is there and the canary has judged it.
+
+        KVCorruptionError or StagingError for what is not there, or not any more, and for what fired.
+        """
         self._streams.heard(landing.event)
         result, staging = landing.result, landing.staging
         if self._ring is None or staging is None:
@@ -63,7 +66,13 @@ class Results:
         self._ring.check(staging)
         rows = iter(staging.tensor[: len(speaking)].tolist())
         parts = tuple(_told(part, next(rows)) if part.tokens else part for part in result.parts)
-        return replace(result, parts=parts, doomed=result.doomed | doomed)
+        if self._canary is not None and result.flight is not None:
+            doomed |= self._canary.hear(result.flight)
+        if self._canary is not None and not result.is_heard:
+            for part in parts:
+                if part.request.finish_reason is None and part.request.request_id not in doomed:
+                    self._canary.append(part.request.request_id, part.tokens)
+        return replace(result, parts=parts, doomed=result.doomed | doomed, is_heard=True)
 
 
 def told_of(accepted: Acceptance) -> Tensor:

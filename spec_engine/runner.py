@@ -16,7 +16,7 @@ from kvcanary.faults import seam
 from kvcanary.invariants import check_chunk, check_chunk_feed, check_window
 from spec_engine.acceptance.acceptor import Acceptor, Decision, Nodes
 from spec_engine.acceptance.logprobs import TokenLogProb
-from spec_engine.acceptance.walk import Acceptance
+from spec_engine.acceptance.walk import NO_TOKEN, Acceptance
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.tree import Tree
@@ -28,16 +28,19 @@ from spec_engine.models.decoder import Decoder, DecoderOutput
 from spec_engine.relay import Relay
 from spec_engine.request import Request
 from spec_engine.scheduler import Chunk
+from spec_engine.transfer import to_device
 from spec_engine.verify import Accepted, to_host
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
+    from kvcanary.flights import Flight
 
 
 @dataclass(frozen=True)
 class Part:
     """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus.
 
+    A token that the device has not told yet is NO_TOKEN, until the landing of the step says what it is.
     logprobs: those of ``tokens``, where the request asks for them.
     """
 
@@ -61,6 +64,8 @@ class StepResult:
 
     accepted: where the device has the tokens, one row for each of the ``parts`` that have some; None: none has.
     num_steps: T of a decode step, where it may change.
+    flight: what the canary has still to judge of it, before a token leaves; None: nothing.
+    is_heard: whether the host knows its tokens; else each is NO_TOKEN in the parts, and was not told to the canary.
     """
 
     is_decode: bool
@@ -68,6 +73,8 @@ class StepResult:
     doomed: frozenset[str]
     accepted: Acceptance | None = None
     num_steps: int | None = None
+    flight: Flight | None = None
+    is_heard: bool = True
 
 
 class Runner:
@@ -83,16 +90,21 @@ class Runner:
         acceptor: Acceptor,
         canary: CanaryManager | None,
         states: RecurrentPool | None = None,
+        lag: int = 0,
     ) -> None:
-        """``states``: of a model with recurrent layers, by request-table row."""
+        """``states``: of a model with recurrent layers, by request-table row; ``lag``: steps the host may be behind."""
         self.model, self.forwards, self.drafter, self.acceptor = model, forwards, drafter, acceptor
-        self.states = states
+        self.states, self.lag = states, lag
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
-        self._doomed: frozenset[str] = frozenset()  # as of the last look
+        self.doomed: frozenset[str] = frozenset()  # as of the last look
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
+
+    def runs_ahead(self, requests: Sequence[Request]) -> bool:
+        """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
+        return False
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
@@ -105,9 +117,9 @@ class Runner:
         for chunk in chunks:
             request = chunk.request
             check_chunk(request.request_id, chunk.start, chunk.end, request.committed_len, request.prefill_len)
-        batch = Batch.of([chunk.request for chunk in chunks], self.relay)
+        batch = Batch.of([chunk.request for chunk in chunks], self.relay, [chunk.start for chunk in chunks])
         lens = [chunk.end - chunk.start for chunk in chunks]
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
+        tokens = to_device([token for chunk in chunks for token in chunk.tokens], self.device)
         output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
         new, logprobs, accepted = self._first_tokens(chunks, batch, output, lens)
         if self.drafter is not None:
@@ -116,16 +128,27 @@ class Runner:
         ends = [chunk.end for chunk in chunks]
         bonus = [(chunk.request.tokens + token)[chunk.end] for chunk, token in zip(chunks, new, strict=True)]
         self._publish(batch, ends, bonus)
+        if accepted is not None and self.is_ahead([chunk.request for chunk in chunks]):
+            sampled = to_device([chunk.request.row for chunk in chunks if chunk.samples], self.device)
+            self.relay.bonus.index_copy_(0, sampled, accepted.bonus)
         return self._finish(False, batch, ends, new, logprobs, doomed, accepted)
+
+    def is_ahead(self, requests: Sequence[Request]) -> bool:
+        """Whether nobody on the host needs the tokens of a step before the next one is launched.
+
+        A canary does, for its truth, a drafter for what it extends by, and log-probabilities come with the tokens.
+        """
+        needs = self.canary is not None or self.drafter is not None
+        return self.lag > 0 and not needs and all(request.params.logprobs is None for request in requests)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
         """One decode step for everyone: one token each, or a drafted tree of ``num_steps`` (None: as configured).
 
         But for those that a finding has ended, of whom a lagging host has not heard: nothing was proposed for them.
         """
-        requests = [request for request in requests if request.request_id not in self._doomed]
+        requests = [request for request in requests if request.request_id not in self.doomed]
         if not requests:
-            return StepResult(True, (), self._doomed)
+            return StepResult(True, (), self.doomed)
         batch = self._batch_of(requests)
         if self.drafter is None:
             return self._decode_one(batch)
@@ -201,7 +224,7 @@ class Runner:
         moves = seam("draft.rewind_by_count", moves)
         if not moves:
             return
-        rows, nodes, places = torch.tensor(moves, device=self.device).unbind(1)
+        rows, nodes, places = to_device(moves, self.device).unbind(1)
         source, destination = windows[rows, nodes], windows[rows, places]
         self.forwards.move(source, destination)
 
@@ -229,9 +252,9 @@ class Runner:
         tokens = [token for b in going for token in accepted[b].tokens]
         lens = [len(accepted[b].tokens) for b in going]
         before = batch if len(going) == len(batch) else batch.select(going)
-        features = drafter.features(output, torch.tensor(rows, device=self.device))
+        features = drafter.features(output, to_device(rows, self.device))
         features = seam("draft.approximate_features", features)
-        drafter.extend("extend", before, torch.tensor(tokens, device=self.device), features, lens)
+        drafter.extend("extend", before, to_device(tokens, self.device), features, lens)
 
     # parts of both
 
@@ -264,13 +287,15 @@ class Runner:
         ending = [c for c, chunk in enumerate(chunks) if chunk.samples]
         if not ending:
             return new, logprobs, None
-        rows = torch.tensor(ending, device=self.device)
+        rows = to_device(ending, self.device)
         requests = [chunks[c].request for c in ending]
-        last = torch.tensor(lens, device=self.device).cumsum(0) - 1
-        positions = torch.tensor([chunks[c].end for c in ending], device=self.device)
+        last = to_device(lens, self.device).cumsum(0) - 1
+        positions = to_device([chunks[c].end for c in ending], self.device)
         logits = self.model.logits(output.hidden[last[rows]])[:, None]
         decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
-        for number, (c, token) in enumerate(zip(ending, decision.accepted.bonus.tolist(), strict=True)):
+        unheard = self.is_ahead([chunk.request for chunk in chunks])
+        told = [NO_TOKEN] * len(ending) if unheard else decision.accepted.bonus.tolist()
+        for number, (c, token) in enumerate(zip(ending, told, strict=True)):
             new[c], logprobs[c] = [token], decision.logprobs_of(number, requests[number].params, 1)
         return new, logprobs, decision.accepted
 
@@ -290,7 +315,7 @@ class Runner:
         ]
         for chunk, part, count in zip(chunks, following, leading, strict=True):
             check_chunk_feed(chunk.request.request_id, chunk.start - count, part, chunk.request.tokens)
-        fed = torch.tensor([token for part in following for token in part], device=self.device)
+        fed = to_device([token for part in following for token in part], self.device)
         drafter.extend("prefill", batch, fed, drafter.features(output), lens, [len(part) for part in following])
 
     def following(self, chunk: Chunk, sampled: list[int]) -> list[int]:
@@ -310,8 +335,8 @@ class Runner:
     def _judge(self) -> frozenset[str]:
         """Let the canary judge the step before a token of it counts."""
         if self.canary is not None:
-            self._doomed = self.canary.check()
-        return self._doomed
+            self.doomed = self.canary.check()
+        return self.doomed
 
     def _finish(
         self,

@@ -68,9 +68,12 @@ W3 = tl.constexpr(record.CODE_BITS["W3"])
 W4 = tl.constexpr(record.CODE_BITS["W4"])
 W5 = tl.constexpr(record.CODE_BITS["W5"])
 W7 = tl.constexpr(record.CODE_BITS["W7"])
+W8 = tl.constexpr(record.CODE_BITS["W8"])
 W9 = tl.constexpr(record.CODE_BITS["W9"])
 QUARANTINED = tl.constexpr(record.QUARANTINED)
 LOAD_FAILED = tl.constexpr(record.LOAD_FAILED)
+RESERVED = tl.constexpr(record.RESERVED)
+WRITTEN = tl.constexpr(record.WRITTEN)
 SHARED = tl.constexpr(record.SHARED)
 NO_OWNER = tl.constexpr(record.NO_OWNER)
 SHARED_OWNER = tl.constexpr(record.SHARED_OWNER)
@@ -99,6 +102,14 @@ PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
 def stride_of(values: Tensor) -> int:
     """0 for a [1] tensor that stands for every entry, else 1."""
     return 0 if values.numel() == 1 else 1
+
+
+@triton.jit
+def follow(OVERLAPS: tl.constexpr):
+    """First in a kernel with `overlap_options`: the next kernel may be launched, and the one before must have ended."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

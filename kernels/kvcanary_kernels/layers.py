@@ -4,13 +4,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcanary_kernels.device import tl, triton
+from kvcanary_kernels.device import follow, tl, triton
+from kvcanary_kernels.overlap import overlap_options
 
 BLOCK_GATED = 1024
+HEADS_ROTATED = 8  # by a program
 MAX_HIDDEN = 1 << 16  # of a row that one program holds whole
 
 
@@ -35,7 +39,8 @@ def rotate(
     n, _, dim = qkv.shape
     if n == 0:
         return
-    _rotate_kernel[(n, num_heads)](
+    block_h = min(HEADS_ROTATED, triton.next_power_of_2(num_heads))
+    _rotate_kernel[(n, triton.cdiv(num_heads, block_h))](
         qkv,
         cos,
         sin,
@@ -45,12 +50,15 @@ def rotate(
         qkv.stride(1),
         cos.stride(0),
         sin.stride(0),
+        num_heads,
         num_q_heads,
         eps,
         HALF=dim // 2,
+        BLOCK_H=block_h,
         BLOCK=triton.next_power_of_2(dim // 2),
         HAS_NORM=q_norm is not None,
         num_warps=1,
+        **overlap_options(qkv.device),
     )
 
 
@@ -80,7 +88,7 @@ def gated(gate_up: Tensor, out: Tensor) -> None:
     n, m = _expect_gated(gate_up, out)
     if n:
         _gated_kernel[(n, triton.cdiv(m, BLOCK_GATED))](
-            gate_up, out, m, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_GATED
+            gate_up, out, m, gate_up.stride(0), out.stride(0), BLOCK=BLOCK_GATED, **overlap_options(out.device)
         )
 
 
@@ -113,6 +121,7 @@ def add_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total
             SIZE=size,
             HAS_DELTA=True,
             **_whole_rows(size),
+            **overlap_options(hidden.device),
         )
 
 
@@ -129,7 +138,8 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
     n, size = x.shape
     if n:
         strides = x.stride(0), x.stride(0), x.stride(0), normed.stride(0)
-        _add_norm_kernel[(n,)](x, x, weight, x, normed, *strides, eps, SIZE=size, HAS_DELTA=False, **_whole_rows(size))
+        options = _whole_rows(size) | overlap_options(x.device)
+        _add_norm_kernel[(n,)](x, x, weight, x, normed, *strides, eps, SIZE=size, HAS_DELTA=False, **options)
 
 
 def norm_torch(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None:
@@ -139,7 +149,7 @@ def norm_torch(x: Tensor, weight: Tensor, eps: float, *, normed: Tensor) -> None
     normed.copy_(exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight)
 
 
-def _whole_rows(size: int) -> dict[str, int]:
+def _whole_rows(size: int) -> dict[str, Any]:
     """Launch options of a program that holds a row of this size."""
     return {"BLOCK": triton.next_power_of_2(size), "num_warps": min(16, max(1, size // 512))}
 
@@ -155,36 +165,46 @@ def _rotate_kernel(
     head_stride,
     cos_stride,
     sin_stride,
+    num_heads,
     num_q_heads,
     eps,
     HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
-    i_head = tl.program_id(1)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < HALF
-    x = qkv + i_n * row_stride + i_head * head_stride
-    b_low = tl.load(x + o_d, mask=m_d, other=0).to(tl.float32)
-    b_high = tl.load(x + HALF + o_d, mask=m_d, other=0).to(tl.float32)
+    m_x = (o_h < num_heads)[:, None] & m_d[None, :]
+    x = qkv + i_n * row_stride + o_h[:, None] * head_stride + o_d[None, :]
+    b_low = tl.load(x, mask=m_x, other=0).to(tl.float32)  # [H, D / 2]
+    b_high = tl.load(x + HALF, mask=m_x, other=0).to(tl.float32)
     if HAS_NORM:
-        norm = q_norm if i_head < num_q_heads else k_norm
-        scale = 1 / tl.sqrt((tl.sum(b_low * b_low) + tl.sum(b_high * b_high)) / (2 * HALF) + eps)
-        b_low *= scale * tl.load(norm + o_d, mask=m_d, other=0).to(tl.float32)
-        b_high *= scale * tl.load(norm + HALF + o_d, mask=m_d, other=0).to(tl.float32)
+        is_q = (o_h < num_q_heads)[:, None]
+        scale = 1 / tl.sqrt((tl.sum(b_low * b_low, 1) + tl.sum(b_high * b_high, 1)) / (2 * HALF) + eps)[:, None]
+        b_low *= scale * tl.where(is_q, _half(q_norm, o_d, m_d), _half(k_norm, o_d, m_d))
+        b_high *= scale * tl.where(is_q, _half(q_norm + HALF, o_d, m_d), _half(k_norm + HALF, o_d, m_d))
     cos += i_n * cos_stride
     sin += i_n * sin_stride
-    b_cos_low = tl.load(cos + o_d, mask=m_d, other=0).to(tl.float32)
-    b_cos_high = tl.load(cos + HALF + o_d, mask=m_d, other=0).to(tl.float32)
-    b_sin_low = tl.load(sin + o_d, mask=m_d, other=0).to(tl.float32)
-    b_sin_high = tl.load(sin + HALF + o_d, mask=m_d, other=0).to(tl.float32)
-    tl.store(x + o_d, b_low * b_cos_low + b_high * b_sin_low, mask=m_d)
-    tl.store(x + HALF + o_d, b_high * b_cos_high + b_low * b_sin_high, mask=m_d)
+    b_rotated = b_low * _half(cos, o_d, m_d) + b_high * _half(sin, o_d, m_d)
+    tl.store(x, b_rotated.to(qkv.dtype.element_ty), mask=m_x)
+    b_rotated = b_high * _half(cos + HALF, o_d, m_d) + b_low * _half(sin + HALF, o_d, m_d)
+    tl.store(x + HALF, b_rotated.to(qkv.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, m, row_stride, out_stride, BLOCK: tl.constexpr):
+def _half(values, o_d, m_d):
+    """Half a head's numbers, for all heads of a program: [1, D / 2]."""
+    return tl.load(values + o_d, mask=m_d, other=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _gated_kernel(gate_up, out, m, row_stride, out_stride, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_m = o_m < m
@@ -208,7 +228,9 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < SIZE

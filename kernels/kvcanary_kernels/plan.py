@@ -16,10 +16,12 @@ from kvcanary_kernels.device import (
     BLOCK,
     CHAIN,
     COLUMNS,
+    LOAD_FAILED,
     PROGRAMS_PER_SEGMENT,
     QUARANTINED,
     R2,
     R10,
+    RESERVED,
     SHARED,
     SHARED_OWNER,
     W1,
@@ -28,7 +30,9 @@ from kvcanary_kernels.device import (
     W4,
     W5,
     W7,
+    W8,
     W9,
+    WRITTEN,
     live_count,
     tl,
     triton,
@@ -58,7 +62,7 @@ def plan(
     page_size: int,
     null_slots: int,
 ) -> None:
-    """Judge the write plan (W1 to W5, W7, W9, R2) and row lengths (R10); derive `planned`. May be captured.
+    """Judge the write plan (W1 to W5, W7 to W9, R2) and row lengths (R10); derive `planned`. May be captured.
 
     records:     [num_slots, 8] int64, before this forward is sealed
     generations, states, owners: [num_pages] int64, device truth of pages (verify)
@@ -344,10 +348,11 @@ def _plan_kernel(
         shared = (owner == SHARED_OWNER) | (state == SHARED)
         quarantined = (shared == 0) & (state == QUARANTINED)
         foreign = (shared == 0) & (quarantined == 0) & (owner != uid)
+        writable = (state == RESERVED) | (state == WRITTEN) | (state == LOAD_FAILED)
+        kept = (shared == 0) & (quarantined == 0) & (foreign == 0) & valid & (writable == 0)
         later = tl.load(claims + slot, mask=valid, other=0) != o_e
-        code = (
-            tl.where(shared, W3, 0) + tl.where(quarantined, W7, 0) + tl.where(foreign, W2, 0) + tl.where(later, W4, 0)
-        )
+        code = tl.where(shared, W3, 0) + tl.where(quarantined, W7, 0) + tl.where(foreign, W2, 0)
+        code += tl.where(kept, W8, 0) + tl.where(later, W4, 0)
         code = tl.where(outside, W1, tl.where(null, R2, code)).to(tl.int64)
         refused = code != 0
         wanted = prefix + o_j
@@ -463,10 +468,13 @@ def _seeds(
 
 
 def _page_codes(states: Tensor, owners: Tensor, uids: Tensor) -> dict[str, Tensor]:
-    """At most one of W3, W7, W2 an entry, by the state and owner of its page."""
+    """At most one of W3, W7, W2, W8 an entry, by the state and owner of its page."""
     shared = (owners == record.SHARED_OWNER) | (states == record.SHARED)
     quarantined = ~shared & (states == record.QUARANTINED)
-    return {"W3": shared, "W7": quarantined, "W2": ~shared & ~quarantined & (owners != uids)}
+    foreign = ~shared & ~quarantined & (owners != uids)
+    writable = (states == record.RESERVED) | (states == record.WRITTEN) | (states == record.LOAD_FAILED)
+    kept = ~(shared | quarantined | foreign | writable)
+    return {"W3": shared, "W7": quarantined, "W2": foreign, "W8": kept}
 
 
 def _wanted_positions(

@@ -85,6 +85,8 @@ CALLS: dict[str, dict[str, str]] = {
         "strays": "ints",
         "padding": "ints",
     },
+    "depart": {"step": "int"},
+    "hear": {"step": "int"},
     "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
 }
 #: Events that are model calls: eager, and captured.

@@ -18,6 +18,7 @@ from kvcanary.dumps.stage import Stage, fingerprint_of
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.findings import Finding
+from kvcanary.flights import Flight
 from kvcanary.forward import Ints
 from kvcanary.groups import slots_in
 from kvcanary.parcels import Parcel
@@ -80,6 +81,7 @@ class Replayer:
         self._parcels: dict[int, _Put] = {}
         self._last_put: _Put | None = None
         self._tickets: dict[tuple[str, int], Ticket] = {}
+        self._flights: dict[int, Flight] = {}
 
     def run(self, until: int | None, code: str | None) -> Outcome:
         outcome = Outcome(self._dump.manifest["first_step"])
@@ -145,6 +147,16 @@ class Replayer:
         substep = self._stage.captured[event["number"]]
         truth = self.manager.launch(substep, event["requests"], event["counts"].tolist(), event["reads"])
         run_captured(self._stage, substep, event, captured_batch(substep, event, read, write, truth))
+
+    def _depart(self, event: Call) -> None:
+        self._damage(event)
+        self._flights[event["step"]] = self.manager.depart()
+
+    def _hear(self, event: Call) -> None:
+        """What departed before the recording has landed in its beginning."""
+        self._damage(event)
+        flight = self._flights.get(event["step"])
+        self.manager.hear(Flight(event["step"], None, None, None, has_landed=True) if flight is None else flight)
 
     def _captured_move(self, event: Call) -> None:
         move = self._stage.moves[event["number"]]

@@ -158,7 +158,7 @@ class Stage:
         checks.sweeper.hurried.update(start["hurried"])
         checks.cached.read_at[:] = dump.arrays["start.read_at"]
         checks.publish_pages()
-        self.manager.step = self.manager.tickets.step = step
+        self.manager.step = self.manager.tickets.step = checks.step = step
 
     def _admit(self, line: dict[str, Any], step: int) -> None:
         """A request as it was."""

@@ -380,7 +380,7 @@ def _pool(view: Any) -> dict[str, Any]:
 
 def _captured(substep: StaticSubstep) -> dict[str, Any]:
     """A captured forward, as large as its bucket."""
-    forward, mask = substep.forward, substep.tree_mask
+    forward, masks = substep.forward, substep.masks
     return {
         "pool": substep.pool.name,
         "kind": substep.site[0],
@@ -393,7 +393,7 @@ def _captured(substep: StaticSubstep) -> dict[str, Any]:
         "ancestors": forward.ancestors,
         "has_parents": forward.parents is not None,
         "has_truths": forward.truths is not None,
-        "nodes": None if mask is None else mask.shape[-1],
+        "nodes": None if masks is None else masks.device.shape[-1],
     }
 
 

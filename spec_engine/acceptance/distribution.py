@@ -29,6 +29,13 @@ def target_probs(logits: Tensor, settings: SamplingBatch) -> Tensor:
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """The likeliest token of each row by its `finite_logits`, the first of equals: ``[..., V] -> [...] int64``."""
+    if logits.is_cuda and logits.dtype is not torch.float64:
+        from kvcanary_kernels.likeliest import likeliest  # an engine on a CPU loads no kernels
+
+        rows = logits.flatten(0, -2)
+        chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        likeliest(rows, chosen)
+        return chosen.view(logits.shape[:-1])
     return _bounded(logits).argmax(-1)  # of a row without a finite logit the first, uniform or not
 
 

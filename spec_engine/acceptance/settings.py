@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spec_engine.transfer import to_device
+
 if TYPE_CHECKING:
     from spec_engine.sampling import SamplingParams
 
@@ -40,14 +42,14 @@ class SamplingBatch:
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingBatch:
         def column(name: str) -> Tensor:
             values = [float(getattr(request, name)) for request in params]
-            return torch.tensor(values, dtype=torch.float64, device=device).view(-1, 1, 1)
+            return to_device(values, device, torch.float64).view(-1, 1, 1)
 
         top_k = [min(request.top_k or vocab_size, vocab_size) for request in params]
         greedy = [request.temperature == 0 for request in params]
         return cls(
             seeds=tuple(request.seed for request in params),
             temperature=column("temperature"),
-            top_k=torch.tensor(top_k, device=device).view(-1, 1, 1),
+            top_k=to_device(top_k, device).view(-1, 1, 1),
             top_p=column("top_p"),
             min_p=column("min_p"),
             repetition_penalty=column("repetition_penalty"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcanary_kernels.attention import attention_workspace, paged_attention
 from spec_engine.attention.base import PoolAttention
@@ -13,12 +15,19 @@ from spec_engine.attention.page_pass import PagePass
 from spec_engine.attention.paged import PagedAttention
 from spec_engine.core import ForwardBatch, indptr
 
+LEAST_WHOLE = 1024  # tokens of a prompt; over fewer our kernel takes no longer
+
 
 class TritonAttention(PoolAttention):
-    """Attention by token indices: any rows at once. Lengths are read on the device, so the host waits for nothing."""
+    """Attention by token indices: any rows at once. Lengths are read on the device, so the host waits for nothing.
+
+    Long prompts from their first token on go to cuDNN, where there is one that is faster than our kernel: their K and V
+    are read from the pool by the same indices.
+    """
 
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
         num_rows, num_heads = len(batch.new_lens), self.kv_heads * self.fold
+        self.num_whole = num_rows if _is_whole(batch) and _has_cudnn(self.pool.dtype, indices.device) else 0
         longest = {"max_q_len": max(batch.new_lens), "max_kv_len": max(batch.kv_lens)}
         self.operands = {
             "kv_indptr": batch.kv_indptr,
@@ -40,11 +49,35 @@ class TritonAttention(PoolAttention):
         }
 
     def read(self, layer: int, q: Tensor) -> Tensor:
+        if self.num_whole:
+            return self._read_whole(layer, q)
         kv, scales = self.pool.rows(layer)
         k, v = kv.unbind(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged_attention(q, k, v, out=out, **_factors(scales), **self.operands)
         return out
+
+    def _read_whole(self, layer: int, q: Tensor) -> Tensor:
+        """Rows of equally many queries that see nothing before them."""
+        k, v = self.pool.load(layer, self.operands["kv_indices"]).unbind(1)
+        rows = (values.unflatten(0, (self.num_whole, -1)).transpose(1, 2) for values in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def _is_whole(batch: ForwardBatch) -> bool:
+    """Whether every row is a long prompt from its first token on, all equally long."""
+    is_plain = batch.tree_mask is None and batch.window is None and batch.kv_lens == batch.new_lens
+    return is_plain and min(batch.new_lens) == max(batch.new_lens) >= LEAST_WHOLE
+
+
+@cache
+def _has_cudnn(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN attends here, in 16-bit types alone."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return torch.backends.cudnn.is_available() and dtype in (torch.bfloat16, torch.float16)
 
 
 class TritonPass(PagePass):

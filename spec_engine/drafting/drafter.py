@@ -27,6 +27,7 @@ from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
 from spec_engine.request import Request
 from spec_engine.scheduler import Chunk
+from spec_engine.transfer import to_device
 
 
 class Drafter:
@@ -136,7 +137,7 @@ class Drafter:
         forward = chain_forward(kind, 0, batch.shifted(shifts), self.table, tokens, written)
         with self.forwards.open(forward) as attention:
             hidden = self.head(tokens, features, forward.positions, attention)
-        last = torch.tensor(written, device=tokens.device).cumsum(0) - 1
+        last = to_device(written, tokens.device).cumsum(0) - 1
         hidden = hidden.index_select(0, last)
         proposed = self._propose(hidden, batch, forward.positions.index_select(0, last), is_first=True)
         for kept, own in zip((self._probs, self._tokens, self._hidden), (*proposed, hidden), strict=True):

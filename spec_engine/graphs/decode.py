@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcanary_kernels.relay import leave, leave_torch, take, take_torch
 from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.acceptance.walk import single
 from spec_engine.graphs.feed import Feed
-from spec_engine.graphs.forward import StaticForward, slots_at
+from spec_engine.graphs.forward import StaticForward
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.results import Results
 from spec_engine.graphs.step import SECTIONS, StepProgram
@@ -44,6 +45,8 @@ class DecodeProgram(StepProgram):
         self._hidden = torch.zeros(
             size, model.config.hidden_size, dtype=forwards.pool.dtype, device=forward.slots.device
         )
+        self._chosen = torch.zeros_like(self._bonus)
+        self._accepted = single(self._chosen[:, None])
         self._results = Results({"bonus": (size,)}, self._table.device)
         self._run = recorder.record(self._body)
 
@@ -58,18 +61,19 @@ class DecodeProgram(StepProgram):
         self._forwards.launch(self._hooked, self._feed, batch.ids, [1] * live, reads=sum(batch.lens) + live)
         self._feed.send()
         self._run()
-        self._results.send()
         return self._hidden[:live]
 
     def _body(self) -> None:
-        rows, lens, bonus = self._load()
-        forward = self._hooked.forward
-        forward.tokens.copy_(bonus)
-        forward.positions.copy_(lens)
-        forward.slots.copy_(slots_at(self._table, rows, lens))
-        forward.read(self._table, rows, lens, forward.slots[:, None], self._forwards.pool.num_slots)
+        forward, relay, rows = self._hooked.forward, self._relay, self._feed["rows"]
+        take_rows, leave_rows = (take, leave) if rows.is_cuda else (take_torch, leave_torch)
+        tables = relay.lens, relay.bonus, self._table
+        take_rows(rows, *tables, lens=self._lens, bonus=self._bonus, slots=forward.slots)
+        forward.tokens.copy_(self._bonus)
+        forward.positions.copy_(self._lens)
+        forward.read(self._table, rows, self._lens, forward.slots[:, None], self._forwards.pool.num_slots)
         with self._forwards.open(self._hooked) as attention:
             self._hidden.copy_(self._model(forward.tokens, forward.positions, attention).hidden)
-        chosen = greedy_tokens(self._model.logits(self._hidden))
-        self._commit(single(chosen[:, None]))
-        self._results.put(bonus=chosen)
+        self._chosen.copy_(greedy_tokens(self._model.logits(self._hidden)))
+        counts = {"num_live": self._feed["live"], "decides": self._feed["decides"]}
+        leave_rows(rows, relay.lens, relay.bonus, lens=self._lens, chosen=self._chosen, **counts)
+        self._results.put(bonus=self._chosen)

@@ -87,7 +87,6 @@ class DraftProgram(StepProgram):
             self._target.launch_move(self._move)
         self._feed.send()
         self._run()
-        self._results.send()
         return self.output.hidden[:written]
 
     def tree(self, live: int) -> Tree:

@@ -7,15 +7,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of the one that is being prepared
+
 
 class Feed:
     """Named sections of int64 at fixed addresses; zeros until `set` and `send`, and zeros behind what was set."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        total = sum(sizes.values())
-        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        total, is_cuda = sum(sizes.values()), device.type == "cuda"
+        self._buffers = [torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda) for _ in range(TURNS)]
+        self._copies = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else []
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        self._numbers = self._host.numpy()
+        self._turn = 0
+        self._numbers = self._buffers[0].numpy()
         self._sections: dict[str, slice] = {}
         first = 0
         for name, size in sizes.items():
@@ -27,7 +31,7 @@ class Feed:
         return self._device[self._sections[name]]
 
     def set(self, **sections: Sequence[int]) -> None:
-        """What the next `send` brings to the device; the last one's copy must be over."""
+        """What the next `send` brings to the device."""
         for name, values in sections.items():
             where = self._sections[name]
             end = where.start + len(values)
@@ -35,5 +39,13 @@ class Feed:
             self._numbers[end : where.stop] = 0
 
     def send(self) -> None:
-        """One copy, for which nobody waits."""
-        self._device.copy_(self._host, non_blocking=True)
+        """One copy, for which nobody waits; what is set from now on lies elsewhere."""
+        sent = self._turn
+        self._device.copy_(self._buffers[sent], non_blocking=True)
+        self._turn = (sent + 1) % TURNS
+        if self._copies:
+            self._copies[sent].record()
+            self._copies[self._turn].synchronize()  # of the send before the last, or none yet
+        numbers = self._buffers[self._turn].numpy()
+        numbers[:] = self._numbers
+        self._numbers = numbers

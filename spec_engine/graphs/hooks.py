@@ -28,9 +28,13 @@ TRUTH = ("uids", "prefix_lens", "truths")  # sections of a feed that a watched f
 
 @dataclass(frozen=True, eq=False)
 class Hooked:
-    """A static forward with its hooks; name: of its sections in the feed; workspace: of its attention on a GPU."""
+    """A static forward with its hooks; name: of its sections in the feed; workspace: of its attention on a GPU.
+
+    out: [n, heads, head_dim], what a layer's attention gives; padding that no row writes keeps what lies there, finite.
+    """
 
     forward: StaticForward
+    out: Tensor
     workspace: Tensor | None
     substep: StaticSubstep | None
     name: str
@@ -48,9 +52,11 @@ class StaticForwards:
 
     def hook(self, forward: StaticForward, feed: Feed, name: str, live: str) -> Hooked:
         """The forward with its hooks over sections ``name`` of the feed; ``live``: the section with its live rows."""
-        workspace = self._workspace(forward)
+        kv, workspace = self.pool.kv, self._workspace(forward)
+        shape = (forward.slots.numel(), self.num_heads, kv.shape[-1])
+        out = torch.zeros(shape, dtype=self.pool.dtype, device=kv.device)
         if self.canary is None:
-            return Hooked(forward, workspace, None, name)
+            return Hooked(forward, out, workspace, None, name)
         uids, prefix_lens, truths = (feed[f"{name}_{part}"] for part in TRUTH)
         plan = ForwardPlan(
             as_table(forward.indices),
@@ -76,7 +82,7 @@ class StaticForwards:
             max_depth=forward.depth,
             tree_mask=forward.tree_mask,
         )
-        return Hooked(forward, workspace, substep, name)
+        return Hooked(forward, out, workspace, substep, name)
 
     def _workspace(self, forward: StaticForward) -> Tensor | None:
         kv, device = self.pool.kv, self.pool.kv.device
@@ -127,15 +133,15 @@ class StaticAttention:
     def __init__(self, forwards: StaticForwards, hooked: Hooked) -> None:
         self._pool, self._heads = forwards.pool, forwards.num_heads
         self._forward, self._substep, self._workspace = hooked.forward, hooked.substep, hooked.workspace
+        self._out = hooked.out
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
+        """Store k, v ``[n, kv_heads, head_dim]``; the attention of q ``[n, heads, head_dim]``, until the next call."""
         forward, pool = self._forward, self._pool
         if self._substep is None:
             pool.store(layer, forward.slots, k, v)
         else:
             self._substep.store(layer, *pool.stored(k, v))
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # padding has no row that writes it
         kv, scales = pool.rows(layer)
         keys, values = kv.unbind(1)
         k_scale, v_scale = (None, None) if scales is None else scales.unbind(1)
@@ -150,10 +156,10 @@ class StaticAttention:
             max_kv_len=forward.max_kv_len,
             max_q_len=forward.new,
             scale=q.shape[-1] ** -0.5,
-            out=out,
+            out=self._out,
             tree_mask=forward.tree_mask,
             k_scale=k_scale,
             v_scale=v_scale,
             workspace=self._workspace,
         )
-        return out
+        return self._out

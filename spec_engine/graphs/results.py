@@ -27,15 +27,11 @@ class Results:
         for name, where in self._split(self._device).items():
             where.copy_(tensors[name])
 
-    def send(self) -> None:
-        """After a run: one copy, for which nobody waits yet."""
+    def fetch(self) -> dict[str, Tensor]:
+        """All of the last run's, in host memory: one copy, and the host waits for it. Gone with the next `fetch`."""
         if self._arrived is not None:
             self._host.copy_(self._device, non_blocking=True)
             self._arrived.record()
-
-    def fetch(self) -> dict[str, Tensor]:
-        """All of them, in host memory; waits until they have arrived. Gone with the next `send`."""
-        if self._arrived is not None:
             self._arrived.synchronize()
         return self._split(self._host)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from kvcanary.invariants import check_branches, check_rows_distinct, check_window
 from spec_engine.acceptance.acceptor import Decision
+from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.drafting.layout import branch_stride
 from spec_engine.graphs.decision import is_decided_by_argmax
@@ -18,10 +20,11 @@ from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
 from spec_engine.models.decoder import DecoderOutput
-from spec_engine.runner import Runner, StepResult, Verified
+from spec_engine.runner import Part, Runner, StepResult, Verified
 from spec_engine.verify import Accepted
 
 if TYPE_CHECKING:
+    from kvcanary.flights import Flight
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
     from spec_engine.request import Request
@@ -39,7 +42,8 @@ class GraphRunner(Runner):
     """Runs the smallest bucket that holds a batch; one that no bucket holds runs as without graphs.
 
     Where every request takes its likeliest token the program decides by itself, and the host reads what it did; else
-    acceptance runs behind it as it does without graphs.
+    acceptance runs behind it as it does without graphs. A host that lags hears what the canary found in such a step
+    behind the next launch; without drafts, whose lengths it knows beforehand, its tokens too.
     """
 
     def record(self, buckets: Sequence[int]) -> None:
@@ -47,6 +51,7 @@ class GraphRunner(Runner):
         self._lens: dict[int, int] = {}  # by row, the committed length that the relay holds
         self._bucket: Bucket | None = None  # in which the current step runs
         self._decides = False  # whether its program does
+        self._flight: Flight | None = None  # of the current step
         recorder = Recorder(self.device)
         target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
@@ -61,6 +66,16 @@ class GraphRunner(Runner):
         self._bucket, self._decides = None, False
         return super().prefill(chunks)
 
+    def runs_ahead(self, requests: Sequence[Request]) -> bool:
+        """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
+        return self._bucket_for(len(requests)) is not None and self._can_decide(requests)
+
+    def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
+        """As without graphs; what the host has still to hear is part of the result."""
+        self._flight = None
+        result = super().decode(requests, num_steps)
+        return result if self._flight is None else replace(result, flight=self._flight)
+
     def _make_bucket(self, size: int, target: StaticForwards, recorder: Recorder) -> Bucket:
         drafter = self.drafter
         if drafter is None:
@@ -73,13 +88,39 @@ class GraphRunner(Runner):
 
     def _batch_of(self, requests: Sequence[Request]) -> Batch:
         """On the addresses of the smallest bucket that holds the requests; their lengths as the host last read them."""
-        self._bucket = next((bucket for bucket in self._buckets if bucket.step.size >= len(requests)), None)
+        self._bucket = self._bucket_for(len(requests))
         if self._bucket is None:
             self._decides = False
             return super()._batch_of(requests)
-        self._decides = is_decided_by_argmax(request.params for request in requests)
+        self._decides = self._can_decide(requests)
         check_rows_distinct([request.request_id for request in requests], [request.row for request in requests])
         return self._bucket.step.batch(requests, [self._lens[request.row] for request in requests])
+
+    def _bucket_for(self, num_requests: int) -> Bucket | None:
+        return next((bucket for bucket in self._buckets if bucket.step.size >= num_requests), None)
+
+    def _can_decide(self, requests: Sequence[Request]) -> bool:
+        return is_decided_by_argmax(request.params for request in requests)
+
+    def _judge(self) -> frozenset[str]:
+        """A host that lags hears of the step later: this is what it knows now."""
+        if self.canary is None or not self._decides or not self.lag:
+            return super()._judge()
+        self._flight = self.canary.depart()
+        return self.doomed
+
+    def _decode_one(self, batch: Batch) -> StepResult:
+        """A host that lags only launches the step: each request has one token more, whichever it is."""
+        if not self._decides or not self.lag:
+            return super()._decode_one(batch)
+        accepted = self._decide(batch, self._decoded(batch)).accepted
+        doomed, lens = self._judge(), [length + 1 for length in batch.lens]
+        self._publish(batch, lens, ())
+        parts = tuple(Part(*own, [NO_TOKEN]) for own in zip(batch.requests, lens, strict=True))
+        if self.canary is not None:
+            for request_id, length in zip(batch.ids, lens, strict=True):
+                self.canary.commit(request_id, length)
+        return StepResult(True, parts, doomed, accepted, is_heard=False)
 
     def _decoded(self, batch: Batch) -> Tensor:
         if self._bucket is None:

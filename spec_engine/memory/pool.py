@@ -60,8 +60,13 @@ class KVPool:
         """Write k, v ``[n, kv_heads, head_dim]`` of one layer at ``slots [n]``; ``substep`` does it, where it can."""
         if substep is not None and substep.put(layer, slots, k, v):
             return
-        self._k[layer].index_copy_(0, slots, k)
-        self._v[layer].index_copy_(0, slots, v)
+        if k.is_cuda:
+            from kvcanary_kernels.scatter import scatter  # an engine on a CPU loads no kernels
+
+            scatter(slots, k, v, self._k[layer], self._v[layer])
+        else:
+            self._k[layer].index_copy_(0, slots, k)
+            self._v[layer].index_copy_(0, slots, v)
         if substep is not None:
             substep.store(layer, k, v)
 

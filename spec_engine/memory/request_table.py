@@ -12,6 +12,7 @@ from kvcanary.invariants import (
     check_row_held,
     check_rows_available,
 )
+from spec_engine.transfer import to_device
 
 
 class RequestTable:
@@ -53,7 +54,7 @@ class RequestTable:
         self.table[row, :end] = self._slots_of(pages)
 
     def _slots_of(self, pages: list[int]) -> torch.Tensor:
-        first_slots = torch.tensor(pages, device=self.table.device) * self.page_size
+        first_slots = to_device(pages, self.table.device) * self.page_size
         return (first_slots[:, None] + self._offsets).flatten()
 
     def release(self, row: int) -> None:

@@ -6,6 +6,8 @@ stands behind that (the paged pool, a dense cache, training) decides where keys 
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,7 +60,7 @@ class Decoder(nn.Module):
         return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.lm_head_weight)
+        return (_kernels().linear if is_fused(hidden) else F.linear)(hidden, self.lm_head_weight)
 
     @property
     def num_parameters(self) -> int:
@@ -109,11 +111,11 @@ class DecoderLayer(nn.Module):
 
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
+        if is_fused(x):
+            return _kernels().project(self, x, rotation)
         if self.input_norm_weight is not None:
             x = rms_norm(x, self.input_norm_weight, self.eps)
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], self.num_heads_all, 2 * self.half_dim)
-        if is_fused(qkv):
-            return self._rotated_in_place(qkv, rotation)
         qk, v = qkv.split_with_sizes(self.head_split, 1)
         if self.q_norm_weight is not None:
             qk = self._normed(qk)
@@ -124,32 +126,12 @@ class DecoderLayer(nn.Module):
 
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
         """Output product, residual, norm, MLP, residual."""
-        output = F.linear(attention.flatten(1), self.o_weight, self.o_bias)
-        if is_fused(output):
-            return self._finished_in_place(hidden, output)
-        hidden = hidden + output
+        if is_fused(attention):
+            return _kernels().finish(self, hidden, attention)
+        hidden = hidden + F.linear(attention.flatten(1), self.o_weight, self.o_bias)
         x = F.rms_norm(hidden, self.norm_shape, self.post_norm_weight, self.eps)
         gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.down_weight)
-
-    def _rotated_in_place(self, qkv: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        from kvcanary_kernels.layers import rotate  # an engine on a CPU loads no kernels
-
-        q_heads, kv_heads = self.qk_split
-        norms = {"q_norm": self.q_norm_weight, "k_norm": self.k_norm_weight, "eps": self.eps}
-        rotate(qkv, *rotation, num_heads=q_heads + kv_heads, num_q_heads=q_heads, **norms)
-        q, k, v = qkv.split_with_sizes((q_heads, kv_heads, kv_heads), 1)
-        return q, k, v
-
-    def _finished_in_place(self, hidden: Tensor, output: Tensor) -> Tensor:
-        from kvcanary_kernels.layers import add_norm, gated
-
-        total, normed = torch.empty_like(output), torch.empty_like(output)
-        add_norm(hidden, output, self.post_norm_weight, self.eps, total=total, normed=normed)
-        gate_up = F.linear(normed, self.gate_up_weight)
-        product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        gated(gate_up, product)
-        return total.addmm_(product, self.down_weight.t())
 
     def _normed(self, qk: Tensor) -> Tensor:
         q, k = qk.split_with_sizes(self.qk_split, 1)
@@ -204,18 +186,20 @@ class RotaryTable(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [n, size] over the root of its mean square, times weight [size]."""
-    if not is_fused(x):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    from kvcanary_kernels.layers import norm
-
-    normed = torch.empty_like(x)
-    norm(x, weight, eps, normed=normed)
-    return normed
+    return _kernels().normed(x, weight, eps) if is_fused(x) else F.rms_norm(x, weight.shape, weight, eps)
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether what follows a product runs as our kernels: on a GPU, outside of training, below float64."""
+    """Whether our kernels compute a layer: on a GPU, outside of training, below float64."""
     return x.is_cuda and not x.requires_grad and x.dtype is not torch.float64
+
+
+@cache
+def _kernels() -> ModuleType:
+    """A decoder on a CPU loads none."""
+    from spec_engine.models import fused
+
+    return fused
 
 
 def _rotary_table(rope: RopeScaling, head_dim: int, max_positions: int) -> Tensor:

@@ -19,20 +19,23 @@ from triton.compiler import ASTSource
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"width", "page_size", "null_slots", "pool_id"}
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail", "m", "num_q_heads"}
+NUMBERS |= {"size", "parts", "num_heads"}
 FLOATS = {"qkv", "cos", "sin", "q_norm", "k_norm", "gate_up", "hidden", "delta", "weight", "total", "normed"}
+FLOATS |= {"x", "bias", "residual", "logits"}
 FLAGS = sys.argv[1] == "with"
 DENSE = Piece(words=12, first=0, page_size=1, page_stride=24, slot_stride=24, run=12, run_stride=12, block=16)
 HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, run=5, run_stride=80, block=16)
 CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
+CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8}
 
 def type_of(name):
     if name in ("values", "value_strides"):
         return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
-    if name in ("root", "eps"):
-        return "i64" if name == "root" else "fp32"
+    if name in ("root", "eps", "largest", "best"):
+        return {"root": "i64", "best": "*fp32"}.get(name, "fp32")
     if name in FLOATS:
         return "*bf16"
     return "*i32" if name in ("key_a", "key_b") else "*i64"
@@ -73,18 +76,24 @@ def test_every_kernel_compiles_for_sm_90(flags: str, tmp_path) -> None:
         "_count_kernel",
         "_fingerprint_kernel",
         "_finish_kernel",
+        "_first_kernel",
         "_gated_kernel",
         "_index_rows_kernel",
+        "_leave_row_kernel",
+        "_likeliest_kernel",
         "_plan_kernel",
         "_poison_check_kernel",
         "_poison_fill_kernel",
+        "_product_kernel",
         "_put_kernel",
         "_rotate_kernel",
+        "_scatter_kernel",
         "_seal_kernel",
         "_settle_kernel",
         "_start_lane_b_kernel",
         "_store_kernel",
         "_take_kernel",
+        "_take_row_kernel",
         "_verify_kernel",
     ]
 

@@ -201,9 +201,12 @@ def test_each_code_of_the_plan(operation, device, case):
 
 
 @both
-@pytest.mark.parametrize(("what", "value", "code"), [("states", 8, "W3"), ("owners", -2, "W3"), ("states", 1, "W7")])
+@pytest.mark.parametrize(
+    ("what", "value", "code"),
+    [("states", 8, "W3"), ("owners", -2, "W3"), ("states", 1, "W7"), ("states", 2, "W8"), ("states", 7, "W8")],
+)
 def test_pages_that_nobody_may_write(operation, device, what, value, code):
-    """A shared page is W3, a quarantined one W7, whoever owns it."""
+    """A shared page is W3, a quarantined one W7, whoever owns it; an own one that is final or loads is W8."""
     forward, world = one_row(device)
     world.truth[what].fill_(value)
     run_plan(operation, forward, world)

@@ -13,8 +13,8 @@ import torch
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.codebook import CodeBook
 from kvcanary.dumps.reading import Dump, read_dump
-from kvcanary.dumps.writing import salt_of
 from kvcanary.dumps.replaying import replay
+from kvcanary.dumps.writing import salt_of
 from kvcanary_kernels.record import chain_host, chain_root, make_keys, mix_host, unsigned
 from kvcanary_tools.bench.toy_engine import ToyEngine
 

@@ -9,6 +9,7 @@ from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionEr
 from kvcanary.buffers import StaticBuffers
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import Replayer, replay
+from kvcanary.outbox import IN_THE_AIR
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
 from kvcanary_kernels import record
@@ -175,11 +176,18 @@ def test_the_host_learns_what_launched_forwards_have_written(tree):
     assert [certificate[name] for name in ("forwards", "slots_checked", "slots_sealed")] == [2, 8, 5]
 
 
-def test_a_commit_learns_of_forwards_that_nobody_judged_yet(tree):
-    """Between launch and check too."""
+def test_a_commit_waits_for_no_forward(tree):
+    """Between launch and check too; pages are final when the host has learned that they were written."""
+    pages = tree.canary._ledger.states
     tree.canary.commit("ann", 3)
-    assert tree.canary._static.launched == []
+    assert (len(tree.canary._static.launched), STATE_NAMES[pages[1]]) == (1, "RESERVED")
     assert tree.fired() == []
+    tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    tree.canary.commit("ann", 5)
+    assert STATE_NAMES[pages[1]] == "WRITTEN"
+    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+    assert tree.fired() == []
+    assert [STATE_NAMES[state] for state in pages[[1, 2]]] == ["COMMITTED", "WRITTEN"]
 
 
 def test_a_token_that_is_not_the_requests_is_w6(tree):
@@ -327,3 +335,54 @@ def test_what_was_launched_and_never_heard_of_is_not_in_a_dump(tree, tmp_path):
     dump = read_dump(tree.canary.dump(tmp_path / "early.kvdump"))
     assert not [event for event in dump.events if event["call"] == "launch"]
     assert replay(dump).findings == []
+
+
+# a host that hears later
+
+
+def test_what_departed_is_judged_when_it_is_heard(tree):
+    """From its own copies, whatever the buffers hold by then, and only that step."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], [99, 98])
+    first = tree.canary.depart()
+    tree.launch(3, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    second = tree.canary.depart()
+    assert (tree.canary.findings, first.has_landed, second.has_landed) == ([], False, False)
+    tree.canary.hear(first)
+    assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
+    assert (first.has_landed, second.has_landed) == (True, False)
+    tree.canary.hear(second)
+    assert len(tree.canary.findings) == 1
+
+
+def test_a_step_that_landed_early_still_stops_the_engine(run):
+    """Somebody needed to know (a page was freed): the error came there, and comes again for the step's own tokens."""
+    late = run()
+    pool = late.canary._state.by_name["target"]
+    late.canary.begin_step(2)
+    row = late.static_row(late.uid, [4, 5, 6, 7], TOKENS[3:4])
+    pool.records[5, 1] ^= 1 << 40
+    late.canary.bank.load(late.substeps["decode"], late.rig.batch([row]))
+    late.rig.body(late.substeps["decode"])
+    flight = late.canary.depart()
+    with pytest.raises(KVCorruptionError):
+        late.canary.release("ann")
+    assert flight.has_landed
+    with pytest.raises(KVCorruptionError):
+        late.canary.hear(flight)
+
+
+def test_a_host_that_never_hears_overtakes_nothing(tree):
+    """Where more steps are in the air than there are buffers, the oldest is learned of before its copy is lost."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    flights = []
+    for number in range(2, 2 + IN_THE_AIR + 2):
+        tokens = [99, 98] if number == 2 else TOKENS[3:5]
+        tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+        tree.launch(number, tree.verify, [4, 5, 6, 7, 8], tokens, [-1, 0])
+        flights.append(tree.canary.depart())
+    assert [flight.has_landed for flight in flights] == [True, True] + [False] * IN_THE_AIR
+    assert tree.fired() == [("W6", ("verify", 0), 7)]
+    assert tree.canary.certificate()["forwards"] == 1 + len(flights)

@@ -8,7 +8,7 @@ import pytest
 
 from kvcanary import invariants
 from kvcanary.recorder import Recorder
-from kvcanary_tools.bench import ancestors, host_checks, recorder, retractions
+from kvcanary_tools.bench import ancestors, common, engine, host_checks, recorder, retractions
 from kvcanary_tools.bench.common import RESULTS
 from spec_engine import runner
 
@@ -90,3 +90,20 @@ def test_the_recorder_is_timed_and_put_back() -> None:
     assert 0 < row["recorder_us"] < 1e3 * row["step_ms"]
     assert row["bytes"] > 0
     assert Recorder.note is function
+
+
+def test_the_whole_engine_is_measured_with_and_without_drafting_and_canary(monkeypatch, tmp_path, capsys) -> None:
+    """A small run on the CPU: speeds, speed-ups and costs of each batch size, in the table and in the JSON."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "NEW_TOKENS", 8)
+    for name, value in {"PROMPTS": 2, "PASSES": 1, "BATCH_SIZES": (2,)}.items():
+        monkeypatch.setattr(engine, name, value)
+    engine.main("cpu")
+    (row,) = json.loads((tmp_path / "cpu_engine.json").read_text(encoding="utf-8"))["rows"]
+    assert row["accepted_length"] > 1
+    for measured in (row["tokens_per_second"], row["tokens_per_second_canary"], row["canary"], row["certificates"]):
+        assert measured.keys() == {"none", "drafting"}
+    assert min(*row["tokens_per_second"].values(), *row["tokens_per_second_canary"].values()) > 0
+    assert row["speedup"].keys() == {"off", "on"}
+    assert all(certificate["findings"] == [] for certificate in row["certificates"].values())
+    assert len(capsys.readouterr().out.splitlines()) == 2

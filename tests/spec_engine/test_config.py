@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvcanary import CanaryConfig
 from spec_engine import ConfigError, EngineConfig
 
 
@@ -50,10 +49,6 @@ from spec_engine import ConfigError, EngineConfig
         ({"graphs": "on", "attend": "columns"}, "attend must be ancestors with graphs, got 'columns'"),
         ({"graphs": "on", "adaptive_steps": True, "topk": 1}, "adaptive_steps must be False with graphs, got True"),
         ({"graphs": "on", "acceptance": "rejection", "topk": 1}, "acceptance must be match or tree with graphs, got"),
-        (
-            {"graphs": "on", "canary": CanaryConfig(mode="raise", content="full")},
-            "canary content must be rolling or write with graphs, got 'full': a captured step cannot do it yet",
-        ),
         ({"adaptive_steps": {2: (1,)}, "topk": 1}, r"candidates must begin at batch size 1, got \[2\]"),
     ],
 )

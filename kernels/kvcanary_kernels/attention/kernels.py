@@ -8,7 +8,7 @@ Exponents are of two; a running maximum begins at a finite LEAST, so that what s
 
 from __future__ import annotations
 
-from kvcanary_kernels.device import tl, triton
+from kvcanary_kernels.device import follow, tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1.0e30)
@@ -65,6 +65,7 @@ def _attend_kernel(
     V_PER_SLOT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_head = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1) % num_splits
     i_tile = tl.num_programs(1) // num_splits - 1 - tl.program_id(1) // num_splits  # those with most keys first
@@ -123,8 +124,6 @@ def _attend_kernel(
             seen &= _seen(o_n - own, o_token, m_m, mask_row, NODES, BLOCK_NODES, WINDOW)
         b_acc, b_max, b_sum = _fold(tl.where(seen, b_s, float("-inf")), b_v, b_acc, b_max, b_sum)
 
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     b_lse = _log_sum(b_max, b_sum)
     if HAS_V_SCALE:
@@ -163,8 +162,7 @@ def _merge_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """The mean of the splits of one query and head, weighted by their sums of exponents."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()  # launched while the splits were still at work
+    follow(OVERLAPS)
     i_token = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
     if (i_token < tl.load(q_indptr)) | (i_token >= tl.load(q_indptr + num_rows)):
@@ -247,7 +245,7 @@ def _rows(base, slots, stride, o_d, m_n, DIM: tl.constexpr, BLOCK_D: tl.constexp
 def _scaled(b_rows, scales, slots, stride, m_n, PER_SLOT: tl.constexpr):
     """Rows of these slots [N, D], each times the scale of its slot, if slots have one."""
     if PER_SLOT:
-        return b_rows.to(tl.float32) * tl.load(scales + slots * stride, mask=m_n, other=0.0)[:, None]
+        b_rows = b_rows.to(tl.float32) * tl.load(scales + slots * stride, mask=m_n, other=0.0)[:, None]
     return b_rows
 
 

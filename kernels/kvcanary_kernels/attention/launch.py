@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
 from kvcanary_kernels.device import triton
+from kvcanary_kernels.overlap import overlap_options
 
 ROWS_PER_UNIT = 64  # of tiles that a multiprocessor should find, where keys can be split
 SPLIT_KEYS = 128  # fewer are not worth a split
@@ -62,6 +63,7 @@ def launch(
     page_size: int,
     window: int | None,
     causal: bool,
+    max_kv_len: int,
 ) -> None:
     """Both kernels over checked operands; ``scratch`` holds at least `scratch_size` numbers."""
     n, num_heads, dim = q.shape
@@ -114,8 +116,8 @@ def launch(
         HAS_V_SCALE=isinstance(v_scale, Tensor) and v_scale.numel() == 1,
         K_PER_SLOT=isinstance(k_scale, Tensor) and k_scale.numel() > 1,
         V_PER_SLOT=isinstance(v_scale, Tensor) and v_scale.numel() > 1,
-        OVERLAPS=tiles.num_splits > 1 and _overlaps(q.device),
-        **_schedule(tiles.block_m, dim, q.element_size()),
+        **_schedule(tiles, dim, q.element_size(), max_kv_len),
+        **overlap_options(q.device),
     )
     if tiles.num_splits == 1:
         return
@@ -134,15 +136,17 @@ def launch(
         BLOCK_D=max(_power_of_two(dim), 16),
         BLOCK_S=_power_of_two(tiles.num_splits),
         HAS_LSE=lse is not None,
-        OVERLAPS=_overlaps(q.device),
-        **({"launch_pdl": True} if _overlaps(q.device) else {}),
+        **overlap_options(q.device),
     )
 
 
-def _schedule(block_m: int, dim: int, element_size: int) -> dict[str, Any]:
+def _schedule(tiles: Tiles, dim: int, element_size: int, max_kv_len: int) -> dict[str, Any]:
     """Keys a program takes at a time, its warps, and how many blocks of keys are on their way at once."""
+    block_m = tiles.block_m
     if element_size == 4:  # exact products take no tensor core, and twice the room
         return {"BLOCK_N": 32, "num_warps": 4 if block_m < 64 else 8, "num_stages": 2}
+    if block_m < 64 and dim <= 128 and max_kv_len <= 2 * SPLIT_KEYS * tiles.num_splits:  # a block or two, at once
+        return {"BLOCK_N": SPLIT_KEYS, "num_warps": 4, "num_stages": 2}
     if block_m < 64:
         return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 3}
     block_n = block_m if dim <= 128 else 32
@@ -170,9 +174,3 @@ def _num_units(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_UNITS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _overlaps(device: torch.device) -> bool:
-    """A kernel may be launched before the one it waits for has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

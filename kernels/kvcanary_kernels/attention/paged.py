@@ -89,6 +89,7 @@ def paged_attention(
         page_size=page_size,
         window=window,
         causal=causal,
+        max_kv_len=max_kv_len,
     )
 
 

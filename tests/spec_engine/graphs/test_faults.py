@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcanary import CanaryConfig
+from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 
@@ -59,6 +59,24 @@ def test_a_flipped_bit_of_the_bytes(running):
     slot = slot_of(running, 2, 1)
     running.pools["target"].kv[2, slot, 1, 0].view(dtype=running.pools["target"].kv.dtype)[3] += 1.0
     assert found(running) == {("R9", "sweep", slot, "req-2")}
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_all_bytes_of_captured_rows_under_content_full(schedule):
+    """The step whose rows read the bytes says so before its tokens leave, whatever the budget's turn."""
+    settings = {"dtype": "float32", "page_size": 4, "draft": "none", "context_length": 64, "prefix_cache": False}
+    canary = CanaryConfig(mode="raise", seed=5, content="full")
+    engine = Engine(EngineConfig(graphs="on", schedule=schedule, max_total_tokens=512, canary=canary, **settings))
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while not engine.running or engine.running[0].output_len < 3:
+        engine.step()
+    engine.pools["target"].kv[2, slot_of(engine, 0, 1), 1, 0][3] += 1.0
+    step = engine.canary.step
+    if schedule == "overlap":
+        engine.step()  # clean tokens leave, the damaged step is launched
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.step()
+    assert [(finding.code, finding.step) for finding in caught.value.findings] == [("R9", step + 1)]
 
 
 def test_a_stale_index_row(running):

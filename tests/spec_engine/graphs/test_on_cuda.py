@@ -8,7 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from spec_engine import SamplingParams
+from spec_engine.models.embedded import load_excerpts
+
 pytestmark = pytest.mark.gpu
+PROMPTS = [excerpt.prompt[:80] for excerpt in load_excerpts()[20:23]]
 SHAPES = [
     {"draft": "none"},
     {"topk": 1, "num_steps": 3},
@@ -56,9 +60,34 @@ def test_a_decode_step_waits_for_one_copy(make, outcome, settings):
     assert len(steps) > 4
 
 
-def test_memory_does_not_grow(make, outcome):
-    """Over 1,000 steps with a canary the allocator holds what it held after the first prompts."""
-    engine = make(graphs="on", device="cuda", dtype="float32", topk=2, num_steps=2)
+@pytest.mark.parametrize("mode", ["off", "raise"])
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_a_step_of_a_lagging_host_waits_for_nothing_but_copies(make, settings, mode):
+    """The engine's whole step, with a canary too: what it waits for are events behind declared copies."""
+    settings = settings | {"dtype": "float32", "device": "cuda", "schedule": "overlap", "prefix_cache": False}
+    engine = make(mode, graphs="on", max_total_tokens=2048, context_length=256, **settings)
+    for prompt in PROMPTS:
+        engine.submit(prompt, SamplingParams(max_new_tokens=100, ignore_eos=True))
+    events = []
+    for _ in range(10):
+        events += engine.step()
+    with refusing_to_wait():
+        for _ in range(12):
+            events += engine.step()
+    while engine.has_work:
+        events += engine.step()
+    plain = make("off", **settings | {"schedule": "sync"})
+    outputs = plain.generate(PROMPTS, SamplingParams(max_new_tokens=100, ignore_eos=True))
+    for number, output in enumerate(outputs):
+        assert output.token_ids == tuple(t for e in events if e.request_id == f"req-{number}" for t in e.token_ids)
+    assert engine.canary is None or engine.canary.certificate()["findings"] == []
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+@pytest.mark.parametrize("mode", ["off", "raise"])
+def test_memory_does_not_grow(make, outcome, mode, schedule):
+    """Over 1,000 steps the allocator holds what it held after the first prompts."""
+    engine = make(mode, graphs="on", device="cuda", dtype="float32", topk=2, num_steps=2, schedule=schedule)
     outcome(engine, max_new_tokens=64)
     outcome(engine, max_new_tokens=64)
     torch.cuda.synchronize()

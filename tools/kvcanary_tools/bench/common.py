@@ -56,7 +56,12 @@ def _timing(metrics: Metrics) -> Timing:
 
 def ratios(passes: Sequence[dict[str, Timing]], over: str, under: str, seconds: Callable[[Timing], float]) -> dict:
     """Median and spread of ``seconds(over) / seconds(under)`` over the passes."""
-    values = [seconds(timings[over]) / seconds(timings[under]) for timings in passes]
+    return spread([seconds(timings[over]) for timings in passes], [seconds(timings[under]) for timings in passes])
+
+
+def spread(over: Sequence[float], under: Sequence[float]) -> dict:
+    """Median, least and largest of the ratios, pair by pair."""
+    values = [one / other for one, other in zip(over, under, strict=True)]
     return {"median": round(median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
 
 

@@ -26,6 +26,7 @@ from kvcanary_tools.bench.common import machine, save
 from kvcanary_tools.bench.gpu import device
 from kvcanary_tools.bench.host_checks import Clock
 from kvcanary_tools.bench.step import LLAMA_8B, fill, make_engine, random_decoder
+from kvcanary_tools.bench.step import STEPS as ROUND_STEPS
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.models.embedded import load_excerpts
 
@@ -77,8 +78,9 @@ def on_cpu(batch: int, steps: int = STEPS) -> dict:
 def on_gpu(batch: int, steps: int = STEPS) -> dict:
     """Plain decode of random weights in one bucket, overlap schedule, the rolling check on."""
     with timed_recorder(time.perf_counter) as clock:
-        engine = make_engine(batch, random_decoder(LLAMA_8B), CanaryConfig(mode="raise"), new_tokens=steps + 32)
-        fill(engine, batch, new_tokens=steps + 31)
+        rounds = -(-steps // ROUND_STEPS)
+        engine = make_engine(batch, random_decoder(LLAMA_8B), CanaryConfig(mode="raise"), rounds)
+        fill(engine, batch, rounds)
         return measure(engine, clock, steps, batch)
 
 

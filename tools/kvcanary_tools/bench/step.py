@@ -1,9 +1,9 @@
 """What the canary costs a captured decode step of an 8B model: ``python -m kvcanary_tools.bench.step``.
 
 Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, the pool full,
-overlap schedule. An engine without a canary takes turns with one of ``content=write`` and with one of the default
-rolling check, ROUNDS times STEPS steps each; a step is timed from the host, with the device idle before the first and
-after the last.
+overlap schedule. An engine without a canary takes turns with one of ``content=write`` and one of the default rolling
+check, some rounds of STEPS steps each; a step is timed from the host, with the device idle before the first and after
+the last.
 The floor is the bytes that a step must read over what a plain read of the same device reaches in the same run.
 """
 
@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.common import machine, progress, save, spread
 from kvcanary_tools.bench.gpu import device, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
@@ -41,8 +41,7 @@ LLAMA_8B = {
 }
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
-ROUNDS, STEPS, WARM_STEPS = 12, 16, 8
-NEW_TOKENS = 2 * ROUNDS * STEPS
+ROUNDS, STEPS, WARM_STEPS = 8, 48, 8  # ROUNDS: unless others are asked for
 CANARIES = {
     "off": CanaryConfig(mode="off"),
     "write": CanaryConfig(mode="raise", content="write"),
@@ -50,17 +49,17 @@ CANARIES = {
 }
 
 
-def main(batches: Sequence[int] = BATCHES) -> None:
+def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
     ceiling = read_ceiling() / 1e12
-    rows = [_one_batch(size, model, ceiling) for size in batches]
+    rows = [_one_batch(size, model, ceiling, rounds) for size in batches]
     result = {
         "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
         "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
-        "rounds": ROUNDS,
+        "rounds": rounds,
         "steps": STEPS,
         "rows": rows,
     }
@@ -92,9 +91,9 @@ def random_decoder(config: dict) -> Decoder:
     return model.requires_grad_(False).eval()
 
 
-def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
-    pairs = {name: _one_pair(size, model, name) for name in CANARIES if name != "off"}
-    off = median(second for pair in pairs.values() for second in pair["off"])
+def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
+    seconds, certificates = _turns(size, model, rounds)
+    off = median(seconds["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
     config = model.config
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed_weight.itemsize
@@ -104,46 +103,44 @@ def _one_batch(size: int, model: Decoder, ceiling: float) -> dict:
         "off_ms": round(1e3 * off, 4),
         "floor_ms": round(1e3 * floor, 4),
         "over_floor": round(off / floor, 4),
-        "over_off": {name: _spread(pair) for name, pair in pairs.items()},
-        "certificates": {name: pair["certificate"] for name, pair in pairs.items()},
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in certificates},
+        "certificates": certificates,
     }
 
 
-def _one_pair(size: int, model: Decoder, name: str) -> dict:
-    """Seconds of a step by round, without a canary and with the one of that name; two pools fit into the memory."""
-    engines = {mode: make_engine(size, model, CANARIES[mode]) for mode in ("off", name)}
-    for mode, engine in engines.items():
-        progress(f"batch {size}: prompts, canary {mode}")
-        fill(engine, size)
-    seconds: dict[str, list[float]] = {mode: [] for mode in engines}
-    for number in range(ROUNDS):
+def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Seconds of a step by round, of every engine of CANARIES, and the certificates; their pools fit together."""
+    engines = {}
+    for name, canary in CANARIES.items():
+        progress(f"batch {size}: prompts, canary {name}")
+        engines[name] = make_engine(size, model, canary, rounds)
+        fill(engines[name], size, rounds)
+    progress(f"batch {size}: {rounds} rounds of {STEPS} steps")
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds):
         order = list(engines.items())
-        for mode, engine in order if number % 2 else reversed(order):
-            seconds[mode].append(_timed(engine))
-    certificate = engines[name].canary.certificate()
+        for name, engine in order if number % 2 else reversed(order):
+            seconds[name].append(_timed(engine))
+    certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
     engines.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    return {"off": seconds["off"], "on": seconds[name], "certificate": certificate}
+    return seconds, certificates
 
 
-def _spread(pair: dict) -> dict:
-    ratios = [on / off for on, off in zip(pair["on"], pair["off"], strict=True)]
-    return {"median": round(median(ratios), 4), "min": round(min(ratios), 4), "max": round(max(ratios), 4)}
-
-
-def make_engine(size: int, model: Decoder, canary: CanaryConfig, new_tokens: int = NEW_TOKENS) -> Engine:
-    """Room for requests of PROMPT_LEN tokens and so many new ones, decode steps in one bucket."""
+def make_engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) -> Engine:
+    new = _new_tokens(rounds)
     config = EngineConfig(
         draft="none",
         dtype="bfloat16",
         device="cuda",
         page_size=PAGE_SIZE,
+        attention_backend="triton",
         schedule="overlap",
         prefix_cache=False,
-        max_total_tokens=size * (PROMPT_LEN + new_tokens + 4 * PAGE_SIZE),
+        max_total_tokens=size * (PROMPT_LEN + new + 4 * PAGE_SIZE),
         max_running_requests=size,
-        context_length=PROMPT_LEN + new_tokens,
+        context_length=PROMPT_LEN + new + 1,
         prefill_chunk_tokens=PROMPT_LEN,
         graphs="on",
         graph_buckets=(size,),
@@ -152,10 +149,15 @@ def make_engine(size: int, model: Decoder, canary: CanaryConfig, new_tokens: int
     return Engine(config, model=model, tokenizer=MockTokenizer())
 
 
-def fill(engine: Engine, size: int, new_tokens: int = NEW_TOKENS - 1) -> None:
+def _new_tokens(rounds: int) -> int:
+    """That a request may have: those of a run, and some to spare."""
+    return rounds * STEPS + 2 * WARM_STEPS
+
+
+def fill(engine: Engine, size: int, rounds: int) -> None:
     """Every request in decode, the programs warm."""
     draws = random.Random(0)
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=_new_tokens(rounds), ignore_eos=True)
     for _ in range(size):
         engine.submit([draws.randrange(engine.model.config.vocab_size) for _ in range(PROMPT_LEN)], params)
     while engine.metrics.prefill_tokens < size * PROMPT_LEN:
@@ -163,6 +165,7 @@ def fill(engine: Engine, size: int, new_tokens: int = NEW_TOKENS - 1) -> None:
     for _ in range(WARM_STEPS):
         engine.step()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what prefills have used: all pools must fit
 
 
 def _timed(engine: Engine) -> float:
@@ -178,4 +181,6 @@ def _timed(engine: Engine) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, action="append", help="requests in a step; by default 1 and 64")
-    main(parser.parse_args().batch or BATCHES)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of each engine; by default {ROUNDS}")
+    arguments = parser.parse_args()
+    main(arguments.batch or BATCHES, arguments.rounds)

@@ -1,0 +1,77 @@
+"""Likeliest: the largest number of each long row, by many programs a row."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.checks import expect_int64
+from kvcanary_kernels.device import follow, tl, triton
+from kvcanary_kernels.overlap import overlap_options
+
+BLOCK = 2048
+
+
+def likeliest(logits: Tensor, out: Tensor) -> None:
+    """The place of each row's largest number, the first of equals. NaN counts as -inf, inf as the largest finite one.
+
+    A row without a number above -inf gives 0. May be captured.
+
+    logits: [n, size] bf16, fp16 or fp32, dense rows;  out: [n] int64
+    """
+    _expect(logits, out)
+    n, size = logits.shape
+    if n == 0:
+        return
+    parts = triton.cdiv(size, BLOCK)
+    best = torch.empty(n, parts, dtype=torch.float32, device=logits.device)
+    places = torch.empty(n, parts, dtype=torch.int64, device=logits.device)
+    largest = torch.finfo(logits.dtype).max
+    options = overlap_options(logits.device)
+    _likeliest_kernel[(n, parts)](logits, best, places, logits.stride(0), size, largest, BLOCK=BLOCK, **options)
+    _first_kernel[(n,)](best, places, out, parts, BLOCK=triton.next_power_of_2(parts), **options)
+
+
+def likeliest_torch(logits: Tensor, out: Tensor) -> None:
+    """The torch reference of `likeliest`."""
+    _expect(logits, out)
+    largest = torch.finfo(logits.dtype).max
+    torch.argmax(torch.nan_to_num(logits, nan=-torch.inf, posinf=largest, neginf=-torch.inf), -1, out=out)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _likeliest_kernel(logits, best, places, row_stride, size, largest, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """The largest of one part of a row, and where it stands."""
+    follow(OVERLAPS)
+    i_n = tl.program_id(0).to(tl.int64)
+    i_part = tl.program_id(1)
+    o_d = i_part * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < size
+    b_x = tl.load(logits + i_n * row_stride + o_d, mask=m_d, other=float("-inf")).to(tl.float32)
+    b_x = tl.where(b_x == b_x, tl.minimum(b_x, largest), float("-inf"))
+    b_best = tl.max(b_x)
+    o_out = i_n * tl.num_programs(1) + i_part
+    tl.store(best + o_out, b_best)
+    tl.store(places + o_out, tl.min(tl.where(b_x == b_best, o_d, size)).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _first_kernel(best, places, out, parts, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Of the parts of a row the first with the largest."""
+    follow(OVERLAPS)
+    i_n = tl.program_id(0).to(tl.int64)
+    o_p = tl.arange(0, BLOCK)
+    m_p = o_p < parts
+    b_best = tl.load(best + i_n * parts + o_p, mask=m_p, other=float("-inf"))
+    b_places = tl.load(places + i_n * parts + o_p, mask=m_p, other=0)
+    is_best = m_p & (b_best == tl.max(b_best))
+    tl.store(out + i_n, tl.min(tl.where(is_best, b_places, 0x7FFFFFFFFFFFFFFF)))
+
+
+def _expect(logits: Tensor, out: Tensor) -> None:
+    n, size = logits.shape
+    expect_int64(n, out=out)
+    if size == 0 or 1 not in (logits.stride(1), size):
+        raise ValueError(f"logits must be [n, size > 0] with dense rows, got {list(logits.shape)}")

@@ -1,0 +1,42 @@
+"""Flights: what one step's captured forwards and looks say, on its way to a host that does not wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvcanary.graphs import Told
+from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
+from kvcanary.looks import Sent
+
+
+@dataclass(eq=False)
+class Flight:
+    """One step behind `over`, the end of its copies on a GPU.
+
+    step: its number
+    hits: what fired and was known at departure; all that fired, when the flight has landed
+    """
+
+    step: int
+    told: Told | None
+    looks: Sent | None
+    over: torch.cuda.Event | None
+    hits: list[Hit | HitBatch] = field(default_factory=list)
+    has_landed: bool = False
+
+    def wait(self) -> None:
+        """The host stands still until the copies are over."""
+        if self.over is not None:
+            self.over.synchronize()
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """The end of all that the device was given so far."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,106 @@
+"""Learning: captured forwards as the host's rules take them, from what the device has told of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcanary.forward import Ints, Planned
+from kvcanary.ledger import Request
+from kvcanary.state import PoolState
+from kvcanary.static import StaticSubstep
+
+
+class Launched(NamedTuple):
+    """A captured forward that the host has launched and knows nothing more of; committed: by request, at that time."""
+
+    substep: StaticSubstep
+    requests: list[Request]
+    committed: list[int]
+    step: int
+
+
+class Learned:
+    """What a captured forward was told to write and how long its rows were; attributes as those of `Forward`.
+
+    slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
+    ancestors: [rows, n], what each row reads between its prefix and what it writes
+    """
+
+    refused, has_starts = None, False
+
+    def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
+        """`written`: as `StaticSubstep.written` sends it."""
+        substep = run.substep
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, _ = written
+        self.kind, self.index = self.site = substep.site
+        self.pool: PoolState = substep.pool
+        self.step, self.requests, self.width = run.step, run.requests, substep.width
+        self.num_rows = num_rows = len(run.requests) * substep.width
+        self._num_ancestors = substep.forward.ancestors
+        self.ancestors: Ints = ancestors.reshape(substep.forward.num_rows, -1)[:num_rows]
+        self._bounds = bounds[: num_rows + 1]
+        self._counts = np.diff(self._bounds)
+        self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
+        self._live = live = slice(0, int(bounds[num_rows]))
+        self.planned = Planned(slots[live], tokens[live], positions[live])
+        self._parents: Ints | None = parents[live] if len(parents) else None
+        safe = safe_slots[live]
+        self.slots: Ints = safe[safe >= self.pool.view.null_slots]
+        self.tree_mask = None if masks is None else torch.from_numpy(masks[: len(run.requests)])
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether lengths and parents make a plan at all; where they do not, R10 and the write codes tell."""
+        counts, begins, nodes = self._counts, self._begins, self._parents
+        is_plan = bool((counts >= 0).all() and (begins >= 0).all()) and len(self.planned.slots) == self._live.stop
+        if self.tree_mask is not None:
+            is_plan = is_plan and bool((counts == self.tree_mask.shape[-1]).all())
+        if not is_plan or nodes is None:
+            return is_plan
+        first = np.repeat(self._bounds[:-1], counts)
+        return bool(((nodes == -1) | (nodes >= first) & (nodes < np.arange(len(nodes)))).all())
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.planned.slots)
+
+    @property
+    def has_parents(self) -> bool:
+        return self._parents is not None
+
+    @cached_property
+    def plan(self) -> Ints:
+        """As `Forward.plan`."""
+        none = np.zeros(self.num_rows, np.int64)
+        reads = np.append(0, (self._begins + self._counts).cumsum())
+        prefixes = (self._begins - self._num_ancestors)[:: self.width]
+        parents = np.full(self.num_entries, -1) if self._parents is None else self._parents
+        rows = self._counts, none, reads[:-1] + self._begins, self._begins, none
+        return np.concatenate((*self.planned, parents, reads, *rows, prefixes))
+
+    @cached_property
+    def written(self) -> list[int]:
+        """By row, entries that it writes."""
+        return self._counts.tolist()
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """By row, the position of the first of them."""
+        return self._begins.tolist()
+
+    @cached_property
+    def parents(self) -> list[int] | None:
+        return None if self._parents is None else self._parents.tolist()
+
+    @property
+    def slot_names(self) -> Ints:
+        return self.planned.slots
+
+    def request_of(self, row: int) -> Request:
+        return self.requests[row // self.width]

@@ -1,0 +1,75 @@
+"""Looks: bytes that are read again behind a step, and judged when the host hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
+from kvcanary.lanes import slots_are_right
+from kvcanary.outbox import Outbox
+from kvcanary.state import PoolState
+from kvcanary_kernels.content import check_content
+
+MOST_LOOKS = 16  # behind one step; more are judged at once
+Judge = Callable[[], Sequence[Hit | HitBatch]]
+
+
+class Sent(NamedTuple):
+    """Looks behind one step: whether each has found a difference, once the copy is over, and who then says which."""
+
+    answers: NDArray[np.bool_]
+    judges: list[Judge]
+
+    def hits(self) -> list[Hit | HitBatch]:
+        """What fired; the copy is over."""
+        asked = self.answers[: len(self.judges)].tolist()
+        return [hit for differs, judge in zip(asked, self.judges, strict=True) if differs for hit in judge()]
+
+
+class Looks:
+    """Lane a of slots against what is kept; judged at once in host memory, on a device when the step is heard."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._judges: list[Judge] = []
+        self._is_host = device.type == "cpu"
+        if not self._is_host:
+            self._outbox = Outbox(torch.zeros(MOST_LOOKS, dtype=torch.bool, device=device))
+
+    @property
+    def waits(self) -> bool:
+        """Whether something was launched that no `send` has taken along."""
+        return bool(self._judges)
+
+    def look(self, pool: PoolState, slots: Tensor, judge: Judge) -> Sequence[Hit | HitBatch]:
+        """What fired, where that is known at once. `judge`: names it, where bytes differ.
+
+        slots: [n] int64; those outside the pool are nobody's
+        """
+        if self._is_host or len(self._judges) == MOST_LOOKS:
+            own = slots[(slots >= 0) & (slots < pool.view.num_slots)] if not self._is_host else slots
+            return [] if slots_are_right(pool, own) else judge()
+        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
+        check_content(pool.rows, slots, pool.keys, pool.content_a, mismatch=mismatch)
+        return self.ask(mismatch, judge)
+
+    def ask(self, mismatch: Tensor, judge: Judge) -> Sequence[Hit | HitBatch]:
+        """The same for what a kernel has compared already: whether a number of `mismatch` is not zero."""
+        if self._is_host or len(self._judges) == MOST_LOOKS:
+            return judge() if mismatch.any() else []
+        self._outbox.device[len(self._judges)].copy_(mismatch.any())
+        self._judges.append(judge)
+        return []
+
+    def send(self) -> Sent | None:
+        """Those since the last time; None where there are none."""
+        if not self._judges:
+            return None
+        judges, self._judges = self._judges, []
+        return Sent(self._outbox.send(), judges)

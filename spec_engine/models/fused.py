@@ -1,0 +1,65 @@
+"""A decoder layer by our kernels: what stands around its attention, on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcanary_kernels.layers import add_norm, gated, norm, rotate
+from kvcanary_kernels.product import product
+
+if TYPE_CHECKING:
+    from spec_engine.models.decoder import DecoderLayer
+
+
+def project(layer: DecoderLayer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""
+    if layer.input_norm_weight is not None:
+        x = normed(x, layer.input_norm_weight, layer.eps)
+    qkv = linear(x, layer.qkv_weight, layer.qkv_bias).view(len(x), layer.num_heads_all, 2 * layer.half_dim)
+    q_heads, kv_heads = layer.qk_split
+    norms = {"q_norm": layer.q_norm_weight, "k_norm": layer.k_norm_weight, "eps": layer.eps}
+    rotate(qkv, *rotation, num_heads=q_heads + kv_heads, num_q_heads=q_heads, **norms)
+    q, k, v = qkv.split_with_sizes((q_heads, kv_heads, kv_heads), 1)
+    return q, k, v
+
+
+def finish(layer: DecoderLayer, hidden: Tensor, attention: Tensor) -> Tensor:
+    """Output product, residual, norm, MLP, residual."""
+    output = linear(attention.flatten(1), layer.o_weight, layer.o_bias)
+    total, x = torch.empty_like(output), torch.empty_like(output)
+    add_norm(hidden, output, layer.post_norm_weight, layer.eps, total=total, normed=x)
+    x = gate(x, layer.gate_up_weight)
+    if len(x) > 1:
+        return total.addmm_(x, layer.down_weight.t())
+    product(x, layer.down_weight, out=total, residual=total)
+    return total
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, size] times the transpose of weight [m, size], plus bias [m]."""
+    if len(x) > 1:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    product(x, weight, out=out, bias=bias)
+    return out
+
+
+def gate(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T), of gate_up_weight [2 * m, size]."""
+    out = x.new_empty(len(x), len(gate_up_weight) // 2)
+    if len(x) > 1:
+        gated(F.linear(x, gate_up_weight), out)
+    else:
+        product(x, gate_up_weight, out=out, gated=True)
+    return out
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, size] over the root of its mean square, times weight [size]."""
+    out = torch.empty_like(x)
+    norm(x, weight, eps, normed=out)
+    return out

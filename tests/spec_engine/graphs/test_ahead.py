@@ -1,0 +1,95 @@
+"""Under schedule "overlap" a plain step is launched before the host has heard of the one before it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_engine import SamplingParams
+from spec_engine.acceptance.walk import NO_TOKEN
+from spec_engine.graphs.decode import DecodeProgram
+from spec_engine.graphs.feed import Feed
+from spec_engine.models.embedded import load_excerpts
+
+PROMPTS = [excerpt.prompt[: 30 + 9 * number] for number, excerpt in enumerate(load_excerpts()[20:23])]
+SETTINGS = {"draft": "none", "page_size": 4, "graphs": "on", "graph_buckets": [1, 3]}
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches for whose tokens the host stood still within their own step."""
+    seen, fetch = [], DecodeProgram.fetch
+
+    def noted(program, batch):
+        seen.append(len(batch))
+        return fetch(program, batch)
+
+    monkeypatch.setattr(DecodeProgram, "fetch", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "sampling", "ahead"),
+    [
+        ("off", "overlap", {}, True),
+        ("off", "sync", {}, False),
+        ("raise", "overlap", {}, False),
+        ("off", "overlap", {"logprobs": 1}, False),
+    ],
+)
+def test_a_prefill_goes_ahead_of_its_first_token(make, monkeypatch, mode, schedule, sampling, ahead) -> None:
+    """Its result names no token until it has landed, and the next step takes it from the device."""
+    engine, found = make(mode, draft="none", page_size=4, schedule=schedule, prefill_chunk_tokens=16), []
+    send = engine.results.send
+    monkeypatch.setattr(engine.results, "send", lambda result: found.append(result) or send(result))
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True, **sampling)
+    outputs = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    first = [part.tokens for result in found if not result.is_decode for part in result.parts if part.tokens]
+    assert first == [[NO_TOKEN] if ahead else [tokens[0]] for tokens in outputs]
+    plain = make("off", draft="none", page_size=4)
+    assert outputs == [output.token_ids for output in plain.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("mode", ["off", "raise"])
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_nobody_waits_for_a_plain_step(make, outcome, waits, ignore_eos: bool, mode: str) -> None:
+    """Requests come, end and go over buckets and a size that has none; each gets what it gets without graphs."""
+    prompts = [excerpt.prompt[: 40 + 7 * number] for number, excerpt in enumerate(load_excerpts()[20:26])]
+    sampling = {"max_new_tokens": 9, "ignore_eos": ignore_eos}
+    plain, _ = outcome(make("off", draft="none", page_size=4), prompts, **sampling)
+    assert outcome(make(mode, schedule="overlap", **SETTINGS), prompts, **sampling)[0] == plain
+    assert waits == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "sampling"),
+    [("raise", "sync", {}), ("off", "sync", {}), ("off", "overlap", {"temperature": 0.7, "seed": 2})],
+)
+def test_where_the_next_step_needs_the_token_the_host_waits(make, outcome, waits, mode, schedule, sampling) -> None:
+    """A host that is not to be behind, with a canary too, and what is drawn behind the program."""
+    plain, _ = outcome(make(mode, draft="none", page_size=4), **sampling)
+    assert outcome(make(mode, schedule=schedule, **SETTINGS), **sampling)[0] == plain
+    assert bool(waits) is not bool(sampling)
+
+
+def test_a_feed_says_what_was_set() -> None:
+    """Zeros behind a shorter section; a section that is not set again stays."""
+    feed = Feed({"rows": 3, "live": 1}, torch.device("cpu"))
+    for rows, live in (([4, 5, 6], [3]), ([7], None), ([8, 9], [2])):
+        feed.set(rows=rows, **({} if live is None else {"live": live}))
+        feed.send()
+        assert feed["rows"].tolist() == rows + [0] * (3 - len(rows))
+        assert feed["live"].tolist() == (live or [3])
+
+
+@pytest.mark.gpu
+def test_what_is_set_reaches_no_copy_that_is_on_its_way() -> None:
+    """The device is busy while the host prepares the next step: each copy brings what was set before it was sent."""
+    feed, seen = Feed({"rows": 4}, torch.device("cuda")), []
+    for number in range(6):
+        torch.cuda._sleep(20_000_000)
+        feed.set(rows=[number] * 4)
+        feed.send()
+        seen.append(feed["rows"].clone())
+    feed.set(rows=[99] * 4)
+    assert torch.stack(seen)[:, 0].tolist() == list(range(6))

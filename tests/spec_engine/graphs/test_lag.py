@@ -1,0 +1,125 @@
+"""A host behind captured steps: it launches the next one first, hears then, and no token leaves that was not judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcanary import KVCorruptionError
+from kvcanary_kernels.record import CHAIN
+from spec_engine import Engine, SamplingParams
+from spec_engine.acceptance.walk import NO_TOKEN
+from spec_engine.models.embedded import load_excerpts
+
+PROMPTS = [excerpt.prompt[:40] for excerpt in load_excerpts()[20:22]]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+SHAPES = [{"draft": "none"}, {"topk": 2, "num_steps": 2}]
+
+
+@pytest.fixture
+def start(make):
+    """Settings -> an engine of schedule overlap with graphs, some steps after its prompts were submitted."""
+
+    def started(steps: int = 4, mode: str = "raise", **settings: object) -> Engine:
+        engine = make(mode, graphs="on", schedule="overlap", page_size=4, prefix_cache=False, **settings)
+        for prompt in PROMPTS:
+            engine.submit(prompt, GREEDY)
+        for _ in range(steps):
+            engine.step()
+        return engine
+
+    return started
+
+
+@pytest.fixture
+def truths(make) -> list[tuple[int, ...]]:
+    """What both requests say without graphs and without a canary."""
+    engine = make("off", draft="none")
+    return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def damage(engine: Engine, number: int) -> None:
+    """A record in the first page of a request."""
+    engine.canary._state.by_name["target"].records[engine.running[number].pages[0] * 4 + 1, CHAIN] ^= 1 << 40
+
+
+def collect(engine: Engine, events: list) -> None:
+    """To the end, or to what stops the engine; ``events`` are those that left."""
+    while engine.has_work:
+        events += engine.step()
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    """To the end; tokens by request that left."""
+    left: dict[str, list[int]] = {request.request_id: list(request.output_ids) for request in engine.running}
+    while engine.has_work:
+        for event in engine.step():
+            left[event.request_id] += event.token_ids
+    return left
+
+
+def test_the_next_step_is_launched_before_the_last_is_heard(start):
+    """Without drafts the host knows lengths beforehand, and needs no token; with them it judges later."""
+    for settings, tokens in ((SHAPES[0], [[NO_TOKEN], [NO_TOKEN]]), (SHAPES[1], None)):
+        engine = start(**settings)
+        result = engine._pending[-1].result
+        assert not result.flight.has_landed
+        assert tokens is None or [part.tokens for part in result.parts] == tokens
+        assert list(run(engine)) == ["req-0", "req-1"]
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_tokens_of_clean_steps_leave_before_the_error(start, truths, settings):
+    """All that were sampled before the damage leave, and none after it, though a later step was launched by then."""
+    engine = start(**settings)
+    sampled = [int(engine.relay.lens[request.row]) + 1 - request.prompt_len for request in engine.running]
+    left = [list(request.output_ids) for request in engine.running]
+    damage(engine, 1)
+    events: list = []
+    with pytest.raises(KVCorruptionError):
+        collect(engine, events)
+    for number, own in enumerate(left):
+        own += [token for event in events if event.request_id == f"req-{number}" for token in event.token_ids]
+        assert tuple(own) == truths[number][: sampled[number]]
+    assert not engine._pending
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_in_mode_abort_the_others_go_on(start, truths, settings):
+    """The damaged request ends without a token of the step that read the damage, nor of the one behind it."""
+    engine = start(mode="abort", **settings)
+    request = engine.running[1]
+    sampled = int(engine.relay.lens[request.row]) + 1 - request.prompt_len
+    damage(engine, 1)
+    left = run(engine)
+    assert tuple(left["req-0"]) == truths[0]
+    assert tuple(left["req-1"]) == truths[1][:sampled]
+    assert request.finish_reason == "kv_corruption"
+
+
+def test_a_step_that_needs_the_tokens_waits_for_them(start, truths, make):
+    """A request that samples joins, so the program no longer decides: the host catches up, and nothing changes."""
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=0.8, seed=3)
+    engine = start(draft="none", max_running_requests=3)
+    name = engine.submit(PROMPTS[0], sampling)
+    left = {request.request_id: list(request.output_ids) for request in engine.running} | {name: []}
+    while engine.has_work:
+        for event in engine.step():
+            left[event.request_id] += event.token_ids
+    alone = make("off", draft="none").generate([PROMPTS[0]], sampling)[0].token_ids
+    assert [tuple(own) for own in left.values()] == [*truths, alone]
+    assert engine.canary.certificate()["findings"] == []
+
+
+def test_a_batch_that_no_bucket_holds_waits_for_the_tokens(start, truths):
+    """Eager steps read what captured ones have left."""
+    engine = start(2, draft="none", graph_buckets=[1])
+    engine.cancel("req-0")
+    engine.step()
+    engine.submit(PROMPTS[0], GREEDY)
+    tokens = {request.request_id: list(request.output_ids) for request in [*engine.running, *engine.scheduler.waiting]}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    assert (tuple(tokens["req-1"]), tuple(tokens["req-2"])) == (truths[1], truths[0])
+    assert engine.canary.certificate()["findings"] == []
+    assert "truth not known to the host" not in engine.canary.certificate()["unchecked"]
