@@ -114,6 +114,11 @@ class Recorder:
             self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
             self._begin_segment(step)
 
+    def stop(self) -> None:
+        """What was recorded is forgotten, and nothing more is until `start`."""
+        self.segments.clear()
+        self._waiting.clear()
+
     # what happens
 
     def begin_step(self, step: int) -> None:

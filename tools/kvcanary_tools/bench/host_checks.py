@@ -30,21 +30,21 @@ ALLOWED_PERCENT = 1.0
 
 
 class Clock:
-    """Seconds inside some functions, those that they call not counted twice. `now`: what tells the time."""
+    """Seconds inside some functions, those that they call not counted twice."""
 
-    def __init__(self, now: Callable[[], float] = time.process_time) -> None:
-        self.seconds, self.calls, self._depth, self.now = 0.0, 0, 0, now
+    def __init__(self) -> None:
+        self.seconds, self.calls, self._depth = 0.0, 0, 0
 
     def around(self, function: Callable) -> Callable:
         @functools.wraps(function)
         def timed(*args, **kwargs):
             if self._depth:
                 return function(*args, **kwargs)
-            self._depth, started = 1, self.now()
+            self._depth, started = 1, time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += self.now() - started
+                self.seconds += time.process_time() - started
                 self.calls, self._depth = self.calls + 1, 0
 
         return timed
