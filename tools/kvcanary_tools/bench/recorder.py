@@ -109,6 +109,8 @@ def measure(
                 checkpoints.append(now() - started)
             (on if is_on else off).append(turn())
     most = 0
+    recorder.stop()
+    recorder.start(engine.canary.step)
     for _ in range(ring):
         fill_up()
         engine.step()
