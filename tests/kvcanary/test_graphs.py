@@ -330,10 +330,10 @@ def strike(
     tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([True, False]))
 
 
-def test_what_was_launched_and_never_heard_of_is_not_in_a_dump(tree, tmp_path):
-    """A dump in mid-step has the step up to it."""
+def test_a_dump_hears_first_of_what_was_launched(tree, tmp_path):
+    """Also before anybody has checked the step."""
     dump = read_dump(tree.canary.dump(tmp_path / "early.kvdump"))
-    assert not [event for event in dump.events if event["call"] == "launch"]
+    assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill"]
     assert replay(dump).findings == []
 
 
