@@ -61,7 +61,7 @@ def replay(dump: Dump, until: int | None = None, code: str | None = None) -> Out
 
     DumpError where the dump cannot be replayed; nothing that it says is executed.
     """
-    with structlog.testing.capture_logs(), torch.inference_mode():
+    with structlog.testing.capture_logs(), torch.inference_mode(), np.errstate(over="ignore"):  # of absurd numbers
         return Replayer(dump).run(until, code)
 
 
@@ -284,15 +284,15 @@ class Replayer:
 
     def _indices(self, event: Call, bounds: Ints, starts: Ints, prefixes: Ints) -> Ints:
         """What every row read: as granted up to its prefix, unless the dump has the row whole."""
-        whole_rows, at = {}, 0
+        whole_rows, at, ends = {}, 0, bounds.tolist()
         for row in event["whole_rows"].tolist():
-            length = int(bounds[row + 1] - bounds[row])
+            length = ends[row + 1] - ends[row]
             whole_rows[row] = event["wholes"][at : at + length]
             at += length
         parts, at = [], 0
         for row in range(event["rows"]):
             start, prefix = int(starts[row]), int(prefixes[row // event["width"]])
-            known, length = max(0, prefix - start), int(bounds[row + 1] - bounds[row])
+            known, length = max(0, prefix - start), ends[row + 1] - ends[row]
             tail = event["tails"][at : at + length - known]
             at += length - known
             if row in whole_rows:
