@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ torch.set_num_threads(min(2, torch.get_num_threads()))  # OMP_NUM_THREADS=1 help
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if HAS_CUDA:
-        return
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if not HAS_CUDA and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and none is present"))
+        for name in (marker.args[0] for marker in item.iter_markers("package")):
+            if find_spec(name) is None:
+                item.add_marker(pytest.mark.skip(reason=f"needs the package {name}, which is not installed"))
 
 
 @pytest.fixture(autouse=True)

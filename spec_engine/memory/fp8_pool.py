@@ -76,7 +76,8 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     largest = wide.abs().amax((-2, -1))
-    scales = (largest / LARGEST).float().clamp_min(LEAST_SCALE).masked_fill_(largest == 0, 1.0)
+    divisor = torch.full_like(largest, LARGEST)  # by a plain number a GPU would multiply with its reciprocal
+    scales = (largest / divisor).float().clamp_min(LEAST_SCALE).masked_fill_(largest == 0, 1.0)
     return (wide / scales.to(wide.dtype)[..., None, None]).to(E4M3), scales
 
 

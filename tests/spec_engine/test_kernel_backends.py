@@ -9,8 +9,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.attention.backends import BACKENDS
 from spec_engine.models.embedded import load_excerpts
 
-ON_CUDA = [name for name, backend in BACKENDS.items() if backend.needs.cuda]
-FLOAT32 = [name for name in ON_CUDA if "float32" in BACKENDS[name].needs.dtypes]
+FLOAT32 = [name for name, backend in BACKENDS.items() if backend.needs.cuda and "float32" in backend.needs.dtypes]
 
 
 def tokens_on_cuda(backend: str, **settings) -> list[tuple[int, ...]]:
@@ -61,7 +60,7 @@ def test_undrafted_tokens_equal_those_of_torch(name, undrafted) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("name", [*FLOAT32, pytest.param("flashinfer", marks=pytest.mark.package("flashinfer"))])
 def test_bf16_is_served_whole_and_unharmed(name, topk) -> None:
     """Every token that was asked for, and no finding; which tokens, rounding may decide."""
     assert [len(tokens) for tokens in tokens_on_cuda(name, dtype="bfloat16", topk=topk)] == [48] * 3

@@ -30,7 +30,8 @@ HEADS, KV_HEADS = 4, 2
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 HOSTED = ("torch", "paged", "block-table")
-GPU_BACKENDS = [name for name in BACKENDS if name != "dense"]
+ON_GPU = [name for name in BACKENDS if name != "dense"]
+ON_GPU_8_BIT = [name for name in ON_GPU if not BACKENDS[name].needs.own_types]
 
 
 class Run(NamedTuple):
@@ -45,16 +46,27 @@ class Run(NamedTuple):
 Grid = Sequence[tuple[int, ...]]
 
 
-def runs(hosted: tuple[str, ...], trees: Grid = ((),), interpreted: Grid = ((),), on_gpu: Grid = ((),)) -> list:
-    """Backends by page size (and by what else is told): on the CPU, there by the interpreter, and on a GPU."""
+def marks_of(run: Run) -> list[pytest.MarkDecorator]:
+    package = BACKENDS[run.name].needs.package
+    return [pytest.mark.gpu, *([pytest.mark.package(package)] if package else [])] if run.device == "cuda" else []
+
+
+def runs(
+    hosted: Sequence[str],
+    trees: Grid = ((),),
+    interpreted: Grid = ((),),
+    on_gpu: Grid = ((),),
+    served: Sequence[str] = ON_GPU,
+) -> list:
+    """Backends by page size (and by what else is told): on the CPU, there by the interpreter, and ``served`` ones."""
     kinds = [
-        ([Run(name) for name in hosted], (1, 4, 16), trees, ()),
-        ([Run(name, torch.float32) for name in ("triton", "triton-paged")], (4,), interpreted, ()),
-        ([Run(name, torch.bfloat16, "cuda", 64) for name in GPU_BACKENDS], (1, 16, 64), on_gpu, pytest.mark.gpu),
+        ([Run(name) for name in hosted], (1, 4, 16), trees),
+        ([Run(name, torch.float32) for name in ("triton", "triton-paged")], (4,), interpreted),
+        ([Run(name, torch.bfloat16, "cuda", 64) for name in served], (1, 16, 64), on_gpu),
     ]
     return [
-        pytest.param(run, size, *tree, marks=marks, id="-".join(map(str, (run.name, run.device, size, *tree))))
-        for those, sizes, grid, marks in kinds
+        pytest.param(run, size, *tree, marks=marks_of(run), id="-".join(map(str, (run.name, run.device, size, *tree))))
+        for those, sizes, grid in kinds
         for run in those
         for size in sizes
         for tree in grid
@@ -285,7 +297,7 @@ class Fp8World(World):
         """K and V of every slot of a request, by the pool's own store."""
         slots = torch.arange(self.page_size, pool.num_slots)
         generator = torch.Generator().manual_seed(5)
-        rows = 3 * torch.randn(2, len(slots), KV_HEADS, self.run.dim, generator=generator, dtype=torch.float64)
+        rows = torch.randn(2, len(slots), KV_HEADS, self.run.dim, generator=generator, dtype=torch.float64)
         k, v = rows.to(self.run.device, self.run.dtype)
         if type(pool) is KVPool:
             k, v = rounded(k), rounded(v)
@@ -299,7 +311,7 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("new_lens", [(1, 1, 1), (1, 7, 3)], ids=str)
-@pytest.mark.parametrize(("run", "page_size"), runs((*HOSTED, "dense")))
+@pytest.mark.parametrize(("run", "page_size"), runs((*HOSTED, "dense"), served=ON_GPU_8_BIT))
 def test_8_bit_pools_are_read_as_what_their_numbers_stand_for(run, page_size, new_lens):
     """Chains over 8-bit numbers and scales equal the dense reference over K and V that were rounded so."""
     world = Fp8World(page_size, (31, 32, 33), room=8, run=run)
@@ -312,7 +324,8 @@ def test_8_bit_pools_are_read_as_what_their_numbers_stand_for(run, page_size, ne
 
 @pytest.mark.parametrize("lens", [(7, 8), (16, 3, 41)], ids=str)
 @pytest.mark.parametrize(
-    ("run", "page_size", "topk", "num_steps"), runs((*HOSTED, "dense"), [(4, 6)], interpreted=[(2, 3)], on_gpu=[(4, 6)])
+    ("run", "page_size", "topk", "num_steps"),
+    runs((*HOSTED, "dense"), [(4, 6)], interpreted=[(2, 3)], on_gpu=[(4, 6)], served=ON_GPU_8_BIT),
 )
 def test_branches_over_8_bit_pools_equal_the_dense_reference(run, page_size, lens, topk, num_steps):
     """Prefix tails and ancestors are copied into the pages of a branch with their scales."""

@@ -12,7 +12,7 @@ from spec_engine.memory.pool import KVPool
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.package("flashinfer")]
 
 
 def reference(pool: KVPool, q: Tensor, lens: list[int], new: int, indices: Tensor, mask: Tensor | None) -> Tensor:
