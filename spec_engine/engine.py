@@ -57,7 +57,6 @@ class Engine(Assembly):
         self._step_number = 0
         self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
-        self._build()
 
     # -- what callers use
 

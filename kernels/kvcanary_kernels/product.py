@@ -61,7 +61,7 @@ def product(
         IS_GATED=gated,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        num_warps=4,
+        num_warps=tiles.num_warps,
         **overlap_options(x.device),
     )
 
@@ -71,12 +71,14 @@ class _Tiles(NamedTuple):
 
     block_m: int
     block_k: int
+    num_warps: int
 
 
 def _tiles(size: int) -> _Tiles:
-    """About TILE numbers: what four warps have on its way at once, and enough programs for every multiprocessor."""
+    """TILE numbers are on their way at once; more warps share them where they are of one row."""
     block_k = min(triton.next_power_of_2(size), TILE if size <= TILE else TILE // 2)
-    return _Tiles(TILE // block_k, block_k)
+    block_m = TILE // block_k
+    return _Tiles(block_m, block_k, 8 if block_m == 1 else 4)
 
 
 def product_torch(

@@ -21,6 +21,7 @@ from kvcanary_kernels.device import (
     START_B,
     TILE_WARPS,
     WORDS_FIELD,
+    follow,
     live_count,
     low_word,
     tl,
@@ -34,6 +35,7 @@ from kvcanary_kernels.fingerprint import (
     layer_lanes,
     word_offsets,
 )
+from kvcanary_kernels.overlap import overlap_options
 from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import PoolRows, dense_words
 
@@ -94,6 +96,7 @@ def store(
         ALIGNMENT=rows.alignment,
         HAS_LIVE=num_live is not None,
         num_warps=TILE_WARPS,
+        **overlap_options(slots.device),
     )
 
 
@@ -161,7 +164,9 @@ def _store_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     if i_n >= live_count(num_live, n, HAS_LIVE):
         return

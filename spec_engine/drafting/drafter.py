@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcanary.faults import seam
 from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
+from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
 from spec_engine.drafting.drawn import DrawnDrafts
@@ -177,6 +178,9 @@ class Drafter:
         return self._likeliest(logits)
 
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.topk == 1:  # of one candidate nobody asks how likely it is
+            ids = greedy_tokens(logits)[:, None]
+            return torch.ones_like(ids, dtype=torch.float32), self.head.to_target_ids(ids)
         probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
         return probs, self.head.to_target_ids(ids)
 

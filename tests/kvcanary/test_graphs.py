@@ -120,9 +120,9 @@ def test_a_freed_page_is_stale_to_the_next_replay(run):
 class Tree:
     """One request whose prefill and verify are launched substeps: a chain of two nodes behind three entries."""
 
-    def __init__(self, rig, static_row) -> None:
+    def __init__(self, rig, static_row, **settings: object) -> None:
         self.rig, self.static_row = rig, static_row
-        self.canary = CanaryManager(CanaryConfig(seed=7, mode="log"), [rig.pool.view])
+        self.canary = CanaryManager(CanaryConfig(seed=7, mode="log", **settings), [rig.pool.view])
         self.mask = torch.zeros(2, 2, 2, dtype=torch.bool)
         self.prefill, self.verify = (
             self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 16, **own), **settings)
@@ -386,3 +386,23 @@ def test_a_host_that_never_hears_overtakes_nothing(tree):
     assert [flight.has_landed for flight in flights] == [True, True] + [False] * IN_THE_AIR
     assert tree.fired() == [("W6", ("verify", 0), 7)]
     assert tree.canary.certificate()["forwards"] == 1 + len(flights)
+
+
+def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, tmp_path):
+    """Once in half a ring the host waits for what is in the air, so that the recording can be followed from there."""
+    tree = Tree(make_static(), static_row, ring=2)
+    tree.launch(1, tree.prefill, [4, 5, 6], TOKENS[:3])
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+    tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    flights = [tree.canary.depart()]
+    for number in range(3, 7):
+        tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+        flights.append(tree.canary.depart())
+        tree.canary.hear(flights.pop(0))
+    assert tree.canary.findings == []
+    dump = read_dump(tree.canary.dump(tmp_path / "late.kvdump"))
+    assert dump.manifest["first_step"] > 1
+    outcome = replay(dump)
+    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])

@@ -9,6 +9,7 @@ import pytest
 
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
+from spec_engine.assembly import Assembly
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
 
 PROMPT = [5, 40, 3, 77, 40]
@@ -27,6 +28,14 @@ def test_a_standalone_draft_is_read_from_its_folder(toy_model: Path) -> None:
     assert engine.generate([PROMPT], params)[0].token_ids == plain.generate([PROMPT], params)[0].token_ids
     assert engine.head.kind == "standalone"
     assert engine.metrics.accepted_length == 4
+
+
+def test_an_engine_is_built_once(toy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second set of pools would take as much memory again until somebody collects the first."""
+    pools, make = [], Assembly._pool
+    monkeypatch.setattr(Assembly, "_pool", lambda self, name, *own: pools.append(name) or make(self, name, *own))
+    engine_of(toy_model, draft="none")
+    assert pools == ["target"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def start(make):
     """Settings -> an engine of schedule overlap with graphs, some steps after its prompts were submitted."""
 
     def started(steps: int = 4, mode: str = "raise", **settings: object) -> Engine:
-        engine = make(mode, graphs="on", schedule="overlap", page_size=4, prefix_cache=False, **settings)
+        settings = {"page_size": 4} | settings
+        engine = make(mode, graphs="on", schedule="overlap", prefix_cache=False, **settings)
         for prompt in PROMPTS:
             engine.submit(prompt, GREEDY)
         for _ in range(steps):
@@ -123,3 +124,21 @@ def test_a_batch_that_no_bucket_holds_waits_for_the_tokens(start, truths):
     assert (tuple(tokens["req-1"]), tuple(tokens["req-2"])) == (truths[1], truths[0])
     assert engine.canary.certificate()["findings"] == []
     assert "truth not known to the host" not in engine.canary.certificate()["unchecked"]
+
+
+def test_in_mode_abort_a_write_that_was_refused_ends_its_request(start, truths):
+    """Its page is never written, so it is not made final either: the finding is what is told."""
+    engine = start(mode="abort", draft="none", page_size=1)
+    request, other = engine.running
+    row, decode = engine.request_table.table[request.row], engine.runner.decode
+
+    def over_a_strangers_entry(requests):
+        row[int(engine.relay.lens[request.row])] = int(engine.request_table.table[other.row, 0])
+        engine.runner.decode = decode
+        return decode(requests)
+
+    engine.runner.decode = over_a_strangers_entry
+    left = run(engine)
+    assert request.finish_reason == "kv_corruption"
+    assert engine.canary.findings[0].code == "W2"
+    assert tuple(left["req-1"]) == truths[1]

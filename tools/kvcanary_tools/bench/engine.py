@@ -1,7 +1,8 @@
 """Tokens a second of the whole engine on the embedded model: ``python -m kvcanary_tools.bench.engine``.
 
 float32, held-out prompts, real acceptance; drafting and none, each without a canary and with the default one (raise,
-rolling). The four take turns batch by batch, batch 1 and 8, PASSES times. On a GPU steps are CUDA graphs.
+rolling). The four take turns batch by batch, batch 1 and 8, PASSES times after one that warms up. On a GPU steps are
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from spec_engine import Engine, EngineConfig
 from spec_engine.models.embedded import load_excerpts
 
 BATCH_SIZES = (1, 8)
-PASSES = 3
+PASSES = 2
 SETTINGS = {"cpu": {}, "cuda": {"device": "cuda", "graphs": "on", "attention_backend": "triton"}}
 DRAFTS = {"none": {"draft": "none"}, "drafting": {}}
 MODES = {"off": "off", "on": "raise"}
@@ -67,7 +68,7 @@ def _one_batch_size(size: int, prompts: list[str], settings: dict) -> dict:
         for draft in DRAFTS
         for canary, mode in MODES.items()
     }
-    run_pass(engines, batches[:1])
+    run_pass(engines, batches)  # kernels are compiled for lengths as they come
     passes = []
     for number in range(PASSES):
         passes.append(run_pass(engines, batches))
@@ -75,9 +76,11 @@ def _one_batch_size(size: int, prompts: list[str], settings: dict) -> dict:
     return {
         "batch": size,
         "tokens_per_second": {draft: _speed(passes, f"{draft} off") for draft in DRAFTS},
+        "prefill_share": {draft: _prefill_share(passes, f"{draft} off") for draft in DRAFTS},
         "tokens_per_second_canary": {draft: _speed(passes, f"{draft} on") for draft in DRAFTS},
         "accepted_length": round(passes[0]["drafting off"].accepted_length, 3),
         "speedup": {canary: ratios(passes, f"none {canary}", f"drafting {canary}", _seconds) for canary in MODES},
+        "speedup_steps": ratios(passes, "none off", "drafting off", lambda timing: timing.step_seconds),
         "canary": {draft: ratios(passes, f"{draft} on", f"{draft} off", _seconds) for draft in DRAFTS},
         "certificates": {draft: engines[f"{draft} on"].canary.certificate() for draft in DRAFTS},
     }
@@ -85,6 +88,10 @@ def _one_batch_size(size: int, prompts: list[str], settings: dict) -> dict:
 
 def _speed(passes: list[dict[str, Timing]], name: str) -> float:
     return round(median(timings[name].tokens / timings[name].seconds for timings in passes), 1)
+
+
+def _prefill_share(passes: list[dict[str, Timing]], name: str) -> float:
+    return round(median(timings[name].prefill_seconds / timings[name].seconds for timings in passes), 3)
 
 
 def _seconds(timing: Timing) -> float:

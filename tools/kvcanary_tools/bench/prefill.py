@@ -1,8 +1,9 @@
 """What a prefill of an 8B model takes, and what the canary adds to it: ``python -m kvcanary_tools.bench.prefill``.
 
 Random weights of Llama-3-8B's shape in bf16, made on the device; fresh random prompts each round, overlap schedule,
-chunks of CHUNK tokens. An engine without a canary takes turns with one of ``content=write`` and with one of the default
-rolling check; a prefill is timed from the host, with the device idle before the first chunk and after the last.
+chunks of as many whole prompts as CHUNK tokens hold, one at least. An engine without a canary takes turns with one of
+``content=write`` and one of the default rolling check; a prefill is timed from the host, with the device idle before
+the first chunk and after the last.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from spec_engine.models.decoder import Decoder
 
 CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each
 CHUNK = 8192
-MOST_ROUNDS, TOKENS_TIMED = 12, 1 << 16  # rounds of a case: as many as its tokens allow, 2 or more
+MOST_ROUNDS, TOKENS_TIMED = 12, 1 << 16  # rounds of a case: as many as its tokens allow, one at least
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
@@ -52,35 +53,36 @@ def main(cases: Sequence[tuple[int, int]] = CASES) -> None:
 
 
 def _one_case(size: int, tokens: int, model: Decoder) -> dict:
-    rounds = max(2, min(MOST_ROUNDS, TOKENS_TIMED // (size * tokens)))
-    pairs = {name: _one_pair(size, tokens, model, name, rounds) for name in CANARIES if name != "off"}
-    off = [second for pair in pairs.values() for second in pair["off"]]
+    rounds = max(1, min(MOST_ROUNDS, TOKENS_TIMED // (size * tokens)))
+    seconds, certificates = _turns(size, tokens, model, rounds)
     return {
         "requests": size,
         "tokens": tokens,
         "rounds": rounds,
-        "off_ms": round(1e3 * median(off), 3),
-        "off_ms_min": round(1e3 * min(off), 3),
-        "over_off": {name: spread(pair["on"], pair["off"]) for name, pair in pairs.items()},
-        "certificates": {name: pair["certificate"] for name, pair in pairs.items()},
+        "off_ms": round(1e3 * median(seconds["off"]), 3),
+        "off_ms_min": round(1e3 * min(seconds["off"]), 3),
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in certificates},
+        "certificates": certificates,
     }
 
 
-def _one_pair(size: int, tokens: int, model: Decoder, name: str, rounds: int) -> dict:
-    """Seconds of a prefill by round, without a canary and with the one of that name; two pools fit into the memory."""
-    engines = {mode: _engine(size, tokens, model, CANARIES[mode]) for mode in ("off", name)}
+def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Seconds of a prefill by round, of every engine of CANARIES, and the certificates; their pools fit together."""
+    engines = {name: _engine(size, tokens, model, canary) for name, canary in CANARIES.items()}
     draws = random.Random(0)
-    seconds: dict[str, list[float]] = {mode: [] for mode in engines}
-    for number in range(rounds + 1):  # the first warms up
-        progress(f"{size} x {tokens}: canary {name}, round {number} of {rounds}")
+    for engine in engines.values():
+        _timed(engine, min(size, CHUNK // tokens + 1), tokens, draws)  # compiles, and fills the allocator
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds):
+        progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
         order = list(engines.items())
-        for mode, engine in order if number % 2 else reversed(order):
-            seconds[mode].append(_timed(engine, size, tokens, draws))
-    certificate = engines[name].canary.certificate()
+        for name, engine in order if number % 2 else reversed(order):
+            seconds[name].append(_timed(engine, size, tokens, draws))
+    certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
     engines.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    return {"off": seconds["off"][1:], "on": seconds[name][1:], "certificate": certificate}
+    return seconds, certificates
 
 
 def _engine(size: int, tokens: int, model: Decoder, canary: CanaryConfig) -> Engine:
@@ -96,7 +98,7 @@ def _engine(size: int, tokens: int, model: Decoder, canary: CanaryConfig) -> Eng
         max_total_tokens=size * (room + 4 * PAGE_SIZE),
         max_running_requests=size,
         context_length=room,
-        prefill_chunk_tokens=CHUNK,
+        prefill_chunk_tokens=tokens * max(1, CHUNK // tokens),
         canary=canary,
     )
     return Engine(config, model=model, tokenizer=MockTokenizer())
