@@ -89,15 +89,20 @@ def measure(
     """`fill_up` runs before every step, and is not timed; `ring`: steps whose bytes are counted, by default its own."""
     recorder = engine.canary.recorder
     ring = engine.config.canary.ring if ring is None else ring
+    wait = torch.cuda.synchronize if engine.config.device == "cuda" else lambda: None
 
     def turn() -> float:
+        """Seconds of a step; the device has nothing to do before the first and after the last."""
+        wait()
         seconds = 0.0
         for _ in range(TURN):
             fill_up()
             started = now()
             engine.step()
             seconds += now() - started
-        return seconds / TURN
+        started = now()
+        wait()
+        return (seconds + now() - started) / TURN
 
     on, off, checkpoints = [], [], []
     for number in range(pairs):
