@@ -8,14 +8,15 @@ STAMP := $(VENV)/.kvcanary-setup
 # One process a core, one thread each: two threads beside a busy process wait for each other.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-all lint format clean
+.PHONY: help setup demo test test-all lint docs format clean
 
 help:
 	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
 	@echo "make demo      complete held-out code with tree drafting and the canary on, then break the cache twice"
-	@echo "make test      lint, types and tests"
+	@echo "make test      lint, types, docs and tests"
 	@echo "make test-all  the same, with the long grids"
 	@echo "make lint      ruff and mypy"
+	@echo "make docs      the pages of docs/ as HTML in build/site; a broken link fails"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make clean     remove $(VENV) and every cache"
 	@echo
@@ -45,11 +46,11 @@ demo: $(STAMP)
 	@echo "demo: ten to twenty seconds on one CPU core, half a minute more the first time; nothing is downloaded"
 	"$(BIN)/kvcanary" demo
 
-test: lint
+test: lint docs
 	@echo "test: the tests, ten minutes on two CPU cores; those that need a GPU are skipped and say so"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL)
 
-test-all: lint
+test-all: lint docs
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
@@ -58,6 +59,9 @@ lint: $(STAMP)
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
+
+docs: $(STAMP)
+	"$(BIN)/mkdocs" build --strict --quiet
 
 format: $(STAMP)
 	"$(BIN)/ruff" check --fix .

@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
 
 
 class SubstepBank:
-    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows."""
+    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows. `moves`: as they were added."""
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
         if capacity < 1:
@@ -51,6 +51,7 @@ class SubstepBank:
         self._state, self._capacity = state, capacity
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
+        self.moves: list[StaticMove] = []
         self._is_armed = False
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -99,7 +100,8 @@ class SubstepBank:
             raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        return StaticMove(self._shared, self._state.by_name[pool], size)
+        self.moves.append(StaticMove(self._shared, self._state.by_name[pool], size))
+        return self.moves[-1]
 
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""

@@ -19,7 +19,7 @@ class StaticMove:
     """At most ``size`` entries of one pool, made by `SubstepBank.add_move`. No hook allocates or waits for the device.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
-    moved:    what the host learns of a run: dst, and the first column of the records there
+    moved:    what the host learns of a run: dst, the first column of the records there, and src
     """
 
     def __init__(self, shared: Shared, pool: PoolState, size: int) -> None:
@@ -36,7 +36,7 @@ class StaticMove:
             self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
             self._site = torch.tensor([pack_site("move", 0)], device=device)
             self._tokens = torch.zeros_like(self.dst)
-            self.moved = Packed((self.dst, self._tokens))
+            self.moved = Packed((self.dst, self._tokens, self.src))
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.

@@ -114,20 +114,18 @@ class Checkpoint:
 
 
 def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
-    """Copy it; the caller has settled. `most_bytes`: that the records may take.
-
-    With captured forwards in the air there is no replay from here, and records stay on the device.
-    """
-    ledger, checks = books.ledger, books.checks
-    is_settled = next(checks.in_the_air(), None) is None
-    records, partial = _records(books, most_bytes) if is_settled else (None, np.empty((0, 3), np.uint64))
+    """Copy it; the caller has settled. `most_bytes`: that the records may take."""
+    state, ledger, checks = books.state, books.ledger, books.checks
+    table = checks.mirror.table
+    partial = np.concatenate([_partly_written(pool, table) for pool in state.pools])
+    fits = len(table) * 32 <= most_bytes
     return Checkpoint(
         step=step,
         requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
         pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
         | {"holder_sums": ledger.pages.holder_sums.copy()},
-        records=records,
-        partial=partial,
+        records=np.ascontiguousarray(table[:, :4]) if fits else None,
+        partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
         judged=checks.mirror.judged.copy(),
         quarantine=tuple(ledger.quarantined.waiting),
         poisoners=tuple(
@@ -147,21 +145,12 @@ def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
     )
 
 
-def _records(books: Books, most_bytes: int) -> tuple[Array | None, Array]:
-    """`Checkpoint.records` and `Checkpoint.partial`."""
-    state, table = books.state, books.checks.mirror.table
-    layers = table[:, [LAYERS_LOW, LAYERS_HIGH]]
-    full = np.concatenate([_full_rows(pool.view.num_slots, pool.all_layers) for pool in state.pools])
-    partial = np.flatnonzero((layers != full).any(1))
-    written = (table[:, STEP_SITE] >> np.uint64(32)) != 0
-    partial = partial[written[partial]]
-    fits = len(table) * 32 <= most_bytes
-    records = np.ascontiguousarray(table[:, :4]) if fits else None
-    return records, np.column_stack([partial.astype(np.uint64), layers[partial]])
-
-
-def _full_rows(num_slots: int, columns: tuple[int, int]) -> Array:
-    return np.broadcast_to(np.array(columns, np.int64).view(np.uint64), (num_slots, 2))
+def _partly_written(pool: PoolState, table: Array) -> Array:
+    """[n] int64: rows of the table, of this pool, that some layers have written and others not."""
+    own = table[pool.base : pool.base + pool.view.num_slots]
+    low, high = np.array(pool.all_layers, np.int64).view(np.uint64)
+    partial = np.flatnonzero((own[:, LAYERS_LOW] != low) | (own[:, LAYERS_HIGH] != high))
+    return partial[own[partial, STEP_SITE] >> np.uint64(32) != 0] + pool.base
 
 
 def _request(request: Request, epoch: int) -> RequestState:

@@ -57,6 +57,7 @@ class StepChecks:
     oracle: who knows tokens that the host does not know yet; None: nobody
     step:   the one that runs;  looks: bytes that are being read again
     judged: is told of the forwards of a pool when they have been judged;  proved: of those that a loop proved clean
+    landing: is told of the step whose hits come now, None: those of the one that runs
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -79,6 +80,7 @@ class StepChecks:
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
         self.proved: Callable[[Sequence[Forward]], None] = _nobody
+        self.landing: Callable[[int | None], None] = lambda step: None
         self.static: StaticChecks | None = None
         self._flights: deque[Flight] = deque()
         self.step = 0
@@ -145,10 +147,10 @@ class StepChecks:
             self._land(self._flights.popleft())
         told = None if self.static is None else self.static.send(self.step)
         if told is not None and self._mover.compares_content:
-            for move, (destination, _) in told.moves:
+            for move, (destination, *_) in told.moves:
                 judge = partial(self._mover.arrived, move.pool, destination, self.step)
                 hits += self.looks.look(move.pool, move.dst, judge)
-        flight = Flight(told, self.looks.send(), mark(self._state.records.device), hits)
+        flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
         self._flights.append(flight)
         return flight
 
@@ -167,7 +169,9 @@ class StepChecks:
             with torch.inference_mode():
                 hits += flight.looks.hits()
         flight.has_landed = True
+        self.landing(flight.step)
         self.hits += hits
+        self.landing(None)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""

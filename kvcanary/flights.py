@@ -16,9 +16,11 @@ from kvcanary.looks import Sent
 class Flight:
     """One step behind `over`, the end of its copies on a GPU.
 
+    step: its number
     hits: what fired and was known at departure; all that fired, when the flight has landed
     """
 
+    step: int
     told: Told | None
     looks: Sent | None
     over: torch.cuda.Event | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,19 @@ class RowTruth(NamedTuple):
     truths: list[int]
 
 
+class Listener(Protocol):
+    """Who keeps what the host learns of captured forwards."""
+
+    def learned(self, forward: Learned, layers: Sequence[int]) -> None:
+        """The first of its site and step of which nothing was told; `layers`: that it stored, in their order."""
+
+    def moved(self, src: Ints, dst: Ints) -> None:
+        """The first launched move of which nothing was told."""
+
+    def noticed(self, hit: StaticHit) -> None:
+        """A check on the device fired."""
+
+
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
@@ -54,10 +67,11 @@ class StaticChecks:
     """Substeps that are captured or replayed: they judge on the device, and the host reads what fired once a step.
 
     launched, moves: forwards and moves that no `send` has taken along
+    listener:        who is told what was learned of them, and of every hit
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage) -> None:
-        self._state, self._ledger, self._coverage = state, ledger, coverage
+    def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
+        self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
         self.bank = SubstepBank(state)
         self.launched: list[Launched] = []
         self.moves: list[StaticMove] = []
@@ -99,14 +113,16 @@ class StaticChecks:
             num_learned += 1
             self._ledger.pages.wrote(forward.slots // self._ledger.page_size)
             mirror.learn(forward.slots + forward.pool.base)
+            self.listener.learned(forward, run.substep.layers)
             yield forward
         self._coverage.forwards += num_learned
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
-        for move, (destination, tokens) in told.moves:
+        for move, (destination, tokens, source) in told.moves:
             moved = destination >= 0
             slots: Ints = destination[moved]
+            self.listener.moved(source[moved], slots)
             if len(slots):
                 mirror.learn(slots + move.pool.base)
                 positions = tokens[moved].view(np.uint64) >> 32
@@ -129,6 +145,8 @@ class StaticChecks:
     def harvest(self, told: Told) -> list[Hit]:
         """Hits and gaps of the step."""
         harvest = self.bank.harvest(told.snapshot, told.step)
+        for hit in harvest.hits:
+            self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
         self._coverage.forwards += rows > 0 and not told.forwards
         self._coverage.slots_checked += reads

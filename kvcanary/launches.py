@@ -64,6 +64,7 @@ class Workspace:
     codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     row_violations: [rows] int64, entries of each row with a finding in the last forward
+    ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     """
 
     def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings) -> None:
@@ -80,6 +81,8 @@ class Workspace:
         self.no_predecessors, self.no_seeds = filled(NO_PREDECESSOR, entries), filled(0, entries)
         self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
         self.root_seeds = filled(signed(pool.root), rows)
+        self.ancestor_places = filled(0, rows, forward.ancestors)
+        self.ancestors = filled(0, rows, forward.ancestors)
         stored = entries if settings.engine_stores else 0
         self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
         self.lane_a = filled(0, pool.view.num_layers, stored)
@@ -127,6 +130,7 @@ class Launches:
         }
         counts = header[: 2 * NUM_BITS].view(2, NUM_BITS)
         self.plan = self._plan(site)
+        self.note_ancestors = self._note_ancestors()
         self.chain = self._chain()
         self.seal = self._seal()
         self.poison = partial(self._ops.poison_fill, pool.rows, work.planned.safe_slots, **self._entries)
@@ -150,6 +154,21 @@ class Launches:
             width=self._settings.width,
             **self._truth,
         )
+
+    def _note_ancestors(self) -> Launch:
+        """What the recorder cannot know of a row: what is neither granted to it nor written by this forward."""
+        work, table, n = self._work, self._forward.table, self._forward.ancestors
+        is_flat = table.rows is None and table.page_size == 1 and table.pages.dtype == torch.int64
+        if not n or not is_flat or self._forward.num_entries != self._forward.num_rows:
+            return _nothing
+        places, before = work.ancestor_places, torch.arange(n, 0, -1, device=table.pages.device)
+
+        def launch() -> None:
+            torch.sub(work.planned.places[:, None], before, out=places)
+            places.clamp_(0, table.pages.shape[1] - 1)
+            torch.index_select(table.pages[0], 0, places.view(-1), out=work.ancestors.view(-1))
+
+        return launch
 
     def _chain(self) -> Launch:
         forward, planned, out = self._forward, self._work.planned, {"keys": self._pool.keys, "out": self._work.chains}
@@ -287,3 +306,7 @@ class Launches:
             row_violations=work.row_violations,
             **self._rows,
         )
+
+
+def _nothing() -> None:
+    """What a forward launches that has nothing of the kind."""

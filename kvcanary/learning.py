@@ -29,18 +29,21 @@ class Learned:
     """What a captured forward was told to write and how long its rows were; attributes as those of `Forward`.
 
     slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
+    ancestors: [rows, n], what each row reads between its prefix and what it writes
     """
 
-    refused = None
+    refused, has_starts = None, False
 
     def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
         """`written`: as `StaticSubstep.written` sends it."""
         substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, _ = written
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, _ = written
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
         self.step, self.requests, self.width = run.step, run.requests, substep.width
-        self._num_rows = num_rows = len(run.requests) * substep.width
+        self.num_rows = num_rows = len(run.requests) * substep.width
+        self._num_ancestors = substep.forward.ancestors
+        self.ancestors: Ints = ancestors.reshape(substep.forward.num_rows, -1)[:num_rows]
         self._bounds = bounds[: num_rows + 1]
         self._counts = np.diff(self._bounds)
         self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
@@ -62,6 +65,24 @@ class Learned:
             return is_plan
         first = np.repeat(self._bounds[:-1], counts)
         return bool(((nodes == -1) | (nodes >= first) & (nodes < np.arange(len(nodes)))).all())
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.planned.slots)
+
+    @property
+    def has_parents(self) -> bool:
+        return self._parents is not None
+
+    @cached_property
+    def plan(self) -> Ints:
+        """As `Forward.plan`."""
+        none = np.zeros(self.num_rows, np.int64)
+        reads = np.append(0, (self._begins + self._counts).cumsum())
+        prefixes = (self._begins - self._num_ancestors)[:: self.width]
+        parents = np.full(self.num_entries, -1) if self._parents is None else self._parents
+        rows = self._counts, none, reads[:-1] + self._begins, self._begins, none
+        return np.concatenate((*self.planned, parents, reads, *rows, prefixes))
 
     @cached_property
     def written(self) -> list[int]:

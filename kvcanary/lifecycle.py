@@ -58,6 +58,7 @@ class Lifecycle:
         self.recorder = Recorder(books, config.ring)
         self._checks.hits.watch = self.recorder.fired
         self._checks.judged, self._checks.proved = self.recorder.judged, self.recorder.proved
+        self._checks.landing = self.recorder.captured.landing
         self.tickets.note = self.recorder.note
 
     # requests
@@ -75,14 +76,14 @@ class Lifecycle:
             )
         self._ledger.admit(request_id, token_ids, self.step, salt, adapter)
 
-    @recorded
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Tokens that were accepted for this request."""
+        self.recorder.note_of_request("append", request_id, token_ids)
         self._ledger.append(request_id, token_ids, self.step)
 
-    @recorded
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
+        self.recorder.note_of_request("commit", request_id, committed_len)
         self._expect_closed("commit()")
         request = self._ledger.request(request_id)
         if committed_len < request.committed_len:

@@ -98,7 +98,8 @@ class CanaryManager(Lifecycle):
     def bank(self) -> SubstepBank:
         """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
         if self._static is None:
-            self._static = self._checks.static = StaticChecks(self._state, self._ledger, self._coverage)
+            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
+            self._checks.static = self._static
         return self._static.bank
 
     def launch(
@@ -113,7 +114,7 @@ class CanaryManager(Lifecycle):
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
         self._expect_closed("launch()")
         requests = self.requests_of(request_ids)
-        self.recorder.launched(*substep.site, substep.pool.name, request_ids)
+        self.recorder.launched(substep, request_ids, written, reads)
         self._checks.settle_before_launch()
         if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
             self._checks.sweeper.look_around(request_ids)
@@ -123,6 +124,7 @@ class CanaryManager(Lifecycle):
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
+        self.recorder.launched_move(self._static.bank.moves.index(move))
         self._static.moves.append(move)
 
     def substep(self, kind: str, index: int, pool: str) -> SubstepCanary | WarmupSubstep:
@@ -154,6 +156,7 @@ class CanaryManager(Lifecycle):
         What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it.
         """
         self._expect_closed("depart()")
+        self.recorder.departed(self.step)
         flight = self._checks.depart()
         self._fill_freed_pages()
         return flight
@@ -164,6 +167,7 @@ class CanaryManager(Lifecycle):
         Waits for nothing but the step itself.
         """
         self._expect_closed("hear()")
+        self.recorder.note("hear", (flight.step,))
         self._checks.land(flight)
         doomed = self._conclude()
         if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
@@ -290,7 +294,8 @@ class CanaryManager(Lifecycle):
     # helpers
 
     def _source(self, findings: Sequence[Finding], trigger: str) -> dict[str, Any]:
-        """What a dump of now is written of."""
+        """What a dump of now is written of: all that was launched is heard first."""
+        self._checks.land()
         return {
             "config": self.config,
             "books": self.recorder.books,
@@ -314,6 +319,8 @@ class CanaryManager(Lifecycle):
             self._stats.tick(self.step, self._coverage)
         doomed = self._act()
         self._dumper.tick()
+        if self.recorder.is_due(self.step):  # what a checkpoint does not know, nobody could follow from it
+            self._checks.land()
         self.recorder.tick(self.step)
         return doomed
 

@@ -21,12 +21,14 @@ from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
 from kvcanary.codes import UNWRITTEN
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
+from kvcanary.recorder_captured import CapturedEvents
 from kvcanary.recorder_forwards import RecordedForward
 
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.hits import Hit
     from kvcanary.reading import Verdict
+    from kvcanary.static import StaticSubstep
 
 MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: tuples, names and small integers
@@ -82,7 +84,8 @@ class Segment:
 class Recorder:
     """The ring of one manager; it records from `start` on, and nothing with 0 steps.
 
-    maps: pools behind a slot map, whose changes are events too
+    maps:     pools behind a slot map, whose changes are events too
+    captured: what is told of captured steps
     """
 
     def __init__(self, books: Books, steps: int, most_bytes: int = MOST_BYTES) -> None:
@@ -92,6 +95,7 @@ class Recorder:
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self._interval = max(1, -(-steps // PARTS))
         self._events: list[Event] = []
+        self.captured = CapturedEvents()
         self._waiting: dict[int, RecordedForward] = {}
         self._parcels: dict[int, tuple[Parcel, int]] = {}
         self._num_parcels = 0
@@ -111,30 +115,36 @@ class Recorder:
             self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
             self._begin_segment(step)
 
+    def stop(self) -> None:
+        """What was recorded is forgotten, and nothing more is until `start`."""
+        self.segments.clear()
+        self._waiting.clear()
+
     # what happens
 
     def begin_step(self, step: int) -> None:
         self.step = step
         self.note("begin_step", (step,))
+        self.captured.forget(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a segment begins with the next `tick`."""
+        if not self.segments:
+            return False
+        segment = self.segments[-1]
+        return step - segment.checkpoint.step >= self._interval or segment.num_bytes > self._room // (PARTS + 1)
 
     def tick(self, step: int) -> None:
-        """A step was checked, nothing but captured forwards waits to be judged: now and then a segment begins.
-
-        What is in the air is told again there, so that nobody takes the segment for one that can be replayed.
-        """
-        if not self.segments:
-            return
-        segment = self.segments[-1]
-        is_long = step - segment.checkpoint.step >= self._interval
-        room = self.most_bytes - self.most_bytes // SPARE  # the next step needs some before anybody looks again
-        if is_long or segment.num_bytes > room // (PARTS + 1):
+        """A step was checked, and nothing waits to be judged where `is_due`: now and then a segment begins."""
+        if self.is_due(step):
             self._begin_segment(step)
-            for run in self.books.checks.in_the_air():
-                self.launched(
-                    *run.substep.site, run.substep.pool.name, [request.request_id for request in run.requests]
-                )
-        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > room):
+        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self._room):
             self.segments.popleft()
+
+    @property
+    def _room(self) -> int:
+        """The next step needs some before anybody looks again."""
+        return self.most_bytes - self.most_bytes // SPARE
 
     def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
         """A call of the manager, or of its desk, is about to run."""
@@ -142,12 +152,23 @@ class Recorder:
             return
         if self.maps:
             self.note_maps()
-        kept = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
-        self._events.append((name, kept, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+        if not _PLAIN.issuperset(map(type, args)):
+            args = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
+        self._events.append((name, args, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
 
-    def launched(self, kind: str, index: int, pool: str, request_ids: Sequence[str]) -> None:
-        """A captured forward is about to run."""
-        self.note("launch", (kind, index, pool, tuple(request_ids)))
+    def departed(self, step: int) -> None:
+        """What this step has launched is on its way to the host."""
+        if self.segments:
+            self.captured.departed(step, self.segments[-1])
+
+    def note_of_request(self, name: str, request_id: str, value: int | Sequence[int]) -> None:
+        """As `note`, for calls that come for every request in every step; `value`: a length, or token ids."""
+        if not self.segments:
+            return
+        if self.maps:
+            self.note_maps()
+        kept = value if isinstance(value, int) else tuple(value) if len(value) < LONG else self._kept(value)
+        self._events.append((name, (request_id, kept), None))
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -158,6 +179,16 @@ class Recorder:
         recorded = RecordedForward(forward)
         self._waiting[id(forward)] = recorded
         self._events.append(("forward", (recorded,), None))
+
+    def launched(self, substep: StaticSubstep, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+        """A captured forward runs next."""
+        if self.segments:
+            self.captured.launched(substep, requests, written, reads, self.step, self.segments[-1])
+
+    def launched_move(self, number: int) -> None:
+        """A captured move runs next."""
+        if self.segments:
+            self.captured.launched_move(number, self.segments[-1])
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
@@ -200,14 +231,16 @@ class Recorder:
             begin = end
 
     def fired(self, hit: Hit | HitBatch) -> None:
-        """A check fired while the last event ran: what it found damaged is part of that event."""
+        """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
         if not self.segments or hit.code not in _DAMAGE:
             return
-        segment = self.segments[-1]
+        place = self.captured.event_of(hit.pool.name, hit.site, hit.step)
+        segment, number = (self.segments[-1], None) if place is None else place
         hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
         damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
-            segment.damage.setdefault(max(len(segment.events) - 1, 0), []).extend(damage)
+            number = max(len(segment.events) - 1, 0) if number is None else number
+            segment.damage.setdefault(number, []).extend(damage)
 
     def note_maps(self) -> None:
         """What has changed in the slot maps since the last look."""
@@ -259,6 +292,8 @@ class Recorder:
         """An argument that nobody can change any more."""
         if type(value) in _PLAIN:
             return value
+        if type(value) is list and len(value) < LONG:
+            return tuple(map(int, value))
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
@@ -279,7 +314,9 @@ def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[A
 
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        self.recorder.note(name, args, kwargs)
+        recorder = self.recorder
+        if recorder.segments:
+            recorder.note(name, args, kwargs)
         return method(self, *args, **kwargs)
 
     return call

@@ -1,15 +1,18 @@
-"""RecordedForward: one model call as the recorder keeps it, its plans and the rows that do not follow from grants."""
+"""RecordedForward, RecordedLaunch: one model call as the recorder keeps it, and the rows that no grant explains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcanary.forward import Forward
+    from kvcanary.learning import Learned
 
 Ints = NDArray[Any]
 _SMALLEST, _LARGEST = -(1 << 31), (1 << 31) - 1
@@ -43,8 +46,8 @@ class RecordedForward:
         "width",
     )
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward: Forward | None = forward
+    def __init__(self, forward: Forward | Learned) -> None:
+        self._forward: Any = forward
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
         self.requests = [request.request_id for request in forward.requests]
         self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
@@ -62,16 +65,10 @@ class RecordedForward:
 
     def keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         """Take plans and rows from a forward whose rows are on the host, and let go of it."""
-        names, n, rows = forward.names, forward.num_entries, forward.num_rows
+        names, n, rows, plan = forward.names, forward.num_entries, forward.num_rows, _plan_of(forward)
         if forward.refused_reads is not None:
             names = names.copy()
             names[forward.refused_reads.entries] = forward.refused_reads.names
-        plan = forward.plan.copy()
-        plan[:n] = forward.slot_names
-        if not forward.has_parents:
-            plan[3 * n : 4 * n] = -1
-        if forward.refused is not None:
-            plan[forward.refused.entries] = forward.refused.names
         first = 4 * n + rows + 1
         bounds, starts = forward.plan[4 * n : first], forward.plan[first + rows : first + 2 * rows]
         prefixes = forward.plan[first + 5 * rows :].repeat(forward.width)
@@ -83,12 +80,26 @@ class RecordedForward:
         self.plan = _small(plan)
         for row in suspects:
             self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
-        self._keep_rest(forward)
+        self._keep_rest(forward.tree_mask, forward.stored)
 
     def keep_clean(self, forward: Forward, plan: Ints, tails: Ints) -> None:
         """The same for one whose rows are all as granted, of which a loop has taken plan and tails."""
         self.plan, self.tails = plan, tails
-        self._keep_rest(forward)
+        self._keep_rest(forward.tree_mask, forward.stored)
+
+    def keep_captured(self, forward: Learned, stored: int) -> None:
+        """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
+
+        stored: bitmap of its layers
+        """
+        n, rows, plan, ancestors = forward.num_entries, forward.num_rows, forward.plan, forward.ancestors
+        first = 4 * n + rows + 1
+        own = plan[:n]
+        if ancestors.shape[1]:
+            begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
+            own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
+        self.plan, self.tails = _small(plan), _small(own)
+        self._keep_rest(forward.tree_mask, stored)
 
     def keep_unjudged(self) -> None:
         """The same for one that is not judged yet: every row is kept whole."""
@@ -98,15 +109,71 @@ class RecordedForward:
             self.keep(forward, range(forward.num_rows))
             self._forward = forward
 
-    def _keep_rest(self, forward: Forward) -> None:
-        if forward.tree_mask is not None:
-            bits = forward.tree_mask.cpu().numpy()
+    def _keep_rest(self, tree_mask: Tensor | None, stored: int) -> None:
+        if tree_mask is not None:
+            bits = tree_mask.cpu().numpy()
             self.mask = np.packbits(bits), bits.shape
-        self.stored = forward.stored
+        self.stored = stored
         self._forward = None
 
 
+class RecordedLaunch:
+    """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
+
+    number:  of its substep in the bank;  written, reads: as `CanaryManager.launch` was told
+    forward: its plans, and its rows as granted
+    again:   layers that have stored before, and did again
+    strays:  (row, place, slot) that checks found, which are all that a row may name besides
+    padding: (row, entry, slot) of W9, one of them -1
+    """
+
+    __slots__ = ("again", "forward", "number", "padding", "reads", "requests", "strays", "written")
+
+    def __init__(self, number: int, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+        self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written), reads
+        self.forward: RecordedForward | None = None
+        self.again: list[int] = []
+        self.strays: list[tuple[int, int, int]] = []
+        self.padding: list[tuple[int, int, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.forward is None else self.forward.num_bytes
+
+    def learn(self, forward: Learned, layers: Sequence[int]) -> None:
+        """`layers`: those that stored, in their order."""
+        stored = set[int]()
+        for layer in layers:
+            if layer in stored:
+                self.again.append(layer)
+            stored.add(layer)
+        self.forward = RecordedForward(forward)
+        self.forward.keep_captured(forward, sum(1 << layer for layer in stored))
+
+
+class RecordedMove:
+    """A captured move; `src` and `dst` once the host has heard of it, [n] each."""
+
+    __slots__ = ("dst", "number", "src")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.src: Ints | None = None
+        self.dst: Ints | None = None
+
+
 _NONE: Ints = np.empty(0, np.int32)
+
+
+def _plan_of(forward: Forward) -> Ints:
+    """`Forward.plan` with the slots that were asked for, and parents of -1 where there are no trees."""
+    plan, n = forward.plan.copy(), forward.num_entries
+    plan[:n] = forward.slot_names
+    if not forward.has_parents:
+        plan[3 * n : 4 * n] = -1
+    if forward.refused is not None:
+        plan[forward.refused.entries] = forward.refused.names
+    return plan
 
 
 def _small(values: Ints) -> Ints:

@@ -25,7 +25,9 @@ class StaticSubstep:
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
     number:  of the substep in its bank
-    width:   rows a request;  masks: of trees, what attention lets each node see; None: no trees
+    layers:  that the body has stored, in its order
+    width:   rows a request
+    depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, then its header
     """
 
@@ -49,10 +51,11 @@ class StaticSubstep:
             self.work = Workspace(self.forward, pool, settings)
         self._claims = shared.claims[pool.name]
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
-        self.width = settings.width
+        self.width, self.depth = settings.width, settings.max_depth
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
         self.written = Packed(self._parts(header))
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
+        self.layers: list[int] = []
         self._is_open = False
 
     def __str__(self) -> str:
@@ -67,9 +70,11 @@ class StaticSubstep:
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open = True
+        self.layers.clear()
         launch = self._launch
         self.work.row_violations.zero_()
         launch.plan()
+        launch.note_ancestors()
         launch.chain()
         launch.seal()
         if self._engine_stores:
@@ -85,6 +90,7 @@ class StaticSubstep:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
+        self.layers.append(layer)
         if self._engine_stores:
             return
         if k is None:
@@ -119,4 +125,4 @@ class StaticSubstep:
         plan = self.forward
         parents = plan.slots[:0] if plan.parents is None else plan.parents
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
-        return *own, self.work.planned.safe_slots, header
+        return *own, self.work.planned.safe_slots, self.work.ancestors, header

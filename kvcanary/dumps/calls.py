@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+_FORWARD = {
+    "kind": "name",
+    "index": "int",
+    "pool": "name",
+    "requests": "names",
+    "width": "int",
+    "entries": "int",
+    "rows": "int",
+    "has_parents": "flag",
+    "has_starts": "flag",
+    "stored": "int",
+    "plan": "ints",
+    "tails": "ints",
+    "whole_rows": "ints",
+    "wholes": "ints",
+    "mask": "ints?",
+    "mask_shape": "ints?",
+}
 #: By event its fields in the order of the manager's arguments, each with its kind; `?` may be left out.
 #: name: a text; int: an integer; flag: a boolean; ints: integers; tokens: token ids.
 CALLS: dict[str, dict[str, str]] = {
@@ -9,7 +27,6 @@ CALLS: dict[str, dict[str, str]] = {
     "check": {},
     "drain": {},
     "judge_copies": {},
-    "launch": {"kind": "name", "index": "int", "pool": "name", "requests": "names"},
     "close": {"pool": "name"},
     "store": {"pool": "name", "layer": "int"},
     "map": {"pool": "name", "slots": "ints", "places": "ints"},
@@ -60,27 +77,24 @@ CALLS: dict[str, dict[str, str]] = {
         "writes": "flag",
         "requests": "names",
     },
-    "forward": {
-        "kind": "name",
-        "index": "int",
-        "pool": "name",
-        "requests": "names",
-        "width": "int",
-        "entries": "int",
-        "rows": "int",
-        "has_parents": "flag",
-        "has_starts": "flag",
-        "stored": "int",
-        "plan": "ints",
-        "tails": "ints",
-        "whole_rows": "ints",
-        "wholes": "ints",
-        "mask": "ints?",
-        "mask_shape": "ints?",
+    "forward": _FORWARD,
+    "launch": _FORWARD
+    | {
+        "number": "int",
+        "counts": "ints",
+        "reads": "int",
+        "again": "ints",
+        "strays": "ints",
+        "padding": "ints",
     },
+    "depart": {"step": "int"},
+    "hear": {"step": "int"},
+    "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
 }
+#: Events that are model calls: eager, and captured.
+FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 1
+VERSION = 2
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(
     {

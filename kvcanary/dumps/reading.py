@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcanary.checkpoint import PAGE_ARRAYS
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.calls import CALLS
+from kvcanary.dumps.calls import CALLS, FORWARDS
 from kvcanary.dumps.container import parse_json, read_arrays, read_members
 from kvcanary.errors import DumpError
 from kvcanary.recorder import PUBLIC_WORDS
@@ -25,6 +25,8 @@ MOST_NAME = 4096
 MOST_POOLS = 64
 MOST_SLOTS = 1 << 24
 MOST_ROW_ELEMENTS = 1 << 20
+MOST_CAPTURED = 256  # forwards, buckets times kinds and indices
+MOST_CAPTURED_ENTRIES = 1 << 20
 _INT64 = 1 << 63
 DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
 DTYPES |= {"uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
@@ -133,6 +135,12 @@ class _Reader:
         self._expect(isinstance(pools, list) and 0 < len(pools) <= MOST_POOLS, "it has no list of pools")
         for pool in pools:
             self._pool(pool)
+        names = [pool["name"] for pool in pools]
+        for key, check in (("captured", self._captured), ("captured_moves", self._captured_move)):
+            self._expect(isinstance(manifest[key], list) and len(manifest[key]) <= MOST_CAPTURED, f"{key} is no list")
+            for one in manifest[key]:
+                self._expect(one["pool"] in names, "what is captured is of no pool")
+                check(one)
         for key in ("config", "start", "certificate", "names"):
             self._expect(isinstance(manifest[key], dict), f"{key} is no object")
         for key in ("trigger", "created", "kvcanary", "device", "tokens"):
@@ -162,6 +170,30 @@ class _Reader:
             self._expect(len(shape) <= 3 and all(size > 0 for size in shape), f"a part has shape {shape[:4]}")
             self._expect(np.prod(shape, dtype=object) <= MOST_ROW_ELEMENTS, f"a part has shape {shape}")
             self._expect(part["dtype"] in DTYPES, f"elements are {part['dtype']!r}")
+
+    def _captured(self, one: Any) -> None:
+        for key, low, high in (
+            ("index", 0, 256),
+            ("rows", 1, MOST_CAPTURED_ENTRIES),
+            ("entries", 1, MOST_CAPTURED_ENTRIES),
+            ("indices", 1, MOST_SLOTS),
+            ("width", 1, MOST_NAME),
+            ("depth", 0, MOST_NAME),
+            ("ancestors", 0, 256),
+            ("nodes", 1, MOST_NAME),
+        ):
+            is_none = key == "nodes" and one[key] is None
+            self._expect(
+                is_none or low <= self._int(one[key], key) < high, f"{key} of a captured forward is {one[key]}"
+            )
+        fits = one["kind"] in SUBSTEP_KINDS and one["rows"] % one["width"] == 0
+        fits &= one["nodes"] is None or one["rows"] * one["nodes"] ** 2 <= MOST_SLOTS
+        self._expect(fits and one["rows"] * one["ancestors"] <= MOST_SLOTS, "a captured forward has no such sizes")
+        for key in ("has_parents", "has_truths"):
+            self._expect(isinstance(one[key], bool), f"{key} of a captured forward is no flag")
+
+    def _captured_move(self, one: Any) -> None:
+        self._expect(1 <= self._int(one["size"], "size") < MOST_CAPTURED_ENTRIES, f"a move is of {one['size']} entries")
 
     def _check_arrays(self, manifest: dict[str, Any]) -> None:
         total = sum(pool["num_slots"] for pool in manifest["pools"])
@@ -220,8 +252,12 @@ class _Reader:
                 self._expect(kind.endswith("?"), f"event {number}, {call}, has no {field}")
                 continue
             event[field] = self._field(kind.rstrip("?"), value, f"{field} of event {number}")
-        if call == "forward":
+        if call in FORWARDS:
             self._forward(event, manifest)
+        if call == "launch":
+            self._launch(event, manifest)
+        if call == "captured_move":
+            self._move(event, manifest)
         if "damage" in line:
             event["damage"] = [self._damage(entry, manifest) for entry in line["damage"]]
         return event
@@ -250,6 +286,31 @@ class _Reader:
         if mask is not None:
             shape = event.get("mask_shape", ())
             self._expect(len(shape) == 3 and 0 <= np.prod(shape, dtype=object) <= 8 * len(mask), "a mask has no shape")
+
+    def _launch(self, event: Call, manifest: dict[str, Any]) -> None:
+        """It fits into the buffers that it ran over."""
+        captured = manifest["captured"]
+        self._expect(0 <= event["number"] < len(captured), f"launch {event['number']} is of no captured forward")
+        own = captured[event["number"]]
+        n, rows = event["entries"], event["rows"]
+        fits = all(event[key] == own[key] for key in ("pool", "kind", "index", "width", "has_parents"))
+        fits &= n <= own["entries"] and rows <= own["rows"] and len(event["counts"]) == len(event["requests"])
+        reads = event["plan"][4 * n : 4 * n + rows + 1]
+        fits &= reads[0] == 0 and bool((np.diff(reads) >= 0).all()) and reads[-1] <= own["indices"]
+        mask = event.get("mask_shape")
+        fits &= (mask is None) == (own["nodes"] is None)
+        fits &= mask is None or mask.tolist() == [len(event["requests"]), own["nodes"], own["nodes"]]
+        self._expect(fits, "a launch does not fit into its captured forward")
+        for name in ("strays", "padding"):
+            triples = event[name]
+            self._expect(len(triples) % 3 == 0, f"{name} are no triples")
+            self._expect(bool((triples[::3] < own["rows"]).all()), f"{name} are of no row")
+
+    def _move(self, event: Call, manifest: dict[str, Any]) -> None:
+        moves = manifest["captured_moves"]
+        fits = 0 <= event["number"] < len(moves) and moves[event["number"]]["pool"] == event["pool"]
+        fits = fits and len(event["src"]) == len(event["dst"]) <= moves[event["number"]]["size"]
+        self._expect(fits, "a move does not fit into what was captured")
 
     def _damage(self, entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
         pool = next((pool for pool in manifest["pools"] if pool["name"] == entry["pool"]), None)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from kvcanary.codes import UNWRITTEN
 from kvcanary.desk import Resources
+from kvcanary.dumps.captured import captured_batch, read_mask, run_captured
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.stage import Stage, fingerprint_of
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.findings import Finding
+from kvcanary.flights import Flight
 from kvcanary.forward import Ints
 from kvcanary.groups import slots_in
 from kvcanary.parcels import Parcel
@@ -61,7 +63,7 @@ def replay(dump: Dump, until: int | None = None, code: str | None = None) -> Out
 
     DumpError where the dump cannot be replayed; nothing that it says is executed.
     """
-    with structlog.testing.capture_logs(), torch.inference_mode():
+    with structlog.testing.capture_logs(), torch.inference_mode(), np.errstate(over="ignore"):  # of absurd numbers
         return Replayer(dump).run(until, code)
 
 
@@ -81,6 +83,7 @@ class Replayer:
         self._parcels: dict[int, _Put] = {}
         self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
         self._tickets: dict[tuple[str, int], Ticket] = {}
+        self._flights: dict[int, Flight] = {}
 
     def run(self, until: int | None, code: str | None) -> Outcome:
         outcome = Outcome(self._dump.manifest["first_step"])
@@ -139,6 +142,32 @@ class Replayer:
         for layer in range(pool.view.num_layers):
             if event["stored"] >> layer & 1:
                 self._store({"pool": pool.name, "layer": layer})
+
+    def _launch(self, event: Call) -> None:
+        self._damage(event)
+        read, write = self._plans(event)
+        substep = self._stage.captured[event["number"]]
+        truth = self.manager.launch(substep, event["requests"], event["counts"].tolist(), event["reads"])
+        run_captured(self._stage, substep, event, captured_batch(substep, event, read, write, truth))
+
+    def _depart(self, event: Call) -> None:
+        self._damage(event)
+        self._flights[event["step"]] = self.manager.depart()
+
+    def _hear(self, event: Call) -> None:
+        """What departed before the recording has landed in its beginning."""
+        self._damage(event)
+        flight = self._flights.get(event["step"])
+        self.manager.hear(Flight(event["step"], None, None, None, has_landed=True) if flight is None else flight)
+
+    def _captured_move(self, event: Call) -> None:
+        move = self._stage.moves[event["number"]]
+        self._move(move.pool, move.pool, event["src"], event["dst"])
+        source, destination = (torch.zeros_like(move.src) for _ in range(2))
+        count = len(event["src"])
+        source[:count], destination[:count] = _tensor(event["src"]), _tensor(event["dst"])
+        self.manager.launch_move(move)
+        move.record(source, destination, torch.arange(len(source)) < count)
 
     def _store(self, event: Call) -> None:
         pool, (substep, slots) = self._stage.pool(event["pool"]), self._open[event["pool"]]
@@ -271,11 +300,6 @@ class Replayer:
         first = 4 * n + rows + 1
         bounds, written, starts = plan[4 * n : first], plan[first : first + rows], plan[first + rows : first + 2 * rows]
         prefixes = plan[first + 5 * rows :]
-        mask = None
-        if event.get("mask") is not None:
-            shape = event["mask_shape"].tolist()
-            bits = np.unpackbits(event["mask"].astype(np.uint8), count=int(np.prod(shape)))
-            mask = torch.from_numpy(bits.astype(np.bool_).reshape(shape))
         read = ReadPlan(
             indptr=_tensor(bounds),
             indices=_tensor(self._indices(event, bounds, starts, prefixes)),
@@ -283,22 +307,22 @@ class Replayer:
             rows_per_request=event["width"],
             prefix_lens=_tensor(prefixes),
             num_written=_tensor(written),
-            tree_mask=mask,
+            tree_mask=read_mask(event),
             starts=_tensor(starts) if event["has_starts"] else None,
         )
         return read, WritePlan(slots, tokens, positions, parents if event["has_parents"] else None)
 
     def _indices(self, event: Call, bounds: Ints, starts: Ints, prefixes: Ints) -> Ints:
         """What every row read: as granted up to its prefix, unless the dump has the row whole."""
-        whole_rows, at = {}, 0
+        whole_rows, at, ends = {}, 0, bounds.tolist()
         for row in event["whole_rows"].tolist():
-            length = int(bounds[row + 1] - bounds[row])
+            length = ends[row + 1] - ends[row]
             whole_rows[row] = event["wholes"][at : at + length]
             at += length
         parts, at = [], 0
         for row in range(event["rows"]):
             start, prefix = int(starts[row]), int(prefixes[row // event["width"]])
-            known, length = max(0, prefix - start), int(bounds[row + 1] - bounds[row])
+            known, length = max(0, prefix - start), ends[row + 1] - ends[row]
             tail = event["tails"][at : at + length - known]
             at += length - known
             if row in whole_rows:

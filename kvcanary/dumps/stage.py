@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.bank import SubstepBank
+from kvcanary.buffers import StaticBuffers
 from kvcanary.checkpoint import PAGE_ARRAYS
 from kvcanary.config import CanaryConfig
 from kvcanary.dumps.reading import Dump
@@ -22,6 +24,7 @@ from kvcanary.manager import CanaryManager
 from kvcanary.mirror import no_records
 from kvcanary.poisoning import BUDGETS
 from kvcanary.state import PoolState
+from kvcanary.static import StaticSubstep
 from kvcanary.stats import Stats
 from kvcanary.views import PoolView
 from kvcanary_kernels.record import (
@@ -54,15 +57,12 @@ class StandInView(PoolView):
 class Stage:
     """A manager over stand-ins. `is_exact`: rows are as long as the engine's, so that a word has its true place.
 
+    captured, moves: forwards and moves over static buffers, as the engine numbered them
     damaged: (pool, slot, layer) of bytes that are not what was stored, `fingerprint_of` it where only that is wrong
     """
 
     def __init__(self, dump: Dump) -> None:
         """DumpError where the recording's state is missing, too large, or contradicts itself."""
-        if any(event["call"] == "launch" for event in dump.events):
-            raise DumpError(
-                f"{dump.path} has captured forwards, whose plans only the device knew: it can be read, not replayed"
-            )
         if not dump.manifest["has_records"]:
             raise DumpError(
                 f"{dump.path} has no records of its beginning, they were too many: it can be read, not replayed"
@@ -80,8 +80,13 @@ class Stage:
             raise DumpError(
                 f"{dump.path} is damaged: its pools do not have the {dump.manifest['num_pages']} pages it says"
             )
+        bank = self.manager.bank if dump.manifest["captured"] else None
+        self.captured = [] if bank is None else [_captured(bank, one) for one in dump.manifest["captured"]]
+        self.moves = [] if bank is None else [bank.add_move(**one) for one in dump.manifest["captured_moves"]]
         self.manager.arm()
         self._set_the_scene(dump)
+        if bank is not None:
+            bank.begin_step(dump.manifest["first_step"])
 
     def pool(self, name: str) -> PoolState:
         return self.books.state.by_name[name]
@@ -153,7 +158,7 @@ class Stage:
         checks.sweeper.hurried.update(start["hurried"])
         checks.cached.read_at[:] = dump.arrays["start.read_at"]
         checks.publish_pages()
-        self.manager.step = self.manager.tickets.step = step
+        self.manager.step = self.manager.tickets.step = checks.step = step
 
     def _admit(self, line: dict[str, Any], step: int) -> None:
         """A request as it was."""
@@ -234,10 +239,23 @@ def _check_size(dump: Dump, is_exact: bool) -> None:
     for pool in dump.manifest["pools"]:
         elements = [math.prod(part["shape"]) if is_exact else SHORT_ROW for part in pool["parts"]]
         sizes += pool["num_slots"] * (pool["layers"] * (8 + 8 * sum(elements)) + RECORD_BYTES)
+    sizes += sum(16 * one["indices"] + 400 * (one["rows"] + one["entries"]) for one in dump.manifest["captured"])
+    sizes += sum(64 * move["size"] for move in dump.manifest["captured_moves"])
     if sizes > MOST_STATE_BYTES:
         raise DumpError(
             f"{dump.path} would take {sizes >> 30} GiB to replay, at most {MOST_STATE_BYTES >> 30} are used"
         )
+
+
+def _captured(bank: SubstepBank, one: dict[str, Any]) -> StaticSubstep:
+    """A forward over buffers as large as those that it ran over."""
+    sizes, nodes = (one["rows"], one["entries"], one["indices"]), one["nodes"]
+    buffers = StaticBuffers.allocate(
+        *sizes, is_tree=one["has_parents"], has_truths=one["has_truths"], ancestors=one["ancestors"]
+    )
+    mask = None if nodes is None else torch.zeros(one["rows"] // one["width"], nodes, nodes, dtype=torch.bool)
+    settings = {"width": one["width"], "max_depth": one["depth"], "tree_mask": mask}
+    return bank.add(one["pool"], one["kind"], one["index"], buffers, **settings)
 
 
 def _config(dump: Dump) -> CanaryConfig:

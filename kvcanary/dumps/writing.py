@@ -21,12 +21,13 @@ from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
 from kvcanary.lifecycle import Lifecycle
 from kvcanary.recorder import Damage, Recorder
-from kvcanary.recorder_forwards import RecordedForward
+from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import chain_root, make_keys
 
 if TYPE_CHECKING:
     from kvcanary.config import CanaryConfig
     from kvcanary.findings import Finding
+    from kvcanary.static import StaticSubstep
 
 Roots = tuple[int, ...]
 
@@ -62,6 +63,9 @@ class Writer:
     def __init__(self, source: Source) -> None:
         self._source, self._packed = source, Packed()
         self._state, self._ledger = source.books.state, source.books.ledger
+        static = source.books.checks.static
+        self._captured = [] if static is None else list(static.bank)
+        self._moves = [] if static is None else static.bank.moves
         source.recorder.wait_over()
         segments = list(source.recorder.segments)
         self._first = segments[0].checkpoint
@@ -73,7 +77,7 @@ class Writer:
         self._now = take_checkpoint(source.books, source.step, source.recorder.most_bytes)
         self._seed = secrets.randbits(64)
         self._admissions = list(self._admitted())
-        self._labels = rooted([admission.roots for admission in self._admissions])
+        self._labels = rooted([self._roots_of("", ""), *(admission.roots for admission in self._admissions)])
         self._is_plain = source.config.dump_content
         sizes = [pool.view.vocab_size for pool in self._state.pools if pool.view.vocab_size is not None]
         self._book = CodeBook(self._all_tokens(), sizes, self._is_plain)
@@ -119,8 +123,9 @@ class Writer:
         for admission in self._admissions:
             yield from admission.tokens
         for (name, args, _), _damage in self._events:
-            if name == "forward":
-                yield from _tokens_of(args[0]).tolist()
+            forward = _forward_in(name, args)
+            if forward is not None:
+                yield from _tokens_of(forward).tolist()
         for checkpoint in (self._first, self._now):
             if checkpoint.records is not None:
                 tokens = np.unique(checkpoint.records[:, 0] & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
@@ -166,6 +171,8 @@ class Writer:
             "num_pages": len(self._ledger.generations),
             "null_pages": self._ledger.null_pages,
             "pools": [_pool(pool.view) for pool in self._state.pools],
+            "captured": [_captured(substep) for substep in self._captured],
+            "captured_moves": [{"pool": move.pool.name, "size": len(move.src)} for move in self._moves],
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
             "content": config.dump_content,
@@ -213,7 +220,9 @@ class Writer:
     def _told(self) -> Iterator[dict[str, Any]]:
         words = {(f.pool, f.slot, f.layer): f for f in self._source.findings if f.part is not None}
         for number, ((name, args, kwargs), damage) in enumerate(self._events):
-            given = self._forward(args[0]) if name == "forward" else _named(name, args, kwargs)
+            given = self._given(name, args, kwargs)
+            if given is None:
+                continue
             if name == "admit":
                 roots = self._roots_of(given.pop("salt", ""), given.pop("adapter", ""))
                 given["root"] = self._labels[roots]
@@ -227,6 +236,32 @@ class Writer:
                     _damage(one, words.get((one.pool, one.slot, (*one.layers, None)[0]))) for one in damage
                 ]
             yield told
+
+    def _given(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The fields of an event; None for what was launched and nobody has heard of yet."""
+        if name == "launch":
+            return self._launch(args[0])
+        if name == "captured_move":
+            return self._captured_move(args[0])
+        return self._forward(args[0]) if name == "forward" else _named(name, args, kwargs)
+
+    def _launch(self, launch: RecordedLaunch) -> dict[str, Any] | None:
+        if launch.forward is None:
+            return None
+        return {
+            **self._forward(launch.forward),
+            "number": launch.number,
+            "counts": launch.written,
+            "reads": launch.reads,
+            "again": launch.again,
+            "strays": launch.strays,
+            "padding": launch.padding,
+        }
+
+    def _captured_move(self, move: RecordedMove) -> dict[str, Any] | None:
+        if move.src is None:
+            return None
+        return {"number": move.number, "pool": self._moves[move.number].pool.name, "src": move.src, "dst": move.dst}
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind == "tokens":
@@ -294,8 +329,8 @@ class Writer:
 
 
 def salt_of(label: int) -> str:
-    """The salt that a replay admits requests of this label with."""
-    return f"label {label}"
+    """The salt that a replay admits requests of this label with; 0 is theirs that have none, nor an adapter."""
+    return f"label {label}" if label else ""
 
 
 def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
@@ -308,6 +343,14 @@ def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dic
 #: Events that are no calls of the manager.
 _OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name) and name != "before_move"}
 _SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CALLS if name not in _OWN}
+
+
+def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
+    """The forward of an event, of a captured one once the host has heard of it."""
+    if name == "launch":
+        heard: RecordedForward | None = args[0].forward
+        return heard
+    return args[0] if name == "forward" else None
 
 
 def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
@@ -332,6 +375,25 @@ def _pool(view: Any) -> dict[str, Any]:
         "group": view.group,
         "window": view.window,
         "map_slots": None if view.slot_map is None else len(view.slot_map),
+    }
+
+
+def _captured(substep: StaticSubstep) -> dict[str, Any]:
+    """A captured forward, as large as its bucket."""
+    forward, masks = substep.forward, substep.masks
+    return {
+        "pool": substep.pool.name,
+        "kind": substep.site[0],
+        "index": substep.site[1],
+        "rows": forward.num_rows,
+        "entries": forward.num_entries,
+        "indices": forward.capacity,
+        "width": substep.width,
+        "depth": substep.depth,
+        "ancestors": forward.ancestors,
+        "has_parents": forward.parents is not None,
+        "has_truths": forward.truths is not None,
+        "nodes": None if masks is None else masks.device.shape[-1],
     }
 
 

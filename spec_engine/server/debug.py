@@ -66,6 +66,13 @@ def router(serving: Serving, desk: FaultDesk) -> APIRouter:
     ):
         routes.add_api_route(f"/{name}", _asking(serving, read), methods=["GET"], name=name)
 
+    @routes.get("/dump")
+    async def dump() -> Response:
+        written = await worker.call(observing.dump_of)
+        if written is None:
+            raise RefusedError(404, "nothing is recorded here: serve with --kv-canary, and leave its ring")
+        return Response(written, media_type="application/zip", headers=NO_STORE)
+
     @routes.get("/requests/{request_id}/tree")
     async def tree(request_id: str) -> Response:
         drawn = None if watch is None else await worker.call(lambda engine: watch.tree_of(engine, request_id))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from spec_engine.engine import Engine
@@ -47,6 +49,14 @@ def timeline_of(engine: Engine) -> list[dict[str, Any]]:
         {name: getattr(finding, name) for name in TOLD} | {"site": list(finding.site), "readers": list(finding.readers)}
         for finding in engine.canary.findings
     ]
+
+
+def dump_of(engine: Engine) -> bytes | None:
+    """What the flight recorder has by now, as the bytes of a dump; None where nobody records."""
+    if engine.canary is None or not engine.config.canary.ring:
+        return None
+    with TemporaryDirectory() as folder:
+        return engine.canary.dump(Path(folder) / "running.kvdump").read_bytes()
 
 
 def requests_of(engine: Engine) -> list[dict[str, Any]]:

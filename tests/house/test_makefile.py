@@ -23,7 +23,7 @@ def fresh(root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "lint"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "lint", "docs"])
 def test_target_sets_up_first(fresh: Path, target: str) -> None:
     """On a fresh machine every target makes the environment, with the pins and the caller's PIP_ARGS."""
     planned = make(fresh, "--dry-run", target, "PYTHON=python3", "PIP_ARGS=--extra-index-url https://example.org/cpu")

@@ -14,6 +14,7 @@ from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.codebook import CodeBook
 from kvcanary.dumps.reading import Dump, read_dump
 from kvcanary.dumps.replaying import replay
+from kvcanary.dumps.writing import salt_of
 from kvcanary_kernels.record import chain_host, chain_root, make_keys, mix_host, unsigned
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
@@ -111,7 +112,7 @@ def test_chains_of_the_dump_s_keys_are_those_of_its_ids(tmp_path):
     _, dump = found(tmp_path)
     keys = make_keys(dump.manifest["seed"], 1, 1)
     request = next(r for r in dump.now if r["request_id"] == "only")
-    root = chain_root(keys, "target", f"label {request['root']}")
+    root = chain_root(keys, "target", salt_of(request["root"]))
     expected = chain_host(request["tokens"][:12].tolist(), 0, root, keys)
     slots = (request["pages"][:, None] * dump.manifest["page_size"] + np.arange(dump.manifest["page_size"])).ravel()[
         :12

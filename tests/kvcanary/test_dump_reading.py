@@ -18,14 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from kvcanary import CanaryConfig
+from kvcanary import CanaryConfig, CanaryManager, PoolView
+from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.dumps.container import MEMBERS
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import replay
 from kvcanary.errors import DumpError
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+EXAMPLES = [40, pytest.param(4000, marks=pytest.mark.slow)]  # of each fuzzer
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,34 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.start("only", 9)
         engine.draft()
         return engine.canary.dump(tmp_path_factory.mktemp("dumps") / "good.kvdump")
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of a tree that was verified in a captured forward, and of its move."""
+    with torch.inference_mode():
+        k = torch.zeros(32, 1, 4)
+        canary = CanaryManager(CanaryConfig(seed=7), [PoolView("target", [k], [k.clone()], 4)])
+        buffers = StaticBuffers.allocate(2, 4, 16, is_tree=True, has_truths=True)
+        mask = torch.ones(2, 2, 2, dtype=torch.bool).tril()
+        substep = canary.bank.add("target", "verify", 0, buffers, max_depth=2, tree_mask=mask)
+        move = canary.bank.add_move("target", 2)
+        canary.arm()
+        canary.admit("only", [50])
+        canary.on_alloc("only", [1])
+        canary.begin_step(1)
+        truth = canary.launch(substep, ["only"], [2], 2)
+        ints = {"indptr": [0, 2], "indices": [4, 5], "bounds": [0, 2], "slots": [4, 5], "tokens": [50, 51]}
+        ints |= {"positions": [0, 1], "parents": [-1, 0], **truth._asdict()}
+        buffers.fill(Batch(**{name: torch.tensor(values) for name, values in ints.items()}))
+        substep.open()
+        substep.store(0, *torch.ones(2, 4, 1, 4))
+        substep.close()
+        canary.launch_move(move)
+        move.record(torch.tensor([5, 0]), torch.tensor([5, 0]), torch.tensor([True, False]))
+        canary.check()
+        assert canary.findings == []
+        return canary.dump(tmp_path_factory.mktemp("dumps") / "captured.kvdump")
 
 
 def members(path: Path) -> dict[str, bytes]:
@@ -90,10 +120,10 @@ def test_files_that_are_none(good, tmp_path):
 
 def test_newer_versions_say_so(good, tmp_path):
     """Whatever a newer version holds, its number is what the sentence is about."""
-    path = changed(good, tmp_path / "newer", version=2)
-    assert "has version 2, this kvcanary reads up to 1: read it with the one that wrote it" in refusal(path)
+    path = changed(good, tmp_path / "newer", version=3)
+    assert "has version 3, this kvcanary reads up to 2: read it with the one that wrote it" in refusal(path)
     parts = members(path) | {"novelty.bin": b""}
-    assert "has version 2" in refusal(packed(path, parts))
+    assert "has version 3" in refusal(packed(path, parts))
     assert "its manifest says" in refusal(changed(good, tmp_path / "foreign", format="other"))
     assert "its version is 'one'" in refusal(changed(good, tmp_path / "strange", version="one"))
 
@@ -130,6 +160,33 @@ def test_bombs_are_not_unpacked(good, tmp_path):
     assert "it has 5000 members" in refusal(many)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"captured": 5}, "captured is no list"),
+        ({"rows": 1 << 40}, "rows of a captured forward is 1099511627776"),
+        ({"nodes": 4000}, "a captured forward has no such sizes"),
+        ({"pool": "other"}, "what is captured is of no pool"),
+        ({"kind": "import"}, "a captured forward has no such sizes"),
+        ({"entries": 1}, "a launch does not fit into its captured forward"),
+        ({"indices": 1}, "a launch does not fit into its captured forward"),
+        ({"has_parents": False}, "a launch does not fit into its captured forward"),
+    ],
+)
+def test_captured_forwards_have_bounds(captured, tmp_path, changes, words):
+    """Buffers of absurd size are never made, and a launch lies within its own."""
+    own = json.loads(members(captured)["manifest.json"])["captured"]
+    wrong = changes.get("captured", [own[0] | changes])
+    assert words in refusal(changed(captured, tmp_path / "captured", captured=wrong))
+
+
+def test_a_captured_dump_is_read_and_replayed(captured):
+    """What the fuzzers damage is whole."""
+    outcome = replay(read_dump(captured))
+    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
+    assert {"launch", "captured_move"} <= {event["call"] for event in read_dump(captured).events}
 
 
 @pytest.mark.parametrize(
@@ -172,45 +229,79 @@ def test_deep_json(good, tmp_path):
         assert "is no JSON" in refusal(packed(tmp_path / "deep", members(good) | {"events.jsonl": text}))
 
 
-@FUZZ
-@given(data=st.binary(max_size=400))
-def test_any_bytes(tmp_path_factory, data):
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_bytes(tmp_path, examples):
     """No bytes do more than raise DumpError."""
-    path = tmp_path_factory.getbasetemp() / "any"
-    path.write_bytes(data)
-    with pytest.raises(DumpError):
-        read_dump(path)
+
+    @settings(max_examples=examples, **SETTINGS)
+    @given(data=st.binary(max_size=400))
+    def fuzz(data):
+        path = tmp_path / "any"
+        path.write_bytes(data)
+        with pytest.raises(DumpError):
+            read_dump(path)
+
+    fuzz()
 
 
-@FUZZ
-@given(changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8))
-def test_any_damage_of_the_file(good, tmp_path_factory, changes):
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("whole", ["good", "captured"])
+def test_any_damage_of_the_file(request, tmp_path, whole, examples):
     """A dump with some bytes replaced is read, replayed, or refused in a sentence; never anything else."""
-    data = bytearray(good.read_bytes())
-    for place, byte in changes:
-        data[place % len(data)] = byte
-    attempt(tmp_path_factory.getbasetemp() / "damaged", bytes(data))
+    content = request.getfixturevalue(whole).read_bytes()
 
-
-@FUZZ
-@given(
-    name=st.sampled_from([name for name in MEMBERS if name != "content.safetensors"]),
-    changes=st.lists(
-        st.tuples(st.integers(0, 1 << 20), st.sampled_from(b'0123456789-"[]{},:ntf e')), min_size=1, max_size=6
-    ),
-)
-def test_any_damage_of_a_member(good, tmp_path_factory, name, changes):
-    """The same for what is packed, with right checksums: digits, brackets and quotes anywhere."""
-    parts = members(good)
-    data = bytearray(parts[name])
-    for place, byte in changes:
-        if data:
+    @settings(max_examples=examples, **SETTINGS)
+    @given(changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8))
+    def fuzz(changes):
+        data = bytearray(content)
+        for place, byte in changes:
             data[place % len(data)] = byte
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for member, content in (parts | {name: bytes(data)}).items():
-            archive.writestr(member, content)
-    attempt(tmp_path_factory.getbasetemp() / "member", file.getvalue())
+        attempt(tmp_path / "damaged", bytes(data))
+
+    fuzz()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("whole", ["good", "captured"])
+def test_any_damage_of_a_member(request, tmp_path, whole, examples):
+    """The same for what is packed, with right checksums: digits, brackets and quotes anywhere."""
+    parts = members(request.getfixturevalue(whole))
+    place = st.tuples(st.integers(0, 1 << 20), st.sampled_from(b'0123456789-"[]{},:ntf e'))
+
+    @settings(max_examples=examples, **SETTINGS)
+    @given(name=st.sampled_from(sorted(parts)), changes=st.lists(place, min_size=1, max_size=6))
+    def fuzz(name, changes):
+        data = bytearray(parts[name])
+        for where, byte in changes:
+            if data:
+                data[where % len(data)] = byte
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            for member, content in (parts | {name: bytes(data)}).items():
+                archive.writestr(member, content)
+        attempt(tmp_path / "member", file.getvalue())
+
+    fuzz()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("whole", ["good", "captured"])
+def test_any_number_anywhere(request, tmp_path, whole, examples):
+    """The same for one number of an event: it fits all the same, is refused, or replays to something."""
+    parts = members(request.getfixturevalue(whole))
+    arrays = load(parts["arrays.safetensors"])
+    numbers = st.sampled_from([-(1 << 63), -1, 0, 1, 2, 3, 7, 255, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1])
+
+    @settings(max_examples=examples, **SETTINGS)
+    @given(where=st.integers(0, 1 << 20), number=numbers)
+    def fuzz(where, number):
+        ints = arrays["ints"].copy()
+        ints[where % len(ints)] = number
+        packed(tmp_path / "number", parts | {"arrays.safetensors": save(arrays | {"ints": ints})})
+        with suppress(DumpError):
+            replay(read_dump(tmp_path / "number"))
+
+    fuzz()
 
 
 def attempt(path: Path, data: bytes, run: Callable[..., object] = replay) -> None:

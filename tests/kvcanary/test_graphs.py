@@ -8,8 +8,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.buffers import StaticBuffers
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
-from kvcanary.errors import DumpError
+from kvcanary.dumps.replaying import Replayer, replay
 from kvcanary.outbox import IN_THE_AIR
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
@@ -238,12 +237,104 @@ def test_a_launch_needs_a_bank(make_engine):
         make_engine().canary.launch_move(None)
 
 
-def test_a_recording_of_launched_forwards_says_why_it_is_not_replayed(tree, tmp_path):
-    """Only the device knew their plans: the dump can be read, and a replay is one sentence."""
+def damage_a_record(tree: Tree) -> None:
+    tree.verify.pool.records[5, record.CHAIN] ^= 1 << 40
+
+
+def damage_a_fingerprint(tree: Tree) -> None:
+    tree.verify.pool.content_a[0, 5] ^= 1
+
+
+def clear_a_record(tree: Tree) -> None:
+    tree.verify.pool.records[5].zero_()
+
+
+STRUCK = {
+    "R3": (damage_a_record, {}),
+    "R3 cleared": (clear_a_record, {}),
+    "W6": (None, {"tokens": [99, 98]}),
+    "R13": (None, {"sees": [[1, 1], [1, 1]]}),
+    "R4": (None, {"ids": [5, 4, 6, 7, 8]}),
+    "R1": (None, {"ids": [4, 5, 1 << 40, 7, 8]}),
+    "R2": (None, {"ids": [4, 5, 0, 7, 8]}),
+    "R10": (None, {"ids": [4, 5, 7, 8]}),
+    "R12": (None, {"skips": 1, "moves": None}),
+    "W9": (None, {"padding": 6}),
+    "T1": (None, {"moves": False}),
+}
+
+
+@pytest.mark.parametrize("name", STRUCK)
+def test_a_replay_reaches_what_a_captured_forward_found(tree, tmp_path, name):
+    """The same checks over the same buffers, from the recording alone; and nothing in a clean one."""
+    assert tree.fired() == []
+    tree.canary.commit("ann", 3)
+    fault, given = STRUCK[name]
+    if fault is not None:
+        fault(tree)
+    strike(tree, **given)
+    found = tree.fired()
     dump = read_dump(tree.canary.dump(tmp_path / "launched.kvdump"))
+    outcome = replay(dump)
+    assert [finding.code for finding in outcome.findings] == [code for code, *_ in found]
+    assert name.split()[0] in {code for code, *_ in found}
+    assert outcome.missing == []
+
+
+def test_right_captured_forwards_replay_clean(tree, tmp_path):
+    """A prefill, a tree and its move: every record is what it was, and nothing is found."""
+    assert tree.fired() == []
+    tree.canary.commit("ann", 3)
+    strike(tree)
+    assert tree.fired() == []
+    dump = read_dump(tree.canary.dump(tmp_path / "clean.kvdump"))
+    assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill", "verify"]
+    replayer = Replayer(dump)
+    outcome = replayer.run(None, None)
+    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
+    ours, theirs = (
+        pool.records[:, [record.STEP_SITE]] for pool in (tree.verify.pool, replayer.manager._state.pools[0])
+    )
+    assert torch.equal(ours, theirs)
+
+
+def strike(
+    tree: Tree,
+    ids: list[int] = (4, 5, 6, 7, 8),
+    tokens: list[int] = TOKENS[3:5],
+    sees: list[list[int]] = ((1, 0), (1, 1)),
+    skips: int | None = None,
+    padding: int | None = None,
+    moves: bool | None = True,
+) -> None:
+    """A verify of two nodes and the move of its second; `skips`: a layer that does not store.
+
+    padding: where an entry behind both is aimed;  moves: None: nothing moves, False: its bytes stay behind
+    """
+    tree.mask[0] = torch.tensor(sees).bool()
+    substep = tree.verify
+    tree.canary.begin_step(2)
+    truth = tree.canary.launch(substep, ["ann"], [2], len(ids))
+    row = tree.static_row(tree.uid, list(ids), list(tokens), [-1, 0])
+    substep.buffers.fill(tree.rig.batch([row], prefix_lens=truth.prefix_lens))
+    substep.buffers.slots[:2] = torch.tensor([7, 8])
+    if padding is not None:
+        substep.buffers.slots[2] = padding
+    tree.rig.skipped_layers = set() if skips is None else {skips}
+    tree.rig.body(substep)
+    if moves is None:
+        return
+    tree.canary.launch_move(tree.move)
+    if moves:
+        tree.rig.kv[:, 7] = tree.rig.kv[:, 8]
+    tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([True, False]))
+
+
+def test_a_dump_hears_first_of_what_was_launched(tree, tmp_path):
+    """Also before anybody has checked the step."""
+    dump = read_dump(tree.canary.dump(tmp_path / "early.kvdump"))
     assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill"]
-    with pytest.raises(DumpError, match=r"has captured forwards, .* it can be read, not replayed"):
-        replay(dump)
+    assert replay(dump).findings == []
 
 
 # a host that hears later
@@ -297,8 +388,8 @@ def test_a_host_that_never_hears_overtakes_nothing(tree):
     assert tree.canary.certificate()["forwards"] == 1 + len(flights)
 
 
-def test_a_segment_that_begins_in_the_air_is_not_replayed(make_static, static_row, tmp_path):
-    """The recording names the forwards of which nobody had heard, and keeps no records that it had to wait for."""
+def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, tmp_path):
+    """Once in half a ring the host waits for what is in the air, so that the recording can be followed from there."""
     tree = Tree(make_static(), static_row, ring=2)
     tree.launch(1, tree.prefill, [4, 5, 6], TOKENS[:3])
     tree.fired()
@@ -310,7 +401,8 @@ def test_a_segment_that_begins_in_the_air_is_not_replayed(make_static, static_ro
         tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
         flights.append(tree.canary.depart())
         tree.canary.hear(flights.pop(0))
-    segment = tree.canary.recorder.segments[-1]
-    assert (segment.events[0][0], segment.checkpoint.records, tree.canary.findings) == ("launch", None, [])
-    with pytest.raises(DumpError, match="has captured forwards"):
-        replay(read_dump(tree.canary.dump(tmp_path / "late.kvdump")))
+    assert tree.canary.findings == []
+    dump = read_dump(tree.canary.dump(tmp_path / "late.kvdump"))
+    assert dump.manifest["first_step"] > 1
+    outcome = replay(dump)
+    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])

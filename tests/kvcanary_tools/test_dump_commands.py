@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.dumps.reading import read_dump
+from kvcanary.errors import DumpError
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.dumps.bisecting import first_bad
+from kvcanary_tools.dumps.diffing import diff
 
 BIT = 9
 
@@ -170,6 +173,50 @@ def test_diff_finds_where_recordings_part(kvcanary, folder, clean):
     assert told["same"] is False
     assert told["step"] >= 1
     assert told["fields"]
+
+
+def test_diff_runs_two_commands(kvcanary, tmp_path):
+    """Each writes its dump where it says {dump}; what is no such command, or fails, is a sentence."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from kvcanary import CanaryConfig\n"
+        "from kvcanary_tools.bench.toy_engine import ToyEngine\n"
+        "with torch.inference_mode():\n"
+        "    engine = ToyEngine(CanaryConfig())\n"
+        "    engine.start('mine', int(sys.argv[1]))\n"
+        "    engine.canary.dump(sys.argv[2])\n"
+    )
+    lines = [f"{sys.executable} {script} {length} {{dump}}" for length in (7, 9)]
+    parted = kvcanary("diff", "--cmd", lines[0], "--cmd", lines[1])
+    assert (parted.exit_code, parted.stderr) == (1, "")
+    assert re.match("they part at step [01], in token_ids\n", parted.stdout)
+    for arguments, words in (
+        (["--cmd", lines[0]], "diff compares two runs, got 1"),
+        (["--cmd", "true", "--cmd", lines[0]], "--cmd needs {dump} in the command, got 'true'"),
+        (["--cmd", "test x = {dump} -o", "--cmd", lines[0]], "the command ended in code 2, 0 is good and 1 is bad"),
+        (["--cmd", "echo {dump}", "--cmd", lines[0]], "cannot be read: No such file"),
+    ):
+        refused = kvcanary("diff", *arguments)
+        assert refused.exit_code == 2
+        assert words in refused.stderr
+
+
+def test_diff_of_runs_that_go_on_compares_what_both_have(clean, folder):
+    """The steps behind the end of the shorter one are left out; recordings without a common step are refused."""
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full"))
+        engine.start("mine", 13)
+        engine.start("theirs", 9)
+        for _ in range(5):
+            engine.draft()
+        longer = read_dump(engine.canary.dump(folder / "longer.kvdump"))
+    shorter = read_dump(clean)
+    assert diff(shorter, longer)["same"] is False
+    assert diff(shorter, longer, up_to_both=True)["same"] is True
+    longer.manifest["first_step"] = shorter.manifest["step"]
+    with pytest.raises(DumpError, match="share no step"):
+        diff(shorter, longer, up_to_both=True)
 
 
 def test_bisect_finds_the_first_bad_step(kvcanary, bad, clean, tmp_path):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvcanary import invariants
-from kvcanary_tools.bench import ancestors, common, engine, host_checks, retractions
+from kvcanary_tools.bench import ancestors, common, engine, host_checks, recorder, retractions
 from kvcanary_tools.bench.common import RESULTS
 from spec_engine import runner
 
@@ -72,6 +72,12 @@ def test_every_check_is_timed_and_put_back() -> None:
         runner.check_window("req-0", 3, 4, 6)
     assert clock.calls == 1
     assert runner.check_window is invariants.check_window
+
+
+def test_the_recorder_is_switched_on_and_off() -> None:
+    """A small run has both, and fills the ring at its end."""
+    row = recorder.on_cpu(1, pairs=1, ring=4)
+    assert min(row["step_ms"], row["checkpoint_ms"], row["bytes"]) > 0
 
 
 def test_the_whole_engine_is_measured_with_and_without_drafting_and_canary(monkeypatch, tmp_path, capsys) -> None:

@@ -85,6 +85,21 @@ def test_generate_says_what_it_allocated(kvcanary) -> None:
     assert "rows of" not in result.stdout
 
 
+def test_generate_leaves_a_dump_where_it_is_told(kvcanary, tmp_path: Path) -> None:
+    """What was recorded of the whole run, which the dump commands read; without a recorder, or a folder, a sentence."""
+    path = tmp_path / "run.kvdump"
+    assert kvcanary("generate", "--prompt", PROMPT, *SHORT, "--kv-canary", "--dump", str(path)).exit_code == 0
+    told = json.loads(kvcanary("inspect", str(path), "--json").stdout)
+    assert (told["first_step"], told["findings"]) == (0, [])
+    for arguments, words in (
+        (["--dump", str(path)], "--dump needs a canary that records, got none"),
+        (["--kv-canary", "--dump", str(tmp_path / "no" / "run.kvdump")], "cannot be written: No such file"),
+    ):
+        refused = kvcanary("generate", "--prompt", PROMPT, *SHORT, *arguments)
+        assert refused.exit_code == 2
+        assert words in refused.stderr
+
+
 def test_generate_with_adaptive_steps_says_what_it_chose(kvcanary) -> None:
     """Numbers of steps and how often, in JSON and in the summary; without the option its place is null."""
     chains = ("generate", "--prompt", PROMPT, *SHORT, "--topk", "1", "--adaptive-steps", "--num-steps", "3")

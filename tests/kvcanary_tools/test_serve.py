@@ -128,6 +128,22 @@ def test_inject_reaches_a_running_server(served, kvcanary) -> None:
         assert words in refused.stderr
 
 
+def test_dump_commands_take_a_running_server(served, kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a dump is expected a URL is what the server has recorded by now; its key comes from the environment."""
+    url = url_of(served)
+    wait_until_it_answers(url)
+    refused = kvcanary("inspect", url)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "gives no dump: the debug pages need the API key" in refused.stderr
+    monkeypatch.setenv("KVCANARY_API_KEY", "k")
+    assert "because of a command, steps 0 to" in kvcanary("inspect", url).stdout
+    same = kvcanary("diff", url, url)
+    assert (same.exit_code, same.stdout) == (0, "the runs are the same, event by event\n")
+    nobody = kvcanary("diff", url, "http://127.0.0.1:9")
+    assert nobody.exit_code == 2
+    assert "nobody gives a dump at http://127.0.0.1:9/debug/kvcanary/dump" in nobody.stderr
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [

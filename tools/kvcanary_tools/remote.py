@@ -1,4 +1,4 @@
-"""Faults in a running server, from another process: what `kvcanary inject NAME --url` does."""
+"""A running server from another process: faults that it takes, and the dump of what it has recorded."""
 
 from __future__ import annotations
 
@@ -7,26 +7,47 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from kvcanary.dumps.container import MOST_FILE_BYTES
 from kvcanary_tools.console import UsageFailure
 
 TIMEOUT_SECONDS = 60
+FAULTS, DEBUG = "--allow-faults", "--debug"  # what a server must have been started with
 
 
 def arm(url: str, name: str, api_key: str | None) -> dict[str, Any]:
     """Arm one fault of the catalogue there; what is armed, waits and has struck. UsageFailure where that is refused."""
-    address = f"{url.rstrip('/').removesuffix('/v1')}/debug/kvcanary/faults"
-    headers = {"Content-Type": "application/json"}
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
+    address = _debug_page(url, "faults")
+    request = Request(address, json.dumps({"name": name}).encode(), {"Content-Type": "application/json"})
     try:
-        request = Request(address, json.dumps({"name": name}).encode(), headers)
-        with urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            return json.load(answer)
+        return json.loads(_answer(request, api_key))
     except HTTPError as error:
-        raise UsageFailure(f"{address} refuses {name!r}: {_reason(error)}", _hint(error.code)) from error
+        raise UsageFailure(f"{address} refuses {name!r}: {_reason(error)}", _hint(error.code, FAULTS)) from error
     except (URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise UsageFailure(f"nobody takes faults at {address}: {reason}", _hint(404)) from error
+        raise UsageFailure(f"nobody takes faults at {address}: {reason}", _hint(404, FAULTS)) from error
+
+
+def fetch_dump(url: str, api_key: str | None) -> bytes:
+    """What a server has recorded by now, as the bytes of a dump. UsageFailure where there is none to be had."""
+    address = _debug_page(url, "dump")
+    try:
+        return _answer(Request(address), api_key)
+    except HTTPError as error:
+        raise UsageFailure(f"{address} gives no dump: {_reason(error)}", _hint(error.code, DEBUG)) from error
+    except (URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise UsageFailure(f"nobody gives a dump at {address}: {reason}", _hint(404, DEBUG)) from error
+
+
+def _debug_page(url: str, name: str) -> str:
+    return f"{url.rstrip('/').removesuffix('/v1')}/debug/kvcanary/{name}"
+
+
+def _answer(request: Request, api_key: str | None) -> bytes:
+    if api_key is not None:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    with urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+        return answer.read(MOST_FILE_BYTES + 1)
 
 
 def _reason(error: HTTPError) -> str:
@@ -36,9 +57,9 @@ def _reason(error: HTTPError) -> str:
         return str(error.reason)
 
 
-def _hint(status: int) -> str:
+def _hint(status: int, option: str) -> str:
     if status == 401:
         return "pass --api-key, or KVCANARY_API_KEY"
     if status == 404:
-        return "start the server with kvcanary serve --allow-faults"
-    return "kvcanary faults lists them all"
+        return f"start the server with kvcanary serve {option}"
+    return "kvcanary faults lists them all" if option == FAULTS else "read what the server says on its terminal"

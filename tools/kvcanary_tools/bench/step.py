@@ -113,8 +113,8 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
     engines = {}
     for name, canary in CANARIES.items():
         progress(f"batch {size}: prompts, canary {name}")
-        engines[name] = _engine(size, model, canary, rounds)
-        _fill(engines[name], size, rounds)
+        engines[name] = make_engine(size, model, canary, rounds)
+        fill(engines[name], size, rounds)
     progress(f"batch {size}: {rounds} rounds of {STEPS} steps")
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
@@ -128,7 +128,7 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
     return seconds, certificates
 
 
-def _engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) -> Engine:
+def make_engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) -> Engine:
     new = _new_tokens(rounds)
     config = EngineConfig(
         draft="none",
@@ -154,7 +154,7 @@ def _new_tokens(rounds: int) -> int:
     return rounds * STEPS + 2 * WARM_STEPS
 
 
-def _fill(engine: Engine, size: int, rounds: int) -> None:
+def fill(engine: Engine, size: int, rounds: int) -> None:
     """Every request in decode, the programs warm."""
     draws = random.Random(0)
     params = SamplingParams(max_new_tokens=_new_tokens(rounds), ignore_eos=True)

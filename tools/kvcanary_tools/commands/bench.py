@@ -15,6 +15,7 @@ TABLES = {
     "overhead": "the canary on over off on a CPU, prefill and steps",
     "drafting": "drafting over no drafting on a CPU",
     "host-checks": "what always-on host checks cost",
+    "recorder": "what the flight recorder costs, on a CPU, and on a GPU where there is one",
     "ancestors": "accepted length, drafts that read ancestors over columns",
     "retractions": "retractions with the tight and the worst-case estimate",
     "misses": "corruptions that are not found",

@@ -25,7 +25,7 @@ from kvcanary_tools.engine_options import (
 
 if TYPE_CHECKING:
     from kvcanary_tools.generation import Completion, Generation
-    from spec_engine import TokenEvent
+    from spec_engine import Engine, TokenEvent
     from spec_engine.memory.sizes import Sizes
 
 
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     help="Files to complete, each one prompt, whole; - reads stdin.",
 )
 @click.argument("more_files", nargs=-1, metavar="")
+@click.option(
+    "--dump",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write what the flight recorder has at the end, as kvcanary diff and timeline read it.",
+)
 @engine_options
 @sampling_options
 @reenact_option
@@ -65,6 +71,8 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     """
     prompts = _read_prompts(options["prompt"], options["prompt_file"], options["more_files"])
     config, params = engine_config(options), sampling_params(options)
+    if options["dump"] is not None and not (config.canary.enabled and config.canary.ring):
+        raise UsageFailure("--dump needs a canary that records, got none", "add --kv-canary, and leave its ring")
 
     from kvcanary_tools.generation import generate
     from kvcanary_tools.reenactment import reenacting
@@ -76,6 +84,8 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
         engine = Engine(config)
         console.say(_sizes_line(engine.sizes))
         generation = generate(engine, prompts, params, None if as_json else printer)
+        if options["dump"] is not None:
+            _dump(engine, options["dump"])
     if as_json:
         console.data_json(generation.as_dict())
     else:
@@ -83,6 +93,13 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
         _summarise(generation)
     _tell_refused(generation)
     ctx.exit(_exit_code(generation))
+
+
+def _dump(engine: Engine, path: Path) -> None:
+    try:
+        engine.canary.dump(path)
+    except OSError as error:
+        raise UsageFailure(f"{path} cannot be written: {error.strerror}", "name a file in a folder of yours") from error
 
 
 def _read_prompts(prompts: tuple[str, ...], files: tuple[str, ...], more_files: tuple[str, ...]) -> list[str]:

@@ -110,7 +110,7 @@ def _target_of(engine: Engine) -> Target:
         schedule=config.schedule,
         content=config.canary.content,
     )
-    return EngineTarget(engine, setup, Random())
+    return EngineTarget(engine, setup, Random(config.canary.seed))
 
 
 def _greet(server: Server, url: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
 from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.replaying import replay
+from kvcanary_tools.dumps.running import STEP, run
 
 
 def first_bad(is_bad: Callable[[int], bool], low: int, high: int) -> int | None:
@@ -37,10 +36,7 @@ def bisect_command(command: str, low: int, high: int, timeout: float) -> dict[st
     runs: dict[int, int] = {}
 
     def is_bad(step: int) -> bool:
-        words = [word.replace("{step}", str(step)) for word in shlex.split(command)]
-        runs[step] = subprocess.run(words, capture_output=True, timeout=timeout, check=False).returncode
-        if runs[step] not in (0, 1):
-            raise RuntimeError(f"with step {step} the command ended in code {runs[step]}: 0 is good and 1 is bad")
+        runs[step] = run(command, {STEP: str(step)}, timeout)
         return runs[step] == 1
 
     return {"first_bad_step": first_bad(is_bad, low, high), "runs": runs}

@@ -9,14 +9,29 @@ import numpy as np
 
 from kvcanary.dumps.calls import CALLS
 from kvcanary.dumps.reading import Call, Dump
+from kvcanary.errors import DumpError
 
 
-def diff(first: Dump, second: Dump) -> dict[str, Any]:
-    """The first event in which they differ and how; `same` where none does. Recordings are aligned by step."""
-    start = max(first.manifest["first_step"], second.manifest["first_step"])
+def diff(first: Dump, second: Dump, up_to_both: bool = False) -> dict[str, Any]:
+    """The first event in which they differ and how; `same` where none does. Recordings are aligned by step.
+
+    `up_to_both`: only steps that both have whole are compared, since one of them goes on. DumpError where there are
+    none.
+    """
+    start, end = (choose(dump.manifest[key] for dump in (first, second)) for choose, key in _SHARED)
+    if start > 0 and start >= end:
+        raise DumpError(
+            f"the recordings of {first.path.name} and {second.path.name} share no step: one begins at step {start}, "
+            f"the other ends at step {end}"
+        )
     sides = [_Names(dump) for dump in (first, second)]
     events = [
-        [(step, event) for step, event in dump.stepped() if step > start or not start] for dump in (first, second)
+        [
+            (step, event)
+            for step, event in dump.stepped()
+            if (step > start or not start) and (step < end or not up_to_both)
+        ]
+        for dump in (first, second)
     ]
     before: dict[str, Any] | None = None
     for one, other in zip_longest(*events):
@@ -26,6 +41,9 @@ def diff(first: Dump, second: Dump) -> dict[str, Any]:
             return {"same": False, "step": step, "before": before, "first": told[0], "second": told[1], **_where(told)}
         before = told[0]
     return {"same": True, "step": None, "before": before, "first": None, "second": None, "fields": []}
+
+
+_SHARED = ((max, "first_step"), (min, "step"))
 
 
 def _where(told: list[dict[str, Any] | None]) -> dict[str, Any]:

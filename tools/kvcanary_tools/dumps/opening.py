@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +30,26 @@ def dump_failures() -> Iterator[None]:
 
 
 def opened(path: str) -> Dump:
-    """The dump that a command was given."""
+    """The dump that a command was given: a file, or what a running server at this URL has recorded by now."""
     from kvcanary.dumps.reading import read_dump
 
     with dump_failures():
+        return read_dump(path) if not is_url(path) else _fetched(path)
+
+
+def is_url(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def _fetched(url: str) -> Dump:
+    from tempfile import TemporaryDirectory
+
+    from kvcanary.dumps.reading import read_dump
+    from kvcanary_tools.remote import fetch_dump
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "running.kvdump"
+        path.write_bytes(fetch_dump(url, os.environ.get("KVCANARY_API_KEY")))
         return read_dump(path)
 
 

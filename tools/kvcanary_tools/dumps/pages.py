@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from kvcanary.dumps.calls import FORWARDS
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.pages import STATE_NAMES
 from kvcanary.sites import site_name
@@ -51,7 +52,7 @@ def _cells(dump: Dump) -> list[dict[str, Any]]:
 
 def _trees(dump: Dump) -> list[dict[str, Any]]:
     """The draft trees of the last verify that was recorded, of every request in it."""
-    forwards = [event for event in dump.events if event["call"] == "forward" and event["kind"] == "verify"]
+    forwards = [event for event in dump.events if event["call"] in FORWARDS and event["kind"] == "verify"]
     if not forwards or not forwards[-1]["has_parents"]:
         return []
     event = forwards[-1]
@@ -84,7 +85,7 @@ def _steps(dump: Dump) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for step, event in dump.stepped():
         told = steps.setdefault(step, {"step": step, "forwards": [], "events": 0, "found": []})
-        if event["call"] == "forward":
+        if event["call"] in FORWARDS:
             told["forwards"].append(
                 {"site": site_name(event["kind"], event["index"]), "pool": event["pool"], "rows": event["rows"]}
             )

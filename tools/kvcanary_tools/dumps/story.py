@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcanary.dumps.calls import FORWARDS
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.pages import STATE_NAMES
 from kvcanary.sites import site_name, unpack_site
@@ -90,9 +91,9 @@ class _Follower:
 
     def lines(self, step: int, event: Call) -> Iterator[Line]:
         call = event["call"]
-        if call == "forward" and event["pool"] == self._pool:
+        if call in FORWARDS and event["pool"] == self._pool:
             yield from self._forward(step, event)
-        elif call == "on_move" and self._pool in (event["pool"], event.get("to")):
+        elif call in ("on_move", "captured_move") and self._pool in (event["pool"], event.get("to")):
             yield from self._moved(step, event)
         elif "pages" in event and call.startswith("on_"):
             self._follow(call, event)

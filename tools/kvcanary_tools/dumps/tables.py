@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvcanary.dumps.calls import FORWARDS
 from kvcanary.dumps.reading import Dump
 from kvcanary.pages import STATE_NAMES
 from kvcanary_tools.console import numbered
@@ -30,7 +31,7 @@ def summary(dump: Dump) -> dict[str, Any]:
         "page_size": manifest["page_size"],
         "pages": dict(states),
         "events": dict(Counter(event["call"] for event in dump.events)),
-        "forwards": dict(Counter(event["kind"] for event in dump.events if event["call"] == "forward")),
+        "forwards": dict(Counter(event["kind"] for event in dump.events if event["call"] in FORWARDS)),
         "requests": [
             {
                 "request_id": request["request_id"],

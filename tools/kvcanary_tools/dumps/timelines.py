@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvcanary.dumps.calls import FORWARDS
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.sites import site_name
 
@@ -40,7 +41,7 @@ def _events(dump: Dump) -> Iterator[dict[str, Any]]:
         yield _span("step", f"step {step}", ENGINE, 0, start, STEP_US, {})
         for place, event in enumerate(events):
             at, call = start + place * width, event["call"]
-            if call == "forward":
+            if call in FORWARDS:
                 name, rows = site_name(event["kind"], event["index"]), event["rows"]
                 facts = {"rows": rows, "entries": event["entries"], "requests": event["requests"]}
                 yield _span("forward", name, ENGINE, pools[event["pool"]], at, width, facts)

@@ -1,0 +1,101 @@
+"""Dumps of engines with captured steps: a replay on the CPU reaches what the device found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvcanary import CanaryConfig
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
+from kvcanary_kernels.record import CHAIN
+from kvcanary_tools.dumps.explaining import explain
+from spec_engine import Engine, EngineConfig, SamplingParams
+
+PROMPTS = ["def f(a):", "class A:", "import os"]
+TREES = {"topk": 2, "num_steps": 3}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def make(request) -> Callable[..., Engine]:
+    """Three requests in a bucket of four, in the midst of decoding, whose recording begins behind their prefill."""
+
+    def running(**settings: object) -> Engine:
+        settings = {"dtype": "float32", "device": request.param, "page_size": 4, "prefix_cache": False} | settings
+        settings |= {"max_total_tokens": 512, "context_length": 64, "max_running_requests": 4}
+        canary = CanaryConfig(mode="log", seed=5, budget=1 << 30, ring=2)
+        engine = Engine(EngineConfig(graphs="on", graph_buckets=[4], canary=canary, **settings))
+        for prompt in PROMPTS:
+            engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        while engine.canary.step < 5:
+            engine.step()
+        return engine
+
+    return running
+
+
+def slot_of(engine: Engine, number: int, position: int) -> int:
+    return int(engine.request_table.table[engine.running[number].row, position])
+
+
+def flip_a_bit_of_a_record(engine: Engine) -> None:
+    engine.canary._state.by_name["target"].records[slot_of(engine, 1, 3), CHAIN] ^= 1 << 40
+
+
+def change_a_value(engine: Engine) -> None:
+    engine.pools["target"].kv[2, slot_of(engine, 2, 1), 1, 0][3] += 1.0
+
+
+def steal_a_slot(engine: Engine) -> None:
+    engine.request_table.table[engine.running[1].row, 2] = slot_of(engine, 0, 2)
+
+
+def aim_padding_at_a_page(engine: Engine) -> None:
+    engine.request_table.table[0, 0] = slot_of(engine, 1, 0)
+
+
+def lengthen_a_row(engine: Engine) -> None:
+    engine.relay.lens[engine.running[2].row] += 1
+
+
+FAULTS = {
+    "R3": flip_a_bit_of_a_record,
+    "R9": change_a_value,
+    "R8": steal_a_slot,
+    "W9": aim_padding_at_a_page,
+    "R10": lengthen_a_row,
+}
+
+
+CASES = [*((code, TREES) for code in FAULTS), ("R8", {"topk": 1, "num_steps": 3}), ("R10", {"draft": "none"})]
+
+
+@pytest.mark.parametrize(("code", "settings"), CASES, ids=str)
+def test_the_same_finding_is_reached(make, tmp_path, code, settings):
+    """Nothing before the fault; after it the same incidents, in the same order, at the same places."""
+    engine = make(**settings)
+    before = replay(read_dump(engine.canary.dump(tmp_path / "before.kvdump")))
+    assert (engine.canary.findings, before.findings, before.errors) == ([], [], [])
+    FAULTS[code](engine)
+    engine.step()
+    dump = read_dump(engine.canary.dump(tmp_path / "found.kvdump"))
+    assert dump.manifest["first_step"] > 0
+    outcome = replay(dump)
+    assert code in {finding.code for finding in engine.canary.findings}
+    found, reached = (
+        [(f.code, f.slot, f.site) for f in findings] for findings in (engine.canary.findings, outcome.findings)
+    )
+    assert reached == found
+    assert outcome.missing == []
+
+
+def test_a_story_names_captured_writers(make, tmp_path):
+    """Who wrote and read a slot is told of captured forwards as of any."""
+    engine = make()
+    slot = slot_of(engine, 0, engine.running[0].committed_len - 1)
+    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    engine.step()
+    story = explain(read_dump(engine.canary.dump(tmp_path / "found.kvdump")), 0)["story"]
+    assert {"wrote", "found"} <= {line["kind"] for line in story}
+    assert any("verify" in line["text"] for line in story if line["kind"] == "wrote")
