@@ -179,7 +179,7 @@ FAULTS = (
         needs={"num_steps": 5, "topk": 4, "num_draft_tokens": None},
         applies=has_deep_branches,
         strike=_read_the_next_branch,
-        cause=("addressing", "draft"),
+        cause="draft",
     ),
     Fault(
         name="addressing.page_permuted",
@@ -192,7 +192,6 @@ FAULTS = (
         applies_to="page_size > 1",
         applies=lambda setup: setup.page_size > 1 and setup.prompt_len >= setup.page_size,
         strike=_permute_a_page,
-        cause=("addressing", "transfer"),
     ),
     Fault(
         name="addressing.slot_plus_one",
@@ -217,7 +216,6 @@ FAULTS = (
         applies_to="drafts of two steps and more, requests of two whole pages",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.page_size <= setup.prompt_len,
         strike=_write_at_a_lagging_position,
-        cause=("addressing", "bounds", "lifetime"),
     ),
     Fault(
         name="addressing.chunk_local_position",
@@ -231,7 +229,6 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.pages is None and setup.page_size <= CHUNK,
         strike=_write_a_chunk_from_0,
-        cause=("addressing", "bounds"),
     ),
     Fault(
         name="addressing.keyed_by_position",

@@ -186,7 +186,7 @@ def _damage_fingerprint(target: Target) -> bool:
     return True
 
 
-def _in_one_row(name: str, story: str, damage: Damage, cause: str | tuple[str, ...] = "") -> Fault:
+def _in_one_row(name: str, story: str, damage: Damage, cause: str = "") -> Fault:
     return Fault(
         name=f"bits.{name}",
         story=story,
@@ -207,7 +207,7 @@ FAULTS = (
     ),
     _in_one_row("zeroed_row", "K or V of an entry is cleared in one layer, as by a late memset.", _zero, "order"),
     _in_one_row(
-        "row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot, "addressing"
+        "row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot, "transfer"
     ),
     _in_one_row("k_and_v_swapped", "K lies where V belongs, and V where K does.", _exchange_parts, "transfer"),
     _in_one_row("shifted_by_a_head", "The heads of K or V lie one place too far.", _shift_a_head, "transfer"),
@@ -219,7 +219,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_swap_rows,
-        cause=("addressing", "transfer"),
+        cause="addressing",
     ),
     Fault(
         name="bits.page_overwritten",
@@ -227,7 +227,6 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_overwrite_a_page,
-        cause=("bits", "transfer"),
     ),
     Fault(
         name="bits.row_lost",

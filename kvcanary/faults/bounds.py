@@ -187,7 +187,7 @@ FAULTS = (
         story="A scratch buffer overlapped the workspace in which K and V lie: long generations came out corrupted.",
         expected="R9",
         applies_to="everything",
-        cause=("bits", "transfer", "bounds"),
+        cause="bits",
         strike=_use_rows_as_scratch,
     ),
 )

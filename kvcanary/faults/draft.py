@@ -106,8 +106,9 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
             indices[place] = last.write.slots[other]
         call.read = replace(call.read, indices=indices)
         if wrong:
-            position, reader = min(wrong, key=lambda one: one[0])
-            target.record(reader=reader, pool="draft", site=("draft", call.index), position=position)
+            first = min(position for position, _ in wrong)
+            readers = frozenset(reader for position, reader in wrong if position == first)
+            target.record(reader=readers, pool="draft", site=("draft", call.index), position=first)
         return False
 
     target.before("draft", misread)

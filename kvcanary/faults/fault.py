@@ -42,7 +42,7 @@ class Fault:
     quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
 
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others.
-    cause: families of the right cause in a report, where they are others than the fault's own.
+    cause: family of the right cause in a report, where it is another than the fault's own: what the canary can know.
     state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
     """
 
@@ -61,7 +61,7 @@ class Fault:
     needs: Mapping[str, Any] = field(default_factory=dict)
     late: bool = False
     within: int = 2
-    cause: str | tuple[str, ...] = ""
+    cause: str = ""
     state: str = READY
     reason: str = ""
 
@@ -77,11 +77,6 @@ class Fault:
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """Families of the right cause."""
-        return (self.cause or self.family,) if isinstance(self.cause, str) else self.cause
 
     @property
     def is_seam(self) -> bool:

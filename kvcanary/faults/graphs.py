@@ -138,7 +138,6 @@ FAULTS = (
         expected="W1",
         applies_to="everything",
         strike=_pad_with_minus_one,
-        cause=("graphs", "bounds"),
     ),
     Fault(
         name="graphs.padding_on_a_live_slot",
@@ -155,7 +154,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=_several,
         strike=_pad_with_a_live_slot,
-        cause=("graphs", "draft", "addressing"),
+        cause="addressing",
     ),
     Fault(
         name="graphs.positions_of_before",
@@ -173,7 +172,6 @@ FAULTS = (
         expected="W5",
         applies_to="everything",
         strike=_keep_old_positions,
-        cause=("graphs", "draft"),
     ),
     Fault(
         name="graphs.wrong_stride",
@@ -195,7 +193,7 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_read_a_rebound_buffer,
-        cause=("graphs", "order", "addressing"),
+        cause="addressing",
     ),
     Fault(
         name="graphs.shared_scratch",
@@ -206,6 +204,6 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_share_a_graph_pool,
-        cause=("graphs", "bits", "transfer"),
+        cause="bits",
     ),
 )

@@ -63,7 +63,7 @@ FAULTS = (
         expected="R5",
         also=("R6",),
         applies_to="a prefix cache, and prompts that two tenants have in common",
-        needs={"shared": 12, "salts": 3, "batch": 4},
+        needs={"shared": 12, "salts": 3, "batch": 4, "chunk": 512},
         applies=_shares,
         perturb=_without_tenant,
         within=8,
@@ -78,10 +78,9 @@ FAULTS = (
         expected="R5",
         also=("R6", "W6"),
         applies_to="drafts with a prefix cache, prompts that part at the end of a page",
-        needs={"shared": 12, "batch": 4},
+        needs={"shared": 12, "batch": 4, "chunk": 512},
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
         perturb=_plain,
-        cause=("identity", "draft", "order"),
     ),
     Fault(
         name="identity.common_prefix",
@@ -94,6 +93,5 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_cascade_over_what_is_not_common,
-        cause=("identity", "addressing"),
     ),
 )

@@ -221,14 +221,17 @@ def _write_after_the_end(target: Target) -> bool:
     running = list(target.running())
     if len(running) < 2:
         return False
-    gone = target.rng.choice(running)
-    own = [page for page in gone.pages if target.canary._ledger.owner_of(page) == gone.request_id]
+    gone, size = target.rng.choice(running), target.setup.page_size
+    unfinished = gone.pages[gone.committed_len // size :]  # a cache takes the whole ones
+    own = [page for page in unfinished if target.canary._ledger.owner_of(page) == gone.request_id]
+    if not own:
+        return False
     target.cancel(gone.request_id)
 
     def write(call: Call) -> bool:
         if call.pool != "target":
             return False
-        slot = own[-1] * target.setup.page_size
+        slot = own[-1] * size
         redirect(call, target.rng.randrange(len(call.write.slots)), slot)
         target.record(pool="target", slot=slot)
         return True
@@ -339,7 +342,7 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared and setup.page_size <= setup.prompt_len,
         strike=_rewrite_a_row,
-        cause=("lifetime", "identity", "addressing"),
+        cause="identity",
     ),
     _fault(
         "locked_page_replaced",
@@ -450,7 +453,6 @@ FAULTS = (
         expected="O1",
         applies_to="requests of a whole page and more",
         strike=_free_by_an_old_key,
-        cause=("lifetime", "order"),
     ),
     _fault(
         "old_list_saved",
@@ -463,7 +465,6 @@ FAULTS = (
         applies=everywhere,
         needs={"pages": None},
         strike=_save_an_old_list,
-        cause=("lifetime", "order"),
     ),
     _fault(
         "two_owners",
@@ -513,7 +514,6 @@ FAULTS = (
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1,
         strike=_end_during_a_transfer,
-        cause=("lifetime", "order"),
     ),
     _fault(
         "landed_in_a_free_page",
@@ -535,6 +535,6 @@ FAULTS = (
         expected="R9",
         applies_to="requests of a whole page and more",
         strike=_land_in_a_granted_page,
-        cause=("lifetime", "bits", "transfer"),
+        cause="bits",
     ),
 )

@@ -322,7 +322,7 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_walk_the_table_with_old_rows,
-        cause=("order", "identity", "addressing"),
+        cause="identity",
     ),
     Fault(
         name="order.unresolved_step",

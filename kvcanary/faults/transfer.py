@@ -158,7 +158,6 @@ FAULTS = (
         "complete with an error that nobody read, and later hits were served what lay in the buffers.",
         expected="R12",
         strike=partial(_load, end=_fail),
-        cause=("transfer", "uninitialised", "lengths"),
     ),
     _fault(
         "read_while_loading",
@@ -168,7 +167,6 @@ FAULTS = (
         "alone. The miss was logged by another thread, and answers ran away after hours.",
         expected="R12",
         strike=partial(_load, end=_go_on),
-        cause=("transfer", "uninitialised", "lengths"),
     ),
     _fault(
         "loaded_in_part",
@@ -178,7 +176,6 @@ FAULTS = (
         "decoding began on slots that nobody had filled.",
         expected="R12",
         strike=partial(_load, end=_arrive_in_part),
-        cause=("transfer", "uninitialised", "lengths"),
     ),
     _fault(
         "stored_while_loading",
@@ -188,7 +185,7 @@ FAULTS = (
         "before went out, to be loaded by others later.",
         expected="O1",
         strike=_store_while_loading,
-        cause=("transfer", "order"),
+        cause="order",
     ),
     _fault(
         "loaded_over_final_entries",
@@ -207,7 +204,6 @@ FAULTS = (
         "outputs was no help: reuse and recomputation may rightly differ.",
         expected="H1",
         strike=_keep_what_was_rejected,
-        cause=("transfer", "hooks"),
     ),
     _fault(
         "block_counted_in_rows",

@@ -95,7 +95,6 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=partial(_read_unwritten, pool="target"),
-        cause=("uninitialised", "lengths"),
     ),
     Fault(
         name="uninitialised.coarser_pages",
@@ -118,7 +117,6 @@ FAULTS = (
         applies_to="drafts of two steps and more",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.pages is None,
         strike=partial(_read_unwritten, pool="draft"),
-        cause=("uninitialised", "lengths"),
     ),
     Fault(
         name="uninitialised.published_before_written",
@@ -147,6 +145,5 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=_recycle_nan,
-        cause=("uninitialised", "lifetime", "bits"),
     ),
 )

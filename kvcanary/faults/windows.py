@@ -87,11 +87,11 @@ FAULTS = (
         "it. Metadata for drafts went there untranslated, and a translation was kept over a change of the map: out of "
         "range it crashed, in range it read other tokens.",
         expected="R9",
+        also=("T1",),
         applies_to="models with a sliding window",
         needs={"window": 16, "prefix_cache": False},
         applies=lambda setup: setup.model == "random" and setup.pages is None and setup.backend == "torch",
         perturb=_as_they_are,
-        cause=("windows", "addressing", "uninitialised", "transfer", "bits"),
     ),
     Fault(
         name="windows.ring_too_short",
@@ -111,7 +111,6 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_wrap,
-        cause=("windows", "lengths", "addressing"),
     ),
     Fault(
         name="windows.rolled_too_early",
@@ -122,7 +121,6 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_roll_too_early,
-        cause=("windows", "lengths", "addressing"),
     ),
     Fault(
         name="windows.cyclic_over_shared",
@@ -135,7 +133,7 @@ FAULTS = (
         applies_to="requests of a whole page and more",
         applies=lambda setup: setup.page_size <= setup.prompt_len,
         strike=_write_in_a_circle,
-        cause=("windows", "bounds", "lifetime"),
+        cause="addressing",
     ),
     Fault(
         name="windows.window_on_a_global_layer",

@@ -17,6 +17,7 @@ from kvcanary_tools.campaign.switches import can_switch_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET, Run
 
 BATCH = 8  # runs that a worker takes at a time
+MODES = ("raise", "abort")  # taken in turn
 SEED_STEP = 2  # seeds keep their parity: the rules of the ranker are tuned on even ones
 
 
@@ -43,7 +44,9 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
             kinds[QUIET] = min(count, plan.quiet)
         for kind, number in kinds.items():
             for turn, (name, setup) in enumerate(islice(cycle(setups.items()), number if setups else 0)):
-                found.append(Run(fault.name, name, setup, seed + SEED_STEP * turn, kind))
+                number_of_round = turn // len(setups)  # seeds are by round, so that faults share their clean twins
+                mode = MODES[(turn + number_of_round) % 2] if kind == FAULTY else MODES[0]
+                found.append(Run(fault.name, name, setup, seed + SEED_STEP * number_of_round, kind, mode, turn))
     twins = {(run.twin, run.seed): run for run in found if run.kind == FAULTY}
     return [*(Run("", run.config, run.setup, run.seed, CLEAN) for run in twins.values()), *found]
 

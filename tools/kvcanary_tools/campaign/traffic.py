@@ -10,12 +10,12 @@ clean     the same traffic without it
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcanary import CanaryConfig, KVCanaryError, KVCorruptionError, faults
+from kvcanary import CanaryConfig, Finding, KVCanaryError, faults
 from kvcanary.codes import CODES
 from kvcanary.dumper import SUFFIX
 from kvcanary.faults.fault import Armed, Fault, Strike
@@ -28,6 +28,7 @@ from spec_engine import SamplingParams
 FAULTY, CLEAN, QUIET, DISABLED = "faulty", "clean", "quiet", "disabled"
 KINDS = (FAULTY, CLEAN, QUIET, DISABLED)
 WARM_STEPS = (3, 6)  # before a fault may strike, drawn; one more request comes before that
+MORE_REQUESTS = 3  # where prompts share their heads
 MOST_STEPS = 500
 
 
@@ -35,7 +36,9 @@ MOST_STEPS = 500
 class Run:
     """What to do: a fault (by name; "" in a clean run), a configuration, a seed, a kind.
 
-    dumps: folder into which a faulty run writes what was recorded, if a check fires; None: nothing is written
+    mode: of the canary, "raise" or "abort": of the latter traffic goes on without those whom a finding touches
+    turn: number of the run, for what a fault tries one by one
+    dumps: folder into which a faulty run writes what was recorded, if a check stops it; None: nothing is written
     """
 
     fault: str
@@ -43,6 +46,8 @@ class Run:
     setup: Setup
     seed: int
     kind: str = FAULTY
+    mode: str = "raise"
+    turn: int = 0
     dumps: str | None = None
 
     @property
@@ -55,12 +60,14 @@ class Run:
 class Played:
     """How the traffic went.
 
-    error: what stopped it; step: in which it ended, or before which.
+    error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
+    step: in which the first of them was found, or in which all ended.
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
     strike: what the fault did; None where it never could.
     """
 
     error: Exception | None = None
+    findings: Sequence[Finding] = ()
     step: int = 0
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
@@ -86,15 +93,15 @@ def play(run: Run, fault: Fault | None, unheeded: bool = False) -> Played:
             for error in checks - disable:
                 stack.enter_context(switched_off(error))
         armed = stack.enter_context(faults.arm(fault.name)) if fault is not None and fault.is_seam else None
-        canary = CanaryConfig(mode="raise", content=run.setup.content, seed=run.seed, disable=disable)
+        canary = CanaryConfig(mode=run.mode, content=run.setup.content, seed=run.seed, disable=disable)
         try:
             bench = build(run.setup, canary)
         except KVCanaryError as error:  # a wrong size may be refused at once
             return Played(error, strike=_of_build(armed))
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
-        target = EngineTarget(bench.engine, run.setup, own, run.seed // 2)
+        target = EngineTarget(bench.engine, run.setup, own, run.turn)
         played = _drive(bench, target, _striker(fault, run.kind), armed, rng)
-        if run.dumps is not None and run.kind == FAULTY and isinstance(played.error, KVCorruptionError):
+        if run.dumps is not None and run.kind == FAULTY and played.error is not None and played.findings:
             bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
         return played
 
@@ -122,24 +129,36 @@ def _drive(
     params = SamplingParams(max_new_tokens=setup.new_tokens, ignore_eos=True)
     warm = rng.randint(*WARM_STEPS)
     second = rng.randint(2, warm)
+    late = range(second, second + (MORE_REQUESTS if setup.shared else 1))  # steps in which one more request comes
     try:
         for number in range(setup.batch):
             engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, number))
-        while engine.has_work and played.step < MOST_STEPS:
-            played.step = target.step
-            if target.step == second:
-                engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, setup.batch))
+        while engine.has_work and target.step < MOST_STEPS:
+            if not played.findings:
+                played.step = target.step
+            if target.step in late:
+                number = setup.batch + target.step - second
+                engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, number))
             if striker is not None and target.step > warm and target.is_decoding and striker(target):
                 striker = None
             try:
                 played.left += _step(target, armed)
             finally:
-                played.step = engine.metrics.num_steps  # an error may be held back until clean tokens have left
-    except Exception as error:  # a fault may end in anything
-        played.error = error
+                _note(played, target)
+    except Exception as error:  # a fault may end in anything; what comes behind a finding is of the same fault
+        played.error = None if played.findings else error
+        played.findings = played.findings or getattr(error, "findings", ())
     played.strike = target.strike or _of_build(armed)
     played.accepted_len = engine.metrics.accepted_length
     return played
+
+
+def _note(played: Played, target: EngineTarget) -> None:
+    """The step that ran, which is the one of the finding where there is one: traffic may go on behind it."""
+    if not played.findings:
+        played.step = target.engine.metrics.num_steps  # an error may be held back until clean tokens have left
+        if target.canary.config.mode == "abort":
+            played.findings = target.canary.findings
 
 
 def _salt(setup: Setup, number: int) -> str:
