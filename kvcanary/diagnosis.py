@@ -98,6 +98,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("W7",), _fixed("lifetime", "a forward was still writing when its page was freed")),
     (("W3",), writes.published_too_early),
     (("W3", "W8"), writes.over_its_own),
+    (("W3",), writes.of_no_row),
     (("W8",), _fixed("bounds", "more entries were written than pages were reserved for")),
     (("W9",), _fixed("graphs", "padding of a replayed batch points at live slots")),
     (("O1",), writes.outdated),

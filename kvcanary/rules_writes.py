@@ -47,6 +47,14 @@ def over_its_own(facts: Facts) -> Cause | None:
     return Cause("addressing", "the slot was computed from another coordinate than the position", "derived", evidence)
 
 
+def of_no_row(facts: Facts) -> Cause | None:
+    """A shared page that the request has not."""
+    if facts.reader is None or facts.own_position is not None:
+        return None
+    text = "an entry of the table or index array names the wrong slot"
+    return Cause("addressing", text, "derived", (f"page {facts.hit.page} is in no place of the request's row",))
+
+
 def published_too_early(facts: Facts) -> Cause | None:
     last = next((event for event in reversed(facts.events) if event.kind in ("published", "forked")), None)
     evidence = (

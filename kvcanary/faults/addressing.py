@@ -30,8 +30,9 @@ def _exchange_pages(target: Target) -> bool:
             first, second = sorted(target.rng.sample(range(whole), 2))
             here, there = (slice(page * size, (page + 1) * size) for page in (first, second))
             reader.slots[here], reader.slots[there] = reader.slots[there].clone(), reader.slots[here].clone()
+            is_own = is_private(target, reader.pages[second])
             target.record(
-                writer=reader.request_id,
+                writer=reader.request_id if is_own else None,  # another request may have written what is shared
                 reader=reader.request_id,
                 position=first * size,
                 slot=int(reader.slots[first * size]),
@@ -204,6 +205,7 @@ FAULTS = (
         applies_to="drafts, several requests whose pages lie side by side",
         applies=lambda setup: setup.drafts and setup.batch > 1 and setup.pages is None,
         strike=_write_to_the_next_slots,
+        also=("W3",),
     ),
     Fault(
         name="addressing.compressed_position",

@@ -86,7 +86,8 @@ def _read_by_column(target: Target) -> bool:
 
 
 def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> bool:
-    """From the third draft forward on, rows take their parent from this column; further ancestors are right.
+    """From the third draft forward on, rows of one request take their parent from this column; further ancestors are
+    right.
 
     A parent that continues these says nothing of itself: whose child an entry is, is known to the drafter alone.
     """
@@ -98,18 +99,22 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
         if last is None or call.index < FIRST_SEEN:
             return False
         ends, indices, width = call.read.indptr.tolist(), call.read.indices.clone(), call.read.rows_per_request
-        wrong: list[tuple[int, str]] = []
+        wrong: dict[int, list[int]] = {}  # by request its positions that contradict what lies before them
         for row in range(len(ends) - 1):
             place, other = ends[row + 1] - 2, row - row % width + column_of(row % width, width)
             if last.read.indices[last.read.indptr[other + 1] - 2] != indices[place - 1]:
-                wrong.append((place - ends[row], call.read.requests[row // width]))
+                wrong.setdefault(row // width, []).append(place - ends[row])
             indices[place] = last.write.slots[other]
-        call.read = replace(call.read, indices=indices)
-        if wrong:
-            first = min(position for position, _ in wrong)
-            readers = frozenset(reader for position, reader in wrong if position == first)
-            target.record(reader=readers, pool="draft", site=("draft", call.index), position=first)
-        return False
+        if not wrong:
+            return False
+        number, positions = next(iter(wrong.items()))
+        own = slice(ends[number * width], ends[(number + 1) * width])
+        changed = call.read.indices.clone()
+        changed[own] = indices[own]
+        call.read = replace(call.read, indices=changed)
+        reader = call.read.requests[number]
+        target.record(reader=reader, pool="draft", site=("draft", call.index), position=min(positions))
+        return True
 
     target.before("draft", misread)
     return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from math import inf
 from typing import Any
 
 from kvcanary import Finding, KVCanaryError
@@ -79,18 +81,18 @@ def _judged(run: Run, fault: Fault | None, ended: Played) -> Result:
 
 def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Result:
     found_step, rank = ended.step, None  # a check that fires stops its step
-    readers: frozenset[str] = frozenset()
+    readers, touched = frozenset[str](), frozenset[str]()  # whose tokens may be wrong; who must end (mode abort)
     place_right = all(str(value) in result.text for name, value in strike.place.items() if name == "request")
     writer_right, is_drafts, is_content = None, False, False
     if ended.findings:
         finding = ended.findings[0]
         readers = frozenset(finding.readers)
+        if result.run.mode == "abort":
+            touched = frozenset(filter(None, (finding.writer if finding.code[0] == "W" else finding.reader,)))
         place_right, writer_right = _is_there(finding, strike), _is_writer(finding, strike)
         rank, is_drafts = _rank(finding, fault), finding.pool != "target"
         is_content = finding.code in CONTENT_CODES or finding.layer is not None
     since = found_step if strike.step is None else strike.step
-    every = [(step, len(tokens)) for step, _, tokens in ended.left]
-    mine = [(step, len(tokens)) for step, request, tokens in ended.left if not readers or request in readers]
     steps = None if strike.step is None else found_step - strike.step + 1
     return replace(
         result,
@@ -98,10 +100,18 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         writer_right=writer_right,
         steps=steps,
         late=steps is not None and steps > _most_steps(result, fault, is_content),
-        leaked=sum(count for step, count in (every if result.run.mode == "raise" else mine) if step >= found_step),
-        # a draft's bytes reach no token
-        exposed=0 if is_drafts else sum(count for step, count in mine if since <= step < found_step),
+        leaked=_num_tokens(ended, found_step, inf, ended.ended | touched),
+        exposed=0 if is_drafts else _num_tokens(ended, since, found_step, readers),  # a draft's bytes reach no token
         rank=rank,
+    )
+
+
+def _num_tokens(ended: Played, first: int, end: float, requests: Set[str]) -> int:
+    """Tokens of these requests, of all where none is named, that the steps [first, end) have sampled."""
+    return sum(
+        len(tokens)
+        for step, request, tokens in ended.left
+        if first <= step < end and (not requests or request in requests)
     )
 
 

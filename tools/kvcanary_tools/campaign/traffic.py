@@ -24,6 +24,7 @@ from kvcanary_tools.campaign.engines import Bench, build
 from kvcanary_tools.campaign.harness import EngineTarget
 from kvcanary_tools.campaign.switches import switched_off
 from spec_engine import SamplingParams
+from spec_engine.engine import KV_CORRUPTION
 
 FAULTY, CLEAN, QUIET, DISABLED = "faulty", "clean", "quiet", "disabled"
 KINDS = (FAULTY, CLEAN, QUIET, DISABLED)
@@ -62,6 +63,7 @@ class Played:
 
     error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
     step: in which the first of them was found, or in which all ended.
+    ended: requests that the canary has ended (mode abort).
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
     strike: what the fault did; None where it never could.
     """
@@ -69,6 +71,7 @@ class Played:
     error: Exception | None = None
     findings: Sequence[Finding] = ()
     step: int = 0
+    ended: set[str] = field(default_factory=set)
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
     strike: Strike | None = None
@@ -142,7 +145,7 @@ def _drive(
             if striker is not None and target.step > warm and target.is_decoding and striker(target):
                 striker = None
             try:
-                played.left += _step(target, armed)
+                _step(target, armed, played)
             finally:
                 _note(played, target)
     except Exception as error:  # a fault may end in anything; what comes behind a finding is of the same fault
@@ -166,7 +169,7 @@ def _salt(setup: Setup, number: int) -> str:
     return f"tenant {tenant}" if tenant else ""
 
 
-def _step(target: EngineTarget, armed: Armed | None) -> list[tuple[int, str, tuple[int, ...]]]:
+def _step(target: EngineTarget, armed: Armed | None, played: Played) -> None:
     engine, strikes = target.engine, 0 if armed is None else armed.num_strikes
     with _stepping(target):
         try:
@@ -175,7 +178,8 @@ def _step(target: EngineTarget, armed: Armed | None) -> list[tuple[int, str, tup
             if armed is not None and armed.num_strikes > strikes == 0:
                 target.record(late=armed.fault.late, **armed.place)
     sampled = engine.metrics.num_steps - engine.lag
-    return [(sampled, event.request_id, event.token_ids) for event in events]
+    played.left += [(sampled, event.request_id, event.token_ids) for event in events]
+    played.ended |= {event.request_id for event in events if event.finish_reason == KV_CORRUPTION}
 
 
 @contextmanager
