@@ -70,5 +70,6 @@ FAULTS = (
         needs={"drafts": False, "num_draft_tokens": None},
         applies=lambda setup: not setup.adaptive,
         strike=_run_without_hooks,
+        exposes=True,  # what runs without hooks is seen by the next forward
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -52,11 +53,15 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
 
 
 def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
-    """Perform them, results as they come; in this process with one worker, in as many others with more."""
-    if workers <= 1:
-        yield from map(perform, runs)
+    """Perform them, results as they come; in this process with one worker, in as many others with more.
+
+    The first one runs here: what it compiles, the others find in the cache.
+    """
+    alone = 1 if workers > 1 else len(runs)
+    yield from map(perform, runs[:alone])
+    batches = [runs[start : start + BATCH] for start in range(alone, len(runs), BATCH)]
+    if not batches:
         return
-    batches = [runs[start : start + BATCH] for start in range(0, len(runs), BATCH)]
     with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker) as pool:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
@@ -70,7 +75,12 @@ def _begin_worker() -> None:
     import torch
 
     torch.set_num_threads(1)
-    console.log_to_stderr()
+    console.log_to_stderr(logging.CRITICAL)
+
+
+def cpu_seconds() -> float:
+    """That this process has used, and those of its workers that have ended."""
+    return sum(os.times()[:4])
 
 
 def default_workers() -> int:

@@ -25,7 +25,8 @@ class Result:
     code: of the first finding, or name of the error; "" for none.
     place_right, writer_right: None where the fault states none, or nothing was found.
     steps: engine steps from the strike to the finding, the strike's own included; late: more than it may take.
-    leaked: tokens that left in or after the step whose check fired; exposed: those of its readers since the strike.
+    leaked: tokens that left in or after the step whose check fired, in mode abort of requests that it ends.
+    exposed: tokens of its readers since the strike; too_exposed: there may be none, and there are.
     rank: of the right cause, 1 is the first, 0: not named; None for typed errors.
     text: of the error.
     """
@@ -41,6 +42,7 @@ class Result:
     late: bool = False
     leaked: int = 0
     exposed: int = 0
+    too_exposed: bool = False
     rank: int | None = None
     text: str = ""
 
@@ -53,16 +55,17 @@ def perform(run: Run) -> Result:
     if run.kind == CLEAN:
         return replace(_clean(replace(run, config="", turn=0)), run=run)
     fault = find(run.fault)
-    return _judged(run, fault, play(run, fault))
+    return judged(run, fault, play(run, fault))
 
 
 @cache
 def _clean(run: Run) -> Result:
     """Clean twins are shared by all faults of one setup and seed."""
-    return _judged(run, None, play(run, None))
+    return judged(run, None, play(run, None))
 
 
-def _judged(run: Run, fault: Fault | None, ended: Played) -> Result:
+def judged(run: Run, fault: Fault | None, ended: Played) -> Result:
+    """What the traffic of a run shows, compared with what the fault says of itself."""
     strike, code, text = ended.strike, _code(ended), _text(ended)
     expected = _expected(run.kind, fault, strike)
     result = Result(run, struck=strike is not None, code=code, expected=expected, text=text)
@@ -94,14 +97,17 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         is_content = finding.code in CONTENT_CODES or finding.layer is not None
     since = found_step if strike.step is None else strike.step
     steps = None if strike.step is None else found_step - strike.step + 1
+    exposed = 0 if is_drafts else _num_tokens(ended, since, found_step, readers)  # a draft's bytes reach no token
+    is_rolled = is_content and result.run.setup.content == "rolling"  # bytes are not read whole in each forward
     return replace(
         result,
         place_right=place_right if strike.place else None,
         writer_right=writer_right,
         steps=steps,
-        late=steps is not None and steps > _most_steps(result, fault, is_content),
+        late=steps is not None and steps > (ROTATION_STEPS if is_rolled else fault.within),
         leaked=_num_tokens(ended, found_step, inf, ended.ended | touched),
-        exposed=0 if is_drafts else _num_tokens(ended, since, found_step, readers),  # a draft's bytes reach no token
+        exposed=exposed,
+        too_exposed=exposed > 0 and not (is_rolled or fault.exposes),
         rank=rank,
     )
 
@@ -113,11 +119,6 @@ def _num_tokens(ended: Played, first: int, end: float, requests: Set[str]) -> in
         for step, request, tokens in ended.left
         if first <= step < end and (not requests or request in requests)
     )
-
-
-def _most_steps(result: Result, fault: Fault, is_content: bool) -> int:
-    """In which it must be found: within a rotation, where bytes are not read whole in each forward."""
-    return ROTATION_STEPS if is_content and result.run.setup.content == "rolling" else fault.within
 
 
 def _expected(kind: str, fault: Fault | None, strike: Strike | None) -> str:

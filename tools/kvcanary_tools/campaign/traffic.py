@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from kvcanary import CanaryConfig, Finding, KVCanaryError, faults
 from kvcanary.codes import CODES
@@ -62,7 +63,7 @@ class Played:
     """How the traffic went.
 
     error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
-    step: in which the first of them was found, or in which all ended.
+    step: in which the first of them was found, or in which all ended; num_steps: of the whole run.
     ended: requests that the canary has ended (mode abort).
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
     strike: what the fault did; None where it never could.
@@ -71,6 +72,7 @@ class Played:
     error: Exception | None = None
     findings: Sequence[Finding] = ()
     step: int = 0
+    num_steps: int = 0
     ended: set[str] = field(default_factory=set)
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
@@ -85,7 +87,46 @@ class Played:
         return found
 
 
-def play(run: Run, fault: Fault | None, unheeded: bool = False) -> Played:
+class Traffic(Protocol):
+    """Requests as they come. warm: step behind which a fault may strike; from then on nobody is cancelled."""
+
+    warm: int
+
+    def come(self, target: EngineTarget) -> None:
+        """Submit, and cancel, what is due before the next step."""
+        ...
+
+
+class Burst:
+    """A batch at once, and a little later one more request, or a few where prompts share their heads."""
+
+    def __init__(self, bench: Bench, setup: Setup, rng: random.Random) -> None:
+        self.bench, self.setup, self.rng = bench, setup, rng
+        self.warm = rng.randint(*WARM_STEPS)
+        self.second = rng.randint(2, self.warm)
+
+    def come(self, target: EngineTarget) -> None:
+        more = MORE_REQUESTS if self.setup.shared else 1
+        if target.step == 1:
+            for number in range(self.setup.batch):
+                submit(self.bench, self.setup, self.rng, number)
+        elif self.second <= target.step < self.second + more and target.engine.has_work:
+            submit(self.bench, self.setup, self.rng, self.setup.batch + target.step - self.second)
+
+
+def submit(bench: Bench, setup: Setup, rng: random.Random, number: int, new_tokens: int | None = None) -> str:
+    """One request of the setup's traffic, of the tenant whose turn it is; its id."""
+    params = SamplingParams(max_new_tokens=new_tokens or setup.new_tokens, ignore_eos=True)
+    tenant = number % setup.salts
+    return bench.engine.submit(bench.prompt(rng, setup), params, salt=f"tenant {tenant}" if tenant else "")
+
+
+def play(
+    run: Run,
+    fault: Fault | None,
+    unheeded: bool = False,
+    traffic: Callable[[Bench, Setup, random.Random], Traffic] = Burst,
+) -> Played:
     """The run, from its seed. unheeded: no check of the canary says anything, as if it were not there."""
     rng = random.Random(f"{run.twin}:{run.seed}")  # the traffic, shared with the clean twin
     with ExitStack() as stack:
@@ -103,7 +144,7 @@ def play(run: Run, fault: Fault | None, unheeded: bool = False) -> Played:
             return Played(error, strike=_of_build(armed))
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
         target = EngineTarget(bench.engine, run.setup, own, run.turn)
-        played = _drive(bench, target, _striker(fault, run.kind), armed, rng)
+        played = _drive(target, traffic(bench, run.setup, rng), _striker(fault, run.kind), armed)
         if run.dumps is not None and run.kind == FAULTY and played.error is not None and played.findings:
             bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
         return played
@@ -121,28 +162,13 @@ def _striker(fault: Fault | None, kind: str) -> Callable[[Target], bool] | None:
 
 
 def _drive(
-    bench: Bench,
-    target: EngineTarget,
-    striker: Callable[[Target], bool] | None,
-    armed: Armed | None,
-    rng: random.Random,
+    target: EngineTarget, traffic: Traffic, striker: Callable[[Target], bool] | None, armed: Armed | None
 ) -> Played:
     """Submit, step and strike."""
-    engine, setup, played = bench.engine, target.setup, Played()
-    params = SamplingParams(max_new_tokens=setup.new_tokens, ignore_eos=True)
-    warm = rng.randint(*WARM_STEPS)
-    second = rng.randint(2, warm)
-    late = range(second, second + (MORE_REQUESTS if setup.shared else 1))  # steps in which one more request comes
+    engine, played = target.engine, Played()
     try:
-        for number in range(setup.batch):
-            engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, number))
-        while engine.has_work and target.step < MOST_STEPS:
-            if not played.findings:
-                played.step = target.step
-            if target.step in late:
-                number = setup.batch + target.step - second
-                engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, number))
-            if striker is not None and target.step > warm and target.is_decoding and striker(target):
+        while _goes_on(played, target, traffic):
+            if striker is not None and target.step > traffic.warm and target.is_decoding and striker(target):
                 striker = None
             try:
                 _step(target, armed, played)
@@ -152,8 +178,16 @@ def _drive(
         played.error = None if played.findings else error
         played.findings = played.findings or getattr(error, "findings", ())
     played.strike = target.strike or _of_build(armed)
-    played.accepted_len = engine.metrics.accepted_length
+    played.accepted_len, played.num_steps = engine.metrics.accepted_length, engine.metrics.num_steps
     return played
+
+
+def _goes_on(played: Played, target: EngineTarget, traffic: Traffic) -> bool:
+    """Whether there is a next step, with the requests that come before it."""
+    if not played.findings:
+        played.step = target.step
+    traffic.come(target)
+    return target.engine.has_work and target.step < MOST_STEPS
 
 
 def _note(played: Played, target: EngineTarget) -> None:
@@ -162,11 +196,6 @@ def _note(played: Played, target: EngineTarget) -> None:
         played.step = target.engine.metrics.num_steps  # an error may be held back until clean tokens have left
         if target.canary.config.mode == "abort":
             played.findings = target.canary.findings
-
-
-def _salt(setup: Setup, number: int) -> str:
-    tenant = number % setup.salts
-    return f"tenant {tenant}" if tenant else ""
 
 
 def _step(target: EngineTarget, armed: Armed | None, played: Played) -> None:

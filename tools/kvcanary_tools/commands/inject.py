@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -69,17 +70,19 @@ def command(
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.matrix import rows_of, totals_of
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
-    from kvcanary_tools.campaign.runner import chosen, default_workers, runs_of
+    from kvcanary_tools.campaign.runner import chosen, cpu_seconds, default_workers, runs_of
 
-    console.log_to_stderr()
+    console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     with usage_failures():
         planned = runs_of(chosen(names), PLANS[config], runs, seed)
     if not planned:
         raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
     if dumps is not None:
         dumps.mkdir(parents=True, exist_ok=True)
-        planned = [replace(run, dumps=str(dumps)) for run in planned]
-    results = _perform(planned, workers or default_workers())
+        planned = [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
+    workers, began = workers or default_workers(), cpu_seconds()
+    results = _perform(planned, workers)
+    spent = round(cpu_seconds() - began)
     rows, totals = rows_of(results), totals_of(results)
     to_stdout = json_file is not None and str(json_file) == "-"
     for line in matrix_lines(totals):
@@ -87,7 +90,8 @@ def command(
     for line in failures(results):
         console.say(line, fg="red")
     if json_file is not None:
-        _write(json_file, json.dumps(as_json(rows, config=config, seed=seed, runs=runs), indent=2) + "\n")
+        meta = {"config": config, "seed": seed, "runs": runs, "workers": workers, "cpu_seconds": spent}
+        _write(json_file, json.dumps(as_json(rows, totals, results, **meta), indent=2) + "\n")
     if junit_file is not None:
         _write(junit_file, as_junit(totals, results))
     ctx.exit(console.EXIT_CLEAN if all(row.is_right for row in totals) else console.EXIT_FINDING)
