@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvcanary.codes import CODES
 from kvcanary.diagnosis import rank_causes
@@ -19,8 +18,8 @@ from kvcanary.intake import HitGroup
 from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord, locate_word
 from kvcanary.sites import site_name
-from kvcanary.state import CanaryState, PoolState
-from kvcanary.whose import SEARCHED_SLOTS, Whose, lanes_of_rows, whose_bytes
+from kvcanary.state import CanaryState
+from kvcanary.whose import SEARCHED_SLOTS, Whose, holds_its_own, whose_bytes
 from kvcanary_kernels import record
 
 EVIDENCE_LINES = 6
@@ -124,7 +123,7 @@ class Describer:
             word=word,
             whose=whose,
             source=None if named is None else record.read_record(hit.pool.records, named),
-            source_is_damaged=named is not None and _is_damaged(hit.pool, hit.layers[0], named),
+            source_is_damaged=named is not None and not holds_its_own(hit.pool, hit.layers[0], named),
             owner=ledger.owner_of(hit.page),
             granted=int(ledger.generations[hit.page]),
             events=tuple(ledger.history.of(hit.page)),
@@ -149,12 +148,6 @@ class Describer:
 
 def _changed_word(hit: Hit) -> ChangedWord | None:
     return locate_word(hit.pool, hit.slot, hit.layers[0]) if hit.code == "R9" and len(hit.layers) == 1 else None
-
-
-def _is_damaged(pool: PoolState, layer: int, slot: int) -> bool:
-    """Whether the slot's bytes of the layer are others than its fingerprint says."""
-    row = pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))
-    return bool(lanes_of_rows(pool, layer, row)[0] != pool.content_a[layer, slot])
 
 
 def _told(event: PageEvent) -> str:

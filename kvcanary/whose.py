@@ -103,6 +103,12 @@ def lanes_of_rows(pool: PoolState, layer: int, rows: Tensor) -> Tensor:
     return ((rows.to(torch.int64) & MASK_32) * keys).sum(1) + pool.keys.start_a[layer]
 
 
+def holds_its_own(pool: PoolState, layer: int, slot: int) -> bool:
+    """Whether the slot's bytes of the layer are those that its fingerprint names."""
+    row = pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))
+    return bool(lanes_of_rows(pool, layer, row)[0] == pool.content_a[layer, slot])
+
+
 # the hypotheses
 
 
@@ -147,6 +153,7 @@ def of_another_slot(scene: Scene) -> Whose | None:
     others = [slot for slot in same[: NAMED_SLOTS + 2].tolist() if slot != scene.slot]
     if not others:
         return None
+    others.sort(key=lambda slot: holds_its_own(scene.pool, scene.layer, slot))  # rows that were exchanged go first
     more = len(same) - len(others[:NAMED_SLOTS]) - int((same == scene.slot).any())
     named = ", ".join(str(slot) for slot in others[:NAMED_SLOTS]) + (f" and {more} more" if more else "")
     return Whose("slot", f"the bytes of slot {named}", "derived", others[0], scene.layer)

@@ -84,14 +84,16 @@ def judged(run: Run, fault: Fault | None, ended: Played) -> Result:
 
 def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Result:
     found_step, rank = ended.step, None  # a check that fires stops its step
-    readers, touched = frozenset[str](), frozenset[str]()  # whose tokens may be wrong; who must end (mode abort)
+    readers: frozenset[str] | None = None  # whose tokens may be wrong, and who must end; None: all
+    stopped: frozenset[str] | None = None
     place_right = all(str(value) in result.text for name, value in strike.place.items() if name == "request")
     writer_right, is_drafts, is_content = None, False, False
     if ended.findings:
         finding = ended.findings[0]
-        readers = frozenset(finding.readers)
-        if result.run.mode == "abort":
-            touched = frozenset(filter(None, (finding.writer if finding.code[0] == "W" else finding.reader,)))
+        readers = frozenset(finding.readers) or None
+        if result.run.mode == "abort" and ended.error is None:
+            touched = finding.writer if finding.code.startswith("W") else finding.reader
+            stopped = frozenset(ended.ended) | frozenset(name for name in (touched,) if name is not None)
         place_right, writer_right = _is_there(finding, strike), _is_writer(finding, strike)
         rank, is_drafts = _rank(finding, fault), finding.pool != "target"
         is_content = finding.code in CONTENT_CODES or finding.layer is not None
@@ -105,19 +107,19 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         writer_right=writer_right,
         steps=steps,
         late=steps is not None and steps > (ROTATION_STEPS if is_rolled else fault.within),
-        leaked=_num_tokens(ended, found_step, inf, ended.ended | touched),
+        leaked=_num_tokens(ended, found_step, inf, stopped),
         exposed=exposed,
         too_exposed=exposed > 0 and not (is_rolled or fault.exposes),
         rank=rank,
     )
 
 
-def _num_tokens(ended: Played, first: int, end: float, requests: Set[str]) -> int:
-    """Tokens of these requests, of all where none is named, that the steps [first, end) have sampled."""
+def _num_tokens(ended: Played, first: int, end: float, requests: Set[str] | None) -> int:
+    """Tokens of these requests, None: of all, that the steps [first, end) have sampled."""
     return sum(
         len(tokens)
         for step, request, tokens in ended.left
-        if first <= step < end and (not requests or request in requests)
+        if first <= step < end and (requests is None or request in requests)
     )
 
 
