@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+from kvcanary.faults import replays
 from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.reach import any_entry, any_layer, change, redirect, root_forward, written_of
 from kvcanary.faults.target import Call, Setup, Target
+
+if TYPE_CHECKING:
+    from kvcanary.buffers import StaticBuffers
 
 PADDING = -1
 SPREAD_BITS = 22
@@ -124,11 +130,34 @@ def _share_a_graph_pool(target: Target) -> bool:
     return True
 
 
+def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> bool:
+    """An entry of padding in a captured batch is to be written at one of these slots."""
+    slot = target.rng.choice(slots)
+
+    def pad(buffers: StaticBuffers) -> None:
+        buffers.slots[-1] = slot
+        target.record(code=code, pool=replays.NAME, slot=slot)
+
+    replays.replay(target, pad)
+    return True
+
+
 def _several(setup: Setup) -> bool:
     return setup.batch > 1
 
 
 FAULTS = (
+    Fault(
+        name="graphs.padding_of_a_replay",
+        k="K10",
+        bugs=("NVIDIA/TensorRT-LLM#13278",),
+        story="A captured batch is padded, and what pads it named slots that a request still had: every replay of a "
+        "smaller batch wrote there.",
+        expected="W9",
+        applies_to="any engine: the pool and the captured forward are the fault's own",
+        strike=partial(_pad_a_replay, slots=range(replays.FIRST, replays.FIRST + replays.PROMPT_LEN)),
+        quiet=partial(_pad_a_replay, slots=range(replays.PAGE_SIZE), code=""),
+    ),
     Fault(
         name="graphs.padding_is_minus_one",
         k="K10",

@@ -58,7 +58,8 @@ def _damage_between_two_reads(target: Target, damage: Damage) -> bool:
     pool = _quantised()
     extras = {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
     canary = CanaryManager(
-        replace(target.canary.config, content="full"), [PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)]
+        replace(target.canary.config, content="full", mode="raise"),
+        [PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)],
     )
     try:
         _write_and_read(target, canary, pool, damage)
