@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcanary.faults import replays
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.reach import any_entry, any_layer, change, redirect, root_forward, written_of
+from kvcanary.faults.reach import Place, any_entry, any_layer, change, redirect, strike_forward, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
 if TYPE_CHECKING:
@@ -21,102 +22,82 @@ SPREAD_BITS = 22
 def _pad_with_minus_one(target: Target) -> bool:
     """The mark of padding stands for a slot, and nobody guards the write."""
 
-    def pad(call: Call) -> bool:
-        if call.pool != "target":
-            return False
-        entry = target.rng.randrange(len(call.write.slots))
-        redirect(call, entry, PADDING)
-        target.record(pool="target", slot=PADDING)
-        return True
+    def pad(call: Call) -> Place:
+        redirect(call, target.rng.randrange(len(call.write.slots)), PADDING)
+        return {"slot": PADDING}
 
-    target.before(root_forward(target), pad)
-    return bool(target.running())
+    return strike_forward(target, pad)
 
 
 def _pad_with_a_live_slot(target: Target) -> bool:
     """A row of padding writes where a request that is not in the batch has its entries."""
-    running = list(target.running())
-    if len(running) < 2:
-        return False
     size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
 
-    def pad(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def pad(call: Call) -> Place | None:
         slots = call.write.slots[written_of(call, 1)].tolist()
         live = [slot for slot in slots if owner_of(slot // size) == call.read.requests[1]]
         if not live:
-            return False
-        entry = target.rng.randrange(written_of(call, 0).stop)
-        redirect(call, entry, live[-1])
-        target.record(pool="target", slot=live[-1])
-        return True
+            return None
+        redirect(call, target.rng.randrange(written_of(call, 0).stop), live[-1])
+        return {"slot": live[-1]}
 
-    target.before(root_forward(target), pad)
-    return True
+    return strike_forward(target, pad, requests=2)
 
 
 def _keep_old_positions(target: Target) -> bool:
     """A replay finds the positions of the one before in its buffer."""
+
+    def keep(call: Call, before: Call) -> Place | None:
+        positions = before.write.positions.clone()
+        if bool((positions == call.write.positions).any()):
+            return None
+        call.write = replace(call.write, positions=positions)
+        return {"slot": frozenset(call.write.slots.tolist())}
+
+    return _replay_with_the_one_before(target, keep)
+
+
+def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], Place | None]) -> bool:
+    """Change a forward by what the one before it had, of the same requests."""
     kept: list[Call] = []
 
-    def keep(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def replayed(call: Call) -> Place | None:
         before = kept.pop() if kept else None
         kept.append(Call(call.kind, call.index, call.pool, call.read, call.write))
         if before is None or before.read.requests != call.read.requests:
-            return False
-        positions = before.write.positions.clone()
-        if bool((positions == call.write.positions).any()):
-            return False
-        call.write = replace(call.write, positions=positions)
-        target.record(pool="target", slot=frozenset(call.write.slots.tolist()))
-        return True
+            return None
+        return change(call, before)
 
-    target.before(root_forward(target), keep)
-    return bool(target.running())
+    return strike_forward(target, replayed)
 
 
 def _query_by_another_stride(target: Target) -> bool:
     """Offsets of the requests are multiples of another number than the runner lays out."""
 
-    def stride(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def stride(call: Call) -> Place:
         indptr = call.read.indptr.clone()
         indptr[1:-1] -= 1
         call.read = replace(call.read, indptr=indptr)
-        target.record()
-        return True
+        return {}
 
-    target.before(root_forward(target), stride)
-    return len(target.running()) > 1
+    return strike_forward(target, stride, requests=2)
 
 
 def _read_a_rebound_buffer(target: Target) -> bool:
     """The index array was made anew, and the captured program reads the old one where it was."""
-    kept: list[Call] = []
 
-    def rebind(call: Call) -> bool:
-        if call.pool != "target":
-            return False
-        before = kept.pop() if kept else None
-        kept.append(Call(call.kind, call.index, call.pool, call.read, call.write))
-        if before is None or before.read.requests != call.read.requests:
-            return False
+    def rebind(call: Call, before: Call) -> Place | None:
+        import torch
+
         indices = call.read.indices.clone()
         length = min(len(indices), len(before.read.indices))
         indices[:length] = before.read.indices[:length]
-        differs = (indices != call.read.indices).nonzero().flatten()
-        if not len(differs):
-            return False
+        if torch.equal(indices, call.read.indices):
+            return None
         call.read = replace(call.read, indices=indices)
-        target.record(pool="target")
-        return True
+        return {}
 
-    target.before(root_forward(target), rebind)
-    return bool(target.running())
+    return _replay_with_the_one_before(target, rebind)
 
 
 def _share_a_graph_pool(target: Target) -> bool:

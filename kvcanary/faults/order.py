@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_reader, redirect_row, root_forward, submit_prompt, written_of
+from kvcanary.faults.reach import Place, any_reader, redirect_row, strike_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
 STAGING = "pinned staging buffer"
@@ -107,9 +107,7 @@ def _reuse_a_staging_buffer(target: Target) -> bool:
 def _feed(target: Target, change: Callable[[Call, list[int]], Sequence[int]]) -> bool:
     """The tokens that the next forward takes for the newest ones are others; `change` gives the entries that it hit."""
 
-    def fed(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def fed(call: Call) -> Place | None:
         width = len(call.write.tokens) // len(call.read.requests)
         tokens = call.write.tokens.clone()
         roots = list(range(0, len(tokens), width))
@@ -117,13 +115,11 @@ def _feed(target: Target, change: Callable[[Call, list[int]], Sequence[int]]) ->
         hit = change(call, roots)
         if not hit:
             call.write = kept
-            return False
+            return None
         writer = call.read.requests[hit[0] // width] if len(hit) == 1 else None
-        target.record(writer, pool="target", slot=frozenset(call.write.slots[list(hit)].tolist()))
-        return True
+        return {"writer": writer, "slot": frozenset(call.write.slots[list(hit)].tolist())}
 
-    target.before(root_forward(target), fed)
-    return bool(target.running())
+    return strike_forward(target, fed)
 
 
 def _take_the_rows_of_before(target: Target) -> bool:
@@ -176,25 +172,19 @@ def _feed_a_chunk_what_was_sampled(target: Target) -> bool:
 
 def _walk_the_table_with_old_rows(target: Target) -> bool:
     """The rows of this step's table are taken in last step's order."""
-    if len(target.running()) < 2:
-        return False
 
-    def walk(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def walk(call: Call) -> Place | None:
         lens = call.read.prefix_lens.tolist()
         shorter, longer = sorted(range(2), key=lambda number: lens[number])
         owner = call.read.requests[longer]
         size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
         place = redirect_row(call, shorter, longer, lambda slot: owner_of(slot // size) == owner)
         if place is None:
-            return False
+            return None
         position, slot = place
-        target.record(pool="target", reader=call.read.requests[shorter], position=position, slot=slot)
-        return True
+        return {"reader": call.read.requests[shorter], "position": position, "slot": slot}
 
-    target.before(root_forward(target), walk)
-    return True
+    return strike_forward(target, walk, requests=2)
 
 
 def _read_a_later_step(target: Target) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcanary.faults.target import Call, Running, Target
 
@@ -89,6 +89,43 @@ def part_of(view: PoolView, part: int) -> slice:
 def root_forward(target: Target) -> str:
     """The kind of forward that writes an entry which is surely committed."""
     return "verify" if target.setup.drafts else "decode"
+
+
+Place = Mapping[str, Any]  # what a finding must name, as in `Strike.place`; a "writer" is one too
+
+
+def strike_forward(
+    target: Target, change: Callable[[Call], Place | None], pool: str = "target", requests: int = 1
+) -> bool:
+    """Change a forward of this pool that goes on with everybody, the next one that has so many requests.
+
+    change: puts other plans into the call, and says where; None: not in this forward, ask again before the next
+    """
+    if len(target.running()) < requests:
+        return False
+
+    def strike(call: Call) -> bool:
+        if call.pool != pool or len(call.read.requests) < requests:
+            return False
+        place = change(call)
+        if place is not None:
+            target.record(**({"pool": pool} | dict(place)))
+        return place is not None
+
+    target.before(root_forward(target), strike)
+    return True
+
+
+def row_start(call: Call, number: int) -> int:
+    """Where the row of a request begins in the index array; the first one, where it has several."""
+    return int(call.read.indptr[number * call.read.rows_per_request])
+
+
+def read_entry(call: Call, number: int, position: int, slot: int) -> None:
+    """A row of a request reads another slot at this position."""
+    indices = call.read.indices.clone()
+    indices[row_start(call, number) + position] = slot
+    call.read = replace(call.read, indices=indices)
 
 
 def submit_prompt(target: Target, length: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_reader, redirect, root_forward, written_of
+from kvcanary.faults.reach import Place, any_reader, redirect, row_start, strike_forward, written_of
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -40,42 +40,32 @@ def _wrap(target: Target) -> bool:
 def _roll_too_early(target: Target) -> bool:
     """A cache rolls when its length equals the window, and not when it exceeds it: its first entry is gone."""
 
-    def roll(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def roll(call: Call) -> Place:
         number = target.rng.randrange(len(call.read.requests))
-        row = number * call.read.rows_per_request
-        start, length = int(call.read.indptr[row]), int(call.read.prefix_lens[number])
+        start, length = row_start(call, number), int(call.read.prefix_lens[number])
         indices = call.read.indices.clone()
         indices[start : start + length - 1] = call.read.indices[start + 1 : start + length]
         call.read = replace(call.read, indices=indices)
-        target.record(pool="target", reader=call.read.requests[number], position=0, slot=int(indices[start]))
-        return True
+        return {"reader": call.read.requests[number], "position": 0, "slot": int(indices[start])}
 
-    target.before(root_forward(target), roll)
-    return bool(target.running())
+    return strike_forward(target, roll)
 
 
 def _write_in_a_circle(target: Target) -> bool:
     """A token goes to its position modulo a window, into a block that prefixes still name."""
 
-    def write(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def write(call: Call) -> Place | None:
         size, requests = target.setup.page_size, list(enumerate(call.read.requests))
         target.rng.shuffle(requests)
         for number, name in requests:
             final = target.canary._ledger.request(name).final_pages * size
             if final:
-                start = int(call.read.indptr[number * call.read.rows_per_request])
-                slot = int(call.read.indices[start + target.rng.randrange(final)])
+                slot = int(call.read.indices[row_start(call, number) + target.rng.randrange(final)])
                 redirect(call, written_of(call, number).start, slot)
-                target.record(pool="target", slot=slot)
-                return True
-        return False
+                return {"slot": slot}
+        return None
 
-    target.before(root_forward(target), write)
-    return bool(target.running())
+    return strike_forward(target, write)
 
 
 FAULTS = (
