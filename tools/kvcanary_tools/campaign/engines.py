@@ -21,6 +21,7 @@ from spec_engine.models.embedded import load_excerpts
 NUM_TEXTS = 6
 SPREAD = 8  # tokens by which prompts of one setup may be longer
 SURE = 20.0  # logit scale at which the random model's greedy choice is never close
+DRAFTING = ("topk", "num_steps", "num_draft_tokens", "attend")
 SPARE_REQUESTS = 3  # that may run beside the batch
 DEVICE_TURN = 2  # steps, where not all that run have room on the device
 
@@ -49,12 +50,29 @@ def build(setup: Setup, canary: CanaryConfig) -> Bench:
     return Bench(engine, [text.tokens for text in texts])
 
 
+def setup_of(engine: Engine) -> Setup:
+    """The setup of an engine that somebody else has made, as far as it can be told."""
+    config, drafts = engine.config, engine.drafter is not None
+    drafting = {name: getattr(config, name) for name in DRAFTING} | {"adaptive": config.adaptive_steps}
+    return Setup(
+        **(drafting if drafts else {}),
+        model="embedded",
+        drafts=drafts,
+        page_size=config.page_size,
+        backend=config.attention_backend,
+        schedule=config.schedule,
+        prefix_cache=config.prefix_cache,
+        chunk=config.prefill_chunk_tokens,
+        window=engine.model.config.sliding_window,
+        content=config.canary.content,
+    )
+
+
 def engine_config(setup: Setup, canary: CanaryConfig) -> EngineConfig:
     """The engine's own settings."""
     drafting: dict[str, Any] = {"draft": "none"}
     if setup.drafts:
-        names = ("topk", "num_steps", "num_draft_tokens", "attend")
-        drafting = {name: getattr(setup, name) for name in names} | {"adaptive_steps": setup.adaptive}
+        drafting = {name: getattr(setup, name) for name in DRAFTING} | {"adaptive_steps": setup.adaptive}
     return EngineConfig(
         **drafting,
         dtype="float32" if setup.model == "embedded" else "float64",
