@@ -43,7 +43,7 @@ def scale(facts: Facts) -> Cause | None:
 def copied(facts: Facts) -> Cause | None:
     """The row of another slot: exchanged with it, or copied."""
     whose = facts.whose_is("slot")
-    if whose is None or facts.is_first_look:
+    if whose is None or facts.is_first_look or untranslated(facts) is not None:
         return None
     evidence = f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"
     if facts.source_is_damaged and facts.hit.code == "R9":

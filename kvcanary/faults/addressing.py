@@ -9,8 +9,10 @@ from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.reach import (
     any_entry,
     any_layer,
+    edit_behind_the_end,
     entry_at,
     is_private,
+    noise_in_a_free_page,
     overwrite,
     submit_prompt,
     words_of,
@@ -167,6 +169,7 @@ FAULTS = (
         expected="R4",
         applies_to="requests of two whole pages and more",
         strike=_exchange_pages,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="addressing.branch_slots_transposed",
@@ -193,6 +196,7 @@ FAULTS = (
         applies_to="page_size > 1",
         applies=lambda setup: setup.page_size > 1 and setup.prompt_len >= setup.page_size,
         strike=_permute_a_page,
+        quiet=noise_in_a_free_page,
     ),
     Fault(
         name="addressing.slot_plus_one",
@@ -242,6 +246,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1 and not setup.shared and setup.page_size <= setup.prompt_len,
         strike=_read_by_position_alone,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="addressing.null_page_granted",

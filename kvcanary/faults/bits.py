@@ -16,6 +16,8 @@ from kvcanary.faults.reach import (
     change,
     entry_at,
     mask_of,
+    never_granted,
+    noise_in_a_free_page,
     overwrite,
     own_state,
     part_of,
@@ -186,6 +188,18 @@ def _damage_fingerprint(target: Target) -> bool:
     return True
 
 
+def _damage_a_blank(target: Target, lane: bool) -> bool:
+    """The same in a record, or a first lane, of a page that nobody has had: nothing is due."""
+    view, page = target.pools["target"], never_granted(target)
+    if page is None:
+        return False
+    state, slot = own_state(target, view), page * view.page_size
+    words = state.content_a[any_layer(target, view)] if lane else state.records[slot]
+    words[slot if lane else 0] ^= 1 << target.rng.randrange(62)
+    target.record(code="")
+    return True
+
+
 def _in_one_row(name: str, story: str, damage: Damage, cause: str = "") -> Fault:
     return Fault(
         name=f"bits.{name}",
@@ -219,6 +233,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_swap_rows,
+        quiet=noise_in_a_free_page,
         cause="addressing",
     ),
     Fault(
@@ -227,6 +242,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_overwrite_a_page,
+        quiet=noise_in_a_free_page,
     ),
     Fault(
         name="bits.row_lost",
@@ -242,6 +258,7 @@ FAULTS = (
         expected="R3",
         applies_to="everything",
         strike=_damage_record,
+        quiet=partial(_damage_a_blank, lane=False),
     ),
     Fault(
         name="bits.fingerprint_damaged",
@@ -249,5 +266,6 @@ FAULTS = (
         expected="R3",
         applies_to="everything",
         strike=_damage_fingerprint,
+        quiet=partial(_damage_a_blank, lane=True),
     ),
 )

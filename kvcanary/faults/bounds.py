@@ -12,6 +12,7 @@ from kvcanary.faults.reach import (
     as_words,
     change,
     entry_at,
+    noise_in_a_free_page,
     part_of,
     read_entry,
     redirect,
@@ -188,5 +189,6 @@ FAULTS = (
         applies_to="everything",
         cause="bits",
         strike=_use_rows_as_scratch,
+        quiet=noise_in_a_free_page,
     ),
 )

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults import replays
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.reach import Place, any_entry, any_layer, change, redirect, strike_forward, written_of
+from kvcanary.faults.reach import (
+    SPREAD_BITS,
+    Place,
+    any_entry,
+    any_layer,
+    change,
+    noise_in_a_free_page,
+    redirect,
+    strike_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Setup, Target
 
 if TYPE_CHECKING:
     from kvcanary.buffers import StaticBuffers
 
 PADDING = -1
-SPREAD_BITS = 22
 
 
 def _pad_with_minus_one(target: Target) -> bool:
@@ -98,6 +107,17 @@ def _read_a_rebound_buffer(target: Target) -> bool:
         return {}
 
     return _replay_with_the_one_before(target, rebind)
+
+
+def _make_buffers_anew(target: Target) -> bool:
+    """Arrays of a forward lie elsewhere than before, with the same numbers in them: nothing is due."""
+
+    def anew(call: Call) -> Place:
+        call.read = replace(call.read, indices=call.read.indices.clone(), indptr=call.read.indptr.clone())
+        call.write = replace(call.write, slots=call.write.slots.clone(), positions=call.write.positions.clone())
+        return {"code": ""}
+
+    return strike_forward(target, anew)
 
 
 def _share_a_graph_pool(target: Target) -> bool:
@@ -182,6 +202,7 @@ FAULTS = (
         expected="W5",
         applies_to="everything",
         strike=_keep_old_positions,
+        quiet=_make_buffers_anew,
     ),
     Fault(
         name="graphs.wrong_stride",
@@ -203,6 +224,7 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_read_a_rebound_buffer,
+        quiet=_make_buffers_anew,
         cause="addressing",
     ),
     Fault(
@@ -214,6 +236,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_share_a_graph_pool,
+        quiet=noise_in_a_free_page,
         cause="bits",
     ),
 )

@@ -7,7 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault, everywhere
-from kvcanary.faults.reach import any_layer, any_reader, change, redirect, root_forward
+from kvcanary.faults.reach import (
+    any_layer,
+    any_reader,
+    change,
+    come_and_go,
+    edit_behind_the_end,
+    is_private,
+    noise_in_a_free_page,
+    redirect,
+    root_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Running, Setup, Target
 
 if TYPE_CHECKING:
@@ -117,6 +128,31 @@ def _remove_the_parent_first(target: Target) -> bool:
     return True
 
 
+def _remove_the_child_first(target: Target) -> bool:
+    """A row is forked, and the one that was forked from it ends first: its pages are the other's again."""
+    reader = any_reader(target)
+    whole = 0 if reader is None else reader.committed_len // target.setup.page_size
+    if reader is None or not whole or not all(is_private(target, page) for page in reader.pages[:whole]):
+        return False
+    canary, pages = target.canary, list(reader.pages[:whole])
+    target.record(code="")
+    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens)
+    canary.on_fork(reader.request_id, CHILD, pages)
+    canary.on_free(CHILD, pages)
+    return True
+
+
+def _work_on_a_current_page(target: Target) -> bool:
+    """A copy is planned for the grant that its page has, and has come to its end before anybody goes on."""
+    reader = any_reader(target)
+    if reader is None:
+        return False
+    page, tickets = target.rng.choice(reader.pages), target.canary.tickets
+    target.record(code="")
+    tickets.complete(tickets.issue("save", "connector", reads={page: int(target.canary._ledger.generations[page])}))
+    return True
+
+
 def _cache_a_freed_page(target: Target) -> bool:
     """A prefix tree takes, or keeps, a page that was given back; the next request of this prefix would hit it."""
     reader, page, _ = _whole_page(target)
@@ -194,24 +230,20 @@ def _save_an_old_list(target: Target) -> bool:
 def _write_what_is_published(target: Target) -> bool:
     """A block is cached that is still to be written."""
 
-    def write(call: Call) -> bool:
-        if call.pool != "target":
+    size = target.setup.page_size
+
+    def write(call: Call, reader: Running) -> bool:
+        if call.pool != "target" or reader.request_id not in call.read.requests:
             return False
-        published = target.canary._ledger.pages.published
-        held = [page for reader in target.running() for page in reader.pages if published[page]]
-        if not held:
-            return False
-        page = target.rng.choice(held)
-        slot = page * target.setup.page_size + target.rng.randrange(target.setup.page_size)
-        redirect(call, target.rng.randrange(len(call.write.slots)), slot)
+        slot = reader.pages[0] * size + target.rng.randrange(size)
+        redirect(call, written_of(call, call.read.requests.index(reader.request_id)).start, slot)
         target.record(pool="target", slot=slot)
         return True
 
     for reader in target.running():
-        whole = target.canary._ledger.request(reader.request_id).final_pages
-        if whole:
+        if target.canary._ledger.request(reader.request_id).final_pages:
             target.canary.on_share(reader.request_id, list(reader.pages[:1]))
-            target.before(root_forward(target), write)
+            target.before(root_forward(target), partial(write, reader=reader))
             return True
     return False
 
@@ -320,6 +352,7 @@ FAULTS = (
         expected="R7",
         applies_to="requests of a whole page and more",
         strike=_free_a_page_that_is_read,
+        quiet=come_and_go,
     ),
     _fault(
         "freed_and_granted_while_read",
@@ -331,6 +364,7 @@ FAULTS = (
         also=("R7", "R8"),
         applies_to="requests of a whole page and more",
         strike=_grant_a_page_that_is_read,
+        quiet=come_and_go,
     ),
     _fault(
         "row_reused_while_read",
@@ -342,6 +376,7 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared and setup.page_size <= setup.prompt_len,
         strike=_rewrite_a_row,
+        quiet=edit_behind_the_end,
         cause="identity",
     ),
     _fault(
@@ -378,6 +413,7 @@ FAULTS = (
         expected="PageReferenceError",
         applies_to="requests of a whole page and more",
         strike=_remove_the_parent_first,
+        quiet=_remove_the_child_first,
     ),
     _fault(
         "tree_keeps_freed_pages",
@@ -426,6 +462,7 @@ FAULTS = (
         applies_to="everything",
         applies=everywhere,
         strike=_free_the_halves_of_a_page,
+        quiet=partial(come_and_go, pages=2),
     ),
     _fault(
         "slots_for_pages",
@@ -453,6 +490,7 @@ FAULTS = (
         expected="O1",
         applies_to="requests of a whole page and more",
         strike=_free_by_an_old_key,
+        quiet=_work_on_a_current_page,
     ),
     _fault(
         "old_list_saved",
@@ -465,6 +503,7 @@ FAULTS = (
         applies=everywhere,
         needs={"pages": None},
         strike=_save_an_old_list,
+        quiet=_work_on_a_current_page,
     ),
     _fault(
         "two_owners",
@@ -514,6 +553,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1,
         strike=_end_during_a_transfer,
+        quiet=_work_on_a_current_page,
     ),
     _fault(
         "landed_in_a_free_page",
@@ -535,6 +575,7 @@ FAULTS = (
         expected="R9",
         applies_to="requests of a whole page and more",
         strike=_land_in_a_granted_page,
+        quiet=noise_in_a_free_page,
         cause="bits",
     ),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
@@ -14,94 +16,36 @@ STAGING = "pinned staging buffer"
 HOST_BLOCK = "host block 7"
 
 
-def _use_a_page(target: Target, access: Callable[[Target, int], None]) -> bool:
-    """Work on a page of a running request, as it tells the canary of it; nothing waits for anything."""
+class Work(NamedTuple):
+    """A piece of asynchronous work on a page or a host buffer."""
+
+    what: str
+    stream: str
+    writes: bool = False
+
+
+def _overlap(
+    target: Target, first: Work, second: Work, buffer: str = "", others: Sequence[str] = (), in_order: bool = False
+) -> bool:
+    """Two pieces of work on one page of a running request, or on a host buffer, of which the second waits for nothing.
+
+    others: streams that do wait;  in_order: the second one's does too, and both come to their end
+    """
     reader = any_reader(target)
     if reader is None:
         return False
-    page = target.rng.choice(reader.pages)
-    target.record(pool="target", slot=page * target.setup.page_size)
-    access(target, page)
+    page, tickets, code = target.rng.choice(reader.pages), target.canary.tickets, "" if in_order else None
+    place = {"slot": -1} if buffer else {"pool": "target", "slot": page * target.setup.page_size}
+    target.record(code=code, **place)
+    issued = []
+    for work in (first, second):
+        touched: list[int | str] = [buffer or page]
+        issued.append(tickets.issue(work.what, work.stream, **{"writes" if work.writes else "reads": touched}))
+        for stream in (*others, *((second.stream,) if in_order else ())):
+            tickets.waits(stream, issued[0])
+    for ticket in issued if in_order else ():
+        tickets.complete(ticket)
     return True
-
-
-def _copy_beside_the_forward(target: Target) -> bool:
-    """A copy to the host starts while the forward that writes the page still runs."""
-
-    def access(target: Target, page: int) -> None:
-        target.canary.tickets.issue("forward", "main", writes=[page])
-        target.canary.tickets.issue("copy to the host", "copies", reads=[page])
-
-    return _use_a_page(target, access)
-
-
-def _send_beside_the_forward(target: Target) -> bool:
-    """A chunk is sent to another server while the forward that writes it still runs."""
-
-    def access(target: Target, page: int) -> None:
-        tickets = target.canary.tickets
-        tickets.waits("copies", tickets.issue("forward", "main", writes=[page]))  # one transport waits
-        tickets.issue("send", "network", reads=[page])  # this one does not
-
-    return _use_a_page(target, access)
-
-
-def _zero_what_was_loaded(target: Target) -> bool:
-    """New blocks are zeroed on one stream, and loaded from elsewhere on another."""
-
-    def access(target: Target, page: int) -> None:
-        target.canary.tickets.issue("load", "network", writes=[page])
-        target.canary.tickets.issue("zero", "main", writes=[page])
-
-    return _use_a_page(target, access)
-
-
-def _read_before_the_layer_is_there(target: Target) -> bool:
-    """A page comes back layer by layer, and one of several buffers is read without waiting for its layer."""
-
-    def access(target: Target, page: int) -> None:
-        target.canary.tickets.issue("load of a layer", "copies", writes=[page])
-        target.canary.tickets.use("attention", "main", [page])
-
-    return _use_a_page(target, access)
-
-
-def _use_a_buffer(target: Target, access: Callable[[Target], None]) -> bool:
-    if not target.running():
-        return False
-    target.record(slot=-1)
-    access(target)
-    return True
-
-
-def _fill_a_host_block_twice(target: Target) -> bool:
-    """Two blocks of the device go to one block of the host in one step."""
-
-    def access(target: Target) -> None:
-        target.canary.tickets.issue("offload", "copies 1", writes=[HOST_BLOCK])
-        target.canary.tickets.issue("offload", "copies 2", writes=[HOST_BLOCK])
-
-    return _use_a_buffer(target, access)
-
-
-def _copy_an_input_too_early(target: Target) -> bool:
-    """An input is copied between two backends before it was computed."""
-
-    def access(target: Target) -> None:
-        target.canary.tickets.issue("staging kernel", "main", writes=[STAGING])
-        target.canary.tickets.issue("copy", "host thread", reads=[STAGING])
-
-    return _use_a_buffer(target, access)
-
-
-def _reuse_a_staging_buffer(target: Target) -> bool:
-    """The host fills a pinned buffer again, and the copy of what was in it has not run yet."""
-
-    def access(target: Target) -> None:
-        target.canary.tickets.issue("copy to the device", "copies", reads=[STAGING])
-        target.canary.tickets.use("fill", "host", [STAGING], writes=True)
-
-    return _use_a_buffer(target, access)
 
 
 def _feed(target: Target, change: Callable[[Call, list[int]], Sequence[int]]) -> bool:
@@ -205,6 +149,12 @@ def _read_a_later_step(target: Target) -> bool:
     return True
 
 
+def _unordered(first: Work, second: Work, buffer: str = "", others: Sequence[str] = ()) -> dict[str, Any]:
+    """How such a fault is made, and its quiet twin: the same work, in order."""
+    made = partial(_overlap, first=first, second=second, buffer=buffer, others=others)
+    return {"strike": made, "quiet": partial(made, in_order=True)}
+
+
 def _several(setup: Setup) -> bool:
     return setup.batch > 1
 
@@ -225,7 +175,7 @@ FAULTS = (
         "written them. The same hazard was fixed in one connector and came back in the next.",
         expected="O1",
         applies_to="everything",
-        strike=_copy_beside_the_forward,
+        **_unordered(Work("forward", "main", True), Work("copy to the host", "copies")),
     ),
     Fault(
         name="order.sent_beside_the_forward",
@@ -235,7 +185,7 @@ FAULTS = (
         "last could leave half written. The damage began exactly at a chunk's edge.",
         expected="O1",
         applies_to="everything",
-        strike=_send_beside_the_forward,
+        **_unordered(Work("forward", "main", True), Work("send", "network"), others=("copies",)),
     ),
     Fault(
         name="order.zeroed_after_the_load",
@@ -244,7 +194,7 @@ FAULTS = (
         story="Zeroing of new blocks and the remote load into the same blocks ran on two streams, in any order.",
         expected="O1",
         applies_to="everything",
-        strike=_zero_what_was_loaded,
+        **_unordered(Work("load", "network", True), Work("zero", "main", True)),
     ),
     Fault(
         name="order.layer_not_waited_for",
@@ -254,7 +204,7 @@ FAULTS = (
         "a few answers in ten thousand were garbage.",
         expected="O1",
         applies_to="everything",
-        strike=_read_before_the_layer_is_there,
+        **_unordered(Work("load of a layer", "copies", True), Work("attention", "main")),
     ),
     Fault(
         name="order.host_block_filled_twice",
@@ -264,7 +214,7 @@ FAULTS = (
         "and not by memory. The first fix changed the symptom and did not end it.",
         expected="O1",
         applies_to="everything",
-        strike=_fill_a_host_block_twice,
+        **_unordered(Work("offload", "copies 1", True), Work("offload", "copies 2", True), HOST_BLOCK),
     ),
     Fault(
         name="order.input_copied_too_early",
@@ -274,7 +224,7 @@ FAULTS = (
         "held before. Long contexts became salad; replaying a bad session was clean.",
         expected="O1",
         applies_to="everything",
-        strike=_copy_an_input_too_early,
+        **_unordered(Work("staging kernel", "main", True), Work("copy", "host thread"), STAGING),
     ),
     Fault(
         name="order.staging_buffer_reused",
@@ -289,7 +239,7 @@ FAULTS = (
         "Four code bases had it in one year, and found it in four ways.",
         expected="O1",
         applies_to="everything",
-        strike=_reuse_a_staging_buffer,
+        **_unordered(Work("copy to the device", "copies"), Work("fill", "host", True), STAGING),
     ),
     Fault(
         name="order.rows_of_before",

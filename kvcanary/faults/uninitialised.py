@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.lifetime import grant_again, recycle
-from kvcanary.faults.reach import any_layer, any_part, any_reader, as_words, change, part_of, root_forward
+from kvcanary.faults.reach import (
+    any_layer,
+    any_part,
+    any_reader,
+    as_words,
+    change,
+    come_and_go,
+    edit_behind_the_end,
+    part_of,
+    root_forward,
+)
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -95,6 +105,7 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=partial(_read_unwritten, pool="target"),
+        quiet=come_and_go,
     ),
     Fault(
         name="uninitialised.coarser_pages",
@@ -106,6 +117,7 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None and setup.page_size <= setup.prompt_len,
         strike=_read_in_coarser_pages,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="uninitialised.draft_not_transferred",
@@ -117,6 +129,7 @@ FAULTS = (
         applies_to="drafts of two steps and more",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.pages is None,
         strike=partial(_read_unwritten, pool="draft"),
+        quiet=come_and_go,
     ),
     Fault(
         name="uninitialised.published_before_written",

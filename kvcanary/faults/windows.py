@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import Place, any_reader, redirect, row_start, strike_forward, written_of
+from kvcanary.faults.reach import (
+    Place,
+    any_reader,
+    edit_behind_the_end,
+    redirect,
+    row_start,
+    strike_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -101,6 +109,7 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_wrap,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="windows.rolled_too_early",

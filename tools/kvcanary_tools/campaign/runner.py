@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import cycle, islice
@@ -48,6 +49,7 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
                 number_of_round = turn // len(setups)  # seeds are by round, so that faults share their clean twins
                 mode = MODES[(turn + number_of_round) % 2] if kind == FAULTY else MODES[0]
                 found.append(Run(fault.name, name, setup, seed + SEED_STEP * number_of_round, kind, mode, turn))
+    found.sort(key=lambda run: run.turn)  # a campaign that is interrupted has come as far with every fault
     twins = {(run.twin, run.seed): run for run in found if run.kind == FAULTY}
     return [*(Run("", run.config, run.setup, run.seed, CLEAN) for run in twins.values()), *found]
 
@@ -62,9 +64,12 @@ def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
     batches = [runs[start : start + BATCH] for start in range(alone, len(runs), BATCH)]
     if not batches:
         return
-    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker) as pool:
+    pool = ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker)
+    try:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _perform_all(runs: Sequence[Run]) -> list[Result]:
@@ -74,6 +79,7 @@ def _perform_all(runs: Sequence[Run]) -> list[Result]:
 def _begin_worker() -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted tells the workers to end
     torch.set_num_threads(1)
     console.log_to_stderr(logging.CRITICAL)
 

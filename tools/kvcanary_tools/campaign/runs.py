@@ -84,8 +84,8 @@ def judged(run: Run, fault: Fault | None, ended: Played) -> Result:
 
 def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Result:
     found_step, rank = ended.step, None  # a check that fires stops its step
-    readers: frozenset[str] | None = None  # whose tokens may be wrong, and who must end; None: all
-    stopped: frozenset[str] | None = None
+    readers: frozenset[str] | None = None  # whose tokens may be wrong; None: anybody's
+    ends: dict[str, int] | None = None  # by request that ends the step from which on no token may leave; None: all
     place_right = all(str(value) in result.text for name, value in strike.place.items() if name == "request")
     writer_right, is_drafts, is_content = None, False, False
     if ended.findings:
@@ -93,7 +93,7 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         readers = frozenset(finding.readers) or None
         if result.run.mode == "abort" and ended.error is None:
             touched = finding.writer if finding.code.startswith("W") else finding.reader
-            stopped = frozenset(ended.ended) | frozenset(name for name in (touched,) if name is not None)
+            ends = ended.ended | ({} if touched is None else {touched: found_step})
         place_right, writer_right = _is_there(finding, strike), _is_writer(finding, strike)
         rank, is_drafts = _rank(finding, fault), finding.pool != "target"
         is_content = finding.code in CONTENT_CODES or finding.layer is not None
@@ -107,11 +107,17 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         writer_right=writer_right,
         steps=steps,
         late=steps is not None and steps > (ROTATION_STEPS if is_rolled else fault.within),
-        leaked=_num_tokens(ended, found_step, inf, stopped),
+        leaked=_num_leaked(ended, found_step, ends),
         exposed=exposed,
         too_exposed=exposed > 0 and not (is_rolled or fault.exposes),
         rank=rank,
     )
+
+
+def _num_leaked(ended: Played, found_step: int, ends: dict[str, int] | None) -> int:
+    if ends is None:
+        return _num_tokens(ended, found_step, inf, None)
+    return sum(_num_tokens(ended, step, inf, {name}) for name, step in ends.items())
 
 
 def _num_tokens(ended: Played, first: int, end: float, requests: Set[str] | None) -> int:

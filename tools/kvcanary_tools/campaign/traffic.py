@@ -64,7 +64,7 @@ class Played:
 
     error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
     step: in which the first of them was found, or in which all ended; num_steps: of the whole run.
-    ended: requests that the canary has ended (mode abort).
+    ended: requests that the canary has ended (mode abort), and in which step.
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
     strike: what the fault did; None where it never could.
     """
@@ -73,7 +73,7 @@ class Played:
     findings: Sequence[Finding] = ()
     step: int = 0
     num_steps: int = 0
-    ended: set[str] = field(default_factory=set)
+    ended: dict[str, int] = field(default_factory=dict)
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
     strike: Strike | None = None
@@ -208,7 +208,8 @@ def _step(target: EngineTarget, armed: Armed | None, played: Played) -> None:
                 target.record(late=armed.fault.late, **armed.place)
     sampled = engine.metrics.num_steps - engine.lag
     played.left += [(sampled, event.request_id, event.token_ids) for event in events]
-    played.ended |= {event.request_id for event in events if event.finish_reason == KV_CORRUPTION}
+    corrupted = [event.request_id for event in events if event.finish_reason == KV_CORRUPTION]
+    played.ended |= dict.fromkeys(corrupted, engine.metrics.num_steps)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,14 +109,20 @@ def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None
 
 
 def _perform(planned: list[Run], workers: int) -> list[Result]:
-    """With a progress bar on stderr, where that is a terminal."""
+    """With a progress bar on stderr, where that is a terminal. An interrupt ends it with what there is so far."""
     from kvcanary_tools.campaign.runner import campaign
 
-    with click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-        results = []
-        for result in campaign(planned, workers):
-            results.append(result)
-            bar.update(1)
+    results: list[Result] = []
+    with (
+        click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar,
+        closing(campaign(planned, workers)) as coming,
+    ):
+        try:
+            for result in coming:
+                results.append(result)
+                bar.update(1)
+        except KeyboardInterrupt:
+            console.say(f"interrupted: {len(results)} of {len(planned)} runs", fg="yellow")
     return results
 
 
