@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,33 @@ def _feed_at_chunk_end(target: Target) -> bool:
         target.record(request_id, pool="draft", slot=int(call.write.slots[place]), position=CHUNK - 1)
         return True
 
+    target.before("prefill", guess)
+    return True
+
+
+def _feed_at_chunk_end_of_output(target: Target) -> bool:
+    """A retracted request is prefilled again; where a chunk ends within its output, the drafter takes a guess."""
+    lens: dict[str, int] = {}  # final entries when first seen: what lies behind them is output
+
+    def watch(call: Call) -> bool:
+        for name, length in zip(call.read.requests, call.read.prefix_lens.tolist(), strict=True):
+            lens.setdefault(name, length)
+        return False
+
+    def guess(call: Call) -> bool:
+        for number, name in enumerate(call.read.requests if call.pool == "draft" else ()):
+            place = written_of(call, number).stop - 1
+            position = int(call.write.positions[place])
+            known = len(target.canary._ledger.request(name).tokens)
+            if lens.get(name, position) <= position < known - 1:
+                tokens = call.write.tokens.clone()
+                tokens[place] = (tokens[place] + 1) % _vocab_size(target)
+                call.write = replace(call.write, tokens=tokens)
+                target.record(name, pool="draft", slot=int(call.write.slots[place]), position=position)
+                return True
+        return False
+
+    target.before("verify", watch)
     target.before("prefill", guess)
     return True
 
@@ -169,6 +196,11 @@ def _first_slots(moves: list[Any]) -> list[Any]:
     return []
 
 
+def _without_the_last_row(committed: tuple[Sequence[int], Sequence[int]]) -> tuple[Sequence[int], Sequence[int]]:
+    rows, nodes = committed
+    return rows[:-1], nodes[:-1]
+
+
 def _own_features(features: Tensor) -> Tensor:
     """Features as a draft guesses them: near the target's, and not its."""
     return features * 0.75
@@ -221,6 +253,34 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.drafts and setup.pages is None,
         strike=_feed_at_chunk_end,
+    ),
+    Fault(
+        name="draft.chunk_tail_in_output",
+        k="K06",
+        bugs=("sgl-project/sglang#28254",),
+        story="The next prompt token was looked up in the prompt as it was submitted. A retracted request is prefilled "
+        "with its output, and where a chunk ended in there the drafter got the token that was just predicted. Greedy "
+        "decoding hides it, since the prediction is the token.",
+        expected="W6",
+        applies_to="drafts, prompts in chunks, a pool under pressure",
+        needs={"chunk": 4, "page_size": 4, "pages": 60, "batch": 4, "new_token_ratio": 0.0, "prefix_cache": False},
+        applies=lambda setup: setup.drafts and setup.model == "random" and setup.topk <= 2,
+        strike=_feed_at_chunk_end_of_output,
+    ),
+    Fault(
+        name="draft.state_not_restored",
+        k="K35",
+        bugs=("ggml-org/llama.cpp#20075",),
+        story="Layers with a state in the place of K and V cannot be cut back by a length. After a verify the state "
+        "was not taken back to the last accepted token, or from the wrong cell: loops, and crashes.",
+        expected="RecurrentStateError",
+        applies_to="models with recurrent layers",
+        needs={"model": "hybrid", "prefix_cache": False},
+        applies=lambda setup: (
+            setup.drafts and setup.schedule == "sync" and setup.pages is None and setup.window is None
+        ),
+        perturb=_without_the_last_row,
+        late=True,
     ),
     Fault(
         name="draft.token_offset_0",

@@ -109,7 +109,7 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         late=steps is not None and steps > (ROTATION_STEPS if is_rolled else fault.within),
         leaked=_num_leaked(ended, found_step, ends),
         exposed=exposed,
-        too_exposed=exposed > 0 and not (is_rolled or fault.exposes),
+        too_exposed=exposed > 0 and readers is not None and not (is_rolled or fault.exposes),
         rank=rank,
     )
 
