@@ -59,8 +59,8 @@ def summary_lines(campaign: Mapping[str, Any]) -> Iterator[str]:
     clean = meta["num_runs"]["clean"]
     yield f"| findings in clean twins; in quiet ones | {meta['clean_findings']} of {clean:,}; {_quiet(campaign)} |"
     yield f"| found by a check that was switched off | {of('disabled_found', 'disabled')} |"
-    first, best = (_sum(totals, name) / _sum(totals, "verdicts") for name in ("verdict_first", "verdict_top3"))
-    yield f"| right cause first; among the first {BEST} | {first:.1%}; {best:.1%} |"
+    first, best = (_share(_sum(totals, name), _sum(totals, "verdicts")) for name in ("verdict_first", "verdict_top3"))
+    yield f"| right cause first; among the first {BEST} | {first}; {best} |"
     yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"
 
 
