@@ -105,7 +105,7 @@ def _feed_a_chunk_what_was_sampled(target: Target) -> bool:
         if not int(call.read.prefix_lens[number]):
             return False
         entry, tokens = written_of(call, number).start, call.write.tokens.clone()
-        tokens[entry] = tokens[entry] ^ 1
+        tokens[entry] = (tokens[entry] + 1) % (target.pools["target"].vocab_size or 2)
         call.write = replace(call.write, tokens=tokens)
         target.record(request_id, pool="target", slot=int(call.write.slots[entry]))
         return True
