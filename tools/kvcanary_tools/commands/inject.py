@@ -63,7 +63,7 @@ def command(
       kvcanary inject all --config full --json matrix.json
       kvcanary inject bits.flip --url http://127.0.0.1:8000
 
-    Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage.
+    Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage, 130 interrupted.
     """
     if url is not None:
         _inject_there(url, names, api_key)
@@ -95,6 +95,8 @@ def command(
         _write(json_file, json.dumps(as_json(rows, totals, results, **meta), indent=2) + "\n")
     if junit_file is not None:
         _write(junit_file, as_junit(totals, results))
+    if len(results) < len(planned):
+        ctx.exit(console.EXIT_INTERRUPTED)
     ctx.exit(console.EXIT_CLEAN if all(row.is_right for row in totals) else console.EXIT_FINDING)
 
 
