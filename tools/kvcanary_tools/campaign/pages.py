@@ -52,6 +52,8 @@ def summary_lines(campaign: Mapping[str, Any]) -> Iterator[str]:
     yield "| the full campaign | |"
     yield "|---|---|"
     yield f"| faults, each in up to {meta['num_configs']} configurations | {len(totals)} |"
+    counts = [row["runs"] for row in totals]
+    yield f"| faulty runs a fault, fewest and most | {min(counts)} and {max(counts)} |"
     yield f"| faulty runs that ended as their entry says, by the check that it names | {of('found', 'runs')} |"
     yield f"| place right; writer right | {of('place_right', 'places')}; {of('writer_right', 'writers')} |"
     yield f"| tokens that left in or after the step of the finding | {_sum(totals, 'tokens_leaked'):,} |"
