@@ -48,7 +48,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R9",), bytes_.flipped_bit),
     (("R9",), bytes_.changed_word),
     (("R9", "P1", "T1", "R12"), bytes_.copied),
-    (("R9", "T1"), bytes_.untranslated),
+    (("R9",), bytes_.untranslated),
     (("R9",), bytes_.never_stored),
     (("R9", "P1", "T1"), bytes_.mixed_up),
     (("R9",), bytes_.cleared),

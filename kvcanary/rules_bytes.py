@@ -54,9 +54,10 @@ def copied(facts: Facts) -> Cause | None:
 
 def untranslated(facts: Facts) -> Cause | None:
     """A pool behind a map, in whose slot a store has not arrived: it went to where the unmapped number leads."""
-    if facts.hit.pool.view.slot_map is None or not facts.was_never_right or facts.word is not None:
+    hit = facts.hit
+    if hit.code != "R9" or hit.pool.view.slot_map is None or not facts.was_never_right or facts.word is not None:
         return None
-    evidence = (f"slots of the {facts.hit.pool.name} pool are found through a map", "it was never right")
+    evidence = (f"slots of the {hit.pool.name} pool are found through a map", "it was never right")
     return Cause("windows", "the store went by a slot of another pool, or by an old map", "inferred", evidence)
 
 
