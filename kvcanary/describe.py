@@ -18,7 +18,7 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord, locate_word
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState
-from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, UNWRITTEN_HYPOTHESES, Whose, whose_bytes
+from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, UNWRITTEN_HYPOTHESES, Whose, holds_its_own, whose_bytes
 from kvcanary_kernels import record
 
 EVIDENCE_LINES = 6
@@ -122,6 +122,7 @@ class Describer:
             word=word,
             whose=whose,
             source=None if named is None else record.read_record(hit.pool.records, named),
+            source_is_damaged=named is not None and not holds_its_own(hit.pool, hit.layers[0], named),
             owner=ledger.owner_of(hit.page),
             granted=int(ledger.generations[hit.page]),
             events=tuple(ledger.history.of(hit.page)),

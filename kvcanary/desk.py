@@ -101,7 +101,7 @@ class TicketDesk:
             self.step,
             others=tuple(owners[1:]),
             expected={"behind": waited},
-            found={"access": violation.sentence},
+            found={"access": violation.sentence, "hazard": violation.hazard},
         )
 
 

@@ -32,7 +32,7 @@ class Facts:
     writer:  request that the record names, where its name is still known
     word:    the one word that changed, where the two lanes name one
     whose:   whose bytes lie there now
-    source:  record of the slot whose bytes these are
+    source:  record of the slot whose bytes these are; source_is_damaged: that slot does not hold its own
     owner:   request that the page is granted to
     granted: generation of the page
     events:  grants and frees of the page, oldest first
@@ -46,6 +46,7 @@ class Facts:
     word: ChangedWord | None = None
     whose: tuple[Whose, ...] = ()
     source: Record | None = None
+    source_is_damaged: bool = False
     owner: str | None = None
     granted: int | None = None
     events: tuple[PageEvent, ...] = ()
@@ -68,6 +69,54 @@ class Facts:
     def last_write(self) -> str:
         """`verify, step 7`: the last declared write."""
         return "nobody" if self.write_site is None else f"{site_name(*self.write_site)}, step {self.write_step}"
+
+    @property
+    def was_never_right(self) -> bool:
+        """Whether nobody has seen the bytes right since they were written."""
+        return self.hit.last_good in (None, self.write_step)
+
+    @property
+    def is_first_look(self) -> bool:
+        """Whether the forward that wrote the entry is the one that found it: nothing ran in between."""
+        return (self.hit.site, self.hit.step) == (self.write_site, self.write_step)
+
+    @cached_property
+    def granted_slot(self) -> int | None:
+        """The slot that the reader was granted for this position; None where it was granted none."""
+        if self.hit.position is None:
+            return None
+        return self._slot_of(self.hit.position)
+
+    @property
+    def is_own_place(self) -> bool:
+        """Whether the row looks where it should: what is wrong is what lies there."""
+        return self.granted_slot == self.hit.slot
+
+    @property
+    def own_position(self) -> int | None:
+        """The position of the row for which this slot was granted to the request; None where it was not."""
+        if self.reader is None or self.hit.page not in self.reader.pages:
+            return None
+        size = self.hit.pool.view.page_size
+        slot = self.hit.slot if self.hit.named is None else self.hit.named
+        return self.reader.pages.index(self.hit.page) * size + slot % size
+
+    def _slot_of(self, position: int) -> int | None:
+        if self.reader is None or not 0 <= position < len(self.reader.pages) * self.hit.pool.view.page_size:
+            return None
+        name = np.array([self.ledger.slot(self.reader, position)])
+        return int(slots_in(self.hit.pool.view, name)[0])
+
+    @cached_property
+    def different_record(self) -> Record | None:
+        """Of the first entry of the row that holds another token (R6), where that lies in the row's own place."""
+        if self.first_difference is None:
+            return None
+        slot = self._slot_of(self.first_difference)
+        begin = (self.hit.position or 0) + 1 - len(self.hit.row_slots)
+        if slot is None or slot != int(self.hit.row_slots[self.first_difference - begin]):
+            return None
+        return record.read_record(self.hit.pool.records, slot)
 
     @cached_property
     def first_difference(self) -> int | None:

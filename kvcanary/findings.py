@@ -139,7 +139,6 @@ class FindingGroup:
     last: Finding
     count: int = 0
     kept: list[Finding] = field(default_factory=list)
-    incidents: set[int] = field(default_factory=set)
 
     def to_dict(self) -> dict[str, Any]:
         return self.first.to_dict() | {"count": self.count, "last_step": self.last.step}
@@ -151,21 +150,26 @@ class FindingLog:
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str], FindingGroup] = {}
         self.total = 0
+        self._told: set[tuple[str, int]] = set()  # codes and incidents
 
     def add(self, finding: Finding) -> bool:
-        """Count a finding; whether it is one to tell: a new incident, and not one of very many."""
+        """Count a finding; whether it is one to tell: a new incident, and not one of very many.
+
+        What several sites see of one incident, such as a damaged bit that a forward and the last look find, is told
+        once.
+        """
         key = finding.code, site_name(*finding.site)
         group = self.groups.setdefault(key, FindingGroup(finding, finding))
         group.last, group.count = finding, group.count + 1
         self.total += 1
-        if finding.incident in group.incidents or len(group.kept) >= KEPT_IN_GROUP:
+        if (finding.code, finding.incident) in self._told or len(group.kept) >= KEPT_IN_GROUP:
             return False
-        group.incidents.add(finding.incident)
+        self._told.add((finding.code, finding.incident))
         group.kept.append(finding)
         return True
 
     @property
     def findings(self) -> list[Finding]:
-        """The first finding of every incident in each group, in the order in which they were found."""
+        """The first finding of every incident, in the order in which they were found."""
         kept = [finding for group in self.groups.values() for finding in group.kept]
         return sorted(kept, key=lambda finding: (finding.step, finding.incident))

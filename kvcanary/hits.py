@@ -107,10 +107,10 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
     return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
 
 
-def _speaks_first(hit: Hit) -> tuple[bool, bool, int, int, int]:
-    """Writes before reads; then along the row; at one slot by rank; the first pool before the second."""
-    nowhere = hit.position is None
-    return hit.code not in SPEAK_FIRST, nowhere, hit.position or 0, RANK[hit.code], hit.pool.pool_id
+def _speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
+    """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second."""
+    nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
+    return is_read, hit.code == "T1", nowhere, hit.position or 0, RANK[hit.code], hit.pool.pool_id
 
 
 def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 
+PARTS = ("K", "V")
+LATE_STEPS = 8  # in which a copy that was in flight when its page was freed has surely landed
+
 
 def flipped_bit(facts: Facts) -> Cause | None:
     word = facts.word
@@ -25,16 +28,37 @@ def _one_word(facts: Facts) -> tuple[str, ...]:
     return (f"this word alone explains both fingerprints; 1 of {layers} layers differs",)
 
 
+def scale(facts: Facts) -> Cause | None:
+    """What lies beside K and V is another slot's, or reset, or one word of it changed."""
+    whose, word = facts.whose_is("scale"), facts.word
+    if word is not None and word.part not in PARTS:
+        evidence = (f"the word that changed lies in {word.part}", *_one_word(facts))
+        return Cause("scales", f"{word.part} was overwritten, K and V are as written", "derived", evidence)
+    if whose is None:
+        return None
+    text = "scales were reset, or addressed by another shape, after they were written"
+    return Cause("scales", text, "inferred", (whose.text,))
+
+
 def copied(facts: Facts) -> Cause | None:
-    """The row of another slot: stored there by the same forward, or copied later."""
-    whose, source, record = facts.whose_is("slot"), facts.source, facts.record
-    if whose is None or source is None or record is None:
+    """The row of another slot: exchanged with it, or copied."""
+    whose = facts.whose_is("slot")
+    if whose is None or facts.is_first_look or untranslated(facts) is not None:
         return None
     evidence = f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"
-    if (source.step, source.site) == (record.step, record.site):
-        both = f"{facts.last_write} wrote both slots"
-        return Cause("addressing", f"{whose.text}: stored in the wrong slot", "derived", (evidence, both))
+    if facts.source_is_damaged and facts.hit.code == "R9":
+        other = f"slot {whose.slot} does not hold its own bytes either"
+        return Cause("addressing", f"{whose.text}: rows went to each other's slots", "derived", (evidence, other))
     return Cause("transfer", f"{whose.text}: a copy that nobody declared", "inferred", (evidence,))
+
+
+def untranslated(facts: Facts) -> Cause | None:
+    """A pool behind a map, in whose slot a store has not arrived: it went to where the unmapped number leads."""
+    hit = facts.hit
+    if hit.code != "R9" or hit.pool.view.slot_map is None or not facts.was_never_right or facts.word is not None:
+        return None
+    evidence = (f"slots of the {hit.pool.name} pool are found through a map", "it was never right")
+    return Cause("windows", "the store went by a slot of another pool, or by an old map", "inferred", evidence)
 
 
 def mixed_up(facts: Facts) -> Cause | None:
@@ -48,14 +72,18 @@ def mixed_up(facts: Facts) -> Cause | None:
 
 def never_stored(facts: Facts) -> Cause | None:
     """What was there before the last declared write is still there."""
+    if not facts.was_never_right or facts.word is not None or facts.whose_is("exchange", "shift", "layer"):
+        return None
     evidence = []
     whose, slots = facts.whose_is("poison", "stale", "zero"), {hit.slot for hit in facts.incident}
-    if whose is not None and facts.hit.last_good in (None, facts.write_step):
+    if whose is not None:
         evidence.append(f"{whose.text}; it was never right")
-    if len(slots) > 1 and _layers_agree(facts):
+    if facts.is_first_look:
+        evidence.append("the forward that wrote it found it: nobody came between")
+    if facts.whose and len(slots) > 1 and _layers_agree(facts):
         evidence.append(f"the same layers differ in each of {len(slots)} slots")
-        if _is_older(facts):
-            evidence.append("these bytes are older than the last declared write")
+    if evidence and _is_older(facts):
+        evidence.append("these bytes are older than the last declared write")
     if not evidence:
         return None
     layers = ", ".join(map(str, facts.hit.layers[:4]))
@@ -74,10 +102,13 @@ def _layers_agree(facts: Facts) -> bool:
 
 
 def cleared(facts: Facts) -> Cause | None:
-    whose, last_good = facts.whose_is("zero"), facts.hit.last_good
-    if whose is None or last_good is None:
+    part, whose, last_good = facts.whose_is("zero_part"), facts.whose_is("zero"), facts.hit.last_good
+    if part is not None:
+        evidence = (f"{part.text}, and the rest of the row is not",)  # a store that is lost loses the whole row
+    elif whose is not None and last_good is not None:
+        evidence = (f"{whose.text}; they were right at step {last_good}",)
+    else:
         return None
-    evidence = (f"{whose.text}; they were right at step {last_good}",)
     return Cause("order", "cleared after it was written: a zeroing that waited for nobody", "inferred", evidence)
 
 
@@ -85,6 +116,9 @@ def not_finite(facts: Facts) -> Cause | None:
     whose = facts.whose_is("not_finite")
     if whose is None:
         return None
+    if facts.hit.code == "P1":
+        text = "a page of another kind of layer, or of before the pool was cleared, was not made neutral"
+        return Cause("uninitialised", text, "inferred", (whose.text, "nobody had the page to write it"))
     return Cause("bits", "overwritten with values that no forward has stored", "inferred", (whose.text,))
 
 
@@ -120,18 +154,20 @@ def late_write(facts: Facts) -> Cause | None:
     former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
     if not former or facts.word is not None:
         return None
-    evidence = (f"the page was freed by {former[-1].request_id!r} at step {former[-1].step}",)
-    return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
+    evidence = [f"the page was freed by {former[-1].request_id!r} at step {former[-1].step}"]
+    if facts.hit.step - former[-1].step <= LATE_STEPS:
+        evidence.append(f"that was {facts.hit.step - former[-1].step} steps before")
+    return Cause("lifetime", "a write of the page's former owner that came late", "inferred", tuple(evidence))
 
 
 def overwritten(facts: Facts) -> Cause | None:
     if facts.word is not None:
         return None
     slots = len({hit.slot for hit in facts.incident})
-    if slots > 1:
-        evidence = (f"{slots} slots changed",)
-        return Cause("transfer", "a block copy, or a zeroing of the page, that nobody declared", "inferred", evidence)
-    return Cause("bits", "several words changed: an overwrite that nobody declared", "derived")
+    rows = "one row" if slots == 1 else f"{slots} rows"
+    is_strange = not facts.whose and not facts.is_first_look
+    evidence = (f"{rows} changed to bytes that nobody has written here",) if is_strange else ()
+    return Cause("bits", "several words changed: an overwrite that nobody declared", "derived", evidence)
 
 
 def moved_wrong(facts: Facts) -> Cause | None:

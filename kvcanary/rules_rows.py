@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
-from kvcanary.sites import TREE_KINDS, site_name
+from kvcanary.groups import window_start
+from kvcanary.sites import TREE_KINDS, site_name, unpack_site
+from kvcanary_kernels.record import LOAD_FAILED, LOADING, NEVER_WRITTEN
 
+UNLOADED = (NEVER_WRITTEN, LOADING, LOAD_FAILED)  # states of a page
 WRAPPED = 1 << 31  # what a 32-bit index can not hold
 
 
@@ -35,7 +38,42 @@ def padding(facts: Facts) -> Cause | None:
 
 
 def wrong_entry(facts: Facts) -> Cause | None:
-    return Cause("addressing", "an entry of the table or index array names the wrong slot", "inferred")
+    if facts.is_own_place or exchanged_pages(facts) is not None:
+        return None
+    text = "an entry of the table or index array names the wrong slot"
+    return Cause("addressing", text, "inferred", () if facts.hit.code == "R2" else _granted(facts))
+
+
+def _granted(facts: Facts) -> tuple[str, ...]:
+    """What was granted where the row looks elsewhere."""
+    if facts.granted_slot is None:
+        return ()
+    return (f"position {facts.hit.position} was granted slot {facts.granted_slot}, the row looks in {facts.hit.slot}",)
+
+
+def more_entries(facts: Facts) -> Cause | None:
+    """A row whose length is wrong too: what it has too many of is no entry of its own."""
+    wrong = [hit for hit in facts.incident if hit.code == "R10"]
+    if not wrong or wrong[0] is facts.hit:
+        return None
+    evidence = ("the row's length is not the request's (R10)", *_granted(facts))
+    return Cause("lengths", "the row counts entries that the request does not have", "inferred", evidence)
+
+
+def kept_other_nodes(facts: Facts) -> Cause | None:
+    """The row looks in its own place, and another node of the tree lies there than was accepted."""
+    lies = facts.different_record if facts.hit.code == "R6" else facts.record if facts.is_own_place else None
+    if lies is None or facts.reader is None or lies.request != facts.reader.uid:
+        return None
+    kind, index, _ = unpack_site(lies.site)
+    if kind not in TREE_KINDS:
+        return None
+    evidence = (
+        "the row looks in the slot that it was granted",
+        f"{site_name(kind, index)}, step {lies.step}, wrote what lies there",
+    )
+    text = "entries were kept by their number, not by the accepted path, or their move went wrong"
+    return Cause("draft", text, "derived", evidence)
 
 
 def exchange(facts: Facts) -> Cause | None:
@@ -66,9 +104,10 @@ def shifted_row(facts: Facts) -> Cause | None:
     if len(misplaced) < 2 or len(offsets) > 1:
         return None
     offset = offsets.pop()
-    evidence = (f"{len(misplaced)} entries hold their position {offset:+d}",)
-    if offset % facts.hit.pool.view.page_size == 0:
-        return Cause("windows", "the row begins at another page: the start of a window is wrong", "inferred", evidence)
+    evidence = (f"{len(misplaced)} entries hold their position {offset:+d}", *_granted(facts)[:1])
+    if offset > 0 and min(misplaced)[0] == window_start(facts.hit.pool.view, facts.hit.until or 0):
+        first = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
+        return Cause("windows", first, "inferred", evidence)
     return Cause("lengths", "the row is shifted: a length or an offset is wrong by that much", "inferred", evidence)
 
 
@@ -94,14 +133,20 @@ def later_write(facts: Facts) -> Cause | None:
 def foreign_token(facts: Facts) -> Cause | None:
     if facts.writer is None or facts.writer == facts.hit.request_id:
         return None
+    if facts.hit.code == "R4" and facts.own_position is not None:
+        return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
     evidence = (f"the record names {facts.writer!r}",)
     return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
 
 
 def row_mixed_up(facts: Facts) -> Cause | None:
-    hit, differs = facts.hit, facts.first_difference
-    evidence = () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
-    if evidence and differs == len(hit.row_slots) - 1:
+    hit, differs, lies = facts.hit, facts.first_difference, facts.different_record
+    evidence: tuple[str, ...] = (
+        () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
+    )
+    if lies is not None and facts.reader is not None and lies.request != facts.reader.uid:
+        evidence += (f"another request has written the entry of position {differs}",)
+    elif evidence and differs == len(hit.row_slots) - 1:
         return Cause("order", "the last token fed is not the one that was accepted", "inferred", evidence)
     by = "" if facts.write_site is None else f", last written by {facts.last_write}"
     return Cause(
@@ -111,7 +156,7 @@ def row_mixed_up(facts: Facts) -> Cause | None:
 
 def read_after_free(facts: Facts) -> Cause | None:
     freed = [event for event in facts.events if event.kind == "freed"]
-    if not freed:
+    if not freed or (facts.hit.code == "W2" and not _had_it(facts, facts.hit.request_id)):
         return None
     event = freed[-1]
     evidence = [f"freed by {event.request_id!r} at step {event.step}"]
@@ -133,7 +178,9 @@ def neighbours_row(facts: Facts) -> Cause | None:
     """Several entries in a row that all lie on pages of other requests."""
     foreign = [hit for hit in facts.incident if hit.code == "R8" and hit.row == facts.hit.row]
     entries = max(len(foreign), foreign[0].run)
-    if entries <= facts.hit.pool.view.page_size:
+    last = max(hit.until or hit.position or 0 for hit in foreign)
+    is_whole = facts.reader is not None and last >= facts.reader.committed_len - 1
+    if entries <= facts.hit.pool.view.page_size and not (is_whole and entries > 1):
         return None
     evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.owner!r}")
     return Cause("identity", f"the row of {facts.owner!r} was read in the place of this one", "inferred", evidence)
@@ -161,6 +208,41 @@ def missing_layer(facts: Facts) -> Cause | None:
     layers = ", ".join(map(str, facts.hit.layers[:4])) or "some"
     evidence = (f"the entry is of this grant, layer {layers} is not marked as stored",)
     return Cause("uninitialised", "a layer did not store its K and V for this entry", "derived", evidence)
+
+
+def not_loaded(facts: Facts) -> Cause | None:
+    """The page was granted for a load, and nothing has written the entry since."""
+    grants = [number for number, event in enumerate(facts.events) if event.kind == "set aside"]
+    if not grants or (facts.record is not None and facts.record.site and facts.record.generation == facts.granted):
+        return None
+    event = facts.events[-1]
+    evidence = ("the page was granted for a load", f"its last event: {event}", "nobody has written the entry since")
+    return Cause("transfer", "a load failed, still runs or brought less, and its hit was counted", "derived", evidence)
+
+
+def without_hooks(facts: Facts) -> Cause | None:
+    """An entry of the row's own that is final, and that no forward has declared."""
+    reader, found = facts.reader, facts.record
+    if reader is None or found is None or not facts.is_own_place or (facts.hit.position or 0) >= reader.committed_len:
+        return None
+    if found.site and found.generation == facts.granted:
+        return None
+    evidence = (
+        f"position {facts.hit.position} is final, and in its own place",
+        "no forward has declared that it writes here since the page was granted",
+    )
+    return Cause("hooks", "a forward ran without the canary's hooks", "inferred", evidence)
+
+
+def refused_load(facts: Facts) -> Cause | None:
+    """Tokens became final in pages into which nothing has come."""
+    if facts.reader is None:
+        return None
+    waiting = [page for page in facts.reader.pages if page >= 0 and facts.ledger.states[page] in UNLOADED]
+    if not waiting:
+        return None
+    evidence = (f"{len(waiting)} pages of the row wait for a load, page {waiting[0]} first",)
+    return Cause("transfer", "a load was refused or still runs, and its tokens were counted", "derived", evidence)
 
 
 def never_written(facts: Facts) -> Cause | None:

@@ -9,7 +9,7 @@ earlier grant of its page, or to what a host buffer held before it was taken aga
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcanary.pages import Array
 
@@ -20,6 +20,8 @@ Resource = int | str
 Touched = Mapping[Resource, int | None]
 
 HOST: Stream = "host"
+#: Hazards of a violation.
+UNORDERED, OUTDATED, FREED = "not waited for", "old grant", "freed in flight"
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Violation:
     stream:    on which the access runs
     ticket:    the work in flight that it did not wait for, or None
     sentence:  what happened, in plain words with all numbers
+    hazard:    UNORDERED, OUTDATED or FREED
     """
 
     resource: Resource
     stream: Stream
     ticket: Ticket | None
     sentence: str
+    hazard: str = UNORDERED
     code: str = "O1"
 
 
@@ -122,7 +126,10 @@ class Tickets:
 
     def free(self, pages: Touched, stream: Stream = HOST) -> list[Violation]:
         """Pages are given back in the generation in which they were granted; `stream`: who may write them next."""
-        found = self.use("free", stream, pages, writes=True)
+        found = [
+            violation if violation.hazard == OUTDATED else replace(violation, hazard=FREED)
+            for violation in self.use("free", stream, pages, writes=True)
+        ]
         for page in pages:
             self._in_flight.pop(page, None)
         return found
@@ -139,7 +146,7 @@ class Tickets:
             now = planned if planned is None else self._generation(resource)
             if planned != now:
                 sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
-                found.append(Violation(resource, stream, ticket, sentence))
+                found.append(Violation(resource, stream, ticket, sentence, OUTDATED))
         return found
 
     def _generation(self, resource: Resource) -> int | None:

@@ -112,6 +112,12 @@ def lanes_of_rows(pool: PoolState, layer: int, rows: Tensor) -> Tensor:
     return ((rows.to(torch.int64) & MASK_32) * keys).sum(1) + pool.keys.start_a[layer]
 
 
+def holds_its_own(pool: PoolState, layer: int, slot: int) -> bool:
+    """Whether the slot's bytes of the layer are those that its fingerprint names."""
+    row = pool.rows.gather_layer(layer, torch.tensor([slot], device=pool.records.device))
+    return bool(lanes_of_rows(pool, layer, row)[0] == pool.content_a[layer, slot])
+
+
 # the hypotheses
 
 
@@ -119,7 +125,7 @@ def all_zero(scene: Scene) -> Whose | None:
     zero = [number for number in range(scene.num_parts) if not scene.row[scene.part(number)].any()]
     if not scene.row.any():
         return _inferred("zero", "all zero")
-    return _inferred("zero", f"{PARTS[zero[0]]} is all zero") if zero else None
+    return _inferred("zero_part", f"{PARTS[zero[0]]} is all zero") if zero else None
 
 
 def poisoned(scene: Scene) -> Whose | None:
@@ -156,9 +162,31 @@ def of_another_slot(scene: Scene) -> Whose | None:
     others = [slot for slot in same[: NAMED_SLOTS + 2].tolist() if slot != scene.slot]
     if not others:
         return None
+    others.sort(key=lambda slot: holds_its_own(scene.pool, scene.layer, slot))  # rows that were exchanged go first
     more = len(same) - len(others[:NAMED_SLOTS]) - int((same == scene.slot).any())
     named = ", ".join(str(slot) for slot in others[:NAMED_SLOTS]) + (f" and {more} more" if more else "")
     return Whose("slot", f"the bytes of slot {named}", "derived", others[0], scene.layer)
+
+
+def scales_of_another(scene: Scene) -> Whose | None:
+    """What lies beside K and V is one number throughout, or that of the slot before or after."""
+    pieces = scene.pool.rows.pieces[scene.num_parts :]
+    beside = [scene.row[piece.first : piece.first + piece.words] for piece in pieces]
+    if not beside:
+        return None
+    words = torch.cat(beside)
+    if len(words) > 1 and bool((words == words[0]).all()):
+        return _inferred("scale", f"{_names(scene)} hold one number throughout")
+    for other in (scene.slot - 1, scene.slot + 1):
+        if scene.pool.view.null_slots <= other < scene.pool.view.num_slots:
+            row = scene.pool.rows.gather_layer(scene.layer, scene.search.new_tensor([other]))[0]
+            if torch.equal(torch.cat([row[piece.first : piece.first + piece.words] for piece in pieces]), words):
+                return _inferred("scale", f"{_names(scene)} are those of slot {other}", other, scene.layer)
+    return None
+
+
+def _names(scene: Scene) -> str:
+    return " and ".join(part.name for part in scene.pool.view.parts[scene.num_parts :])
 
 
 def of_another_layer(scene: Scene) -> Whose | None:
@@ -230,6 +258,7 @@ def not_finite(scene: Scene) -> Whose | None:
 HYPOTHESES: tuple[Hypothesis, ...] = (
     of_the_next_slot,
     of_another_slot,
+    scales_of_another,
     all_zero,
     poisoned,
     stale,

@@ -138,7 +138,7 @@ def make_keys(seed: int, num_layers: int, words_per_row: int, device: torch.devi
         pieces=torch.cat([_cut(lane, piece_bits) for lane in (lane_a, lane_b)], dim=2).to(device),
         piece_bits=piece_bits,
         constants=torch.tensor(constants).to(device),
-        powers=torch.tensor([_powers(multiplier), _powers(inverse)]).to(device),
+        powers=torch.stack([_powers(multiplier), _powers(inverse)]).to(device),
         seal_start=seal_start,
         seal_keys=tuple(seal_keys),
         mix_key=mix_key,
@@ -286,13 +286,8 @@ def _cut(keys: Tensor, bits: int) -> Tensor:
     return torch.stack(pieces, dim=2).double()
 
 
-def _powers(base: int) -> list[list[int]]:
-    """base^i, and base^(i << POWER_BITS), for i in [0, POWERS)."""
-    tables = []
-    for factor in (base, pow(base, POWERS, 1 << 64)):
-        value, table = 1, []
-        for _ in range(POWERS):
-            table.append(signed(value))
-            value = value * factor & MASK_64
-        tables.append(table)
-    return tables
+def _powers(base: int) -> Tensor:
+    """[2, POWERS] int64: base^i, and base^(i << POWER_BITS), for i in [0, POWERS), mod 2^64."""
+    factors = torch.tensor([[signed(base)], [signed(pow(base, POWERS, 1 << 64))]]).repeat(1, POWERS)
+    factors[:, 0] = 1
+    return factors.cumprod(1)

@@ -9,8 +9,10 @@ from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.reach import (
     any_entry,
     any_layer,
+    edit_behind_the_end,
     entry_at,
     is_private,
+    noise_in_a_free_page,
     overwrite,
     submit_prompt,
     words_of,
@@ -30,8 +32,9 @@ def _exchange_pages(target: Target) -> bool:
             first, second = sorted(target.rng.sample(range(whole), 2))
             here, there = (slice(page * size, (page + 1) * size) for page in (first, second))
             reader.slots[here], reader.slots[there] = reader.slots[there].clone(), reader.slots[here].clone()
+            is_own = is_private(target, reader.pages[second])
             target.record(
-                writer=reader.request_id,
+                writer=reader.request_id if is_own else None,  # another request may have written what is shared
                 reader=reader.request_id,
                 position=first * size,
                 slot=int(reader.slots[first * size]),
@@ -166,6 +169,7 @@ FAULTS = (
         expected="R4",
         applies_to="requests of two whole pages and more",
         strike=_exchange_pages,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="addressing.branch_slots_transposed",
@@ -179,7 +183,7 @@ FAULTS = (
         needs={"num_steps": 5, "topk": 4, "num_draft_tokens": None},
         applies=has_deep_branches,
         strike=_read_the_next_branch,
-        cause=("addressing", "draft"),
+        cause="draft",
     ),
     Fault(
         name="addressing.page_permuted",
@@ -192,7 +196,7 @@ FAULTS = (
         applies_to="page_size > 1",
         applies=lambda setup: setup.page_size > 1 and setup.prompt_len >= setup.page_size,
         strike=_permute_a_page,
-        cause=("addressing", "transfer"),
+        quiet=noise_in_a_free_page,
     ),
     Fault(
         name="addressing.slot_plus_one",
@@ -205,6 +209,7 @@ FAULTS = (
         applies_to="drafts, several requests whose pages lie side by side",
         applies=lambda setup: setup.drafts and setup.batch > 1 and setup.pages is None,
         strike=_write_to_the_next_slots,
+        also=("W3",),
     ),
     Fault(
         name="addressing.compressed_position",
@@ -217,7 +222,6 @@ FAULTS = (
         applies_to="drafts of two steps and more, requests of two whole pages",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.page_size <= setup.prompt_len,
         strike=_write_at_a_lagging_position,
-        cause=("addressing", "bounds", "lifetime"),
     ),
     Fault(
         name="addressing.chunk_local_position",
@@ -231,7 +235,6 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.pages is None and setup.page_size <= CHUNK,
         strike=_write_a_chunk_from_0,
-        cause=("addressing", "bounds"),
     ),
     Fault(
         name="addressing.keyed_by_position",
@@ -243,6 +246,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1 and not setup.shared and setup.page_size <= setup.prompt_len,
         strike=_read_by_position_alone,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="addressing.null_page_granted",

@@ -16,6 +16,8 @@ from kvcanary.faults.reach import (
     change,
     entry_at,
     mask_of,
+    never_granted,
+    noise_in_a_free_page,
     overwrite,
     own_state,
     part_of,
@@ -186,7 +188,19 @@ def _damage_fingerprint(target: Target) -> bool:
     return True
 
 
-def _in_one_row(name: str, story: str, damage: Damage, cause: str | tuple[str, ...] = "") -> Fault:
+def _damage_a_blank(target: Target, lane: bool) -> bool:
+    """The same in a record, or a first lane, of a page that nobody has had: nothing is due."""
+    view, page = target.pools["target"], never_granted(target)
+    if page is None:
+        return False
+    state, slot = own_state(target, view), page * view.page_size
+    words = state.content_a[any_layer(target, view)] if lane else state.records[slot]
+    words[slot if lane else 0] ^= 1 << target.rng.randrange(62)
+    target.record(code="")
+    return True
+
+
+def _in_one_row(name: str, story: str, damage: Damage, cause: str = "") -> Fault:
     return Fault(
         name=f"bits.{name}",
         story=story,
@@ -207,7 +221,7 @@ FAULTS = (
     ),
     _in_one_row("zeroed_row", "K or V of an entry is cleared in one layer, as by a late memset.", _zero, "order"),
     _in_one_row(
-        "row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot, "addressing"
+        "row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot, "transfer"
     ),
     _in_one_row("k_and_v_swapped", "K lies where V belongs, and V where K does.", _exchange_parts, "transfer"),
     _in_one_row("shifted_by_a_head", "The heads of K or V lie one place too far.", _shift_a_head, "transfer"),
@@ -219,7 +233,8 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_swap_rows,
-        cause=("addressing", "transfer"),
+        quiet=noise_in_a_free_page,
+        cause="addressing",
     ),
     Fault(
         name="bits.page_overwritten",
@@ -227,7 +242,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_overwrite_a_page,
-        cause=("bits", "transfer"),
+        quiet=noise_in_a_free_page,
     ),
     Fault(
         name="bits.row_lost",
@@ -243,6 +258,7 @@ FAULTS = (
         expected="R3",
         applies_to="everything",
         strike=_damage_record,
+        quiet=partial(_damage_a_blank, lane=False),
     ),
     Fault(
         name="bits.fingerprint_damaged",
@@ -250,5 +266,6 @@ FAULTS = (
         expected="R3",
         applies_to="everything",
         strike=_damage_fingerprint,
+        quiet=partial(_damage_a_blank, lane=True),
     ),
 )

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.reach import any_entry, as_words, change, entry_at, part_of, redirect, root_forward
+from kvcanary.faults.reach import (
+    Place,
+    any_entry,
+    as_words,
+    change,
+    entry_at,
+    noise_in_a_free_page,
+    part_of,
+    read_entry,
+    redirect,
+    row_start,
+    strike_forward,
+)
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -41,36 +52,25 @@ def _unasked(num_pages: int, *, available: Callable[[], int]) -> int:
 def _wrap_an_offset(target: Target) -> bool:
     """The offset of one entry, computed in 32 bits with a sign, comes out negative."""
 
-    def wrapped(call: Call) -> bool:
-        if call.pool != "target":
-            return False
-        request = target.rng.randrange(len(call.read.requests))
-        start = int(call.read.indptr[request * call.read.rows_per_request])
-        position = target.rng.randrange(int(call.read.prefix_lens[request]))
-        indices = call.read.indices.clone()
-        indices[start + position] -= 1 << WRAP_BITS
-        call.read = replace(call.read, indices=indices)
-        slot = int(indices[start + position])
-        target.record(pool="target", reader=call.read.requests[request], position=position, slot=slot)
-        return True
+    def wrapped(call: Call) -> Place:
+        number = target.rng.randrange(len(call.read.requests))
+        position = target.rng.randrange(int(call.read.prefix_lens[number]))
+        slot = int(call.read.indices[row_start(call, number) + position]) - (1 << WRAP_BITS)
+        read_entry(call, number, position, slot)
+        return {"reader": call.read.requests[number], "position": position, "slot": slot}
 
-    target.before(root_forward(target), wrapped)
-    return bool(target.running())
+    return strike_forward(target, wrapped)
 
 
 def _write_past_the_pool(target: Target) -> bool:
     """A forward writes one entry behind the last slot."""
 
-    def past(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def past(call: Call) -> Place:
         slot = target.pools["target"].num_slots + target.rng.randrange(target.setup.page_size)
         redirect(call, target.rng.randrange(len(call.write.slots)), slot)
-        target.record(pool="target", slot=slot)
-        return True
+        return {"slot": slot}
 
-    target.before(root_forward(target), past)
-    return bool(target.running())
+    return strike_forward(target, past)
 
 
 def _use_rows_as_scratch(target: Target) -> bool:
@@ -187,7 +187,8 @@ FAULTS = (
         story="A scratch buffer overlapped the workspace in which K and V lie: long generations came out corrupted.",
         expected="R9",
         applies_to="everything",
-        cause=("bits", "transfer", "bounds"),
+        cause="bits",
         strike=_use_rows_as_scratch,
+        quiet=noise_in_a_free_page,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,33 @@ def _feed_at_chunk_end(target: Target) -> bool:
     return True
 
 
+def _feed_at_chunk_end_of_output(target: Target) -> bool:
+    """A retracted request is prefilled again; where a chunk ends within its output, the drafter takes a guess."""
+    lens: dict[str, int] = {}  # final entries when first seen: what lies behind them is output
+
+    def watch(call: Call) -> bool:
+        for name, length in zip(call.read.requests, call.read.prefix_lens.tolist(), strict=True):
+            lens.setdefault(name, length)
+        return False
+
+    def guess(call: Call) -> bool:
+        for number, name in enumerate(call.read.requests if call.pool == "draft" else ()):
+            place = written_of(call, number).stop - 1
+            position = int(call.write.positions[place])
+            known = len(target.canary._ledger.request(name).tokens)
+            if lens.get(name, position) <= position < known - 1:
+                tokens = call.write.tokens.clone()
+                tokens[place] = (tokens[place] + 1) % _vocab_size(target)
+                call.write = replace(call.write, tokens=tokens)
+                target.record(name, pool="draft", slot=int(call.write.slots[place]), position=position)
+                return True
+        return False
+
+    target.before("verify", watch)
+    target.before("prefill", guess)
+    return True
+
+
 def _forget_the_shift(target: Target) -> bool:
     """The drafter's prompt entries hold the token of their own position, not the one that follows."""
     request_id, prompt = submit_prompt(target, 2 * CHUNK), target.prompts[-1]
@@ -86,7 +113,8 @@ def _read_by_column(target: Target) -> bool:
 
 
 def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> bool:
-    """From the third draft forward on, rows take their parent from this column; further ancestors are right.
+    """From the third draft forward on, rows of one request take their parent from this column; further ancestors are
+    right.
 
     A parent that continues these says nothing of itself: whose child an entry is, is known to the drafter alone.
     """
@@ -98,17 +126,22 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
         if last is None or call.index < FIRST_SEEN:
             return False
         ends, indices, width = call.read.indptr.tolist(), call.read.indices.clone(), call.read.rows_per_request
-        wrong: list[tuple[int, str]] = []
+        wrong: dict[int, list[int]] = {}  # by request its positions that contradict what lies before them
         for row in range(len(ends) - 1):
             place, other = ends[row + 1] - 2, row - row % width + column_of(row % width, width)
             if last.read.indices[last.read.indptr[other + 1] - 2] != indices[place - 1]:
-                wrong.append((place - ends[row], call.read.requests[row // width]))
+                wrong.setdefault(row // width, []).append(place - ends[row])
             indices[place] = last.write.slots[other]
-        call.read = replace(call.read, indices=indices)
-        if wrong:
-            position, reader = min(wrong, key=lambda one: one[0])
-            target.record(reader=reader, pool="draft", site=("draft", call.index), position=position)
-        return False
+        if not wrong:
+            return False
+        number, positions = next(iter(wrong.items()))
+        own = slice(ends[number * width], ends[(number + 1) * width])
+        changed = call.read.indices.clone()
+        changed[own] = indices[own]
+        call.read = replace(call.read, indices=changed)
+        reader = call.read.requests[number]
+        target.record(reader=reader, pool="draft", site=("draft", call.index), position=min(positions))
+        return True
 
     target.before("draft", misread)
     return True
@@ -163,6 +196,11 @@ def _first_slots(moves: list[Any]) -> list[Any]:
     return []
 
 
+def _without_the_last_row(committed: tuple[Sequence[int], Sequence[int]]) -> tuple[Sequence[int], Sequence[int]]:
+    rows, nodes = committed
+    return rows[:-1], nodes[:-1]
+
+
 def _own_features(features: Tensor) -> Tensor:
     """Features as a draft guesses them: near the target's, and not its."""
     return features * 0.75
@@ -215,6 +253,42 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.drafts and setup.pages is None,
         strike=_feed_at_chunk_end,
+    ),
+    Fault(
+        name="draft.chunk_tail_in_output",
+        k="K06",
+        bugs=("sgl-project/sglang#28254",),
+        story="The next prompt token was looked up in the prompt as it was submitted. A retracted request is prefilled "
+        "with its output, and where a chunk ended in there the drafter got the token that was just predicted. Greedy "
+        "decoding hides it, since the prediction is the token.",
+        expected="W6",
+        applies_to="drafts, prompts in chunks, a pool under pressure",
+        needs={
+            "chunk": 4,
+            "page_size": 4,
+            "pages": 84,
+            "batch": 6,
+            "new_tokens": 32,
+            "new_token_ratio": 0.0,
+            "prefix_cache": False,
+        },
+        applies=lambda setup: setup.drafts and setup.model == "random" and setup.topk <= 2,
+        strike=_feed_at_chunk_end_of_output,
+    ),
+    Fault(
+        name="draft.state_not_restored",
+        k="K35",
+        bugs=("ggml-org/llama.cpp#20075",),
+        story="Layers with a state in the place of K and V cannot be cut back by a length. After a verify the state "
+        "was not taken back to the last accepted token, or from the wrong cell: loops, and crashes.",
+        expected="RecurrentStateError",
+        applies_to="models with recurrent layers",
+        needs={"model": "hybrid", "prefix_cache": False},
+        applies=lambda setup: (
+            setup.drafts and setup.schedule == "sync" and setup.pages is None and setup.window is None
+        ),
+        perturb=_without_the_last_row,
+        late=True,
     ),
     Fault(
         name="draft.token_offset_0",

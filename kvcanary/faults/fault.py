@@ -41,8 +41,9 @@ class Fault:
         or from a hook; False where it cannot be made now: it is asked again before the next step.
     quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
 
+    exposes: whether tokens leave before any check can see it, also where all bytes are read in each forward.
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others.
-    cause: families of the right cause in a report, where they are others than the fault's own.
+    cause: family of the right cause in a report, where it is another than the fault's own: what the canary can know.
     state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
     """
 
@@ -60,8 +61,9 @@ class Fault:
     applies: Callable[[Setup], bool] = everywhere
     needs: Mapping[str, Any] = field(default_factory=dict)
     late: bool = False
+    exposes: bool = False
     within: int = 2
-    cause: str | tuple[str, ...] = ""
+    cause: str = ""
     state: str = READY
     reason: str = ""
 
@@ -77,11 +79,6 @@ class Fault:
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """Families of the right cause."""
-        return (self.cause or self.family,) if isinstance(self.cause, str) else self.cause
 
     @property
     def is_seam(self) -> bool:

@@ -2,115 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+from kvcanary.faults import replays
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.reach import any_entry, any_layer, change, redirect, root_forward, written_of
+from kvcanary.faults.reach import (
+    SPREAD_BITS,
+    Place,
+    any_entry,
+    any_layer,
+    change,
+    noise_in_a_free_page,
+    redirect,
+    strike_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Setup, Target
 
+if TYPE_CHECKING:
+    from kvcanary.buffers import StaticBuffers
+
 PADDING = -1
-SPREAD_BITS = 22
 
 
 def _pad_with_minus_one(target: Target) -> bool:
     """The mark of padding stands for a slot, and nobody guards the write."""
 
-    def pad(call: Call) -> bool:
-        if call.pool != "target":
-            return False
-        entry = target.rng.randrange(len(call.write.slots))
-        redirect(call, entry, PADDING)
-        target.record(pool="target", slot=PADDING)
-        return True
+    def pad(call: Call) -> Place:
+        redirect(call, target.rng.randrange(len(call.write.slots)), PADDING)
+        return {"slot": PADDING}
 
-    target.before(root_forward(target), pad)
-    return bool(target.running())
+    return strike_forward(target, pad)
 
 
 def _pad_with_a_live_slot(target: Target) -> bool:
     """A row of padding writes where a request that is not in the batch has its entries."""
-    running = list(target.running())
-    if len(running) < 2:
-        return False
     size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
 
-    def pad(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def pad(call: Call) -> Place | None:
         slots = call.write.slots[written_of(call, 1)].tolist()
         live = [slot for slot in slots if owner_of(slot // size) == call.read.requests[1]]
         if not live:
-            return False
-        entry = target.rng.randrange(written_of(call, 0).stop)
-        redirect(call, entry, live[-1])
-        target.record(pool="target", slot=live[-1])
-        return True
+            return None
+        redirect(call, target.rng.randrange(written_of(call, 0).stop), live[-1])
+        return {"slot": live[-1]}
 
-    target.before(root_forward(target), pad)
-    return True
+    return strike_forward(target, pad, requests=2)
 
 
 def _keep_old_positions(target: Target) -> bool:
     """A replay finds the positions of the one before in its buffer."""
+
+    def keep(call: Call, before: Call) -> Place | None:
+        positions = before.write.positions.clone()
+        if bool((positions == call.write.positions).any()):
+            return None
+        call.write = replace(call.write, positions=positions)
+        return {"slot": frozenset(call.write.slots.tolist())}
+
+    return _replay_with_the_one_before(target, keep)
+
+
+def _replay_with_the_one_before(target: Target, change: Callable[[Call, Call], Place | None]) -> bool:
+    """Change a forward by what the one before it had, of the same requests."""
     kept: list[Call] = []
 
-    def keep(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def replayed(call: Call) -> Place | None:
         before = kept.pop() if kept else None
         kept.append(Call(call.kind, call.index, call.pool, call.read, call.write))
         if before is None or before.read.requests != call.read.requests:
-            return False
-        positions = before.write.positions.clone()
-        if bool((positions == call.write.positions).any()):
-            return False
-        call.write = replace(call.write, positions=positions)
-        target.record(pool="target", slot=frozenset(call.write.slots.tolist()))
-        return True
+            return None
+        return change(call, before)
 
-    target.before(root_forward(target), keep)
-    return bool(target.running())
+    return strike_forward(target, replayed)
 
 
 def _query_by_another_stride(target: Target) -> bool:
     """Offsets of the requests are multiples of another number than the runner lays out."""
 
-    def stride(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def stride(call: Call) -> Place:
         indptr = call.read.indptr.clone()
         indptr[1:-1] -= 1
         call.read = replace(call.read, indptr=indptr)
-        target.record()
-        return True
+        return {}
 
-    target.before(root_forward(target), stride)
-    return len(target.running()) > 1
+    return strike_forward(target, stride, requests=2)
 
 
 def _read_a_rebound_buffer(target: Target) -> bool:
     """The index array was made anew, and the captured program reads the old one where it was."""
-    kept: list[Call] = []
 
-    def rebind(call: Call) -> bool:
-        if call.pool != "target":
-            return False
-        before = kept.pop() if kept else None
-        kept.append(Call(call.kind, call.index, call.pool, call.read, call.write))
-        if before is None or before.read.requests != call.read.requests:
-            return False
+    def rebind(call: Call, before: Call) -> Place | None:
+        import torch
+
         indices = call.read.indices.clone()
         length = min(len(indices), len(before.read.indices))
         indices[:length] = before.read.indices[:length]
-        differs = (indices != call.read.indices).nonzero().flatten()
-        if not len(differs):
-            return False
+        if torch.equal(indices, call.read.indices):
+            return None
         call.read = replace(call.read, indices=indices)
-        target.record(pool="target")
-        return True
+        return {}
 
-    target.before(root_forward(target), rebind)
-    return bool(target.running())
+    return _replay_with_the_one_before(target, rebind)
+
+
+def _make_buffers_anew(target: Target) -> bool:
+    """Arrays of a forward lie elsewhere than before, with the same numbers in them: nothing is due."""
+
+    def anew(call: Call) -> Place:
+        call.read = replace(call.read, indices=call.read.indices.clone(), indptr=call.read.indptr.clone())
+        call.write = replace(call.write, slots=call.write.slots.clone(), positions=call.write.positions.clone())
+        return {"code": ""}
+
+    return strike_forward(target, anew)
 
 
 def _share_a_graph_pool(target: Target) -> bool:
@@ -124,11 +131,34 @@ def _share_a_graph_pool(target: Target) -> bool:
     return True
 
 
+def _pad_a_replay(target: Target, slots: range, code: str | None = None) -> bool:
+    """An entry of padding in a captured batch is to be written at one of these slots."""
+    slot = target.rng.choice(slots)
+
+    def pad(buffers: StaticBuffers) -> None:
+        buffers.slots[-1] = slot
+        target.record(code=code, pool=replays.NAME, slot=slot)
+
+    replays.replay(target, pad)
+    return True
+
+
 def _several(setup: Setup) -> bool:
     return setup.batch > 1
 
 
 FAULTS = (
+    Fault(
+        name="graphs.padding_of_a_replay",
+        k="K10",
+        bugs=("NVIDIA/TensorRT-LLM#13278",),
+        story="A captured batch is padded, and what pads it named slots that a request still had: every replay of a "
+        "smaller batch wrote there.",
+        expected="W9",
+        applies_to="any engine: the pool and the captured forward are the fault's own",
+        strike=partial(_pad_a_replay, slots=range(replays.FIRST, replays.FIRST + replays.PROMPT_LEN)),
+        quiet=partial(_pad_a_replay, slots=range(replays.PAGE_SIZE), code=""),
+    ),
     Fault(
         name="graphs.padding_is_minus_one",
         k="K10",
@@ -138,7 +168,6 @@ FAULTS = (
         expected="W1",
         applies_to="everything",
         strike=_pad_with_minus_one,
-        cause=("graphs", "bounds"),
     ),
     Fault(
         name="graphs.padding_on_a_live_slot",
@@ -155,7 +184,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=_several,
         strike=_pad_with_a_live_slot,
-        cause=("graphs", "draft", "addressing"),
+        cause="addressing",
     ),
     Fault(
         name="graphs.positions_of_before",
@@ -173,7 +202,7 @@ FAULTS = (
         expected="W5",
         applies_to="everything",
         strike=_keep_old_positions,
-        cause=("graphs", "draft"),
+        quiet=_make_buffers_anew,
     ),
     Fault(
         name="graphs.wrong_stride",
@@ -195,7 +224,8 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_read_a_rebound_buffer,
-        cause=("graphs", "order", "addressing"),
+        quiet=_make_buffers_anew,
+        cause="addressing",
     ),
     Fault(
         name="graphs.shared_scratch",
@@ -206,6 +236,7 @@ FAULTS = (
         expected="R9",
         applies_to="everything",
         strike=_share_a_graph_pool,
-        cause=("graphs", "bits", "transfer"),
+        quiet=noise_in_a_free_page,
+        cause="bits",
     ),
 )

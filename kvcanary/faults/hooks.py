@@ -67,9 +67,9 @@ FAULTS = (
         expected="R12",
         also=("H1",),
         applies_to="plain decoding; what is read next speaks first, and H1 is its evidence",
-        cause=("hooks", "uninitialised"),
         needs={"drafts": False, "num_draft_tokens": None},
         applies=lambda setup: not setup.adaptive,
         strike=_run_without_hooks,
+        exposes=True,  # what runs without hooks is seen by the next forward
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import redirect_row, root_forward
+from kvcanary.faults.reach import Place, redirect_row, strike_forward
 from kvcanary.faults.target import Call, Setup, Target
 
 
@@ -18,20 +18,16 @@ def _plain(bigram: bool) -> bool:
 def _cascade_over_what_is_not_common(target: Target) -> bool:
     """The first pages of one request are taken for the common prefix of all."""
 
-    def cascade(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def cascade(call: Call) -> Place | None:
         owner, size = call.read.requests[0], target.setup.page_size
         owner_of = target.canary._ledger.owner_of
         place = redirect_row(call, 1, 0, lambda slot: owner_of(slot // size) == owner)
         if place is None:
-            return False
+            return None
         position, slot = place
-        target.record(owner, pool="target", reader=call.read.requests[1], position=position, slot=slot)
-        return True
+        return {"writer": owner, "reader": call.read.requests[1], "position": position, "slot": slot}
 
-    target.before(root_forward(target), cascade)
-    return len(target.running()) > 1
+    return strike_forward(target, cascade, requests=2)
 
 
 def _shares(setup: Setup) -> bool:
@@ -63,7 +59,7 @@ FAULTS = (
         expected="R5",
         also=("R6",),
         applies_to="a prefix cache, and prompts that two tenants have in common",
-        needs={"shared": 12, "salts": 3, "batch": 4},
+        needs={"shared": 12, "salts": 3, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=_shares,
         perturb=_without_tenant,
         within=8,
@@ -78,10 +74,9 @@ FAULTS = (
         expected="R5",
         also=("R6", "W6"),
         applies_to="drafts with a prefix cache, prompts that part at the end of a page",
-        needs={"shared": 12, "batch": 4},
+        needs={"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
         perturb=_plain,
-        cause=("identity", "draft", "order"),
     ),
     Fault(
         name="identity.common_prefix",
@@ -94,6 +89,5 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_cascade_over_what_is_not_common,
-        cause=("identity", "addressing"),
     ),
 )

@@ -137,7 +137,6 @@ FAULTS = (
         story="While a prompt was prefilled in chunks, attention was given the length of the whole prompt and read "
         "slots that no chunk had written yet.",
         expected="R4",
-        cause=("lengths", "addressing", "order", "draft"),
         applies_to="prompts in chunks",
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.pages is None,
@@ -160,7 +159,6 @@ FAULTS = (
         story="A cache was told to drop rejected tokens, dropped fewer or none, and nobody looked at what it had done: "
         "they counted as part of the sequence from then on.",
         expected="R4",
-        cause=("lengths", "addressing", "order", "draft"),
         applies_to="everything",
         strike=partial(_believe, change=1),
     ),

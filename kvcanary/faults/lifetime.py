@@ -7,7 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault, everywhere
-from kvcanary.faults.reach import any_layer, any_reader, change, redirect, root_forward
+from kvcanary.faults.reach import (
+    any_layer,
+    any_reader,
+    change,
+    come_and_go,
+    edit_behind_the_end,
+    is_private,
+    noise_in_a_free_page,
+    redirect,
+    root_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Running, Setup, Target
 
 if TYPE_CHECKING:
@@ -117,6 +128,31 @@ def _remove_the_parent_first(target: Target) -> bool:
     return True
 
 
+def _remove_the_child_first(target: Target) -> bool:
+    """A row is forked, and the one that was forked from it ends first: its pages are the other's again."""
+    reader = any_reader(target)
+    whole = 0 if reader is None else reader.committed_len // target.setup.page_size
+    if reader is None or not whole or not all(is_private(target, page) for page in reader.pages[:whole]):
+        return False
+    canary, pages = target.canary, list(reader.pages[:whole])
+    target.record(code="")
+    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens)
+    canary.on_fork(reader.request_id, CHILD, pages)
+    canary.on_free(CHILD, pages)
+    return True
+
+
+def _work_on_a_current_page(target: Target) -> bool:
+    """A copy is planned for the grant that its page has, and has come to its end before anybody goes on."""
+    reader = any_reader(target)
+    if reader is None:
+        return False
+    page, tickets = target.rng.choice(reader.pages), target.canary.tickets
+    target.record(code="")
+    tickets.complete(tickets.issue("save", "connector", reads={page: int(target.canary._ledger.generations[page])}))
+    return True
+
+
 def _cache_a_freed_page(target: Target) -> bool:
     """A prefix tree takes, or keeps, a page that was given back; the next request of this prefix would hit it."""
     reader, page, _ = _whole_page(target)
@@ -194,24 +230,20 @@ def _save_an_old_list(target: Target) -> bool:
 def _write_what_is_published(target: Target) -> bool:
     """A block is cached that is still to be written."""
 
-    def write(call: Call) -> bool:
-        if call.pool != "target":
+    size = target.setup.page_size
+
+    def write(call: Call, reader: Running) -> bool:
+        if call.pool != "target" or reader.request_id not in call.read.requests:
             return False
-        published = target.canary._ledger.pages.published
-        held = [page for reader in target.running() for page in reader.pages if published[page]]
-        if not held:
-            return False
-        page = target.rng.choice(held)
-        slot = page * target.setup.page_size + target.rng.randrange(target.setup.page_size)
-        redirect(call, target.rng.randrange(len(call.write.slots)), slot)
+        slot = reader.pages[0] * size + target.rng.randrange(size)
+        redirect(call, written_of(call, call.read.requests.index(reader.request_id)).start, slot)
         target.record(pool="target", slot=slot)
         return True
 
     for reader in target.running():
-        whole = target.canary._ledger.request(reader.request_id).final_pages
-        if whole:
+        if target.canary._ledger.request(reader.request_id).final_pages:
             target.canary.on_share(reader.request_id, list(reader.pages[:1]))
-            target.before(root_forward(target), write)
+            target.before(root_forward(target), partial(write, reader=reader))
             return True
     return False
 
@@ -221,14 +253,17 @@ def _write_after_the_end(target: Target) -> bool:
     running = list(target.running())
     if len(running) < 2:
         return False
-    gone = target.rng.choice(running)
-    own = [page for page in gone.pages if target.canary._ledger.owner_of(page) == gone.request_id]
+    gone, size = target.rng.choice(running), target.setup.page_size
+    unfinished = gone.pages[gone.committed_len // size :]  # a cache takes the whole ones
+    own = [page for page in unfinished if target.canary._ledger.owner_of(page) == gone.request_id]
+    if not own:
+        return False
     target.cancel(gone.request_id)
 
     def write(call: Call) -> bool:
         if call.pool != "target":
             return False
-        slot = own[-1] * target.setup.page_size
+        slot = own[-1] * size
         redirect(call, target.rng.randrange(len(call.write.slots)), slot)
         target.record(pool="target", slot=slot)
         return True
@@ -317,6 +352,7 @@ FAULTS = (
         expected="R7",
         applies_to="requests of a whole page and more",
         strike=_free_a_page_that_is_read,
+        quiet=come_and_go,
     ),
     _fault(
         "freed_and_granted_while_read",
@@ -328,6 +364,7 @@ FAULTS = (
         also=("R7", "R8"),
         applies_to="requests of a whole page and more",
         strike=_grant_a_page_that_is_read,
+        quiet=come_and_go,
     ),
     _fault(
         "row_reused_while_read",
@@ -339,7 +376,8 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared and setup.page_size <= setup.prompt_len,
         strike=_rewrite_a_row,
-        cause=("lifetime", "identity", "addressing"),
+        quiet=edit_behind_the_end,
+        cause="identity",
     ),
     _fault(
         "locked_page_replaced",
@@ -364,7 +402,7 @@ FAULTS = (
         needs={"shared": 16, "batch": 4},
         applies=lambda setup: setup.prefix_cache and setup.page_size < 16 and setup.prompt_len >= 24,
         perturb=_not_remapped,
-        within=3,
+        within=5,  # prompts that come meanwhile are prefilled first
     ),
     _fault(
         "parent_removed_first",
@@ -375,6 +413,7 @@ FAULTS = (
         expected="PageReferenceError",
         applies_to="requests of a whole page and more",
         strike=_remove_the_parent_first,
+        quiet=_remove_the_child_first,
     ),
     _fault(
         "tree_keeps_freed_pages",
@@ -423,10 +462,11 @@ FAULTS = (
         applies_to="everything",
         applies=everywhere,
         strike=_free_the_halves_of_a_page,
+        quiet=partial(come_and_go, pages=2),
     ),
     _fault(
         "slots_for_pages",
-        "",
+        "K54",
         (),
         "Evicted tokens were given back by their slots, and taken for the pages of these numbers.",
         expected="LifetimeError",
@@ -450,7 +490,7 @@ FAULTS = (
         expected="O1",
         applies_to="requests of a whole page and more",
         strike=_free_by_an_old_key,
-        cause=("lifetime", "order"),
+        quiet=_work_on_a_current_page,
     ),
     _fault(
         "old_list_saved",
@@ -463,7 +503,7 @@ FAULTS = (
         applies=everywhere,
         needs={"pages": None},
         strike=_save_an_old_list,
-        cause=("lifetime", "order"),
+        quiet=_work_on_a_current_page,
     ),
     _fault(
         "two_owners",
@@ -513,7 +553,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1,
         strike=_end_during_a_transfer,
-        cause=("lifetime", "order"),
+        quiet=_work_on_a_current_page,
     ),
     _fault(
         "landed_in_a_free_page",
@@ -535,6 +575,7 @@ FAULTS = (
         expected="R9",
         applies_to="requests of a whole page and more",
         strike=_land_in_a_granted_page,
-        cause=("lifetime", "bits", "transfer"),
+        quiet=noise_in_a_free_page,
+        cause="bits",
     ),
 )

@@ -4,112 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_reader, redirect_row, root_forward, submit_prompt, written_of
+from kvcanary.faults.reach import Place, any_reader, redirect_row, strike_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
 STAGING = "pinned staging buffer"
 HOST_BLOCK = "host block 7"
 
 
-def _use_a_page(target: Target, access: Callable[[Target, int], None]) -> bool:
-    """Work on a page of a running request, as it tells the canary of it; nothing waits for anything."""
+class Work(NamedTuple):
+    """A piece of asynchronous work on a page or a host buffer."""
+
+    what: str
+    stream: str
+    writes: bool = False
+
+
+def _overlap(
+    target: Target, first: Work, second: Work, buffer: str = "", others: Sequence[str] = (), in_order: bool = False
+) -> bool:
+    """Two pieces of work on one page of a running request, or on a host buffer, of which the second waits for nothing.
+
+    others: streams that do wait;  in_order: the second one's does too, and both come to their end
+    """
     reader = any_reader(target)
     if reader is None:
         return False
-    page = target.rng.choice(reader.pages)
-    target.record(pool="target", slot=page * target.setup.page_size)
-    access(target, page)
+    page, tickets, code = target.rng.choice(reader.pages), target.canary.tickets, "" if in_order else None
+    place = {"slot": -1} if buffer else {"pool": "target", "slot": page * target.setup.page_size}
+    target.record(code=code, **place)
+    issued = []
+    for work in (first, second):
+        touched: list[int | str] = [buffer or page]
+        issued.append(tickets.issue(work.what, work.stream, **{"writes" if work.writes else "reads": touched}))
+        for stream in (*others, *((second.stream,) if in_order else ())):
+            tickets.waits(stream, issued[0])
+    for ticket in issued if in_order else ():
+        tickets.complete(ticket)
     return True
-
-
-def _copy_beside_the_forward(target: Target) -> bool:
-    """A copy to the host starts while the forward that writes the page still runs."""
-
-    def access(target: Target, page: int) -> None:
-        target.canary.tickets.issue("forward", "main", writes=[page])
-        target.canary.tickets.issue("copy to the host", "copies", reads=[page])
-
-    return _use_a_page(target, access)
-
-
-def _send_beside_the_forward(target: Target) -> bool:
-    """A chunk is sent to another server while the forward that writes it still runs."""
-
-    def access(target: Target, page: int) -> None:
-        tickets = target.canary.tickets
-        tickets.waits("copies", tickets.issue("forward", "main", writes=[page]))  # one transport waits
-        tickets.issue("send", "network", reads=[page])  # this one does not
-
-    return _use_a_page(target, access)
-
-
-def _zero_what_was_loaded(target: Target) -> bool:
-    """New blocks are zeroed on one stream, and loaded from elsewhere on another."""
-
-    def access(target: Target, page: int) -> None:
-        target.canary.tickets.issue("load", "network", writes=[page])
-        target.canary.tickets.issue("zero", "main", writes=[page])
-
-    return _use_a_page(target, access)
-
-
-def _read_before_the_layer_is_there(target: Target) -> bool:
-    """A page comes back layer by layer, and one of several buffers is read without waiting for its layer."""
-
-    def access(target: Target, page: int) -> None:
-        target.canary.tickets.issue("load of a layer", "copies", writes=[page])
-        target.canary.tickets.use("attention", "main", [page])
-
-    return _use_a_page(target, access)
-
-
-def _use_a_buffer(target: Target, access: Callable[[Target], None]) -> bool:
-    if not target.running():
-        return False
-    target.record(slot=-1)
-    access(target)
-    return True
-
-
-def _fill_a_host_block_twice(target: Target) -> bool:
-    """Two blocks of the device go to one block of the host in one step."""
-
-    def access(target: Target) -> None:
-        target.canary.tickets.issue("offload", "copies 1", writes=[HOST_BLOCK])
-        target.canary.tickets.issue("offload", "copies 2", writes=[HOST_BLOCK])
-
-    return _use_a_buffer(target, access)
-
-
-def _copy_an_input_too_early(target: Target) -> bool:
-    """An input is copied between two backends before it was computed."""
-
-    def access(target: Target) -> None:
-        target.canary.tickets.issue("staging kernel", "main", writes=[STAGING])
-        target.canary.tickets.issue("copy", "host thread", reads=[STAGING])
-
-    return _use_a_buffer(target, access)
-
-
-def _reuse_a_staging_buffer(target: Target) -> bool:
-    """The host fills a pinned buffer again, and the copy of what was in it has not run yet."""
-
-    def access(target: Target) -> None:
-        target.canary.tickets.issue("copy to the device", "copies", reads=[STAGING])
-        target.canary.tickets.use("fill", "host", [STAGING], writes=True)
-
-    return _use_a_buffer(target, access)
 
 
 def _feed(target: Target, change: Callable[[Call, list[int]], Sequence[int]]) -> bool:
     """The tokens that the next forward takes for the newest ones are others; `change` gives the entries that it hit."""
 
-    def fed(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def fed(call: Call) -> Place | None:
         width = len(call.write.tokens) // len(call.read.requests)
         tokens = call.write.tokens.clone()
         roots = list(range(0, len(tokens), width))
@@ -117,13 +59,11 @@ def _feed(target: Target, change: Callable[[Call, list[int]], Sequence[int]]) ->
         hit = change(call, roots)
         if not hit:
             call.write = kept
-            return False
+            return None
         writer = call.read.requests[hit[0] // width] if len(hit) == 1 else None
-        target.record(writer, pool="target", slot=frozenset(call.write.slots[list(hit)].tolist()))
-        return True
+        return {"writer": writer, "slot": frozenset(call.write.slots[list(hit)].tolist())}
 
-    target.before(root_forward(target), fed)
-    return bool(target.running())
+    return strike_forward(target, fed)
 
 
 def _take_the_rows_of_before(target: Target) -> bool:
@@ -165,7 +105,7 @@ def _feed_a_chunk_what_was_sampled(target: Target) -> bool:
         if not int(call.read.prefix_lens[number]):
             return False
         entry, tokens = written_of(call, number).start, call.write.tokens.clone()
-        tokens[entry] = tokens[entry] ^ 1
+        tokens[entry] = (tokens[entry] + 1) % (target.pools["target"].vocab_size or 2)
         call.write = replace(call.write, tokens=tokens)
         target.record(request_id, pool="target", slot=int(call.write.slots[entry]))
         return True
@@ -176,25 +116,19 @@ def _feed_a_chunk_what_was_sampled(target: Target) -> bool:
 
 def _walk_the_table_with_old_rows(target: Target) -> bool:
     """The rows of this step's table are taken in last step's order."""
-    if len(target.running()) < 2:
-        return False
 
-    def walk(call: Call) -> bool:
-        if call.pool != "target" or len(call.read.requests) < 2:
-            return False
+    def walk(call: Call) -> Place | None:
         lens = call.read.prefix_lens.tolist()
         shorter, longer = sorted(range(2), key=lambda number: lens[number])
         owner = call.read.requests[longer]
         size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
         place = redirect_row(call, shorter, longer, lambda slot: owner_of(slot // size) == owner)
         if place is None:
-            return False
+            return None
         position, slot = place
-        target.record(pool="target", reader=call.read.requests[shorter], position=position, slot=slot)
-        return True
+        return {"reader": call.read.requests[shorter], "position": position, "slot": slot}
 
-    target.before(root_forward(target), walk)
-    return True
+    return strike_forward(target, walk, requests=2)
 
 
 def _read_a_later_step(target: Target) -> bool:
@@ -213,6 +147,12 @@ def _read_a_later_step(target: Target) -> bool:
     mirror.write(np.array([state.base + slot]), record)
     target.record(pool="target", position=position, slot=slot)
     return True
+
+
+def _unordered(first: Work, second: Work, buffer: str = "", others: Sequence[str] = ()) -> dict[str, Any]:
+    """How such a fault is made, and its quiet twin: the same work, in order."""
+    made = partial(_overlap, first=first, second=second, buffer=buffer, others=others)
+    return {"strike": made, "quiet": partial(made, in_order=True)}
 
 
 def _several(setup: Setup) -> bool:
@@ -235,7 +175,7 @@ FAULTS = (
         "written them. The same hazard was fixed in one connector and came back in the next.",
         expected="O1",
         applies_to="everything",
-        strike=_copy_beside_the_forward,
+        **_unordered(Work("forward", "main", True), Work("copy to the host", "copies")),
     ),
     Fault(
         name="order.sent_beside_the_forward",
@@ -245,7 +185,7 @@ FAULTS = (
         "last could leave half written. The damage began exactly at a chunk's edge.",
         expected="O1",
         applies_to="everything",
-        strike=_send_beside_the_forward,
+        **_unordered(Work("forward", "main", True), Work("send", "network"), others=("copies",)),
     ),
     Fault(
         name="order.zeroed_after_the_load",
@@ -254,7 +194,7 @@ FAULTS = (
         story="Zeroing of new blocks and the remote load into the same blocks ran on two streams, in any order.",
         expected="O1",
         applies_to="everything",
-        strike=_zero_what_was_loaded,
+        **_unordered(Work("load", "network", True), Work("zero", "main", True)),
     ),
     Fault(
         name="order.layer_not_waited_for",
@@ -264,7 +204,7 @@ FAULTS = (
         "a few answers in ten thousand were garbage.",
         expected="O1",
         applies_to="everything",
-        strike=_read_before_the_layer_is_there,
+        **_unordered(Work("load of a layer", "copies", True), Work("attention", "main")),
     ),
     Fault(
         name="order.host_block_filled_twice",
@@ -274,7 +214,7 @@ FAULTS = (
         "and not by memory. The first fix changed the symptom and did not end it.",
         expected="O1",
         applies_to="everything",
-        strike=_fill_a_host_block_twice,
+        **_unordered(Work("offload", "copies 1", True), Work("offload", "copies 2", True), HOST_BLOCK),
     ),
     Fault(
         name="order.input_copied_too_early",
@@ -284,7 +224,7 @@ FAULTS = (
         "held before. Long contexts became salad; replaying a bad session was clean.",
         expected="O1",
         applies_to="everything",
-        strike=_copy_an_input_too_early,
+        **_unordered(Work("staging kernel", "main", True), Work("copy", "host thread"), STAGING),
     ),
     Fault(
         name="order.staging_buffer_reused",
@@ -299,7 +239,7 @@ FAULTS = (
         "Four code bases had it in one year, and found it in four ways.",
         expected="O1",
         applies_to="everything",
-        strike=_reuse_a_staging_buffer,
+        **_unordered(Work("copy to the device", "copies"), Work("fill", "host", True), STAGING),
     ),
     Fault(
         name="order.rows_of_before",
@@ -322,7 +262,7 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_walk_the_table_with_old_rows,
-        cause=("order", "identity", "addressing"),
+        cause="identity",
     ),
     Fault(
         name="order.unresolved_step",

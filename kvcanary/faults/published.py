@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvcanary.faults.fault import READY, Fault
 
-NO_RECURRENCE = "campaigns run no model with recurrent state"
+NO_RECURRENCE = "models with recurrent state run without a prefix cache: no state is ever cached"
 NO_QUANTISED_POOL = "a wrong scale of the reader changes no byte, and the engine has no quantised pool to read with one"
 
 #: One thread for each bug, by the number of the injection that brings it back.
@@ -223,8 +223,6 @@ PUBLISHED: Mapping[str, tuple[str, ...]] = {
 }
 #: Of those that no fault names, why.
 UNREACHED: Mapping[str, str] = {
-    "sgl-project/sglang#28254": "no fault strikes at the end of a chunk within a resumed request's output",
-    "ggml-org/llama.cpp#20075": NO_RECURRENCE,
     "vllm-project/vllm#47861": NO_RECURRENCE,
     "vllm-project/vllm#55559": NO_QUANTISED_POOL,
     "NVIDIA/TensorRT-LLM#16916": NO_QUANTISED_POOL,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcanary.faults.target import Call, Running, Target
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Option = TypeVar("Option")
 SIGN_BIT = 31
+SPREAD_BITS = 22  # of a word that changes: what lies there stays finite
+VISITOR = "visitor"
 WORD_BYTES = 4
 
 
@@ -89,6 +91,85 @@ def part_of(view: PoolView, part: int) -> slice:
 def root_forward(target: Target) -> str:
     """The kind of forward that writes an entry which is surely committed."""
     return "verify" if target.setup.drafts else "decode"
+
+
+def edit_behind_the_end(target: Target) -> bool:
+    """Columns of a row behind all that its request holds are changed, which nobody reads: nothing is due."""
+    size = target.setup.page_size
+    for reader in target.running():
+        end = len(reader.pages) * size
+        count = min(size, len(reader.slots) - end)
+        if count > 0:
+            reader.slots[end : end + count] = reader.slots[:count].clone()
+            target.record(code="")
+            return True
+    return False
+
+
+def noise_in_a_free_page(target: Target) -> bool:
+    """A row of a page that nobody has had is overwritten, in one layer: nothing is due."""
+    view, free = target.pools["target"], never_granted(target)
+    if free is None:
+        return False
+    noise = target.rng.randrange(1, 1 << SPREAD_BITS)
+    change(view, any_layer(target, view), free * view.page_size, lambda words: words ^ noise)
+    target.record(code="")
+    return True
+
+
+def never_granted(target: Target) -> int | None:
+    """The last of the free pages, if nobody has ever had it."""
+    free = target.free_pages()
+    return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
+
+
+def come_and_go(target: Target, pages: int = 1) -> bool:
+    """A request that the engine does not know is granted pages, writes nothing and gives them back: nothing is due."""
+    free = target.free_pages()[-pages:]
+    if len(free) < pages or any(target.canary._ledger.generations[page] for page in free):
+        return False
+    target.record(code="")
+    target.canary.admit(VISITOR, [1, 2, 3])
+    target.canary.on_alloc(VISITOR, free)
+    target.canary.on_free(VISITOR, free)
+    return True
+
+
+Place = Mapping[str, Any]  # what a finding must name, as in `Strike.place`; a "writer" is one too
+
+
+def strike_forward(
+    target: Target, change: Callable[[Call], Place | None], pool: str = "target", requests: int = 1
+) -> bool:
+    """Change a forward of this pool that goes on with everybody, the next one that has so many requests.
+
+    change: puts other plans into the call, and says where; None: not in this forward, ask again before the next
+    """
+    if len(target.running()) < requests:
+        return False
+
+    def strike(call: Call) -> bool:
+        if call.pool != pool or len(call.read.requests) < requests:
+            return False
+        place = change(call)
+        if place is not None:
+            target.record(**({"pool": pool} | dict(place)))
+        return place is not None
+
+    target.before(root_forward(target), strike)
+    return True
+
+
+def row_start(call: Call, number: int) -> int:
+    """Where the row of a request begins in the index array; the first one, where it has several."""
+    return int(call.read.indptr[number * call.read.rows_per_request])
+
+
+def read_entry(call: Call, number: int, position: int, slot: int) -> None:
+    """A row of a request reads another slot at this position."""
+    indices = call.read.indices.clone()
+    indices[row_start(call, number) + position] = slot
+    call.read = replace(call.read, indices=indices)
 
 
 def submit_prompt(target: Target, length: int) -> str:

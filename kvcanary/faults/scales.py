@@ -58,7 +58,8 @@ def _damage_between_two_reads(target: Target, damage: Damage) -> bool:
     pool = _quantised()
     extras = {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
     canary = CanaryManager(
-        replace(target.canary.config, content="full"), [PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)]
+        replace(target.canary.config, content="full", mode="raise"),
+        [PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)],
     )
     try:
         _write_and_read(target, canary, pool, damage)
@@ -115,14 +116,15 @@ def _reset(pool: Quantised, layer: int, slot: int) -> None:
 
 
 def _of_the_next_slot(pool: Quantised, layer: int, slot: int) -> None:
-    pool.k_scale[layer][slot] = pool.k_scale[layer][slot - 1].clone() + 0.25
+    for scales in (pool.k_scale, pool.v_scale):
+        scales[layer][slot] = scales[layer][slot - 1].clone()
 
 
 def _rotate(pool: Quantised, layer: int, slot: int) -> None:
     pool.k[layer][slot] = pool.k[layer][slot].roll(1, -1).neg()
 
 
-def _fault(name: str, bugs: tuple[str, ...], story: str, damage: Damage) -> Fault:
+def _fault(name: str, bugs: tuple[str, ...], story: str, damage: Damage, cause: str = "") -> Fault:
     return Fault(
         f"scales.{name}",
         story,
@@ -131,7 +133,7 @@ def _fault(name: str, bugs: tuple[str, ...], story: str, damage: Damage) -> Faul
         bugs=bugs,
         applies_to="any engine: the pool is the fault's own",
         strike=partial(_damage_between_two_reads, damage=damage),
-        cause=("scales", "bits", "transfer", "order"),
+        cause=cause,
     )
 
 
@@ -156,5 +158,6 @@ FAULTS = (
         ("ggml-org/llama.cpp#5652",),
         "A context shift rotated keys in place. Quantised keys were rotated as they are, and came out as garbage.",
         _rotate,
+        cause="bits",
     ),
 )

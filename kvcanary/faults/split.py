@@ -68,7 +68,7 @@ FAULTS = (
         needs=NEEDS,
         applies=_has_room,
         perturb=_not_copied,
-        cause=("transfer", "uninitialised", "addressing"),
+        cause="transfer",
     ),
     Fault(
         name="split.swap_in_elsewhere",
@@ -80,7 +80,7 @@ FAULTS = (
         needs=NEEDS,
         applies=_has_room,
         perturb=_next_page,
-        cause=("transfer", "addressing", "bits"),
+        cause="transfer",
     ),
     Fault(
         name="split.stale_entry",
@@ -90,6 +90,6 @@ FAULTS = (
         needs=NEEDS,
         applies=_has_room,
         strike=_leave_an_entry,
-        cause=("addressing", "windows", "lengths"),
+        cause="addressing",
     ),
 )

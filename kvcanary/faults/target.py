@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Setup:
     """Settings of the engine and its traffic, as far as a fault may depend on them.
 
-    model: "random" (two layers, random weights, a draft that is told how much to get right) or "embedded".
+    model: "random" (two layers, random weights, a draft that is told how much to get right), "hybrid" (random too, one
+        layer is recurrent) or "embedded".
     drafts: whether anything drafts; topk, num_steps, num_draft_tokens: its tree; attend: "ancestors" or "columns".
     chunk: most prompt tokens in one forward; window: tokens that the target's attention sees, None: all.
     batch, prompt_len, new_tokens: requests at a time, and about how long; shared: leading tokens that prompts share.

@@ -15,6 +15,8 @@ from kvcanary.faults.reach import (
     any_reader,
     as_words,
     change,
+    come_and_go,
+    edit_behind_the_end,
     generation_of,
     own_state,
     part_of,
@@ -166,7 +168,7 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=partial(_read_unwritten, pool="target"),
-        cause=("uninitialised", "lengths"),
+        quiet=come_and_go,
     ),
     Fault(
         name="uninitialised.coarser_pages",
@@ -178,6 +180,7 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None and setup.page_size <= setup.prompt_len,
         strike=_read_in_coarser_pages,
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="uninitialised.draft_not_transferred",
@@ -189,7 +192,7 @@ FAULTS = (
         applies_to="drafts of two steps and more",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.pages is None,
         strike=partial(_read_unwritten, pool="draft"),
-        cause=("uninitialised", "lengths"),
+        quiet=come_and_go,
     ),
     Fault(
         name="uninitialised.published_before_written",
@@ -218,7 +221,6 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=_recycle_nan,
-        cause=("uninitialised", "lifetime", "bits"),
     ),
     _in_whole_pages(
         "nan_granted",

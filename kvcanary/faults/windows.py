@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import any_reader, redirect, root_forward, written_of
+from kvcanary.faults.reach import (
+    Place,
+    any_reader,
+    edit_behind_the_end,
+    redirect,
+    row_start,
+    strike_forward,
+    written_of,
+)
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -40,42 +48,32 @@ def _wrap(target: Target) -> bool:
 def _roll_too_early(target: Target) -> bool:
     """A cache rolls when its length equals the window, and not when it exceeds it: its first entry is gone."""
 
-    def roll(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def roll(call: Call) -> Place:
         number = target.rng.randrange(len(call.read.requests))
-        row = number * call.read.rows_per_request
-        start, length = int(call.read.indptr[row]), int(call.read.prefix_lens[number])
+        start, length = row_start(call, number), int(call.read.prefix_lens[number])
         indices = call.read.indices.clone()
         indices[start : start + length - 1] = call.read.indices[start + 1 : start + length]
         call.read = replace(call.read, indices=indices)
-        target.record(pool="target", reader=call.read.requests[number], position=0, slot=int(indices[start]))
-        return True
+        return {"reader": call.read.requests[number], "position": 0, "slot": int(indices[start])}
 
-    target.before(root_forward(target), roll)
-    return bool(target.running())
+    return strike_forward(target, roll)
 
 
 def _write_in_a_circle(target: Target) -> bool:
     """A token goes to its position modulo a window, into a block that prefixes still name."""
 
-    def write(call: Call) -> bool:
-        if call.pool != "target":
-            return False
+    def write(call: Call) -> Place | None:
         size, requests = target.setup.page_size, list(enumerate(call.read.requests))
         target.rng.shuffle(requests)
         for number, name in requests:
             final = target.canary._ledger.request(name).final_pages * size
             if final:
-                start = int(call.read.indptr[number * call.read.rows_per_request])
-                slot = int(call.read.indices[start + target.rng.randrange(final)])
+                slot = int(call.read.indices[row_start(call, number) + target.rng.randrange(final)])
                 redirect(call, written_of(call, number).start, slot)
-                target.record(pool="target", slot=slot)
-                return True
-        return False
+                return {"slot": slot}
+        return None
 
-    target.before(root_forward(target), write)
-    return bool(target.running())
+    return strike_forward(target, write)
 
 
 FAULTS = (
@@ -87,11 +85,11 @@ FAULTS = (
         "it. Metadata for drafts went there untranslated, and a translation was kept over a change of the map: out of "
         "range it crashed, in range it read other tokens.",
         expected="R9",
+        also=("T1",),
         applies_to="models with a sliding window",
         needs={"window": 16, "prefix_cache": False},
         applies=lambda setup: setup.model == "random" and setup.pages is None and setup.backend == "torch",
         perturb=_as_they_are,
-        cause=("windows", "addressing", "uninitialised", "transfer", "bits"),
     ),
     Fault(
         name="windows.ring_too_short",
@@ -111,7 +109,7 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_wrap,
-        cause=("windows", "lengths", "addressing"),
+        quiet=edit_behind_the_end,
     ),
     Fault(
         name="windows.rolled_too_early",
@@ -122,7 +120,6 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_roll_too_early,
-        cause=("windows", "lengths", "addressing"),
     ),
     Fault(
         name="windows.cyclic_over_shared",
@@ -135,7 +132,7 @@ FAULTS = (
         applies_to="requests of a whole page and more",
         applies=lambda setup: setup.page_size <= setup.prompt_len,
         strike=_write_in_a_circle,
-        cause=("windows", "bounds", "lifetime"),
+        cause="addressing",
     ),
     Fault(
         name="windows.window_on_a_global_layer",

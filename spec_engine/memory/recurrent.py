@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_state_commit, check_state_settled
 
 
@@ -46,9 +47,11 @@ class RecurrentPool:
 
     def commit(self, rows: Sequence[int], nodes: Sequence[int]) -> None:
         """Row r goes on from ``nodes[r]``, its last accepted node; RecurrentStateError where it has no such node."""
+        rows, nodes = seam("draft.state_not_restored", (rows, nodes))
         for row, node in zip(rows, nodes, strict=True):
             check_state_commit(row, node, self._pending[row])
-        at, chosen = (torch.tensor(numbers, device=self.states.device) for numbers in (rows, nodes))
+        device = self.states.device
+        at, chosen = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (rows, nodes))
         self.states[:, at] = self.nodes[:, at, chosen]
         for row in rows:
             self._pending[row] = 0

@@ -12,10 +12,10 @@ from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
 from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.target import Setup
-from kvcanary_tools.campaign import runner, runs
-from kvcanary_tools.campaign.configurations import PLANS, QUICK, Plan, setup_for
+from kvcanary_tools.campaign import runner, runs, traffic
+from kvcanary_tools.campaign.configurations import FULL, PLANS, QUICK, Plan, setup_for
 from kvcanary_tools.campaign.matrix import rows_of, totals_of
-from kvcanary_tools.campaign.report import failures
+from kvcanary_tools.campaign.report import failures, is_right
 from kvcanary_tools.campaign.runs import perform
 from kvcanary_tools.campaign.switches import checks_of, switched_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, KINDS, QUIET, Run
@@ -134,18 +134,22 @@ def test_workers_find_the_same(monkeypatch):
 
 
 def test_what_a_campaign_runs():
-    """Faulty runs go round the setups that apply; one clean twin a setup and seed; needs are set; none pending."""
+    """Faulty runs go round the setups that apply, modes take turns, and a round has one seed, so that all faults share
+    clean twins, one a setup and seed; needs are set; none pending.
+    """
     wide = Fault("bits.wide", "s", "R9", "a", strike=flip, needs={"batch": 3}, applies=lambda setup: setup.topk > 1)
     pending = Fault("bits.later", "s", "R9", "a", state="pending", reason="no beams")
     plan = Plan({"a": Setup(), "b": Setup(topk=1), "c": Setup(page_size=1)}, runs=4, quiet=1, disabled=2)
     planned = runner.runs_of([wide, pending], plan, None, seed=1)
     by_kind = {kind: [(run.config, run.seed) for run in planned if run.kind == kind] for kind in KINDS}
     assert by_kind == {
-        FAULTY: [("a", 1), ("c", 3), ("a", 5), ("c", 7)],
-        DISABLED: [("a", 1), ("c", 3)],
+        FAULTY: [("a", 1), ("c", 1), ("a", 3), ("c", 3)],
+        DISABLED: [("a", 1), ("c", 1)],
         QUIET: [],
-        CLEAN: [("a", 1), ("c", 3), ("a", 5), ("c", 7)],
+        CLEAN: [("a", 1), ("c", 1), ("a", 3), ("c", 3)],
     }
+    assert [run.mode for run in planned if run.kind == FAULTY] == ["raise", "abort", "abort", "raise"]
+    assert [run.turn for run in planned if run.kind == FAULTY] == [0, 1, 2, 3]
     assert {run.setup.batch for run in planned} == {3}
     assert setup_for(wide, Setup(topk=1)) is None
 
@@ -190,3 +194,57 @@ def test_a_faulty_run_leaves_a_dump_that_reaches_its_finding(tmp_path):
     dump = read_dump(path)
     assert [finding["code"] for finding in dump.findings] == ["R4"]
     assert replay(dump).missing == []
+
+
+@pytest.mark.parametrize("name", ["bits.flip", "addressing.keyed_by_position", "graphs.padding_on_a_live_slot"])
+def test_traffic_goes_on_behind_a_finding(name):
+    """Mode abort: the requests that a finding touches end without another token, the others go on to their end."""
+    run = Run(name, NAME, SETUP, 1, mode="abort")
+    played = traffic.play(run, catalogue.find(name))
+    assert played.error is None
+    assert played.findings
+    assert played.num_steps > played.step
+    assert 0 < len(played.ended) < len(played.tokens)
+    result = perform(run)
+    assert (result.found, result.place_right, result.leaked) == (True, True, 0)
+
+
+def test_a_token_behind_the_end_is_a_leak():
+    """Whoever a finding names must end in its step; of the others only what comes behind their own end counts."""
+    run = Run("bits.flip", NAME, SETUP, 1, mode="abort")
+    played = traffic.play(run, catalogue.find("bits.flip"))
+    reader = played.findings[0].reader
+    played.left.append((played.step, reader, (7, 8)))
+    assert runs.judged(run, catalogue.find("bits.flip"), played).leaked == 2
+    stopped = replace(run, mode="raise")
+    assert runs.judged(stopped, catalogue.find("bits.flip"), played).leaked > 2
+
+
+def test_tokens_may_be_exposed_where_bytes_are_read_in_turn():
+    """Under rolling checks, and where the fault says so; else a single one is one too many."""
+    fault, rolling = catalogue.find("bits.flip"), FULL["p4-k2-t3-rolling"]
+    for setup, many in ((SETUP, True), (rolling, False)):
+        run = Run("bits.flip", NAME, setup, 3)
+        played = traffic.play(run, fault)
+        played.strike = replace(played.strike, step=played.step - 1)
+        result = runs.judged(run, fault, played)
+        assert result.exposed > 0 or not played.findings[0].readers
+        assert result.too_exposed == (many and result.exposed > 0)
+
+
+def test_an_untried_run_in_which_something_fires_is_an_alarm(monkeypatch):
+    """The fault never struck, and yet there is a finding: it counts like that of a clean twin."""
+    run = Run("bits.flip", NAME, SETUP, 1)
+    untried = runs.Result(run, struck=False, code="R9")
+    assert not is_right(untried)
+    assert totals_of([untried])[0].twin_findings == 1
+
+
+def test_an_interrupted_campaign_ends_its_workers():
+    """Closing it drops what has not begun; every fault has come as far as the others."""
+    planned = runner.runs_of(catalogue.faults()[:20], PLANS["full"], None, seed=1)
+    own = [run.turn for run in planned if run.kind == FAULTY]
+    assert own == sorted(own)
+    coming = runner.campaign(planned[-40:], workers=2)
+    next(coming)
+    coming.close()

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvcanary.faults.catalogue import find
 from kvcanary_tools import demonstration
+from kvcanary_tools.campaign.configurations import QUICK, setup_for
+from kvcanary_tools.campaign.runs import perform
+from kvcanary_tools.campaign.traffic import Run
 from kvcanary_tools.demonstration import flip_bit, swap_pages
 from spec_engine.models.embedded import load_excerpts
 
@@ -45,6 +49,41 @@ def test_the_first_cause_is_of_the_fault_s_family(strike, name, family):
     causes = error.findings[0].causes
     assert causes[0].family == family, error
     assert len({(cause.family, cause.text) for cause in causes}) == len(causes)
+
+
+#: Faults of the catalogue that a rule of their own tells from their neighbours.
+TOLD = (
+    "addressing.chunk_local_position",
+    "bits.k_and_v_swapped",
+    "bits.nan_row",
+    "bits.page_overwritten",
+    "bits.row_lost",
+    "bits.row_of_another_slot",
+    "bits.rows_swapped",
+    "bits.zeroed_row",
+    "draft.rewind_by_count",
+    "graphs.padding_of_a_replay",
+    "graphs.positions_of_before",
+    "hooks.forward_without_hooks",
+    "lengths.past_the_chunk",
+    "lifetime.old_list_saved",
+    "lifetime.written_after_publishing",
+    "scales.by_shape",
+    "scales.reset",
+    "transfer.load_failed",
+    "transfer.rejected_load_counted",
+    "uninitialised.nan_recycled",
+    "windows.ring_too_short",
+    "windows.untranslated",
+)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_the_first_cause_is_the_right_one(name):
+    """In the engine of the quick campaign, under an even seed, on which the rules were tuned."""
+    fault = find(name)
+    result = perform(Run(name, "p4-k2-t3", setup_for(fault, QUICK["p4-k2-t3"]), seed=2))
+    assert (result.found, result.rank) == (True, 1), result.text
 
 
 @pytest.mark.parametrize(("fault", "family"), [(flip_bit, "bits"), (swap_pages, "addressing")], ids=["flip", "swap"])

@@ -55,6 +55,12 @@ def redirect(engine, change, *, kind: str = "verify") -> None:
     engine.change_read = changed
 
 
+def exchange(kv, slot, other):
+    """Two slots, and their rows the other way round."""
+    both = torch.tensor([slot, other])
+    return both, kv[both.flip(0)]
+
+
 def facts(engine, code: str, **read) -> Facts:
     """Facts as if this check had fired at position 5 of `first`."""
     pool = engine.canary._state.pools[0]
@@ -136,13 +142,15 @@ def test_a_page_granted_to_another_since_is_a_matter_of_lifetime(engine):
     assert cause.evidence == ("freed by 'first' at step 4", "the reader had it before", "granted to 'second' since")
 
 
-@pytest.mark.parametrize(("by", "family"), [(1, "lengths"), (4, "windows")])
-def test_a_shifted_row_is_told_from_a_shifted_window(engine, by, family):
-    """Every entry off by one number: by whole pages it is a window's start, else a length or an offset."""
+@pytest.mark.parametrize(
+    ("start", "by", "family"), [(0, 1, "windows"), (0, 4, "windows"), (6, 1, "lengths"), (6, 4, "lengths")]
+)
+def test_a_shifted_row_is_told_from_a_shifted_window(engine, start, by, family):
+    """Every entry off by one number: where the first ones are gone it is a ring or a window, else a length."""
     committed = engine.rows["first"].committed
 
     def shifted(row):
-        row[: committed - by] = row[by:committed].clone()
+        row[start : committed - by] = row[start + by : committed].clone()
         return row
 
     redirect(engine, shifted)
@@ -155,14 +163,26 @@ def test_a_shifted_row_is_told_from_a_shifted_window(engine, by, family):
     ("damage", "family", "words"),
     [
         (lambda kv, slot, other: kv[slot].zero_(), "order", "cleared after it was written"),
-        (lambda kv, slot, other: kv[slot].copy_(kv[other]), "addressing", "stored in the wrong slot"),
+        (lambda kv, slot, other: kv[slot].copy_(kv[other]), "transfer", "a copy that nobody declared"),
+        (lambda kv, slot, other: kv.index_copy_(0, *exchange(kv, slot, other)), "addressing", "each other's slots"),
+        (lambda kv, slot, other: kv[slot, 0].zero_(), "order", "cleared after it was written"),
         (lambda kv, slot, other: kv[slot, 1].copy_(kv[other, 0]), "transfer", "another layout"),
         (lambda kv, slot, other: kv[slot].fill_(float("nan")), "bits", "values that no forward has stored"),
         (lambda kv, slot, other: kv[slot].add_(1), "bits", "an overwrite that nobody declared"),
         (lambda kv, slot, other: kv[slot, 0, 0, 0].neg_(), "bits", "one flipped bit"),
         (lambda kv, slot, other: kv[slot, 0, 0, 0].add_(1), "bits", "one 32-bit word was overwritten"),
     ],
-    ids=["zeroed", "row of the same forward", "K as V", "NaN", "several words", "one bit", "one word"],
+    ids=[
+        "zeroed",
+        "row of another slot",
+        "two rows exchanged",
+        "K zeroed",
+        "K as V",
+        "NaN",
+        "several words",
+        "one bit",
+        "one word",
+    ],
 )
 def test_changed_bytes_are_explained_by_what_they_are(engine, damage, family, words):
     """Whose bytes lie there now decides the first cause."""
@@ -201,7 +221,8 @@ def test_the_former_owner_of_a_page_is_suspected(engine):
     """Where somebody else had the page before, its late write is a cause with the free as evidence."""
     events = (PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old"), PageEvent("granted", 4, "first"))
     cause, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), events=events, owner="first"))
-    assert (cause.family, cause.evidence) == ("lifetime", ("the page was freed by 'old' at step 3",))
+    freed = ("the page was freed by 'old' at step 3", "that was 6 steps before")
+    assert (cause.family, cause.evidence) == ("lifetime", freed)
 
 
 def test_minus_one_is_a_mark_of_padding(engine):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcanary import KVCorruptionError
+from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
 from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, Whose, whose_bytes
 from kvcanary_kernels.poison import NAN_WORD, poison_words
 
@@ -118,7 +118,7 @@ EXPECTED = [
     (copy_row, "slot", "the bytes of slot {other}", "derived"),
     (copy_from_the_next_slot, "slot", "the bytes of slot {next}, the one after it", "derived"),
     (zero_row, "zero", "all zero", "inferred"),
-    (zero_v, "zero", "V is all zero", "inferred"),
+    (zero_v, "zero_part", "V is all zero", "inferred"),
     (poison_row, "poison", "the poison of freed pages: nothing was stored since", "inferred"),
     (poison_k, "poison", "K is the poison of freed pages: it was not stored since", "inferred"),
     (nan_poison, "poison", "the poison of freed pages: nothing was stored since", "inferred"),
@@ -148,7 +148,14 @@ def test_the_bytes_are_known_again(engine, damage, kind, text, basis):
 def test_every_hypothesis_is_asked():
     """Each function of the list has a case of its own above, or its own test below."""
     shown = {"of_another_slot", "of_the_next_slot", "all_zero", "poisoned", "exchanged", "part_of_a_slot"}
-    shown |= {"of_another_layer", "slipped_by_a_head", "slipped_by_an_element", "not_finite", "stale"}
+    shown |= {
+        "of_another_layer",
+        "slipped_by_a_head",
+        "slipped_by_an_element",
+        "not_finite",
+        "stale",
+        "scales_of_another",
+    }
     assert {hypothesis.__name__ for hypothesis in HYPOTHESES} == shown
 
 
@@ -239,3 +246,23 @@ def test_nothing_is_looked_up_where_one_word_explains_all(make_engine, monkeypat
     with pytest.raises(KVCorruptionError) as caught:
         engine.step()
     assert caught.value.findings[0].bytes_of == ()
+
+
+@pytest.mark.parametrize(
+    ("scales", "texts"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], []),
+        ([1.5, 1.5, 1.5, 1.5], ["k_scale and v_scale hold one number throughout"]),
+        ([0.6, 0.7, 0.8, 0.9], ["k_scale and v_scale are those of slot 5"]),
+    ],
+)
+def test_scales_are_looked_at(scales, texts):
+    """What lies beside K and V was reset, or is the neighbour's; scales of their own say nothing."""
+    values = torch.arange(2 * 16 * 2 * 8, dtype=torch.int8).view(2, 1, 16, 2, 8)
+    beside = torch.rand(2, 1, 16, 2, generator=torch.Generator().manual_seed(1))
+    beside[:, 0, 5] = torch.tensor([0.6, 0.7, 0.8, 0.9]).view(2, 2)
+    beside[:, 0, 6] = torch.tensor(scales).view(2, 2)
+    extras = {"k_scale": list(beside[0]), "v_scale": list(beside[1])}
+    manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
+    answers = whose_bytes(manager._state.pools[0], slot=6, layer=0)
+    assert [answer.text for answer in answers if answer.kind == "scale"] == texts

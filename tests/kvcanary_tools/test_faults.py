@@ -87,11 +87,45 @@ def test_an_unknown_fault_is_wrong_usage(kvcanary, name: str, closest: str) -> N
     assert "\n\nhint: kvcanary faults lists them all" in result.stderr
 
 
-def test_a_state_fault_is_shown_elsewhere(kvcanary) -> None:
-    """What strikes an engine's state undoes no fix: the command that makes it is named."""
-    result = kvcanary(*GENERATE, "--reenact", "bits.flip")
+MORE = ("--max-new-tokens", "24", "--kv-canary-content", "full", "--page-size", "4")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bits.flip", "content changed (R9)"),
+        ("addressing.pages_exchanged", "wrong position (R4)"),
+        ("draft.position_off_by_one", "write position (W5)"),
+        ("lifetime.torn_free", "lifetime.torn_free ended in PageStateError"),
+        ("draft.token_offset_0", "wrong token (W6)"),
+    ],
+)
+def test_a_state_fault_strikes_a_running_engine(kvcanary, name: str, said: str) -> None:
+    """Bytes, tables, plans and lifecycle calls, also with a request of the fault's own: exit code 1 and the report."""
+    result = kvcanary(*GENERATE, *MORE, "--reenact", name)
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+def test_a_state_fault_needs_a_canary(kvcanary) -> None:
+    """There is nothing that could see it."""
+    result = kvcanary(*GENERATE[:5], "--reenact", "bits.flip")
     assert result.exit_code == 2
-    assert "hint: kvcanary faults show bits.flip" in result.stderr
+    assert "hint: add --kv-canary" in result.stderr
+
+
+def test_a_fault_that_waits_is_not_made(kvcanary) -> None:
+    """Its reason is the sentence."""
+    result = kvcanary(*GENERATE, "--reenact", "addressing.beams_reordered")
+    assert result.exit_code == 2
+    assert "the engine has no beam search" in result.stderr
+
+
+def test_a_state_fault_that_does_not_apply_says_so(kvcanary) -> None:
+    """Two requests are needed, one runs."""
+    result = kvcanary(*GENERATE, "--reenact", "graphs.wrong_stride")
+    assert result.exit_code == 0
+    assert "graphs.wrong_stride changed nothing here: it applies to two requests and more" in result.stderr
 
 
 def test_the_command_says_how_much(kvcanary):

@@ -97,7 +97,7 @@ SPOILT = {
     "the first row is left out": lambda k, v: (k[1:], v[1:]),
     "a row holds another token": swapped,
     "a row is poisoned": lambda k, v: (k, torch.cat((v[:20], v[20:21] * torch.nan, v[21:]))),
-    "the rows are another layer's": lambda k, v: (k, v + torch.tensor([0.0, 0.0, 0.0, 1.0])),
+    "the rows are another layer's": lambda k, v: (k, v + torch.eye(8)[3]),
 }
 
 

@@ -23,6 +23,7 @@ COMMANDS = (
     "doctor",
     "faults",
     "inject",
+    "soak",
     "windows",
     "inspect",
     "explain",
@@ -105,6 +106,7 @@ def main(ctx: click.Context) -> None:
     kvcanary faults      list the faults and published bugs, or show one at work
     kvcanary explain     what a finding means, from the dump that it left behind
     kvcanary inject      make every fault in many configurations, and measure what is found
+    kvcanary soak        run random traffic with random faults for as long as you like
     kvcanary serve       answer OpenAI's clients over HTTP
     kvcanary top         watch a running server
     kvcanary windows     compare the windows of a sliding-window model with its books

@@ -7,6 +7,7 @@ violation.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -51,8 +52,11 @@ def data_json(value: Any) -> None:
     data(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def log_to_stderr() -> None:
-    """structlog's own default is stdout, where an event of `--kv-canary log` would stand among the data."""
+def log_to_stderr(least: int = logging.NOTSET) -> None:
+    """structlog's own default is stdout, where an event of `--kv-canary log` would stand among the data.
+
+    least: level below which nothing is told
+    """
     import structlog
 
     structlog.configure(
@@ -61,6 +65,7 @@ def log_to_stderr() -> None:
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and colour_wanted() is None),
         ],
+        wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
 

@@ -116,7 +116,9 @@ def generate(
     try:
         while engine.has_work:
             for event in engine.step():
-                completion = completions[event.request_id]
+                completion = completions.get(event.request_id)
+                if completion is None:
+                    continue  # a request that a re-enacted fault has brought
                 completion.add(event)
                 if listener is not None:
                     listener(completion, event)

@@ -25,7 +25,8 @@ class Plan:
 def setup_for(fault: Fault, setup: Setup) -> Setup | None:
     """The setup with what the fault needs; None where it does not apply even so."""
     wanted = replace(setup, **fault.needs)
-    return wanted if fault.applies(wanted) else None
+    is_possible = wanted.topk == 1 or not wanted.adaptive  # only a chain's length may change as it runs
+    return wanted if is_possible and fault.applies(wanted) else None
 
 
 def _tree(page_size: int, topk: int, num_steps: int, **more: object) -> Setup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,13 +14,25 @@ from kvcanary import CanaryConfig
 from kvcanary.faults.target import Setup
 from spec_engine import Engine, EngineConfig
 from spec_engine.loading import Models, load_models
-from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, random_model
+from spec_engine.mock import (
+    KnownDraft,
+    KnownText,
+    MockTokenizer,
+    known_text,
+    random_model,
+    with_random_weights,
+)
 from spec_engine.models.decoder import Decoder
+from spec_engine.models.eagle import Eagle
 from spec_engine.models.embedded import load_excerpts
+from spec_engine.models.hybrid import HybridDecoder
 
 NUM_TEXTS = 6
+LONGEST = 80  # tokens of a prompt of the hybrid model
+STATE_SIZE = 12
 SPREAD = 8  # tokens by which prompts of one setup may be longer
 SURE = 20.0  # logit scale at which the random model's greedy choice is never close
+DRAFTING = ("topk", "num_steps", "num_draft_tokens", "attend")
 SPARE_REQUESTS = 3  # that may run beside the batch
 DEVICE_TURN = 2  # steps, where not all that run have room on the device
 
@@ -43,18 +55,38 @@ def build(setup: Setup, canary: CanaryConfig) -> Bench:
     if setup.model == "embedded":
         target, draft, tokenizer = _embedded(setup.drafts)
         return Bench(Engine(config, model=target, draft=draft, tokenizer=tokenizer), _excerpts())
+    if setup.model == "hybrid":
+        target, draft, texts = _hybrid()
+        return Bench(Engine(config, model=target, draft=draft, tokenizer=MockTokenizer()), texts)
     target, texts = _known(setup.prompt_len, setup.new_tokens, setup.shared, setup.window)
     draft = KnownDraft(target, texts, _accept_len(setup.num_steps), is_second=setup.topk > 1) if setup.drafts else None
     engine = Engine(config, model=target, draft=draft, tokenizer=MockTokenizer())
     return Bench(engine, [text.tokens for text in texts])
 
 
+def setup_of(engine: Engine) -> Setup:
+    """The setup of an engine that somebody else has made, as far as it can be told."""
+    config, drafts = engine.config, engine.drafter is not None
+    drafting = {name: getattr(config, name) for name in DRAFTING} | {"adaptive": config.adaptive_steps}
+    return Setup(
+        **(drafting if drafts else {}),
+        model="embedded",
+        drafts=drafts,
+        page_size=config.page_size,
+        backend=config.attention_backend,
+        schedule=config.schedule,
+        prefix_cache=config.prefix_cache,
+        chunk=config.prefill_chunk_tokens,
+        window=engine.model.config.sliding_window,
+        content=config.canary.content,
+    )
+
+
 def engine_config(setup: Setup, canary: CanaryConfig) -> EngineConfig:
     """The engine's own settings."""
     drafting: dict[str, Any] = {"draft": "none"}
     if setup.drafts:
-        names = ("topk", "num_steps", "num_draft_tokens", "attend")
-        drafting = {name: getattr(setup, name) for name in names} | {"adaptive_steps": setup.adaptive}
+        drafting = {name: getattr(setup, name) for name in DRAFTING} | {"adaptive_steps": setup.adaptive}
     return EngineConfig(
         **drafting,
         dtype="float32" if setup.model == "embedded" else "float64",
@@ -98,6 +130,16 @@ def _known(prompt_len: int, new_tokens: int, shared: int, window: int | None) ->
         tail = torch.randint(vocab_size, (prompt_len - shared,), generator=generator).tolist()
         texts.append(known_text(model, head + tail, SPREAD + new_tokens + 1))
     return model, texts
+
+
+@cache
+def _hybrid() -> tuple[HybridDecoder, Eagle, list[list[int]]]:
+    """Random weights, with prompts of random tokens: what a random head drafts is rarely right."""
+    config = random_model().config
+    target = with_random_weights(HybridDecoder(config, (0,), STATE_SIZE), seed=5)
+    head = replace(config, num_layers=1, target_hidden_size=config.hidden_size)
+    texts = torch.randint(config.vocab_size, (NUM_TEXTS, LONGEST), generator=torch.Generator().manual_seed(7))
+    return target, with_random_weights(Eagle(head, target), seed=6), texts.tolist()
 
 
 @cache

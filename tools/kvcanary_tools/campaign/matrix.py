@@ -13,6 +13,7 @@ from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET
 
 ALL = "all"
 BEST = 3  # causes that a report names
+WRITERS = 0.99  # of the named writers that must be right
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Row:
     first_code: what spoke first most often; found: runs in which that was the expected check.
     place_right, writer_right: of the found runs that state one (`places`, `writers`).
     steps_to_detection: of found runs, the strike's step included; None where no run states a step.
-    tokens_leaked, tokens_exposed: tokens.
-    twin_findings: clean and quiet twins in which something spoke that was not due.
+    tokens_leaked, tokens_exposed: tokens; too_exposed: runs in which some are exposed where none may be.
+    twin_findings: clean and quiet twins, and untried runs, in which something spoke that was not due.
     disabled_found: runs in which the check spoke although it was switched off.
     verdict_rank: the right cause's median rank in the reports, 0 where it is not named; None for typed errors.
     """
@@ -44,6 +45,7 @@ class Row:
     late: int
     tokens_leaked: int
     tokens_exposed: int
+    too_exposed: int
     twins: int
     twin_findings: int
     disabled: int
@@ -57,7 +59,9 @@ class Row:
     def is_right(self) -> bool:
         """Everything found as it says, and nothing else."""
         return (
-            (self.runs, self.places, self.late, self.tokens_leaked) == (self.found, self.place_right, 0, 0)
+            (self.runs, self.places) == (self.found, self.place_right)
+            and self.writer_right >= WRITERS * self.writers
+            and not (self.late or self.tokens_leaked or self.too_exposed)
             and not self.twin_findings
             and not self.disabled_found
         )
@@ -115,8 +119,10 @@ def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result])
         late=sum(result.late for result in found),
         tokens_leaked=sum(result.leaked for result in found),
         tokens_exposed=sum(result.exposed for result in found),
+        too_exposed=sum(result.too_exposed for result in found),
         twins=len(twins),
-        twin_findings=sum(result.found for result in twins),
+        twin_findings=sum(result.found for result in twins)
+        + sum(bool(result.code) for result in kinds[FAULTY] if not result.struck),
         disabled=len(disabled),
         disabled_found=sum(result.found for result in disabled),
         verdict_rank=median(ranks) if ranks else None,

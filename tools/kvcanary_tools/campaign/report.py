@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 import kvcanary
 from kvcanary_tools.campaign.matrix import Row
 from kvcanary_tools.campaign.runs import Result
-from kvcanary_tools.campaign.traffic import FAULTY
+from kvcanary_tools.campaign.traffic import CLEAN, FAULTY, QUIET
 
 MOST_FAILURES = 20
 COLUMNS = ("fault", "runs", "found", "by", "place", "writer", "steps", "leaked", "exposed", "twins", "off", "cause 1st")
@@ -57,17 +58,33 @@ def failures(results: Sequence[Result]) -> Iterator[str]:
 
 
 def is_right(result: Result) -> bool:
-    """Whether a run ended as its kind says; one in which the fault never struck says nothing."""
+    """Whether a run ended as its kind says; one in which the fault never struck is a clean one."""
+    if not result.struck and result.run.kind == FAULTY:
+        return not result.code
     if result.run.kind == FAULTY:
-        right = result.found and result.place_right is not False and not result.late and not result.leaked
-        return right or not result.struck
+        wrong = result.late or result.leaked or result.too_exposed or result.place_right is False
+        return result.found and not wrong
     return not result.found
 
 
-def as_json(rows: Sequence[Row], **meta: Any) -> dict[str, Any]:
-    """The object that `kvcanary inject --json` writes."""
+def as_json(rows: Sequence[Row], totals: Sequence[Row], results: Sequence[Result], **meta: Any) -> dict[str, Any]:
+    """The object that `kvcanary inject --json` writes: a row a fault and configuration, a total a fault.
+
+    num_runs: of each kind;  clean_findings, quiet_findings: twins in which something fired that is not due
+    """
+    alarms = Counter(result.run.kind for result in results if result.found)
+    counts = {
+        "num_runs": dict(Counter(result.run.kind for result in results)),
+        "num_configs": len({result.run.config for result in results}),
+        "clean_findings": alarms[CLEAN],
+        "quiet_findings": alarms[QUIET],
+    }
     versions = {"kvcanary": kvcanary.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    return {"meta": meta | versions, "rows": [row.as_dict() for row in rows]}
+    return {
+        "meta": meta | counts | versions,
+        "rows": [row.as_dict() for row in rows],
+        "totals": [row.as_dict() for row in totals],
+    }
 
 
 def as_junit(rows: Sequence[Row], results: Sequence[Result]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import cycle, islice
@@ -17,6 +19,7 @@ from kvcanary_tools.campaign.switches import can_switch_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET, Run
 
 BATCH = 8  # runs that a worker takes at a time
+MODES = ("raise", "abort")  # taken in turn
 SEED_STEP = 2  # seeds keep their parity: the rules of the ranker are tuned on even ones
 
 
@@ -43,20 +46,30 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
             kinds[QUIET] = min(count, plan.quiet)
         for kind, number in kinds.items():
             for turn, (name, setup) in enumerate(islice(cycle(setups.items()), number if setups else 0)):
-                found.append(Run(fault.name, name, setup, seed + SEED_STEP * turn, kind))
+                number_of_round = turn // len(setups)  # seeds are by round, so that faults share their clean twins
+                mode = MODES[(turn + number_of_round) % 2] if kind == FAULTY else MODES[0]
+                found.append(Run(fault.name, name, setup, seed + SEED_STEP * number_of_round, kind, mode, turn))
+    found.sort(key=lambda run: run.turn)  # a campaign that is interrupted has come as far with every fault
     twins = {(run.twin, run.seed): run for run in found if run.kind == FAULTY}
     return [*(Run("", run.config, run.setup, run.seed, CLEAN) for run in twins.values()), *found]
 
 
 def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
-    """Perform them, results as they come; in this process with one worker, in as many others with more."""
-    if workers <= 1:
-        yield from map(perform, runs)
+    """Perform them, results as they come; in this process with one worker, in as many others with more.
+
+    The first one runs here: what it compiles, the others find in the cache.
+    """
+    alone = 1 if workers > 1 else len(runs)
+    yield from map(perform, runs[:alone])
+    batches = [runs[start : start + BATCH] for start in range(alone, len(runs), BATCH)]
+    if not batches:
         return
-    batches = [runs[start : start + BATCH] for start in range(0, len(runs), BATCH)]
-    with ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker) as pool:
+    pool = ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker)
+    try:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _perform_all(runs: Sequence[Run]) -> list[Result]:
@@ -66,8 +79,14 @@ def _perform_all(runs: Sequence[Run]) -> list[Result]:
 def _begin_worker() -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted tells the workers to end
     torch.set_num_threads(1)
-    console.log_to_stderr()
+    console.log_to_stderr(logging.CRITICAL)
+
+
+def cpu_seconds() -> float:
+    """That this process has used, and those of its workers that have ended."""
+    return sum(os.times()[:4])
 
 
 def default_workers() -> int:

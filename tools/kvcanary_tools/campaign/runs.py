@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from math import inf
 from typing import Any
 
-from kvcanary import Finding, KVCanaryError, KVCorruptionError
+from kvcanary import Finding, KVCanaryError
 from kvcanary.codes import CONTENT_CODES
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.faults.catalogue import find
@@ -23,7 +25,8 @@ class Result:
     code: of the first finding, or name of the error; "" for none.
     place_right, writer_right: None where the fault states none, or nothing was found.
     steps: engine steps from the strike to the finding, the strike's own included; late: more than it may take.
-    leaked: tokens that left in or after the step whose check fired; exposed: those of its readers since the strike.
+    leaked: tokens that left in or after the step whose check fired, in mode abort of requests that it ends.
+    exposed: tokens of its readers since the strike; too_exposed: there may be none, and there are.
     rank: of the right cause, 1 is the first, 0: not named; None for typed errors.
     text: of the error.
     """
@@ -39,6 +42,7 @@ class Result:
     late: bool = False
     leaked: int = 0
     exposed: int = 0
+    too_exposed: bool = False
     rank: int | None = None
     text: str = ""
 
@@ -49,66 +53,80 @@ class Result:
 def perform(run: Run) -> Result:
     """The run, from its seed, and what it shows."""
     if run.kind == CLEAN:
-        return replace(_clean(replace(run, config="")), run=run)
+        return replace(_clean(replace(run, config="", turn=0)), run=run)
     fault = find(run.fault)
-    return _judged(run, fault, play(run, fault))
+    return judged(run, fault, play(run, fault))
 
 
 @cache
 def _clean(run: Run) -> Result:
     """Clean twins are shared by all faults of one setup and seed."""
-    return _judged(run, None, play(run, None))
+    return judged(run, None, play(run, None))
 
 
-def _judged(run: Run, fault: Fault | None, ended: Played) -> Result:
-    strike = ended.strike
-    code = _code(ended.error)
-    text = "" if ended.error is None else f"{type(ended.error).__name__}: {ended.error}"
+def judged(run: Run, fault: Fault | None, ended: Played) -> Result:
+    """What the traffic of a run shows, compared with what the fault says of itself."""
+    strike, code, text = ended.strike, _code(ended), _text(ended)
     expected = _expected(run.kind, fault, strike)
     result = Result(run, struck=strike is not None, code=code, expected=expected, text=text)
     if run.kind in (CLEAN, QUIET):
         return replace(result, found=code not in ("", expected))
     if run.kind == DISABLED:
-        return replace(result, found=not _codes(ended.error).isdisjoint({expected, *(fault.also if fault else ())}))
+        return replace(result, found=not _codes(ended).isdisjoint({expected, *(fault.also if fault else ())}))
     if strike is None or fault is None:
         return result
     if not fault.is_seen:
         return replace(result, found=not code)
-    if not isinstance(ended.error, KVCanaryError):
+    if not ended.findings and not isinstance(ended.error, KVCanaryError):
         return result
-    return _compared(replace(result, found=code == expected or code in fault.also), fault, strike, ended, ended.error)
+    return _compared(replace(result, found=code == expected or code in fault.also), fault, strike, ended)
 
 
-def _compared(result: Result, fault: Fault, strike: Strike, ended: Played, error: KVCanaryError) -> Result:
+def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Result:
     found_step, rank = ended.step, None  # a check that fires stops its step
-    readers: frozenset[str] = frozenset()
-    place_right = all(str(value) in str(error) for name, value in strike.place.items() if name == "request")
-    writer_right, is_drafts = None, False
-    if isinstance(error, KVCorruptionError):
-        finding = error.findings[0]
-        readers = frozenset(finding.readers)
+    readers: frozenset[str] | None = None  # whose tokens may be wrong; None: anybody's
+    ends: dict[str, int] | None = None  # by request that ends the step from which on no token may leave; None: all
+    place_right = all(str(value) in result.text for name, value in strike.place.items() if name == "request")
+    writer_right, is_drafts, is_content = None, False, False
+    if ended.findings:
+        finding = ended.findings[0]
+        readers = frozenset(finding.readers) or None
+        if result.run.mode == "abort" and ended.error is None:
+            touched = finding.writer if finding.code.startswith("W") else finding.reader
+            ends = ended.ended | ({} if touched is None else {touched: found_step})
         place_right, writer_right = _is_there(finding, strike), _is_writer(finding, strike)
         rank, is_drafts = _rank(finding, fault), finding.pool != "target"
+        is_content = finding.code in CONTENT_CODES or finding.layer is not None
     since = found_step if strike.step is None else strike.step
-    exposed = [(request, len(tokens)) for step, request, tokens in ended.left if since <= step < found_step]
     steps = None if strike.step is None else found_step - strike.step + 1
+    exposed = 0 if is_drafts else _num_tokens(ended, since, found_step, readers)  # a draft's bytes reach no token
+    is_rolled = is_content and result.run.setup.content == "rolling"  # bytes are not read whole in each forward
     return replace(
         result,
         place_right=place_right if strike.place else None,
         writer_right=writer_right,
         steps=steps,
-        late=steps is not None and steps > _most_steps(result, fault),
-        leaked=sum(len(tokens) for step, _, tokens in ended.left if step >= found_step),
-        # a draft's bytes reach no token
-        exposed=0 if is_drafts else sum(count for request, count in exposed if not readers or request in readers),
+        late=steps is not None and steps > (ROTATION_STEPS if is_rolled else fault.within),
+        leaked=_num_leaked(ended, found_step, ends),
+        exposed=exposed,
+        too_exposed=exposed > 0 and readers is not None and not (is_rolled or fault.exposes),
         rank=rank,
     )
 
 
-def _most_steps(result: Result, fault: Fault) -> int:
-    """In which it must be found: within a rotation, where bytes are not read whole in each forward."""
-    is_rolling = result.run.setup.content == "rolling" and result.code in CONTENT_CODES
-    return ROTATION_STEPS if is_rolling else fault.within
+def _num_leaked(ended: Played, found_step: int, ends: dict[str, int] | None) -> int:
+    if ends is None:
+        return _num_tokens(ended, found_step, inf, None)
+    return sum(_num_tokens(ended, step, inf, {name}) for name, step in ends.items())
+
+
+def _num_tokens(ended: Played, first: int, end: float, requests: Set[str] | None) -> int:
+    """Tokens of these requests, None: of all, that the steps [first, end) have sampled."""
+    return sum(
+        len(tokens)
+        for step, request, tokens in ended.left
+        if first <= step < end and (requests is None or request in requests)
+    )
 
 
 def _expected(kind: str, fault: Fault | None, strike: Strike | None) -> str:
@@ -120,17 +138,22 @@ def _expected(kind: str, fault: Fault | None, strike: Strike | None) -> str:
     return fault.expected if stated is None else stated
 
 
-def _code(error: Exception | None) -> str:
+def _code(ended: Played) -> str:
     """What spoke first: the code of a finding, or the name of an error."""
-    if error is None:
-        return ""
-    return error.findings[0].code if isinstance(error, KVCorruptionError) else type(error).__name__
+    if ended.findings:
+        return ended.findings[0].code
+    return "" if ended.error is None else type(ended.error).__name__
 
 
-def _codes(error: Exception | None) -> set[str]:
-    if isinstance(error, KVCorruptionError):
-        return {finding.code for finding in error.findings}
-    return {_code(error)}
+def _codes(ended: Played) -> set[str]:
+    return {finding.code for finding in ended.findings} or {_code(ended)}
+
+
+def _text(ended: Played) -> str:
+    """Of the error; where traffic went on, of the first finding."""
+    if ended.error is not None:
+        return f"{type(ended.error).__name__}: {ended.error}"
+    return next((f"{finding.code}, {finding.sentence}; {finding.action}" for finding in ended.findings), "")
 
 
 def _is_there(finding: Finding, strike: Strike) -> bool:
@@ -150,5 +173,5 @@ def _is_writer(finding: Finding, strike: Strike) -> bool | None:
 
 
 def _rank(finding: Finding, fault: Fault) -> int:
-    ranks = [rank for rank, cause in enumerate(finding.causes, 1) if cause.family in fault.causes]
+    ranks = [rank for rank, cause in enumerate(finding.causes, 1) if cause.family == (fault.cause or fault.family)]
     return min(ranks, default=0)

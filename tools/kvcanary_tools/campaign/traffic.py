@@ -10,12 +10,13 @@ clean     the same traffic without it
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from kvcanary import CanaryConfig, KVCanaryError, KVCorruptionError, faults
+from kvcanary import CanaryConfig, Finding, KVCanaryError, faults
 from kvcanary.codes import CODES
 from kvcanary.dumper import SUFFIX
 from kvcanary.faults.fault import Armed, Fault, Strike
@@ -24,10 +25,12 @@ from kvcanary_tools.campaign.engines import Bench, build
 from kvcanary_tools.campaign.harness import EngineTarget
 from kvcanary_tools.campaign.switches import switched_off
 from spec_engine import SamplingParams
+from spec_engine.engine import KV_CORRUPTION
 
 FAULTY, CLEAN, QUIET, DISABLED = "faulty", "clean", "quiet", "disabled"
 KINDS = (FAULTY, CLEAN, QUIET, DISABLED)
 WARM_STEPS = (3, 6)  # before a fault may strike, drawn; one more request comes before that
+MORE_REQUESTS = 3  # where prompts share their heads
 MOST_STEPS = 500
 
 
@@ -35,7 +38,9 @@ MOST_STEPS = 500
 class Run:
     """What to do: a fault (by name; "" in a clean run), a configuration, a seed, a kind.
 
-    dumps: folder into which a faulty run writes what was recorded, if a check fires; None: nothing is written
+    mode: of the canary, "raise" or "abort": of the latter traffic goes on without those whom a finding touches
+    turn: number of the run, for what a fault tries one by one
+    dumps: folder into which a faulty run writes what was recorded, if a check stops it; None: nothing is written
     """
 
     fault: str
@@ -43,6 +48,8 @@ class Run:
     setup: Setup
     seed: int
     kind: str = FAULTY
+    mode: str = "raise"
+    turn: int = 0
     dumps: str | None = None
 
     @property
@@ -55,13 +62,18 @@ class Run:
 class Played:
     """How the traffic went.
 
-    error: what stopped it; step: in which it ended, or before which.
+    error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
+    step: in which the first of them was found, or in which all ended; num_steps: of the whole run.
+    ended: requests that the canary has ended (mode abort), and in which step.
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
     strike: what the fault did; None where it never could.
     """
 
     error: Exception | None = None
+    findings: Sequence[Finding] = ()
     step: int = 0
+    num_steps: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
     strike: Strike | None = None
@@ -75,7 +87,46 @@ class Played:
         return found
 
 
-def play(run: Run, fault: Fault | None, unheeded: bool = False) -> Played:
+class Traffic(Protocol):
+    """Requests as they come. warm: step behind which a fault may strike; from then on nobody is cancelled."""
+
+    warm: int
+
+    def come(self, target: EngineTarget) -> None:
+        """Submit, and cancel, what is due before the next step."""
+        ...
+
+
+class Burst:
+    """A batch at once, and a little later one more request, or a few where prompts share their heads."""
+
+    def __init__(self, bench: Bench, setup: Setup, rng: random.Random) -> None:
+        self.bench, self.setup, self.rng = bench, setup, rng
+        self.warm = rng.randint(*WARM_STEPS)
+        self.second = rng.randint(2, self.warm)
+
+    def come(self, target: EngineTarget) -> None:
+        more = MORE_REQUESTS if self.setup.shared else 1
+        if target.step == 1:
+            for number in range(self.setup.batch):
+                submit(self.bench, self.setup, self.rng, number)
+        elif self.second <= target.step < self.second + more and target.engine.has_work:
+            submit(self.bench, self.setup, self.rng, self.setup.batch + target.step - self.second)
+
+
+def submit(bench: Bench, setup: Setup, rng: random.Random, number: int, new_tokens: int | None = None) -> str:
+    """One request of the setup's traffic, of the tenant whose turn it is; its id."""
+    params = SamplingParams(max_new_tokens=new_tokens or setup.new_tokens, ignore_eos=True)
+    tenant = number % setup.salts
+    return bench.engine.submit(bench.prompt(rng, setup), params, salt=f"tenant {tenant}" if tenant else "")
+
+
+def play(
+    run: Run,
+    fault: Fault | None,
+    unheeded: bool = False,
+    traffic: Callable[[Bench, Setup, random.Random], Traffic] = Burst,
+) -> Played:
     """The run, from its seed. unheeded: no check of the canary says anything, as if it were not there."""
     rng = random.Random(f"{run.twin}:{run.seed}")  # the traffic, shared with the clean twin
     with ExitStack() as stack:
@@ -86,15 +137,15 @@ def play(run: Run, fault: Fault | None, unheeded: bool = False) -> Played:
             for error in checks - disable:
                 stack.enter_context(switched_off(error))
         armed = stack.enter_context(faults.arm(fault.name)) if fault is not None and fault.is_seam else None
-        canary = CanaryConfig(mode="raise", content=run.setup.content, seed=run.seed, disable=disable)
+        canary = CanaryConfig(mode=run.mode, content=run.setup.content, seed=run.seed, disable=disable)
         try:
             bench = build(run.setup, canary)
         except KVCanaryError as error:  # a wrong size may be refused at once
             return Played(error, strike=_of_build(armed))
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
-        target = EngineTarget(bench.engine, run.setup, own, run.seed // 2)
-        played = _drive(bench, target, _striker(fault, run.kind), armed, rng)
-        if run.dumps is not None and run.kind == FAULTY and isinstance(played.error, KVCorruptionError):
+        target = EngineTarget(bench.engine, run.setup, own, run.turn)
+        played = _drive(target, traffic(bench, run.setup, rng), _striker(fault, run.kind), armed)
+        if run.dumps is not None and run.kind == FAULTY and played.error is not None and played.findings:
             bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
         return played
 
@@ -111,43 +162,43 @@ def _striker(fault: Fault | None, kind: str) -> Callable[[Target], bool] | None:
 
 
 def _drive(
-    bench: Bench,
-    target: EngineTarget,
-    striker: Callable[[Target], bool] | None,
-    armed: Armed | None,
-    rng: random.Random,
+    target: EngineTarget, traffic: Traffic, striker: Callable[[Target], bool] | None, armed: Armed | None
 ) -> Played:
     """Submit, step and strike."""
-    engine, setup, played = bench.engine, target.setup, Played()
-    params = SamplingParams(max_new_tokens=setup.new_tokens, ignore_eos=True)
-    warm = rng.randint(*WARM_STEPS)
-    second = rng.randint(2, warm)
+    engine, played = target.engine, Played()
     try:
-        for number in range(setup.batch):
-            engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, number))
-        while engine.has_work and played.step < MOST_STEPS:
-            played.step = target.step
-            if target.step == second:
-                engine.submit(bench.prompt(rng, setup), params, salt=_salt(setup, setup.batch))
-            if striker is not None and target.step > warm and target.is_decoding and striker(target):
+        while _goes_on(played, target, traffic):
+            if striker is not None and target.step > traffic.warm and target.is_decoding and striker(target):
                 striker = None
             try:
-                played.left += _step(target, armed)
+                _step(target, armed, played)
             finally:
-                played.step = engine.metrics.num_steps  # an error may be held back until clean tokens have left
-    except Exception as error:  # a fault may end in anything
-        played.error = error
+                _note(played, target)
+    except Exception as error:  # a fault may end in anything; what comes behind a finding is of the same fault
+        played.error = None if played.findings else error
+        played.findings = played.findings or getattr(error, "findings", ())
     played.strike = target.strike or _of_build(armed)
-    played.accepted_len = engine.metrics.accepted_length
+    played.accepted_len, played.num_steps = engine.metrics.accepted_length, engine.metrics.num_steps
     return played
 
 
-def _salt(setup: Setup, number: int) -> str:
-    tenant = number % setup.salts
-    return f"tenant {tenant}" if tenant else ""
+def _goes_on(played: Played, target: EngineTarget, traffic: Traffic) -> bool:
+    """Whether there is a next step, with the requests that come before it."""
+    if not played.findings:
+        played.step = target.step
+    traffic.come(target)
+    return target.engine.has_work and target.step < MOST_STEPS
 
 
-def _step(target: EngineTarget, armed: Armed | None) -> list[tuple[int, str, tuple[int, ...]]]:
+def _note(played: Played, target: EngineTarget) -> None:
+    """The step that ran, which is the one of the finding where there is one: traffic may go on behind it."""
+    if not played.findings:
+        played.step = target.engine.metrics.num_steps  # an error may be held back until clean tokens have left
+        if target.canary.config.mode == "abort":
+            played.findings = target.canary.findings
+
+
+def _step(target: EngineTarget, armed: Armed | None, played: Played) -> None:
     engine, strikes = target.engine, 0 if armed is None else armed.num_strikes
     with _stepping(target):
         try:
@@ -156,7 +207,9 @@ def _step(target: EngineTarget, armed: Armed | None) -> list[tuple[int, str, tup
             if armed is not None and armed.num_strikes > strikes == 0:
                 target.record(late=armed.fault.late, **armed.place)
     sampled = engine.metrics.num_steps - engine.lag
-    return [(sampled, event.request_id, event.token_ids) for event in events]
+    played.left += [(sampled, event.request_id, event.token_ids) for event in events]
+    corrupted = [event.request_id for event in events if event.finish_reason == KV_CORRUPTION]
+    played.ended |= dict.fromkeys(corrupted, engine.metrics.num_steps)
 
 
 @contextmanager

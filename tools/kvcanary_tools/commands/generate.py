@@ -80,8 +80,9 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
 
     console.log_to_stderr()
     printer = _Printer(len(prompts))
-    with usage_failures(), reenacting(options["reenact"], as_json):
+    with usage_failures(), reenacting(options["reenact"], as_json) as reenacted:
         engine = Engine(config)
+        reenacted.watch(engine)
         console.say(_sizes_line(engine.sizes))
         generation = generate(engine, prompts, params, None if as_json else printer)
         if options["dump"] is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +63,7 @@ def command(
       kvcanary inject all --config full --json matrix.json
       kvcanary inject bits.flip --url http://127.0.0.1:8000
 
-    Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage.
+    Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage, 130 interrupted.
     """
     if url is not None:
         _inject_there(url, names, api_key)
@@ -69,17 +71,19 @@ def command(
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.matrix import rows_of, totals_of
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
-    from kvcanary_tools.campaign.runner import chosen, default_workers, runs_of
+    from kvcanary_tools.campaign.runner import chosen, cpu_seconds, default_workers, runs_of
 
-    console.log_to_stderr()
+    console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     with usage_failures():
         planned = runs_of(chosen(names), PLANS[config], runs, seed)
     if not planned:
         raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
     if dumps is not None:
         dumps.mkdir(parents=True, exist_ok=True)
-        planned = [replace(run, dumps=str(dumps)) for run in planned]
-    results = _perform(planned, workers or default_workers())
+        planned = [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
+    workers, began = workers or default_workers(), cpu_seconds()
+    results = _perform(planned, workers)
+    spent = round(cpu_seconds() - began)
     rows, totals = rows_of(results), totals_of(results)
     to_stdout = json_file is not None and str(json_file) == "-"
     for line in matrix_lines(totals):
@@ -87,9 +91,12 @@ def command(
     for line in failures(results):
         console.say(line, fg="red")
     if json_file is not None:
-        _write(json_file, json.dumps(as_json(rows, config=config, seed=seed, runs=runs), indent=2) + "\n")
+        meta = {"config": config, "seed": seed, "runs": runs, "workers": workers, "cpu_seconds": spent}
+        _write(json_file, json.dumps(as_json(rows, totals, results, **meta), indent=2) + "\n")
     if junit_file is not None:
         _write(junit_file, as_junit(totals, results))
+    if len(results) < len(planned):
+        ctx.exit(console.EXIT_INTERRUPTED)
     ctx.exit(console.EXIT_CLEAN if all(row.is_right for row in totals) else console.EXIT_FINDING)
 
 
@@ -104,14 +111,20 @@ def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None
 
 
 def _perform(planned: list[Run], workers: int) -> list[Result]:
-    """With a progress bar on stderr, where that is a terminal."""
+    """With a progress bar on stderr, where that is a terminal. An interrupt ends it with what there is so far."""
     from kvcanary_tools.campaign.runner import campaign
 
-    with click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-        results = []
-        for result in campaign(planned, workers):
-            results.append(result)
-            bar.update(1)
+    results: list[Result] = []
+    with (
+        click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar,
+        closing(campaign(planned, workers)) as coming,
+    ):
+        try:
+            for result in coming:
+                results.append(result)
+                bar.update(1)
+        except KeyboardInterrupt:
+            console.say(f"interrupted: {len(results)} of {len(planned)} runs", fg="yellow")
     return results
 
 

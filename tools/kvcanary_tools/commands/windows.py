@@ -69,8 +69,9 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
     from spec_engine import Engine
 
     console.log_to_stderr()
-    with usage_failures(), reenacting(options["reenact"], as_json):
+    with usage_failures(), reenacting(options["reenact"], as_json) as reenacted:
         engine = random_engine(config, options["window"]) if is_random else Engine(config)
+        reenacted.watch(engine)
         prompts = options["prompt"] or random_prompts(options["window"])
         run = watch(engine, prompts, params, options["every"])
     if as_json:

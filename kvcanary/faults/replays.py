@@ -1,0 +1,97 @@
+"""A small pool under a canary of its own, whose decode is a replay over static buffers, for faults of what is captured.
+
+No engine is needed: `StaticReplay` runs the captured body again, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcanary.buffers import Batch, StaticBuffers
+    from kvcanary.manager import CanaryManager
+    from kvcanary.static import StaticSubstep
+
+NAME, LIVE = "replayed", "live"
+LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 2, 4, 4, 2, 8
+ROWS, INDICES = 3, 16  # of the captured batch, one of which is live
+PROMPT_LEN = 3
+FIRST = PAGE_SIZE  # slot of the row's first entry
+Change = Callable[["StaticBuffers"], None]  # of what a replay finds in its buffers
+
+
+def replay(target: Target, change: Change) -> None:
+    """A prompt is written, and its next token by a replay in whose buffers something is changed."""
+    import torch
+
+    from kvcanary.buffers import StaticBuffers
+    from kvcanary.manager import CanaryManager
+    from kvcanary.replay import StaticReplay
+    from kvcanary.views import PoolView
+
+    k, v = ([torch.zeros(PAGES * PAGE_SIZE, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2))
+    config = replace(target.canary.config, content="full", mode="raise")
+    canary = CanaryManager(config, [PoolView(NAME, k, v, PAGE_SIZE)])
+    try:
+        buffers = StaticBuffers.allocate(ROWS, PROMPT_LEN + ROWS, INDICES)
+        substeps = {kind: canary.bank.add(NAME, kind, 0, buffers) for kind in ("prefill", "decode")}
+        replays = StaticReplay(canary.bank)
+        for substep in substeps.values():
+            replays.capture([substep], lambda substep=substep: _forward(substep))  # type: ignore[misc]
+        canary.arm()
+        canary.admit(LIVE, list(range(PROMPT_LEN + 1)))
+        canary.on_alloc(LIVE, [1])
+        _step(canary, substeps["prefill"], 0, PROMPT_LEN, lambda buffers: None)
+        _step(canary, substeps["decode"], PROMPT_LEN, PROMPT_LEN + 1, change)
+    finally:
+        canary.detach()
+
+
+def _step(canary: CanaryManager, substep: StaticSubstep, start: int, end: int, change: Change) -> None:
+    """One replay that writes positions [start, end), and the check behind it."""
+    canary.begin_step(canary.step + 1)
+    canary.bank.load(substep, _batch(canary, start, end))
+    if substep.buffers is not None:
+        change(substep.buffers)
+    _forward(substep)
+    canary.check()
+
+
+def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
+    import torch
+
+    from kvcanary.buffers import Batch
+
+    def numbers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    uid = canary.requests_of([LIVE])[0].uid
+    return Batch(
+        indptr=numbers(0, end),
+        indices=FIRST + torch.arange(end),
+        bounds=numbers(0, end - start),
+        slots=FIRST + torch.arange(start, end),
+        tokens=torch.arange(start, end),
+        positions=torch.arange(start, end),
+        prefix_lens=numbers(start),
+        uids=numbers(uid),
+    )
+
+
+def _forward(substep: StaticSubstep) -> None:
+    """The captured body: K and V follow from token, position and layer."""
+    import torch
+
+    forward = substep.forward
+    place = torch.arange(HEADS * DIM).view(HEADS, DIM)
+    seeds = (131 * forward.tokens + 7 * forward.positions)[:, None, None].float()
+    substep.open()
+    for layer in range(LAYERS):
+        substep.store(layer, (seeds + layer + place).sin(), (seeds + layer - place).cos())
+    substep.close()

@@ -1,0 +1,59 @@
+"""What the pages say of the full campaign is what its record says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcanary.faults import catalogue
+from kvcanary_tools.campaign import pages, runner
+from kvcanary_tools.campaign.configurations import PLANS
+from kvcanary_tools.campaign.matrix import rows_of, totals_of
+from kvcanary_tools.campaign.report import as_json
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def campaign() -> dict:
+    """A small one: a fault in the quick configurations, with all its twins."""
+    planned = runner.runs_of([catalogue.find("hooks.wrong_substep")], PLANS["quick"], None, seed=1)
+    results = list(runner.campaign(planned, workers=1))
+    return as_json(rows_of(results), totals_of(results), results, cpu_seconds=600)
+
+
+def test_a_line_a_fault_and_the_sums(campaign):
+    """Counts as they are, shares in percent, minutes on two cores."""
+    _, _, line = pages.matrix_lines(campaign["totals"])
+    assert line == "| `hooks.wrong_substep` | 3 | 3 | HookOrderError | - | - | 1, 1 | 0 | 0 | 0 of 3 | 0 of 0 | - |"
+    sums = dict(text.strip("| ").split(" | ") for text in list(pages.summary_lines(campaign))[2:])
+    assert sums["faults, each in up to 3 configurations"] == "1"
+    assert sums["findings in clean twins; in quiet ones"] == "0 of 3; 0 of 0"
+    assert sums["minutes on 2 cores"] == "5"
+
+
+def test_they_go_between_their_marks(campaign, tmp_path):
+    """What stood there before is gone, what stands around stays; a page without marks is refused."""
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/faults.md"):
+        (tmp_path / page).write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nbehind\n")
+    pages.write_pages(campaign, tmp_path)
+    text = (tmp_path / "docs/faults.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nbehind\n")
+    assert "hooks.wrong_substep" in text
+    assert "old" not in text
+    pages.write_pages(campaign, tmp_path)
+    assert (tmp_path / "docs/faults.md").read_text() == text
+    (tmp_path / "README.md").write_text("no mark")
+    with pytest.raises(ValueError, match="must have a line <!-- campaign: begin -->"):
+        pages.write_pages(campaign, tmp_path)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/faults.md"])
+def test_the_pages_quote_the_record(page):
+    """The tables of both pages are those of the last full campaign."""
+    record = pages.load()
+    assert record["meta"]["config"] == "full"
+    assert "\n".join((pages.BEGIN, *pages.pages(record)[page], pages.END)) in (ROOT / page).read_text(encoding="utf-8")

@@ -1,0 +1,107 @@
+"""What the pages say of the last full campaign: the matrix in docs/faults.md, its sums in the README, from its JSON.
+
+`kvcanary inject all --config full --json tools/kvcanary_tools/campaign/results/full.json`, then
+`python -m kvcanary_tools.campaign.pages` writes both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcanary_tools.campaign.matrix import BEST
+
+ROOT = Path(__file__).parents[3]
+RESULT = Path(__file__).parent / "results" / "full.json"
+BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+Totals = Sequence[Mapping[str, Any]]
+
+
+def matrix_lines(totals: Totals) -> Iterator[str]:
+    """A line a fault, as Markdown."""
+    yield "| fault | runs | found | first by | place | writer | steps | leaked | exposed | twins | off | cause 1st |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for row in totals:
+        steps = row["steps_to_detection"]
+        cells = (
+            f"`{row['fault']}`",
+            row["runs"],
+            row["found"],
+            row["first_code"] or "nobody",
+            _share(row["place_right"], row["places"]),
+            _share(row["writer_right"], row["writers"]),
+            "-" if steps is None else f"{steps['median']:g}, {steps['max']:g}",
+            row["tokens_leaked"],
+            row["tokens_exposed"],
+            f"{row['twin_findings']} of {row['twins']}",
+            f"{row['disabled_found']} of {row['disabled']}",
+            _share(row["verdict_first"], row["verdicts"]),
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def summary_lines(campaign: Mapping[str, Any]) -> Iterator[str]:
+    """The sums, as Markdown."""
+    totals, meta = campaign["totals"], campaign["meta"]
+
+    def of(part: str, whole: str) -> str:
+        return f"{_sum(totals, part):,} of {_sum(totals, whole):,}"
+
+    yield "| the full campaign | |"
+    yield "|---|---|"
+    yield f"| faults, each in up to {meta['num_configs']} configurations | {len(totals)} |"
+    counts = [row["runs"] for row in totals]
+    yield f"| faulty runs a fault, fewest and most | {min(counts)} and {max(counts)} |"
+    yield f"| faulty runs that ended as their entry says, by the check that it names | {of('found', 'runs')} |"
+    yield f"| place right; writer right | {of('place_right', 'places')}; {of('writer_right', 'writers')} |"
+    yield f"| tokens that left in or after the step of the finding | {_sum(totals, 'tokens_leaked'):,} |"
+    yield f"| runs with tokens exposed where none may be | {of('too_exposed', 'runs')} |"
+    clean = meta["num_runs"]["clean"]
+    yield f"| findings in clean twins; in quiet ones | {meta['clean_findings']} of {clean:,}; {_quiet(campaign)} |"
+    yield f"| found by a check that was switched off | {of('disabled_found', 'disabled')} |"
+    first, best = (_share(_sum(totals, name), _sum(totals, "verdicts")) for name in ("verdict_first", "verdict_top3"))
+    yield f"| right cause first; among the first {BEST} | {first}; {best} |"
+    yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"
+
+
+def write_pages(campaign: Mapping[str, Any], root: Path = ROOT) -> None:
+    """Put both tables between their marks; ValueError for a page without them."""
+    for page, lines in pages(campaign).items():
+        path = root / page
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"{path} must have a line {BEGIN} and, behind it, a line {END}")
+        path.write_text("\n".join((before + BEGIN, *lines, END + after)), encoding="utf-8")
+
+
+def pages(campaign: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By page, the lines between its marks."""
+    return {
+        "docs/faults.md": [*summary_lines(campaign), "", *matrix_lines(campaign["totals"])],
+        "README.md": list(summary_lines(campaign)),
+    }
+
+
+def load() -> dict[str, Any]:
+    """What the last full campaign wrote."""
+    return json.loads(RESULT.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _sum(totals: Totals, name: str) -> int:
+    return sum(row[name] for row in totals)
+
+
+def _quiet(campaign: Mapping[str, Any]) -> str:
+    meta = campaign["meta"]
+    return f"{meta['quiet_findings']} of {meta['num_runs'].get('quiet', 0):,}"
+
+
+def _share(count: int, total: int) -> str:
+    return "-" if not total else "100 %" if count == total else f"{100 * count / total:.1f} %"
+
+
+if __name__ == "__main__":
+    write_pages(load())

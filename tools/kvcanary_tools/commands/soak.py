@@ -1,0 +1,68 @@
+"""`kvcanary soak`: random traffic with random faults for so many minutes; what was injected must be what was found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import click
+
+from kvcanary_tools import console
+from kvcanary_tools.engine_options import CONTEXT, usage_failures
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+SHOWN = 10
+
+
+@click.command("soak", context_settings=CONTEXT, short_help="Run random traffic with random faults for a while.")
+@click.argument("names", nargs=-1)
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--rate", type=click.FloatRange(min=0), default=2.0, show_default=True, help="Faults in 100 steps, on average."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the ledger there; - is stdout.")
+@click.pass_context
+def command(
+    ctx: click.Context, names: tuple[str, ...], minutes: float, rate: float, seed: int, json_file: Path | None
+) -> None:
+    """Run engines of random settings, one after the other, under random traffic: requests of any length that come and
+    are cancelled at any time. All checks are on, in mode abort; faults strike at the rate that is stated, those of
+    NAMES or all, and the ledger of what was injected and what was found must be even.
+
+    \b
+      kvcanary soak --minutes 10
+      kvcanary soak bits lifetime --minutes 1 --rate 5
+      kvcanary soak --minutes 60 --rate 0
+
+    Exit codes: 0 what was injected is what was found, 1 otherwise, 2 wrong usage.
+    """
+    from kvcanary_tools.campaign.runner import chosen
+    from kvcanary_tools.campaign.soak import soak
+
+    console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the ledger has them
+    with usage_failures():
+        faults = chosen(names)
+    end = time.monotonic() + 60 * minutes
+    ledger = next(ledger for ledger in soak(faults, rate, seed) if time.monotonic() > end)
+    told = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed}
+    to_stdout = json_file is not None and str(json_file) == "-"
+    say = console.say if to_stdout else console.data
+    for row in told["rows"]:
+        say(f"{row['fault']:<40} {row['injected']:>6} injected {row['found']:>6} found")
+    say(
+        f"{ledger.engines} engines, {ledger.steps} steps, {ledger.tokens} tokens: "
+        f"{told['injected']} injected, {told['found']} found"
+    )
+    for wrong in told["wrong"][:SHOWN]:
+        said = wrong["text"].partition("\n")[0] or "nothing fired"
+        console.say(f"{wrong['fault'] or 'no fault'}, {wrong['config']}, engine {wrong['seed']}: {said}", fg="red")
+    if json_file is not None:
+        text = json.dumps(told, indent=2) + "\n"
+        if to_stdout:
+            console.data(text, newline=False)
+        else:
+            json_file.write_text(text, encoding="utf-8")
+    ctx.exit(console.EXIT_CLEAN if ledger.is_even else console.EXIT_FINDING)
