@@ -40,6 +40,15 @@ def test_a_table_without_its_device_is_a_sentence(kvcanary, name: str, monkeypat
     assert result.stdout == ""
 
 
+def test_recorded_kernels_keep_up_with_a_copy() -> None:
+    """Nine tenths of a device copy for one lane and for the check, whatever the rows and the order of their pages."""
+    shapes = json.loads((common.RESULTS / "gpu_kernels.json").read_text(encoding="utf-8"))["shapes"]
+    assert {shape["row_bytes"] for shape in shapes} == {512, 1024, 2048, 4096}
+    rates = [rate for shape in shapes for rate in shape["rates"].values()]
+    assert len(rates) == 4 * 4
+    assert min(rate[what]["of_copy"] for rate in rates for what in ("one lane", "check")) >= 0.9
+
+
 def test_an_unknown_table_is_refused(kvcanary) -> None:
     """With the ones that there are."""
     result = kvcanary("bench", "speed")
