@@ -13,7 +13,7 @@ from torch import Tensor
 WORD_BYTES = 4
 MAX_BLOCK = 1024
 TILE_WORDS = 512  # that a program reads at a time, of all its slots
-MAX_CHUNK = 32  # words of one slot among them: more threads a row wait for each other longer, fewer read less at once
+MAX_CHUNK = 32  # words of one slot among them: longer ones take more threads, shorter ones less of a memory's sector
 MAX_ALIGNMENT = 16  # bytes of the widest load
 
 
@@ -66,12 +66,12 @@ class PoolRows:
 
     @property
     def tile(self) -> int:
-        """Slots whose rows of one layer a program reads at once: short rows come in larger companies."""
+        """Slots whose rows of one layer a program reads, a chunk of each at a time."""
         return TILE_WORDS // self.chunk
 
     @property
     def chunk(self) -> int:
-        """Words of a row that it reads at a time: enough for wide loads, and few threads that share the row."""
+        """Words of a row that it reads at a time, by as few threads as wide loads allow."""
         return min(MAX_CHUNK, max(piece.block for piece in self.pieces))
 
     @property

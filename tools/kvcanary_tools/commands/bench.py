@@ -21,6 +21,7 @@ TABLES = {
     "false-alarms": "findings in right traffic",
     "kernels": "fingerprint and check kernels over a device copy; needs a GPU",
     "attention": "paged attention over a plain read; needs a GPU",
+    "fused": "hashing inside attention over attention alone; needs a GPU",
     "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
 }
 
