@@ -151,3 +151,14 @@ def test_readme_quotes_what_kernels_reach_on_a_gpu(root: Path) -> None:
     reads = [row for row in attention["reads"] if (row["case"], row["rows"]) == ("decode", 64)]
     assert [row["page_size"] for row in reads] == [1, 16]
     assert f"| {', '.join(format(row['of_ceiling'], '.2f') for row in reads)} |" in readme
+
+
+def test_readme_and_docs_quote_what_hashing_inside_attention_costs(root: Path) -> None:
+    """Every way that was tried, from the record."""
+    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_fused.json"
+    ways = {way["way"]: f"x{way['ratio']:.2f}" for way in json.loads(record.read_text(encoding="utf-8"))["ways"]}
+    tried = [ratio for way, ratio in ways.items() if "attention a" not in way and "package" not in way]
+    assert len(tried) == 4
+    assert f"| {', '.join(tried)} |" in README.read_text(encoding="utf-8")
+    docs = (root / "docs" / "canary.md").read_text(encoding="utf-8")
+    assert all(ratio in docs for ratio in tried)
