@@ -8,13 +8,14 @@ STAMP := $(VENV)/.kvcanary-setup
 # One process a core, one thread each: two threads beside a busy process wait for each other.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-all lint docs format clean
+.PHONY: help setup demo test test-all memcheck lint docs format clean
 
 help:
 	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
 	@echo "make demo      complete held-out code with tree drafting and the canary on, then break the cache twice"
 	@echo "make test      lint, types, docs and tests"
 	@echo "make test-all  the same, with the long grids"
+	@echo "make memcheck  the kernels' tests on a GPU under CUDA's compute-sanitizer"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      the pages of docs/ as HTML in build/site; a broken link fails"
 	@echo "make format    let ruff rewrite the files"
@@ -53,6 +54,15 @@ test: lint docs
 test-all: lint docs
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
+
+# Every tensor is an allocation of its own, so that a step past its end leaves it. MEMCHECKED: files, to check some.
+MEMCHECKED ?= tests/kernels
+memcheck: $(STAMP)
+	@command -v compute-sanitizer >/dev/null 2>&1 || { \
+	  echo "memcheck needs CUDA's compute-sanitizer, and there is none on the PATH"; echo; \
+	  echo "hint: PATH=/usr/local/cuda/bin:\$$PATH make memcheck"; exit 2; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	  "$(BIN)/python" -m pytest -m "gpu and not slow" $(MEMCHECKED)
 
 lint: $(STAMP)
 	@echo "lint: ruff, then mypy on kvcanary and kvcanary_kernels (a minute the first time, seconds later)"

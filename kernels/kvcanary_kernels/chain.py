@@ -12,6 +12,9 @@ from kvcanary_kernels.device import BLOCK, INVERSES, MULTIPLIER, live_count, tl,
 from kvcanary_kernels.device import mix as device_mix
 from kvcanary_kernels.record import MASK_64, POWER_BITS, POWERS, Keys, mix, signed
 
+MOST_PROGRAMS = 512  # of a scan whose segments are long: their parts side by side
+TABLE = tl.constexpr(POWERS)
+
 
 def chain_scan(
     tokens: Tensor,
@@ -34,19 +37,15 @@ def chain_scan(
     _check_scan(tokens, positions, indptr, seeds, out, num_live)
     if seeds.numel() == 0:
         return
-    _chain_scan_kernel[(seeds.numel(),)](
-        tokens,
-        positions,
-        indptr,
-        seeds,
-        keys.constants,
-        keys.powers,
-        out,
-        indptr if num_live is None else num_live,
-        seeds.numel(),
-        BLOCK_N=BLOCK,
-        HAS_LIVE=num_live is not None,
-    )
+    num_segments, n = seeds.numel(), tokens.numel()
+    parts = max(min(n // (num_segments * BLOCK), MOST_PROGRAMS // num_segments), 1)
+    live = indptr if num_live is None else num_live
+    operands = tokens, positions, indptr, seeds, keys.constants, keys.powers, out, live, num_segments, parts
+    constants = {"BLOCK_N": BLOCK, "HAS_LIVE": num_live is not None}
+    if parts > 1:
+        _chain_scan_kernel[(num_segments, parts)](*operands, SUMS=True, **constants)
+        _chain_join_kernel[(num_segments,)](*operands[2:], BLOCK_P=1 << (parts - 1).bit_length(), **constants)
+    _chain_scan_kernel[(num_segments, parts)](*operands, SUMS=False, **constants)
 
 
 def chain_scan_torch(
@@ -149,7 +148,7 @@ def chain_tree_torch(
     out[:n] = values[:n]
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "parts"])
 def _chain_scan_kernel(
     tokens,
     positions,
@@ -160,27 +159,87 @@ def _chain_scan_kernel(
     out,
     num_live,
     num_segments,
+    parts,
+    SUMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
+    """Chain values of a part of a segment, which continues what `out` holds before it.
+
+    SUMS: only its last value, as if the chain began at the part; of all parts but the segment's last.
+    """
     i_segment = tl.program_id(0).to(tl.int64)
     if i_segment >= live_count(num_live, num_segments, HAS_LIVE):
         return
-    begin = tl.load(indptr + i_segment)
-    end = tl.load(indptr + i_segment + 1)
-    carry = tl.load(seeds + i_segment)
+    begin, end, share = _parts_of(indptr + i_segment, parts, BLOCK_N)
+    first = begin + tl.program_id(1) * share
+    last = tl.minimum(first + share, end)
+    carry = tl.zeros([], tl.int64)
+    if SUMS:
+        if last == end:
+            return
+    elif first == begin:
+        carry = tl.load(seeds + i_segment)
+    elif first < end:
+        carry = tl.load(out + first - 1)
+    unknown = tl.where(last < end, last - 1, last)  # the part behind reads what is known
     o_block = tl.arange(0, BLOCK_N)
     b_power = tl.load(powers + 1 + o_block)  # A^(i+1)
     b_inverse = tl.load(powers + INVERSES + 1 + o_block)
     block_power = tl.load(powers + BLOCK_N)
-    for i_block in range(begin, end, BLOCK_N):
+    for i_block in range(first, last, BLOCK_N):
         o_n = i_block + o_block
-        m_n = o_n < end
+        m_n = o_n < last
         token = tl.load(tokens + o_n, mask=m_n, other=0)
         position = tl.load(positions + o_n, mask=m_n, other=0)
         b_term = tl.where(m_n, device_mix(token, position, constants) * b_inverse, 0)
-        tl.store(out + o_n, b_power * (carry + tl.cumsum(b_term, 0)), mask=m_n)
+        if not SUMS:
+            tl.store(out + o_n, b_power * (carry + tl.cumsum(b_term, 0)), mask=o_n < unknown)
         carry = block_power * (carry + tl.sum(b_term))
+    if SUMS:
+        tl.store(out + last - 1, carry)
+
+
+@triton.jit(do_not_specialize=["num_segments", "parts"])
+def _chain_join_kernel(
+    indptr,
+    seeds,
+    constants,
+    powers,
+    out,
+    num_live,
+    num_segments,
+    parts,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    """Where all parts of a segment but its last end: from chains that began at the parts to the segment's own."""
+    i_segment = tl.program_id(0).to(tl.int64)
+    if i_segment >= live_count(num_live, num_segments, HAS_LIVE):
+        return
+    begin, end, share = _parts_of(indptr + i_segment, parts, BLOCK_N)
+    o_length = (1 + tl.arange(0, BLOCK_P)) * share
+    m_part = begin + o_length < end
+    last = out + begin + o_length - 1
+    b_term = tl.load(last, mask=m_part, other=0) * _device_power(powers + INVERSES, o_length, m_part)
+    b_sum = tl.load(seeds + i_segment) + tl.cumsum(b_term, 0)
+    tl.store(last, _device_power(powers, o_length, m_part) * b_sum, mask=m_part)
+
+
+@triton.jit
+def _parts_of(bounds, parts, BLOCK_N: tl.constexpr):
+    """Begin and end of a segment, and how many entries each of its parts has: whole blocks."""
+    begin = tl.load(bounds)
+    end = tl.load(bounds + 1)
+    return begin, end, tl.cdiv(tl.cdiv(end - begin, parts), BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def _device_power(table, exponents, m_n):
+    """_powers at these exponents."""
+    low = tl.load(table + exponents % TABLE, mask=m_n, other=0)
+    return low * tl.load(table + TABLE + exponents // TABLE, mask=m_n, other=0)
 
 
 @triton.jit(do_not_specialize=["n", "max_depth"])

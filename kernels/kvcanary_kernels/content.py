@@ -54,6 +54,7 @@ def check_content(
         PIECES=rows.constants,
         ALIGNMENT=rows.alignment,
         TILE=rows.tile,
+        CHUNK=rows.chunk,
         HAS_LIVE=num_live is not None,
         num_warps=TILE_WARPS,
     )
@@ -107,16 +108,19 @@ def _check_content_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     m_n = o_n < live_count(num_live, n, HAS_LIVE)
     b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    if tl.max(m_n.to(tl.int32)) == 0:
+        return
     i_layer = tl.program_id(1).to(tl.int64)
     key = key_a + i_layer * WORDS
     b_stored = tl.load(content_a + i_layer * content_stride + b_slot, mask=m_n, other=0)  # on its way meanwhile
-    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, False)
+    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False)
     m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_stored)
     b_bit = tl.full([TILE], 1, tl.int64) << (i_layer % 64)
     tl.atomic_or(mismatch + 2 * o_n + i_layer // 64, b_bit, mask=m_differs, sem="relaxed")

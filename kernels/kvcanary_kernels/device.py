@@ -95,7 +95,8 @@ SPLITMIX_FIRST = tl.constexpr(record.signed(record.SPLITMIX_FIRST))
 SPLITMIX_SECOND = tl.constexpr(record.signed(record.SPLITMIX_SECOND))
 
 BLOCK = 128  # entries a program takes at a time where entries are records
-TILE_WARPS = 2  # of programs that read TILE_WORDS of a pool: more of them hide more latency than larger ones
+TILE_WARPS = 2  # of programs that read TILE_WORDS of a pool at a time
+UNROLL = tl.constexpr(8)  # such readings that are on their way together
 PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
 
 

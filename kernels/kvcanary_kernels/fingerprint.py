@@ -11,7 +11,6 @@ from kvcanary_kernels import record
 from kvcanary_kernels.checks import expect_int64, expect_layered, live_indices
 from kvcanary_kernels.device import (
     BLOCK,
-    BLOCK_FIELD,
     FIRST_FIELD,
     PAGE_SIZE_FIELD,
     PAGE_STRIDE_FIELD,
@@ -21,6 +20,7 @@ from kvcanary_kernels.device import (
     SLOT_STRIDE_FIELD,
     START_B,
     TILE_WARPS,
+    UNROLL,
     WORDS_FIELD,
     live_count,
     low_word,
@@ -82,6 +82,7 @@ def fingerprint(
         PIECES=rows.constants,
         ALIGNMENT=rows.alignment,
         TILE=rows.tile,
+        CHUNK=rows.chunk,
         HAS_LANE_B=lane_b is not None,
         HAS_LIVE=num_live is not None,
         num_warps=TILE_WARPS,
@@ -143,6 +144,7 @@ def _fingerprint_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_LANE_B: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
@@ -150,10 +152,22 @@ def _fingerprint_kernel(
     m_n = o_n < live_count(num_live, n, HAS_LIVE)
     b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    if tl.max(m_n.to(tl.int32)) == 0:
+        return
     i_layer = tl.program_id(1).to(tl.int64)
     keys = i_layer * WORDS
     b_a, b_b = layer_lanes(
-        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, HAS_LANE_B
+        ptrs + i_layer,
+        num_layers,
+        b_slot,
+        m_n,
+        key_a + keys,
+        key_b + keys,
+        PIECES,
+        ALIGNMENT,
+        TILE,
+        CHUNK,
+        HAS_LANE_B,
     )
     tl.store(lane_a + i_layer * lane_a_stride + o_n, b_a + tl.load(start_a + i_layer), mask=m_n)
     if HAS_LANE_B:
@@ -171,52 +185,52 @@ def layer_lanes(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_LANE_B: tl.constexpr,
 ):
     """[TILE] both keyed sums of the rows of slots in one layer (without starting constants), in one reading of them.
 
+    Products are added word by word, and only the last sums across the threads of a row, who wait for each other there.
+
     ptrs, key_a, key_b: of that layer; pieces are num_layers pointers apart; m_n: slots of interest, which are in the
-    pool
+    pool, the sums of others mean nothing; CHUNK: words of a row that are read at a time
     """
-    b_a = tl.zeros([TILE], tl.int64)
-    b_b = tl.zeros([TILE], tl.int64)
+    b_slot = tl.where(m_n, b_slot, 0)  # loads without a mask are fewer instructions
+    b_a = tl.zeros([TILE, CHUNK], tl.int64)
+    b_b = tl.zeros([TILE, CHUNK], tl.int64)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
         base = tl.multiple_of(base, ALIGNMENT)  # or loads are of one word each
-        b_piece_a, b_piece_b = _piece_lanes(base, b_slot, m_n, key_a, key_b, PIECES, i_piece, TILE, HAS_LANE_B)
-        b_a += b_piece_a
-        b_b += b_piece_b
-    return b_a, b_b
+        b_a, b_b = _add_piece(b_a, b_b, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_LANE_B)
+    return tl.sum(b_a, 1), tl.sum(b_b, 1)
 
 
 @triton.jit
-def _piece_lanes(
+def _add_piece(
+    b_a,
+    b_b,
     base,
     b_slot,
-    m_n,
     key_a,
     key_b,
     PIECES: tl.constexpr,
     I_PIECE: tl.constexpr,
-    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_LANE_B: tl.constexpr,
 ):
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
-    BLOCK_W: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
-    b_a = tl.zeros([TILE], tl.int64)
-    b_b = tl.zeros([TILE], tl.int64)
-    for i_word in range(0, WORDS, BLOCK_W):
-        o_w = i_word + tl.arange(0, BLOCK_W)
-        m_w = o_w < WORDS
-        o_key = FIRST + o_w
-        offsets = word_offsets(b_slot[:, None], o_w[None, :], PIECES, I_PIECE)
-        b_x = low_word(tl.load(base + offsets, mask=m_n[:, None] & m_w[None, :], other=0).to(tl.int64))
-        b_key = low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64))
-        b_a += tl.sum(b_x * b_key[None, :], 1)
-        if HAS_LANE_B:
-            b_key = low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))
-            b_b += tl.sum(b_x * b_key[None, :], 1)
+    GROUP: tl.constexpr = min(UNROLL * CHUNK, (WORDS + CHUNK - 1) // CHUNK * CHUNK)
+    for i_group in range(0, WORDS, GROUP):
+        for i_chunk in tl.static_range(0, GROUP, CHUNK):
+            o_w = i_group + i_chunk + tl.arange(0, CHUNK)
+            o_key = FIRST + o_w
+            m_w = (o_w < WORDS) | (WORDS // GROUP * GROUP == WORDS)
+            words = base + word_offsets(b_slot[:, None], o_w[None, :], PIECES, I_PIECE)
+            b_x = low_word(tl.load(words, mask=m_w[None, :], other=0).to(tl.int64))
+            b_a += b_x * low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
+            if HAS_LANE_B:
+                b_b += b_x * low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
     return b_a, b_b
 
 

@@ -59,6 +59,7 @@ def take(
         PIECES=pool.constants,
         ALIGNMENT=pool.alignment,
         TILE=pool.tile,
+        CHUNK=pool.chunk,
         num_warps=TILE_WARPS,
     )
 
@@ -141,6 +142,7 @@ def reread(
         PIECES=pool.constants,
         ALIGNMENT=pool.alignment,
         TILE=pool.tile,
+        CHUNK=pool.chunk,
         num_warps=TILE_WARPS,
     )
 
@@ -216,6 +218,7 @@ def _take_lanes_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     i_layer = tl.program_id(1).to(tl.int64)
@@ -223,7 +226,7 @@ def _take_lanes_kernel(
     m_n = (b_slot >= 0) & (b_slot < num_slots)
     keys = i_layer * WORDS
     b_a, b_b = layer_lanes(
-        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, True
+        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True
     )
     own = lanes + i_layer * layer_stride + b_slot
     tl.store(own, b_a + tl.load(start_a + i_layer), mask=m_n)
@@ -264,6 +267,7 @@ def _reread_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_layer = tl.program_id(2).to(tl.int64)
@@ -287,7 +291,7 @@ def _reread_kernel(
     m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain)
     b_held = tl.load(lanes + i_layer * layer_stride + b_slot, mask=m_n, other=0)
     key = key_a + i_layer * WORDS
-    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, False)
+    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False)
     m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_held)
     count = tl.sum(m_differs.to(tl.int64))
     if count > 0:

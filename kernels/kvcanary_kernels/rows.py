@@ -12,7 +12,8 @@ from torch import Tensor
 
 WORD_BYTES = 4
 MAX_BLOCK = 1024
-TILE_WORDS = 2048  # of a piece that a program holds at once: enough loads in flight for the memory's full rate
+TILE_WORDS = 512  # that a program reads at a time, of all its slots
+MAX_CHUNK = 32  # words of one slot among them: longer ones take more threads, shorter ones less of a memory's sector
 MAX_ALIGNMENT = 16  # bytes of the widest load
 
 
@@ -70,8 +71,13 @@ class PoolRows:
 
     @property
     def tile(self) -> int:
-        """Slots whose rows of one layer a program reads at once: short rows come in larger companies."""
-        return TILE_WORDS // max(piece.block for piece in self.pieces)
+        """Slots whose rows of one layer a program reads, a chunk of each at a time."""
+        return TILE_WORDS // self.chunk
+
+    @property
+    def chunk(self) -> int:
+        """Words of a row that it reads at a time, by as few threads as wide loads allow."""
+        return min(MAX_CHUNK, max(piece.block for piece in self.pieces))
 
     @property
     def constants(self) -> tuple[int, ...]:

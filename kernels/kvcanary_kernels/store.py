@@ -183,7 +183,9 @@ def _store_kernel(
         tl.store(twice + i_n, 1)
         b_slot = tl.zeros([1], tl.int64) + slot
         m_slot = b_slot >= 0
-        _, b_old = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, True)
+        _, b_old = layer_lanes(
+            ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, PIECES[BLOCK_FIELD], True
+        )
         total_b -= tl.sum(b_old)
         tl.debug_barrier()  # every thread has read before any writes
     elif layer == 0:

@@ -23,7 +23,7 @@ def fresh(root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "lint", "docs"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "memcheck", "lint", "docs"])
 def test_target_sets_up_first(fresh: Path, target: str) -> None:
     """On a fresh machine every target makes the environment, with the pins and the caller's PIP_ARGS."""
     planned = make(fresh, "--dry-run", target, "PYTHON=python3", "PIP_ARGS=--extra-index-url https://example.org/cpu")
@@ -44,6 +44,18 @@ def test_setup_runs_once(fresh: Path) -> None:
     (fresh / ".venv").mkdir()
     (fresh / ".venv" / ".kvcanary-setup").touch()
     assert "Nothing to be done" in make(fresh, "setup").stdout
+
+
+def test_memcheck_names_what_it_lacks(fresh: Path, tmp_path: Path) -> None:
+    """Without compute-sanitizer on the PATH: a sentence, a hint, and nothing runs."""
+    (fresh / ".venv").mkdir()
+    (fresh / ".venv" / ".kvcanary-setup").touch()
+    (tmp_path / "empty").mkdir()
+    command = [shutil.which("make"), "memcheck", "SHELL=/bin/sh", "-o", ".venv/.kvcanary-setup"]
+    refused = subprocess.run(command, cwd=fresh, env={"PATH": str(tmp_path / "empty")}, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "memcheck needs CUDA's compute-sanitizer" in refused.stdout
+    assert "hint: PATH=/usr/local/cuda/bin:$PATH make memcheck" in refused.stdout
 
 
 def test_setup_refuses_an_old_python(fresh: Path) -> None:

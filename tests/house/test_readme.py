@@ -139,13 +139,26 @@ def test_readme_quotes_what_the_engine_was_measured_at(root: Path) -> None:
 
 
 def test_readme_quotes_what_kernels_reach_on_a_gpu(root: Path) -> None:
-    """Fingerprints and attention as shares of what the device can move, from the records."""
+    """Fingerprints, checks and attention as shares of what the device can move, from the records."""
     readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
     kernels, attention = (
         json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8")) for name in ("kernels", "attention")
     )
-    shares = [f"{shape['rates']['random slots']['one lane']['of_copy']:.2f}" for shape in kernels["shapes"]]
-    assert f"| {', '.join(shares)} |" in readme
+    for what in ("one lane", "both lanes", "check"):
+        rates = [shape["rates"]["random pages of 1"][what]["of_copy"] for shape in kernels["shapes"]]
+        assert f"| {', '.join(format(rate, '.2f') for rate in rates)} |" in readme
+    assert f"| {', '.join(f'{time:.0f} us' for time in kernels['chain_us'].values())} |" in readme
     reads = [row for row in attention["reads"] if (row["case"], row["rows"]) == ("decode", 64)]
     assert [row["page_size"] for row in reads] == [1, 16]
     assert f"| {', '.join(format(row['of_ceiling'], '.2f') for row in reads)} |" in readme
+
+
+def test_readme_and_docs_quote_what_hashing_inside_attention_costs(root: Path) -> None:
+    """Every way that was tried, from the record."""
+    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_fused.json"
+    ways = {way["way"]: f"x{way['ratio']:.2f}" for way in json.loads(record.read_text(encoding="utf-8"))["ways"]}
+    tried = [ratio for way, ratio in ways.items() if "attention a" not in way and "package" not in way]
+    assert len(tried) == 4
+    assert f"| {', '.join(tried)} |" in README.read_text(encoding="utf-8")
+    docs = (root / "docs" / "canary.md").read_text(encoding="utf-8")
+    assert all(ratio in docs for ratio in tried)

@@ -36,10 +36,12 @@ def scan_oracle(tokens: list[int], positions: list[int], indptr: list[int], seed
 
 @scans
 @pytest.mark.parametrize(
-    "lengths", [[], [0], [1], [0, 0, 3, 0], [1, 1, 1], [5, 0, 130, 2], [127, 128, 129], [600]], ids=str
+    "lengths",
+    [[], [0], [1], [0, 0, 3, 0], [1, 1, 1], [5, 0, 130, 2], [127, 128, 129], [600], [1024], [1500, 0, 3], [129, 1500]],
+    ids=str,
 )
 def test_chain_scan_equals_the_recursion(operation, lengths: list[int], device: str, tensor) -> None:
-    """Every segment starts from its own seed; empty segments and block borders included."""
+    """Every segment starts from its own seed; empty segments, borders of blocks and of parts included."""
     keys = make_keys(9, 1, 4, device)
     indptr = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     tokens, positions = sequence(indptr[-1])
@@ -71,6 +73,18 @@ def test_chain_scan_leaves_padding_alone(operation, live: int, device: str, tens
     operation(*operands, keys=keys, out=out, num_live=tensor([live]))
     expected = scan_oracle(tokens, positions, [0, 2, 5, 6][: live + 1], [5, 6, 7], keys)
     assert [v & MASK for v in out.tolist()] == expected + [POISON & MASK] * (6 - len(expected))
+
+
+@scans
+def test_chain_scan_of_parts_leaves_padding_alone(operation, device: str, tensor) -> None:
+    """Neither their sums nor their joints are written for a long segment behind the live count."""
+    keys = make_keys(9, 1, 4, device)
+    tokens, positions = sequence(1200)
+    out = torch.full((1200,), POISON, device=device)
+    operands = tensor(tokens), tensor(positions), tensor([0, 400, 1200]), tensor([5, 6])
+    operation(*operands, keys=keys, out=out, num_live=tensor([1]))
+    expected = scan_oracle(tokens, positions, [0, 400], [5], keys)
+    assert [v & MASK for v in out.tolist()] == expected + [POISON & MASK] * 800
 
 
 def test_chain_host_is_the_same_recursion() -> None:

@@ -159,6 +159,17 @@ def test_float64_sums_lose_no_bit(words: int, tensor, device: str) -> None:
     assert run(fingerprint_torch, rows, tensor([1]), keys) == oracle(rows, [1], keys)
 
 
+@pytest.mark.parametrize("words", [31, 256, 300, 512, 530])
+def test_fingerprint_of_rows_of_any_length(words: int, tensor, device: str) -> None:
+    """Rows that a program reads in one go or in several, whole or with a rest, and more slots than it takes."""
+    generator = torch.Generator().manual_seed(words)
+    values = torch.randint(-(2**31), 2**31, (40, words), generator=generator, dtype=torch.int32).to(device)
+    rows = pool_rows([values], [values[:, words // 3 :]])
+    keys = make_keys(1, 1, rows.words_per_row, device)
+    slots = [*range(3, 38, 2), 39]
+    assert run(fingerprint, rows, tensor(slots), keys) == oracle(rows, slots, keys)
+
+
 def test_fingerprint_torch_bounds_its_temporaries(pool, tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many slots are taken in chunks, with the same result, refused slots included."""
     rows, keys = pool()

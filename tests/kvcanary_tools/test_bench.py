@@ -30,7 +30,7 @@ def test_json_goes_into_the_folder(kvcanary, tmp_path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "new" / "retractions.json").read_text()) == {"rows": 1}
 
 
-@pytest.mark.parametrize("name", ["kernels", "attention", "prefill", "step"])
+@pytest.mark.parametrize("name", ["kernels", "attention", "fused", "prefill", "step"])
 def test_a_table_without_its_device_is_a_sentence(kvcanary, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, nothing on stdout."""
     monkeypatch.setattr(common, "RESULTS", common.RESULTS)
@@ -38,6 +38,15 @@ def test_a_table_without_its_device_is_a_sentence(kvcanary, name: str, monkeypat
     result = kvcanary("bench", name)
     assert result.exit_code == 1
     assert result.stdout == ""
+
+
+def test_recorded_kernels_keep_up_with_a_copy() -> None:
+    """Nine tenths of a device copy for one lane and for the check, whatever the rows and the order of their pages."""
+    shapes = json.loads((common.RESULTS / "gpu_kernels.json").read_text(encoding="utf-8"))["shapes"]
+    assert {shape["row_bytes"] for shape in shapes} == {512, 1024, 2048, 4096}
+    rates = [rate for shape in shapes for rate in shape["rates"].values()]
+    assert len(rates) == 4 * 4
+    assert min(rate[what]["of_copy"] for rate in rates for what in ("one lane", "check")) >= 0.9
 
 
 def test_an_unknown_table_is_refused(kvcanary) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from kvcanary import CanaryConfig, KVCorruptionError
@@ -10,26 +13,32 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PROMPTS = ["def f(a):", "class A:", "import os"]
+CAPTURED = {"graphs": "on", "graph_buckets": [4]}
 FIRST = 4  # entries of rows that have been in a committed page since their prefill
 
 
 @pytest.fixture(params=DEVICES)
-def running(request) -> Engine:
+def start(request) -> Callable[..., Engine]:
     """Three requests in a bucket of four, in the midst of drafting; the canary logs, and reads all bytes each step."""
-    return run_on(request.param)
+    return partial(run_on, request.param)
 
 
-def run_on(device: str, disable: frozenset[str] = frozenset()) -> Engine:
-    settings = {"dtype": "float32", "device": device, "page_size": 4, "topk": 2, "num_steps": 3}
+def run_on(device: str, disable: frozenset[str] = frozenset(), **graphs: object) -> Engine:
+    settings = {"dtype": "float32", "device": device, "page_size": 4, "topk": 2, "num_steps": 3} | graphs
     settings |= {"max_total_tokens": 512, "context_length": 64, "max_running_requests": 4, "prefix_cache": False}
     canary = CanaryConfig(mode="log", seed=5, budget=1 << 30, disable=disable)
-    engine = Engine(EngineConfig(graphs="on", graph_buckets=[4], canary=canary, **settings))
+    engine = Engine(EngineConfig(canary=canary, **settings))
     for prompt in PROMPTS:
         engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
     while min((request.committed_len for request in engine.running), default=0) < 2 * FIRST:
         engine.step()
     assert engine.canary.findings == []
     return engine
+
+
+@pytest.fixture
+def running(start) -> Engine:
+    return start(**CAPTURED)
 
 
 def found(engine: Engine) -> set[tuple[str, str, int, str | None]]:
@@ -51,17 +60,46 @@ def test_nothing_without_a_fault(running):
         assert found(running) == set()
 
 
+def flip_record(engine: Engine) -> int:
+    """One bit of the record of req-1's slot."""
+    slot = slot_of(engine, 1, 3)
+    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    return slot
+
+
+def flip_bytes(engine: Engine) -> int:
+    """One number of a layer's V in req-2's slot."""
+    slot = slot_of(engine, 2, 1)
+    engine.pools["target"].kv[2, slot, 1, 0].view(dtype=engine.pools["target"].kv.dtype)[3] += 1.0
+    return slot
+
+
+def name_another_slot(engine: Engine) -> int:
+    """req-1's row of the request table names a slot of req-0."""
+    stolen = slot_of(engine, 0, 2)
+    engine.request_table.table[engine.running[1].row, 2] = stolen
+    return stolen
+
+
+def reuse_page(engine: Engine) -> int:
+    """The first page of req-0, whose row still names it, becomes req-1's."""
+    one, other = engine.running[0], engine.running[1]
+    page = one.pages[0]
+    engine.canary.on_free(one.request_id, [page])
+    engine.canary._ledger.leave_quarantine(engine.canary.step, 0, 1)
+    engine.canary.on_alloc(other.request_id, [page])
+    return 4 * page
+
+
 def test_a_flipped_bit_of_a_record(running):
     """R3 by the verify that reads the slot."""
-    slot = slot_of(running, 1, 3)
-    running.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    slot = flip_record(running)
     assert found(running) == {("R3", "verify", slot, "req-1")}
 
 
 def test_a_flipped_bit_of_the_bytes(running):
     """R9 by the rolling check of the same step, whose budget is all bytes; no forward sees it."""
-    slot = slot_of(running, 2, 1)
-    running.pools["target"].kv[2, slot, 1, 0].view(dtype=running.pools["target"].kv.dtype)[3] += 1.0
+    slot = flip_bytes(running)
     assert found(running) == {("R9", "sweep", slot, "req-2")}
 
 
@@ -85,19 +123,25 @@ def test_all_bytes_of_captured_rows_under_content_full(schedule):
 
 def test_a_stale_index_row(running):
     """The request table names another request's slot: verify and drafts read it, and say whose it is."""
-    stolen = slot_of(running, 0, 2)
-    running.request_table.table[running.running[1].row, 2] = stolen
+    stolen = name_another_slot(running)
     assert ("R8", "verify", stolen, "req-1") in found(running)
 
 
 def test_a_page_that_was_freed_and_reused(running):
     """The row still names a page that is another request's by now, and holds nothing of that grant: R12, R8 behind."""
-    one, other = running.running[0], running.running[1]
-    page = one.pages[0]
-    running.canary.on_free(one.request_id, [page])
-    running.canary._ledger.leave_quarantine(running.canary.step, 0, 1)
-    running.canary.on_alloc(other.request_id, [page])
-    assert found(running) == {("R12", "verify", 4 * page, "req-0")}
+    slot = reuse_page(running)
+    assert found(running) == {("R12", "verify", slot, "req-0")}
+
+
+@pytest.mark.parametrize("fault", [flip_record, flip_bytes, name_another_slot, reuse_page])
+def test_eager_steps_find_what_captured_ones_find(start, fault):
+    """The same codes at the same slots for the same readers, in the first step that reads them."""
+    judged = []
+    for engine in (start(graphs="off"), start(**CAPTURED)):
+        slot = fault(engine)
+        judged.append({(code, at, reader) for code, _, at, reader in found(engine)})
+        assert slot in {at for _, at, _ in judged[-1]}
+    assert judged[0] == judged[1]
 
 
 def test_a_padding_row_aimed_at_a_live_slot(running):
@@ -109,7 +153,7 @@ def test_a_padding_row_aimed_at_a_live_slot(running):
 
 def test_padding_is_not_judged_where_its_check_is_switched_off():
     """W9 disabled: what the padding row does is nobody's finding by that name."""
-    engine = run_on("cpu", frozenset({"W9"}))
+    engine = run_on("cpu", frozenset({"W9"}), **CAPTURED)
     engine.request_table.table[0, 0] = slot_of(engine, 1, 0)
     assert "W9" not in {code for code, *_ in found(engine)}
     assert engine.canary.certificate()["inactive_classes"]["W9"] == "disabled"

@@ -1,9 +1,10 @@
 """What the canary's kernels reach on a GPU: ``python -m kvcanary_tools.bench.kernels``.
 
 Fingerprints are measured in bytes of the pool that they read, as a share of what a device copy moves in the same run;
-rows are read in slot order, by random pages of 16 and 64, and by random slots. Checks that read records are measured
-in microseconds. Every timing is of fresh random bytes and poisoned outputs, and its result is compared with the torch
-reference before it counts.
+rows are read in slot order and by random pages of 64, 16 and 1. The check re-reads rows that are as they were stored,
+which is what it does all day; that it finds a flipped bit is tried beside. The chain of one prompt is in microseconds.
+Every timing is of fresh random bytes and poisoned outputs, and its result is compared with the torch reference before
+it counts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NUM_LAYERS, HEAD_DIM = 32, 128
 NUM_SLOTS = 131_072
 COPY_BYTES = 1 << 30
 POISON = -77
-ORDERS = {"in slot order": None, "random pages of 64": 64, "random pages of 16": 16, "random slots": 1}
+ORDERS = {"in slot order": None, "random pages of 64": 64, "random pages of 16": 16, "random pages of 1": 1}
 FEW = (4096, 512, 64)
 CHAINS = (4096, 131_072)
 
@@ -45,6 +46,7 @@ SHAPES = (
     Shape("8 heads, bf16", 8, torch.bfloat16),
     Shape("8 heads, fp8", 8, torch.float8_e4m3fn),
     Shape("2 heads, bf16", 2, torch.bfloat16),
+    Shape("2 heads, fp8", 2, torch.float8_e4m3fn),
 )
 
 
@@ -68,18 +70,22 @@ def _one_shape(shape: Shape, ceiling: float) -> dict:
     progress(shape.name)
     rows, keys = _random_pool(shape)
     bytes_read = rows.num_layers * NUM_SLOTS * rows.words_per_row * 4
+    stored, _ = _outputs(rows, NUM_SLOTS)
+    fingerprint(rows, _order(None), keys, lane_a=stored)
     rates = {}
     for name, page in ORDERS.items():
         slots = _order(page)
         _expect_right(rows, keys, slots)
+        _expect_found(rows, keys, slots, stored)
         lane_a, lane_b = _outputs(rows, NUM_SLOTS)
-        stored = torch.zeros_like(lane_a)
-        mismatch = torch.empty(NUM_SLOTS, 2, dtype=torch.int64, device="cuda")
+        mismatch = torch.full((NUM_SLOTS, 2), POISON, dtype=torch.int64, device="cuda")
         seconds = {
             "one lane": _seconds(lambda s=slots, a=lane_a: fingerprint(rows, s, keys, lane_a=a)),
             "both lanes": _seconds(lambda s=slots, a=lane_a, b=lane_b: fingerprint(rows, s, keys, lane_a=a, lane_b=b)),
             "check": _seconds(lambda s=slots, c=stored, m=mismatch: check_content(rows, s, keys, c, mismatch=m)),
         }
+        if mismatch.any():
+            raise RuntimeError("the check finds faults in rows that are as they were stored: no timing of it counts")
         rates[name] = {
             what: {"tb_s": round(bytes_read / time / 1e12, 3), "of_copy": round(bytes_read / time / 1e12 / ceiling, 3)}
             for what, time in seconds.items()
@@ -106,6 +112,18 @@ def _expect_right(rows: PoolRows, keys: Keys, slots: Tensor) -> None:
     fingerprint_torch(rows, sample, keys, lane_a=wanted[0], lane_b=wanted[1])
     if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
         raise RuntimeError("kernel and torch reference disagree: no timing of it counts")
+
+
+def _expect_found(rows: PoolRows, keys: Keys, slots: Tensor, stored: Tensor) -> None:
+    """RuntimeError unless the check names one flipped bit, and it alone."""
+    slot, layer = int(slots[len(slots) // 3]), rows.num_layers - 2
+    word = rows.v[layer][slot, -1:]
+    word ^= 1 << 17
+    mismatch = torch.full((len(slots), 2), POISON, dtype=torch.int64, device="cuda")
+    check_content(rows, slots, keys, stored, mismatch=mismatch)
+    word ^= 1 << 17
+    if mismatch.nonzero().tolist() != [[len(slots) // 3, 0]] or int(mismatch.sum()) != 1 << layer:
+        raise RuntimeError("the check does not name the one bit that is flipped: no timing of it counts")
 
 
 def _outputs(rows: PoolRows, n: int) -> tuple[Tensor, Tensor]:

@@ -434,7 +434,7 @@ class Bench:
 @click.option("--faults", is_flag=True, help="Then the faults, one at a time.")
 @click.option("--eager", is_flag=True, help="Without CUDA graphs.")
 @click.option("--deadline", type=float, default=240.0, help="Seconds after which no new part begins.")
-def main(out: Path, work: Path, eagle: bool, faults: bool, eager: bool, deadline: float) -> None:
+def command(out: Path, work: Path, eagle: bool, faults: bool, eager: bool, deadline: float) -> None:
     out.mkdir(parents=True, exist_ok=True)
     bench = Bench(work, eagle, deadline, enforce_eager=eager)
     result: dict[str, Any] = {"eagle": eagle, "eager": eager, "plugged_at_start": bench.is_plugged, **machine()}
@@ -463,4 +463,4 @@ def machine() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    command()

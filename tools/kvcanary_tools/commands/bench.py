@@ -24,6 +24,8 @@ TABLES = {
     "attention": "paged attention over a plain read; needs a GPU",
     "engine": "tokens a second of the embedded model, drafting and none, on a GPU where there is one",
     "prefill": "a prefill of an 8B model, and the canary on over off; needs a GPU",
+    "fused": "hashing inside attention over attention alone; needs a GPU",
+    "transformers-cost": "the canary on over off inside transformers' generate",
     "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
 }
 
