@@ -292,14 +292,14 @@ class Recorder:
         """An argument that nobody can change any more."""
         if type(value) in _PLAIN:
             return value
+        if isinstance(value, list) and value and isinstance(value[0], Parcel):
+            value = [self._number_of(parcel) for parcel in value]
         if type(value) is list and len(value) < LONG:
             return tuple(map(int, value))
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
             return ("parcel", self._number_of(value))
-        if isinstance(value, list) and value and isinstance(value[0], Parcel):
-            value = [self._number_of(parcel) for parcel in value]
         if isinstance(value, tuple) and value and isinstance(value[0], str):
             return value
         kept = np.array(value, np.int64) if len(value) >= LONG else tuple(int(number) for number in value)

@@ -26,6 +26,7 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.looks import Looks
 from kvcanary.mirror import Mirror
 from kvcanary.ops import ops_for
+from kvcanary.outbox import to_device
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.finite import formats_of
@@ -65,6 +66,7 @@ class Tails:
         self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
         self.is_on = config.content != "write" and "R9" not in config.disable
         self._is_full = config.content == "full"
+        self._is_host = state.records.device.type == "cpu"
         self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
         self._granted: list[tuple[PoolState, Ints, Ints]] = []  # slots, and what plans call them
@@ -90,7 +92,7 @@ class Tails:
             which = self._unwritten(pool, slots, names)
             nobody = np.full(len(which), -1)
             own = named(pool, names[which])
-            self._look(pool, Entries(slots[which], nobody, nobody, (), names=own), GRANT_SITE, step)
+            self._look(pool, Entries(slots[which], nobody, nobody, (), names=own), GRANT_SITE, step, is_written=False)
 
     def slice(self, step: int, stride: int, requests: Iterable[Request], hurried: set[str]) -> None:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
@@ -118,12 +120,18 @@ class Tails:
         return self._asked.ask(torch.cat([look.mismatch for look in looks]), partial(_fired, looks))
 
     def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
-        """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says."""
-        count = pool.view.null_slots
+        """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says.
+
+        A GPU pays for each look, and takes several at once as often as a host comes to the last of them.
+        """
+        count, number = pool.view.null_slots, step // stride
         share = count if whole else min(count, max(stride, share_of(count, stride)))
         if not share:
             return
-        slots = (step // stride * share + np.arange(share, dtype=np.int64)) % count
+        period = 1 if self._is_host else max(1, count // share)
+        if number % period:
+            return
+        slots = (number * share + np.arange(period * share, dtype=np.int64)) % count
         nobody = np.full(share, -1)
         self._look(pool, Entries(slots, nobody, nobody, (), names=named(pool, slots)), NULL_SITE, step)
 
@@ -132,7 +140,7 @@ class Tails:
     ) -> None:
         some = [tail for tail in tails if tail is not None]
         if some:
-            self._look(pool, join_entries(some), site, step)
+            self._look(pool, join_entries(some), site, step, is_written=False)
 
     def _tail(self, request: Request, pool: PoolState, always: bool) -> Entries | None:
         """The slots behind the row's final entries, on its last page, that nobody has written since it was granted.
@@ -155,22 +163,43 @@ class Tails:
         return entries.at(self._unwritten(pool, slots, names))
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
-        """Which of these slots no forward has written since their page was granted, as far as the host has heard."""
-        is_inside = (slots >= pool.view.null_slots) & (slots < pool.view.num_slots)
-        records = self._mirror.table[np.where(is_inside, slots, 0) + pool.base, REQUEST_GENERATION]
-        granted = self._ledger.generations[names // self._state.page_size]
-        return np.flatnonzero(is_inside & ((records >> _GENERATION_BITS).astype(np.int64) != granted))
+        """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
+        is_asked = (slots >= pool.view.null_slots) & (slots < pool.view.num_slots)
+        if self._is_host:
+            records = self._mirror.table[np.where(is_asked, slots, 0) + pool.base, REQUEST_GENERATION]
+            is_asked &= (records >> _GENERATION_BITS).astype(np.int64) != self._grants_of(names)
+        return np.flatnonzero(is_asked)
 
-    def _look(self, pool: PoolState, entries: Entries, site: tuple[str, int], step: int) -> None:
+    def _grants_of(self, names: Ints) -> Ints:
+        return self._ledger.generations[names // self._state.page_size]
+
+    def _look(
+        self, pool: PoolState, entries: Entries, site: tuple[str, int], step: int, is_written: bool = True
+    ) -> None:
+        """`is_written`: the slots are asked whoever has written them, and not only those that nobody has."""
         slots = entries.slots
         if not len(slots):
             return
-        self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
+        if self._is_host or is_written:
+            self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=pool.records.device)
-        self._ops.finite_check(pool.rows, torch.from_numpy(slots).to(mismatch.device), mismatch=mismatch)
+        self._ops.finite_check(pool.rows, self._on_device(pool, entries, is_written), mismatch=mismatch)
         self._looks.append(_Look(pool, entries, site, step, mismatch))
+
+    def _on_device(self, pool: PoolState, entries: Entries, is_written: bool) -> Tensor:
+        """The slots of a look; outside the pool, where it is not asked, those that a forward has written.
+
+        The records of a GPU say which: the host may not have heard of all of them, and does not wait for that.
+        """
+        device, slots = pool.records.device, torch.from_numpy(entries.slots)
+        if self._is_host or is_written:
+            return to_device(slots, device)
+        grants = torch.from_numpy(self._grants_of(entries.slots if entries.names is None else entries.names))
+        slots, grants = to_device(torch.stack((slots, grants)), device)
+        written_by = self._state.expected[:, REQUEST_GENERATION].index_select(0, slots + pool.base)
+        return torch.where(written_by >> int(_GENERATION_BITS) == grants, -1, slots)
 
 
 def _fired(looks: Sequence[_Look]) -> list[HitBatch]:

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvcanary_kernels.checks import expect_int64
 from kvcanary_kernels.device import follow, tl, triton
 from kvcanary_kernels.overlap import overlap_options
 
@@ -14,7 +14,7 @@ from kvcanary_kernels.overlap import overlap_options
 def scatter(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
     """k_pool[slots], v_pool[slots] = k, v. May be captured.
 
-    slots:          [n] int64; a slot outside the pool is refused, nothing is written for it
+    slots:          [n] int64, any stride; a slot outside the pool is refused, nothing is written for it
     k, v:           [n, heads, dim], each row dense, any row stride
     k_pool, v_pool: [num_slots, heads, dim] of one layer, as k and v
     """
@@ -29,6 +29,7 @@ def scatter(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor)
         k_pool,
         v_pool,
         k_pool.shape[0],
+        slots.stride(0),
         k.stride(0),
         v.stride(0),
         k_pool.stride(0),
@@ -55,6 +56,7 @@ def _scatter_kernel(
     k_pool,
     v_pool,
     num_slots,
+    slots_stride,
     k_stride,
     v_stride,
     k_pool_stride,
@@ -65,7 +67,7 @@ def _scatter_kernel(
 ):
     follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + i_n)
+    slot = tl.load(slots + i_n * slots_stride)
     if (slot < 0) | (slot >= num_slots):
         return
     o_d = tl.arange(0, BLOCK)
@@ -77,9 +79,9 @@ def _scatter_kernel(
 
 
 def _expect(slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
-    n = slots.numel()
-    expect_int64(n, slots=slots)
-    row = k_pool.shape[1:]
+    if slots.dtype is not torch.int64 or slots.dim() != 1:
+        raise ValueError(f"slots must be [n] torch.int64, got {list(slots.shape)} {slots.dtype}")
+    n, row = len(slots), k_pool.shape[1:]
     lengths = {"k": (k, n), "v": (v, n), "k_pool": (k_pool, len(k_pool)), "v_pool": (v_pool, len(k_pool))}
     for name, (value, length) in lengths.items():
         if value.shape != (length, *row) or value.dtype != k_pool.dtype or not value[:1].is_contiguous():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary.entries import Entries
 from kvcanary.state import CanaryState
 from kvcanary_kernels.finite import finite_check_torch, formats_of
 from kvcanary_kernels.poison import poison_fill_torch
@@ -89,11 +90,43 @@ def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
     engine.start("one", 3)
     tails, looked = engine.canary._checks.tails, []
     look = tails._look
-    monkeypatch.setattr(tails, "_look", lambda *a: (looked.append((a[2], a[0].name, a[1].positions[0])), look(*a)))
+    monkeypatch.setattr(
+        tails, "_look", lambda *a, **k: (looked.append((a[2], a[0].name, a[1].positions[0])), look(*a, **k))
+    )
     decode(engine, 64)
     rolled = [(pool, int(position)) for site, pool, position in looked if site == ("sweep", 2)]
     assert [position // 16 for pool, position in rolled if pool == "target"] == [0, 1, 2, 3, 4][: len(rolled) // 2]
     assert len(rolled) >= 2 * 4
+
+
+def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
+    """Where the host does not wait to hear of it, slots that a forward has written are outside the pool."""
+    engine = make_engine(page_size=16)
+    engine.start("one", 20)
+    decode(engine, 3)
+    tails, pool = engine.canary._checks.tails, engine.canary._state.by_name["target"]
+    slots = np.arange(16) + 16 * engine.rows["one"].pages[1]
+    unwritten = slots[tails._unwritten(pool, slots, slots)]
+    tails._is_host = False
+    nobody = np.full(16, -1)
+    assert tails._unwritten(pool, slots, slots).tolist() == list(range(16))
+    asked = tails._on_device(pool, Entries(slots, nobody, nobody, ()), is_written=False).numpy()
+    assert 0 < len(unwritten) < 16
+    assert asked.tolist() == [slot if slot in unwritten else -1 for slot in slots]
+
+
+@pytest.mark.parametrize(("is_host", "share"), [(True, 8), (False, 16)])
+def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, monkeypatch, is_host, share):
+    """One slot after another by a host, all at once by a device, which pays for each look; slices are 8 steps apart."""
+    engine = make_engine(page_size=16)
+    engine.start("one", 20)
+    tails, looked = engine.canary._checks.tails, []
+    monkeypatch.setattr(tails, "_is_host", is_host)
+    monkeypatch.setattr(tails, "_look", lambda pool, entries, *a, **k: looked.append((a[0], pool.name, entries.slots)))
+    decode(engine, 32)
+    looks = [slots.tolist() for site, pool, slots in looked if (site, pool) == (("sweep", 3), "target")]
+    assert [len(slots) for slots in looks] == [share] * (32 // share)
+    assert sorted(slot for slots in looks for slot in slots) == sorted(2 * list(range(16)))
 
 
 @pytest.mark.parametrize("poison", ["finite", "off"])
