@@ -33,7 +33,7 @@ FLAGS = {
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens"),
     *("--kv-canary-ring", "--kv-canary-dump", "--kv-canary-dump-content"),
-    *("--reenact", "--json"),
+    *("--reenact", "--dump", "--json"),
 }
 
 

@@ -77,13 +77,13 @@ def test_a_flipped_bit_is_found_where_it_is(models, generate, family: str, confi
 
 
 def test_log_mode_tells_once_and_goes_on(models, generate) -> None:
-    """A fault is told of once a kind of forward, however often it is read; generation ends as it would."""
+    """A fault is told of once, however often it is read; generation ends as it would."""
     model, cache = models(), transformers.DynamicCache()
     with attach(model, CanaryConfig(mode="log", content="full", seed=7)) as handle:
         output = generate(model, **damage(cache, 12, lambda cache: flip(cache.layers[0].keys, (0, 0, 4, 1), 0)))
         assert output.shape == (2, 31)
         assert {(f.code, f.layer, f.page, f.position) for f in handle.findings} == {("R9", 0, 0, 4)}
-        assert [(f.incident, f.site[0]) for f in handle.findings] == [(1, "decode"), (1, "release")]
+        assert [(f.incident, f.site[0]) for f in handle.findings] == [(1, "decode")]
         assert handle.certificate()["fired"]["R9"] > 5
 
 

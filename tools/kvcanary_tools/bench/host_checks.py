@@ -128,7 +128,7 @@ def all_checks() -> list[tuple[object, str, FunctionType]]:
         for name, value in vars(module).items()
         if name.startswith("check_")
         and isinstance(value, FunctionType)
-        and (value.__module__ == "kvcanary.invariants" or value.__module__.startswith("spec_engine."))
+        and (value.__module__.startswith(("kvcanary.invariants.", "spec_engine.")))
     ]
 
 
