@@ -153,6 +153,20 @@ def test_readme_quotes_what_kernels_reach_on_a_gpu(root: Path) -> None:
     assert f"| {', '.join(format(row['of_ceiling'], '.2f') for row in reads)} |" in readme
 
 
+def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
+    """A step over its floor, and the canary on over off, from the records."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    steps, prefills = (
+        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"] for name in ("step", "prefill")
+    )
+    assert [row["batch"] for row in steps] == [1, 64]
+    assert [(row["requests"], row["tokens"]) for row in prefills] == [(1, 4032), (1, 8192)]
+    floors = [format(row["over_floor"], ".2f") for row in steps]
+    costs = [[format(row["over_off"]["rolling"]["median"], ".2f") for row in rows] for rows in (steps, prefills)]
+    for figures in (floors, *costs):
+        assert f"| {', '.join(figures)} |" in readme
+
+
 def test_readme_and_docs_quote_what_hashing_inside_attention_costs(root: Path) -> None:
     """Every way that was tried, from the record."""
     record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_fused.json"
