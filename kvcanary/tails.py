@@ -69,7 +69,7 @@ class Tails:
         self._is_host = state.records.device.type == "cpu"
         self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
-        self._granted: list[tuple[PoolState, Ints, Ints]] = []  # slots, and what plans call them
+        self._granted: dict[int, list[tuple[Ints, Ints]]] = {}  # by pool: slots, and what plans call them
         self._looks: list[_Look] = []
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
 
@@ -83,12 +83,15 @@ class Tails:
         if not self.is_on or not len(pages) or size == 1:  # no row ends within a page of one slot
             return
         slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
-        self._granted += [(pool, slots, slots if names is None else names) for pool in pools]
+        for pool in pools:
+            self._granted.setdefault(pool.pool_id, []).append((slots, slots if names is None else names))
 
     def look_at_granted(self, step: int) -> None:
         """A step ends in which pages were granted."""
-        granted, self._granted = self._granted, []
-        for pool, slots, names in granted:
+        granted, self._granted = self._granted, {}
+        for pool_id, parts in granted.items():
+            pool = self._state.pools[pool_id]
+            slots, names = (np.concatenate(columns) for columns in zip(*parts, strict=True))
             which = self._unwritten(pool, slots, names)
             nobody = np.full(len(which), -1)
             own = named(pool, names[which])
