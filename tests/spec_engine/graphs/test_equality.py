@@ -31,6 +31,27 @@ def check(make, outcome, settings: dict, **sampling: object) -> None:
     assert captured == plain
 
 
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+@pytest.mark.parametrize("settings", [{"draft": "none"}, {"topk": 2, "num_steps": 3, "page_size": 4}], ids=str)
+@pytest.mark.parametrize("own", [{"salt": "tenant"}, {"adapter": "law"}], ids=str)
+def test_salted_requests_come_and_go_between_captured_steps(make, settings, schedule, own):
+    """Their chains have a root of their own: nothing fires, and tokens are those of steps without graphs."""
+    outputs = []
+    for graphs in ("off", "on"):
+        engine = make(graphs=graphs, dtype="float64", schedule=schedule, prefix_cache=False, **settings)
+        events = []
+        for number, excerpt in enumerate(load_excerpts()[20:23]):
+            params = SamplingParams(max_new_tokens=8 + 6 * number, ignore_eos=True)
+            engine.submit(excerpt.prompt[:80], params, **own if number == 1 else {})
+            events += engine.step()
+        while engine.has_work:
+            events += engine.step()
+        assert engine.canary.certificate()["findings"] == []
+        outputs.append([[t for e in events if e.request_id == f"req-{n}" for t in e.token_ids] for n in range(3)])
+    assert [len(tokens) for tokens in outputs[0]] == [8, 14, 20]
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("settings", CHOSEN, ids=name)
 def test_drafting_with_graphs_is_drafting(make, outcome, settings):
     """Pages, widths, depths and schedules."""
