@@ -160,7 +160,8 @@ def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
         json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"] for name in ("step", "prefill")
     )
     assert [row["batch"] for row in steps] == [1, 64]
-    assert [(row["requests"], row["tokens"]) for row in prefills] == [(1, 4032), (1, 8192)]
+    prefills = [row for row in prefills if row["requests"] == 1]
+    assert [row["tokens"] for row in prefills] == [4032, 8192]
     floors = [format(row["over_floor"], ".2f") for row in steps]
     costs = [[format(row["over_off"]["rolling"]["median"], ".2f") for row in rows] for rows in (steps, prefills)]
     for figures in (floors, *costs):

@@ -54,3 +54,10 @@ def test_an_unknown_table_is_refused(kvcanary) -> None:
     result = kvcanary("bench", "speed")
     assert result.exit_code == 2
     assert "'kernels'" in result.stderr
+
+
+def test_ratios_are_told_as_they_are_kept() -> None:
+    """Median, least and largest of pairs, by name."""
+    spreads = {"write": common.spread([2.0, 3.0, 9.0], [1.0, 2.0, 3.0])}
+    assert spreads == {"write": {"median": 2.0, "min": 1.5, "max": 3.0}}
+    assert common.told(spreads) == "   write x2.0000 (1.5000 to 3.0000)"

@@ -65,6 +65,11 @@ def spread(over: Sequence[float], under: Sequence[float]) -> dict:
     return {"median": round(median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
 
 
+def told(spreads: dict[str, dict[str, float]]) -> str:
+    """What `spread` gave, by name, as the end of a line of a table."""
+    return "".join(f"   {name} x{s['median']:.4f} ({s['min']:.4f} to {s['max']:.4f})" for name, s in spreads.items())
+
+
 def machine() -> dict:
     """Device, threads and versions: what a figure means nothing without."""
     return {

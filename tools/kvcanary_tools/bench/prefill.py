@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save, spread
+from kvcanary_tools.bench.common import machine, progress, save, spread, told
 from kvcanary_tools.bench.gpu import device
 from kvcanary_tools.bench.step import CANARIES, LLAMA_8B, PAGE_SIZE, random_decoder
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -46,10 +46,7 @@ def main(cases: Sequence[tuple[int, int]] = CASES) -> None:
     }
     save("gpu_prefill", result)
     for row in rows:
-        print(f"{row['requests']} x {row['tokens']}: off {row['off_ms']:.1f} ms", end="")
-        for name, ratio in row["over_off"].items():
-            print(f"   {name} x{ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f})", end="")
-        print()
+        print(f"{row['requests']} x {row['tokens']}: off {row['off_ms']:.1f} ms{told(row['over_off'])}")
 
 
 def _one_case(size: int, tokens: int, model: Decoder) -> dict:

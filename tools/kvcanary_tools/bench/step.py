@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save, spread
+from kvcanary_tools.bench.common import machine, progress, save, spread, told
 from kvcanary_tools.bench.gpu import device, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
@@ -65,10 +65,8 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
     }
     save("gpu_step", result)
     for row in rows:
-        print(f"batch {row['batch']}: off {row['off_ms']:.3f} ms, {row['over_floor']:.2f} x the floor", end="")
-        for name, ratio in row["over_off"].items():
-            print(f"   {name} x{ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f})", end="")
-        print()
+        own = f"batch {row['batch']}: off {row['off_ms']:.3f} ms, {row['over_floor']:.2f} x the floor"
+        print(own + told(row["over_off"]))
 
 
 def random_decoder(config: dict) -> Decoder:
