@@ -176,6 +176,8 @@ def never_granted(facts: Facts) -> Cause | None:
 
 def neighbours_row(facts: Facts) -> Cause | None:
     """Several entries in a row that all lie on pages of other requests."""
+    if facts.own_position is not None:
+        return None
     foreign = [hit for hit in facts.incident if hit.code == "R8" and hit.row == facts.hit.row]
     entries = max(len(foreign), foreign[0].run)
     last = max(hit.until or hit.position or 0 for hit in foreign)
@@ -184,6 +186,24 @@ def neighbours_row(facts: Facts) -> Cause | None:
         return None
     evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.owner!r}")
     return Cause("identity", f"the row of {facts.owner!r} was read in the place of this one", "inferred", evidence)
+
+
+def neighbours_prefix(facts: Facts) -> Cause | None:
+    """Fewer than that, each at its own position of the other's row: its row too, or one page of it."""
+    own = [hit for hit in facts.incident if hit.row == facts.hit.row]
+    if facts.own_position is not None or facts.owner is None or any(hit.code == "R4" for hit in own):
+        return None
+    evidence = (f"what lies there is of the same position of {facts.owner!r}",)
+    return Cause("identity", f"the row of {facts.owner!r} was read, as far as it differs", "inferred", evidence)
+
+
+def place_of_two(facts: Facts) -> Cause | None:
+    """The reader has the page itself, for others of its entries: its slot is not another's, it is another entry's."""
+    if facts.own_position is None:
+        return None
+    evidence = (f"the page is {facts.hit.request_id!r}'s own, for others of its positions",)
+    text = "two pages of the row lead to one place: the map, or its translation, is older than the grant"
+    return Cause("addressing", text, "derived", evidence)
 
 
 def foreign_page(facts: Facts) -> Cause | None:

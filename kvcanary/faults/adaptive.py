@@ -22,5 +22,6 @@ FAULTS = (
         needs={"topk": 1, "num_draft_tokens": None, "adaptive": True, "num_steps": 5},
         applies=lambda setup: setup.drafts and setup.model == "random",
         perturb=_another,
+        quiet_needs={"adaptive": False},
     ),
 )

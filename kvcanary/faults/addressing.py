@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from kvcanary.faults.draft import CHUNK, has_deep_branches, read_other_parents
 from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.harmless import come_and_go, edit_behind_the_end, lengthen_plans, noise_in_a_free_page
 from kvcanary.faults.reach import (
     any_entry,
     any_layer,
-    edit_behind_the_end,
     entry_at,
     is_private,
-    noise_in_a_free_page,
     overwrite,
     submit_prompt,
     words_of,
@@ -168,6 +168,7 @@ FAULTS = (
         story="Two entries of a page table change places: every token is there, at another position.",
         expected="R4",
         applies_to="requests of two whole pages and more",
+        applies=lambda setup: 2 * setup.page_size <= setup.prompt_len,
         strike=_exchange_pages,
         quiet=edit_behind_the_end,
     ),
@@ -184,6 +185,7 @@ FAULTS = (
         applies=has_deep_branches,
         strike=_read_the_next_branch,
         cause="draft",
+        quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),
     Fault(
         name="addressing.page_permuted",
@@ -210,6 +212,7 @@ FAULTS = (
         applies=lambda setup: setup.drafts and setup.batch > 1 and setup.pages is None,
         strike=_write_to_the_next_slots,
         also=("W3",),
+        quiet=lengthen_plans,
     ),
     Fault(
         name="addressing.compressed_position",
@@ -222,6 +225,7 @@ FAULTS = (
         applies_to="drafts of two steps and more, requests of two whole pages",
         applies=lambda setup: setup.drafts and setup.num_steps > 1 and setup.page_size <= setup.prompt_len,
         strike=_write_at_a_lagging_position,
+        quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),
     Fault(
         name="addressing.chunk_local_position",
@@ -235,6 +239,7 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.pages is None and setup.page_size <= CHUNK,
         strike=_write_a_chunk_from_0,
+        quiet=partial(lengthen_plans, kind="prefill", prompt=3 * CHUNK),
     ),
     Fault(
         name="addressing.keyed_by_position",
@@ -257,6 +262,7 @@ FAULTS = (
         expected="LifetimeError",
         applies_to="everything",
         strike=_grant_the_null_page,
+        quiet=come_and_go,
     ),
     Fault(
         name="addressing.defragmented",

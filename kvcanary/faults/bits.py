@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.harmless import never_granted, noise_in_a_free_page
 from kvcanary.faults.reach import (
     Entry,
     any_entry,
@@ -16,8 +17,6 @@ from kvcanary.faults.reach import (
     change,
     entry_at,
     mask_of,
-    never_granted,
-    noise_in_a_free_page,
     overwrite,
     own_state,
     part_of,
@@ -133,8 +132,11 @@ def _overwrite_a_page(target: Target) -> bool:
     return True
 
 
-def _lose_a_row(target: Target) -> bool:
-    """A layer's store of one new entry never arrives: what lay there before lies there still."""
+def _lose_a_row(target: Target, again: bool = False) -> bool:
+    """A layer's store of one new entry never arrives: what lay there before lies there still.
+
+    again: it is made a second time, with what arrived: nothing is due
+    """
     view, kind = target.pools["target"], root_forward(target)
     if not target.running():
         return False
@@ -146,6 +148,10 @@ def _lose_a_row(target: Target) -> bool:
 
     def put_back(call: Call) -> bool:
         slot, words = kept[0]
+        if again:
+            overwrite(view, layer, slot, words_of(view, layer, slot))
+            target.record(code="")
+            return True
         overwrite(view, layer, slot, words)
         target.record(UNDECLARED, pool=view.name, slot=slot, position=int(call.write.positions[0]), layer=layer)
         return True
@@ -200,15 +206,15 @@ def _damage_a_blank(target: Target, lane: bool) -> bool:
     return True
 
 
-def _in_one_row(name: str, story: str, damage: Damage, cause: str = "") -> Fault:
+def _in_one_row(name: str, story: str, damage: Damage, cause: str = "", **settings: Any) -> Fault:
     return Fault(
         name=f"bits.{name}",
         story=story,
         expected="R9",
-        applies_to="everything",
         strike=partial(_strike, damage=damage),
         quiet=partial(_strike_a_free_slot, damage=damage),
         cause=cause,
+        **({"applies_to": "everything"} | settings),
     )
 
 
@@ -224,7 +230,14 @@ FAULTS = (
         "row_of_another_slot", "A row holds the bytes of another entry of its request.", _of_another_slot, "transfer"
     ),
     _in_one_row("k_and_v_swapped", "K lies where V belongs, and V where K does.", _exchange_parts, "transfer"),
-    _in_one_row("shifted_by_a_head", "The heads of K or V lie one place too far.", _shift_a_head, "transfer"),
+    _in_one_row(
+        "shifted_by_a_head",
+        "The heads of K or V lie one place too far.",
+        _shift_a_head,
+        "transfer",
+        applies_to="models with several heads of K and V",
+        applies=lambda setup: setup.model != "embedded",
+    ),
     _in_one_row("nan_row", "K or V of an entry is NaN in one layer.", partial(_fill, value=float("nan"))),
     _in_one_row("inf_row", "K or V of an entry is infinite in one layer.", partial(_fill, value=float("inf"))),
     Fault(
@@ -251,6 +264,7 @@ FAULTS = (
         applies_to="everything",
         strike=_lose_a_row,
         cause="uninitialised",
+        quiet=partial(_lose_a_row, again=True),
     ),
     Fault(
         name="bits.record_damaged",

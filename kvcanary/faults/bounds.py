@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.harmless import lengthen_plans, noise_in_a_free_page
 from kvcanary.faults.reach import (
     Place,
     any_entry,
     as_words,
     change,
     entry_at,
-    noise_in_a_free_page,
     part_of,
     read_entry,
     redirect,
@@ -102,8 +103,9 @@ FAULTS = (
         expected="IndexBufferError",
         applies_to="topk > 1, prompts long enough that topk * sum of lengths exceeds the shorter buffer",
         needs={"topk": 4, "num_draft_tokens": None, "batch": 6, "prompt_len": 44, "new_tokens": 16, "context": 72},
-        applies=lambda setup: setup.page_size <= 4 and setup.num_steps > 1 and setup.model == "random",
+        applies=lambda setup: setup.drafts and setup.page_size <= 4 and setup.num_steps > 1 and setup.model == "random",
         perturb=_width_of_one_branch,
+        quiet_needs={"topk": 1},
     ),
     Fault(
         name="bounds.row_width",
@@ -115,8 +117,9 @@ FAULTS = (
         expected="RowOverflowError",
         applies_to="topk > 1 with page_size > 1, requests near the context length",
         needs={"topk": 4, "page_size": 16, "num_draft_tokens": None, "context": 51},
-        applies=lambda setup: setup.prompt_len == 24 and setup.new_tokens <= 20,
+        applies=lambda setup: setup.drafts and setup.prompt_len == 24 and setup.new_tokens <= 20,
         perturb=_width_without_reserve,
+        quiet_needs={"context": None},
     ),
     Fault(
         name="bounds.page_table_scatter",
@@ -129,6 +132,7 @@ FAULTS = (
         needs={"backend": "paged"},
         applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1,
         perturb=_every_column,
+        quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),
     Fault(
         name="bounds.no_lookahead",
@@ -140,6 +144,7 @@ FAULTS = (
         applies_to="drafts",
         applies=lambda setup: setup.drafts,
         perturb=_without_lookahead,
+        alone="the reserve is the least that a step may need: any less is too little",
     ),
     Fault(
         name="bounds.unchecked_allocation",
@@ -153,6 +158,7 @@ FAULTS = (
         needs={"page_size": 16, "pages": 24, "batch": 6, "new_token_ratio": 0.1},
         applies=lambda setup: setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2,
         perturb=_unasked,
+        quiet_needs={"pages": None},
     ),
     Fault(
         name="bounds.past_the_pool",
@@ -163,6 +169,7 @@ FAULTS = (
         expected="W1",
         applies_to="everything",
         strike=_write_past_the_pool,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="bounds.offset_wraps",
@@ -179,6 +186,7 @@ FAULTS = (
         expected="R1",
         applies_to="everything: the wrapped offset is given to a small pool",
         strike=_wrap_an_offset,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="bounds.scratch_in_the_pool",

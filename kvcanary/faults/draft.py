@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault
+from kvcanary.faults.harmless import lengthen_plans, move_in_another_order
 from kvcanary.faults.reach import row_of, submit_prompt, written_of
 from kvcanary.faults.target import Call, Move, Setup, Target
 
@@ -229,6 +231,7 @@ FAULTS = (
         needs={"topk": 1, "num_draft_tokens": None},
         applies=lambda setup: setup.drafts,
         perturb=_narrow,
+        quiet_needs={"topk": 2},
     ),
     Fault(
         name="draft.position_off_by_one",
@@ -240,6 +243,7 @@ FAULTS = (
         applies_to="drafts of two steps and more",
         applies=_drafts_twice,
         strike=_shift_positions,
+        quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),
     Fault(
         name="draft.chunk_tail_token",
@@ -253,6 +257,7 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.drafts and setup.pages is None,
         strike=_feed_at_chunk_end,
+        quiet=partial(lengthen_plans, pool="draft", kind="prefill", prompt=3 * CHUNK),
     ),
     Fault(
         name="draft.chunk_tail_in_output",
@@ -274,6 +279,7 @@ FAULTS = (
         },
         applies=lambda setup: setup.drafts and setup.model == "random" and setup.topk <= 2,
         strike=_feed_at_chunk_end_of_output,
+        quiet=partial(lengthen_plans, pool="draft", kind="prefill", prompt=3 * CHUNK),
     ),
     Fault(
         name="draft.state_not_restored",
@@ -289,6 +295,7 @@ FAULTS = (
         ),
         perturb=_without_the_last_row,
         late=True,
+        alone="a row that is not brought back is refused before anybody can go on from it",
     ),
     Fault(
         name="draft.token_offset_0",
@@ -300,6 +307,7 @@ FAULTS = (
         applies_to="drafts that hold pairs",
         applies=lambda setup: setup.drafts and setup.pages is None,
         strike=_forget_the_shift,
+        quiet=partial(lengthen_plans, pool="draft", kind="prefill", prompt=3 * CHUNK),
     ),
     Fault(
         name="draft.child_attends_sibling",
@@ -312,6 +320,7 @@ FAULTS = (
         needs={"num_steps": 5, "topk": 4, "num_draft_tokens": None},
         applies=has_deep_branches,
         strike=_read_by_column,
+        quiet=partial(lengthen_plans, pool="draft", kind="draft"),
     ),
     Fault(
         name="draft.placeholder_token",
@@ -324,6 +333,7 @@ FAULTS = (
         applies=lambda setup: setup.drafts,
         strike=_feed_a_placeholder,
         cause="order",
+        quiet=lengthen_plans,
     ),
     Fault(
         name="draft.rewind_by_count",
@@ -337,6 +347,7 @@ FAULTS = (
         applies=lambda setup: setup.drafts and setup.topk > 1,
         perturb=_first_slots,
         late=True,
+        quiet_needs={"topk": 1, "num_draft_tokens": None},
     ),
     Fault(
         name="draft.compaction_lost",
@@ -348,6 +359,7 @@ FAULTS = (
         applies=lambda setup: setup.drafts and setup.topk > 1,
         strike=_lose_the_move("target", late=True),
         cause="transfer",
+        quiet=partial(move_in_another_order, pool="target"),
     ),
     Fault(
         name="draft.tail_copy_lost",
@@ -362,6 +374,7 @@ FAULTS = (
         bugs=("sgl-project/sglang#26866",),
         strike=_lose_the_move("draft", late=False),
         cause="transfer",
+        quiet=partial(move_in_another_order, pool="draft"),
     ),
     Fault(
         name="draft.approximate_features",

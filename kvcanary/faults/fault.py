@@ -39,7 +39,11 @@ class Fault:
     place: ``place(value, changed, **where)``: what the finding must name of it, as in `Strike.place`.
     strike: ``strike(target)`` makes it in a running engine and tells the target what it did (`Target.record`), at once
         or from a hook; False where it cannot be made now: it is asked again before the next step.
+
+    Its quiet twin, in which nothing may be found that is not due, is one of three; none where no check can see it:
     quiet: as `strike`, but nothing can read what it does; what it records has the code that is due, or none.
+    quiet_needs: fields of a Setup, beside `needs`, with which the armed formula does no harm.
+    alone: why there can be none.
 
     exposes: whether tokens leave before any check can see it, also where all bytes are read in each forward.
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others.
@@ -58,6 +62,8 @@ class Fault:
     place: Callable[..., Mapping[str, Any]] | None = None
     strike: Callable[[Target], bool] | None = None
     quiet: Callable[[Target], bool] | None = None
+    quiet_needs: Mapping[str, Any] = field(default_factory=dict)
+    alone: str = ""
     applies: Callable[[Setup], bool] = everywhere
     needs: Mapping[str, Any] = field(default_factory=dict)
     late: bool = False
@@ -86,6 +92,11 @@ class Fault:
         return self.perturb is not None
 
     @property
+    def has_twin(self) -> bool:
+        """Whether a quiet twin is there."""
+        return self.quiet is not None or bool(self.quiet_needs)
+
+    @property
     def is_seen(self) -> bool:
         """Whether a check must find it."""
         return " " not in self.expected
@@ -101,6 +112,7 @@ class Fault:
             "bugs": list(self.bugs),
             "expected_code": self.expected,
             "applies_to": self.applies_to,
+            "alone": self.alone,
             "story": self.story,
         }
 
@@ -126,16 +138,18 @@ class Strike:
 class Armed:
     """A fault while it is armed; ``num_strikes`` counts the values that it changed: 0 means that nothing was tried.
 
-    place: of the first of them, where the fault tells.
+    num_asked: values that came by;  place: of the first that it changed, where the fault tells.
     """
 
     fault: Fault
+    num_asked: int = 0
     num_strikes: int = 0
     place: Mapping[str, Any] = field(default_factory=dict)
 
     def strike(self, value: Any, where: Mapping[str, Any]) -> Any:
         if self.fault.perturb is None:
             return value
+        self.num_asked += 1
         changed = self.fault.perturb(value, **where)
         if _differ(changed, value):
             if not self.num_strikes and self.fault.place is not None:

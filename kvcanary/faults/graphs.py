@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults import replays
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.reach import (
-    SPREAD_BITS,
-    Place,
-    any_entry,
-    any_layer,
-    change,
-    noise_in_a_free_page,
-    redirect,
-    strike_forward,
-    written_of,
-)
+from kvcanary.faults.harmless import lengthen_plans, noise_in_a_free_page
+from kvcanary.faults.reach import SPREAD_BITS, Place, any_entry, any_layer, change, redirect, strike_forward, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
 if TYPE_CHECKING:
@@ -168,6 +159,7 @@ FAULTS = (
         expected="W1",
         applies_to="everything",
         strike=_pad_with_minus_one,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="graphs.padding_on_a_live_slot",
@@ -185,6 +177,7 @@ FAULTS = (
         applies=_several,
         strike=_pad_with_a_live_slot,
         cause="addressing",
+        quiet=lengthen_plans,
     ),
     Fault(
         name="graphs.positions_of_before",
@@ -214,6 +207,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=_several,
         strike=_query_by_another_stride,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="graphs.rebound_buffer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcanary.faults import replays
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.target import Call, Target
 
@@ -45,6 +46,13 @@ def _run_without_hooks(target: Target) -> bool:
     return True
 
 
+def _in_their_order(target: Target) -> bool:
+    """A canary of a pool of its own is armed, and its forwards run between their hooks: nothing is due."""
+    target.record(code="")
+    replays.replay(target, lambda buffers: None)
+    return True
+
+
 FAULTS = (
     Fault(
         name="hooks.wrong_substep",
@@ -52,6 +60,7 @@ FAULTS = (
         expected="HookOrderError",
         applies_to="everything",
         strike=_close_before_open,
+        quiet=_in_their_order,
     ),
     Fault(
         name="hooks.not_armed",
@@ -59,6 +68,7 @@ FAULTS = (
         expected="HookOrderError",
         applies_to="everything",
         strike=_never_arm,
+        quiet=_in_their_order,
     ),
     Fault(
         name="hooks.forward_without_hooks",
@@ -71,5 +81,6 @@ FAULTS = (
         applies=lambda setup: not setup.adaptive,
         strike=_run_without_hooks,
         exposes=True,  # what runs without hooks is seen by the next forward
+        quiet=_in_their_order,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.harmless import lengthen_plans
 from kvcanary.faults.reach import Place, redirect_row, strike_forward
 from kvcanary.faults.target import Call, Setup, Target
 
@@ -63,6 +64,7 @@ FAULTS = (
         applies=_shares,
         perturb=_without_tenant,
         within=8,
+        quiet_needs={"salts": 1},
     ),
     Fault(
         name="identity.plain_key",
@@ -77,6 +79,7 @@ FAULTS = (
         needs={"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
         perturb=_plain,
+        quiet_needs={"shared": 0},
     ),
     Fault(
         name="identity.common_prefix",
@@ -89,5 +92,6 @@ FAULTS = (
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_cascade_over_what_is_not_common,
+        quiet=lengthen_plans,
     ),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.harmless import come_and_go, lengthen_plans
 from kvcanary.faults.reach import root_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
@@ -109,6 +110,7 @@ FAULTS = (
         expected="EstimateError",
         applies_to="everything",
         perturb=_not_raised,
+        quiet_needs={"page_size": 128, "drafts": False},
     ),
     Fault(
         name="lengths.unaligned_release",
@@ -119,6 +121,7 @@ FAULTS = (
         expected="PageLeakError",
         applies_to="everything",
         perturb=_without_the_last,
+        quiet=partial(come_and_go, pages=2),
     ),
     Fault(
         name="lengths.rewound_by_another_count",
@@ -129,6 +132,7 @@ FAULTS = (
         expected="CommitError",
         applies_to="everything",
         perturb=_one_less,
+        alone="a commit has one right length",
     ),
     Fault(
         name="lengths.past_the_chunk",
@@ -141,6 +145,7 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.pages is None,
         strike=_read_past_the_chunk,
+        quiet=partial(lengthen_plans, kind="prefill", prompt=3 * CHUNK),
     ),
     Fault(
         name="lengths.window_for_length",
@@ -151,6 +156,7 @@ FAULTS = (
         expected="R10",
         applies_to="everything",
         strike=partial(_believe, change=-1),
+        quiet=lengthen_plans,
     ),
     Fault(
         name="lengths.crop_is_no_op",
@@ -161,5 +167,6 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=partial(_believe, change=1),
+        quiet=lengthen_plans,
     ),
 )

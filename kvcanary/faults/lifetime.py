@@ -7,18 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault, everywhere
-from kvcanary.faults.reach import (
-    any_layer,
-    any_reader,
-    change,
+from kvcanary.faults.harmless import (
     come_and_go,
     edit_behind_the_end,
-    is_private,
+    hit_and_give_back,
+    lengthen_plans,
+    never_granted,
     noise_in_a_free_page,
-    redirect,
-    root_forward,
-    written_of,
 )
+from kvcanary.faults.reach import any_layer, any_reader, change, is_private, redirect, root_forward, written_of
 from kvcanary.faults.target import Call, Running, Setup, Target
 
 if TYPE_CHECKING:
@@ -308,6 +305,17 @@ def recycle(target: Target, page: int) -> None:
         target.canary._poisoner.tick()
 
 
+def recycle_as_it_is(target: Target) -> bool:
+    """A page that nobody has had is granted, given back, poisoned and granted again, and nobody touches it."""
+    page = never_granted(target)
+    if page is None:
+        return False
+    target.record(code="")
+    recycle(target, page)
+    grant_again(target, page)
+    return True
+
+
 def grant_again(target: Target, page: int) -> None:
     """The next one has it."""
     _wait_out(target)
@@ -390,6 +398,7 @@ FAULTS = (
         needs={"shared": 16, "batch": 4},
         applies=lambda setup: setup.prefix_cache and setup.page_size < 16 and setup.prompt_len >= 24,
         strike=_evict_a_locked_page,
+        quiet=hit_and_give_back,
     ),
     _fault(
         "duplicate_not_remapped",
@@ -403,6 +412,7 @@ FAULTS = (
         applies=lambda setup: setup.prefix_cache and setup.page_size < 16 and setup.prompt_len >= 24,
         perturb=_not_remapped,
         within=5,  # prompts that come meanwhile are prefilled first
+        quiet=hit_and_give_back,
     ),
     _fault(
         "parent_removed_first",
@@ -430,6 +440,7 @@ FAULTS = (
         expected="PageStateError",
         applies_to="requests of a whole page and more",
         strike=_cache_a_freed_page,
+        quiet=hit_and_give_back,
     ),
     _fault(
         "tree_keeps_a_view",
@@ -440,6 +451,7 @@ FAULTS = (
         expected="PageStateError",
         applies_to="requests of a whole page and more",
         strike=_hit_a_row_that_was_reused,
+        quiet=hit_and_give_back,
     ),
     _fault(
         "double_free",
@@ -451,6 +463,7 @@ FAULTS = (
         applies_to="everything",
         applies=everywhere,
         perturb=_twice,
+        quiet=come_and_go,
     ),
     _fault(
         "torn_free",
@@ -474,6 +487,7 @@ FAULTS = (
         applies_to="pages of several slots",
         applies=lambda setup: setup.page_size > 1,
         strike=_free_slots_for_pages,
+        quiet=come_and_go,
     ),
     _fault(
         "freed_by_an_old_key",
@@ -515,6 +529,7 @@ FAULTS = (
         applies_to="everything",
         applies=everywhere,
         perturb=_one_that_is_taken,
+        quiet=come_and_go,
     ),
     _fault(
         "written_after_publishing",
@@ -526,6 +541,7 @@ FAULTS = (
         applies_to="requests of a whole page and more",
         applies=lambda setup: setup.prefix_cache and setup.page_size <= setup.prompt_len,
         strike=_write_what_is_published,
+        quiet=lengthen_plans,
     ),
     _fault(
         "written_after_the_end",
@@ -537,6 +553,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1,
         strike=_write_after_the_end,
+        quiet=lengthen_plans,
     ),
     _fault(
         "ended_during_a_transfer",
@@ -565,6 +582,7 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=_land_in_a_freed_page,
+        quiet=recycle_as_it_is,
     ),
     _fault(
         "landed_in_a_granted_page",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.harmless import lengthen_plans, never_granted
 from kvcanary.faults.reach import Place, any_reader, redirect_row, strike_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
 
@@ -133,20 +134,36 @@ def _walk_the_table_with_old_rows(target: Target) -> bool:
 
 def _read_a_later_step(target: Target) -> bool:
     """A record of a step that has not come yet: its forward ran beside the one that reads."""
-    import numpy as np
-
     reader = any_reader(target)
     if reader is None or reader.committed_len <= target.setup.most_accepted:
         return False
     position = target.rng.randrange(reader.committed_len - target.setup.most_accepted)
-    slot, canary = int(reader.slots[position]), target.canary
+    slot = int(reader.slots[position])
+    _write_later(target, slot)
+    target.record(pool="target", position=position, slot=slot)
+    return True
+
+
+def _write_later_where_nobody_reads(target: Target) -> bool:
+    """The same in a page that nobody has had: nothing is due."""
+    page = never_granted(target)
+    if page is None:
+        return False
+    _write_later(target, page * target.setup.page_size)
+    target.record(code="")
+    return True
+
+
+def _write_later(target: Target, slot: int) -> None:
+    """The record of this slot says that a later step has written it."""
+    import numpy as np
+
+    canary = target.canary
     state, mirror = canary._state.by_name["target"], canary._checks.mirror
     record = mirror.table[[state.base + slot]]
     record[0, 3] += LATER_STEPS  # which no run reaches
     record[0, 7] = state.seal_term
     mirror.write(np.array([state.base + slot]), record)
-    target.record(pool="target", position=position, slot=slot)
-    return True
 
 
 def _unordered(first: Work, second: Work, buffer: str = "", others: Sequence[str] = ()) -> dict[str, Any]:
@@ -251,6 +268,7 @@ FAULTS = (
         applies_to="two requests and more",
         applies=_several,
         strike=_take_the_rows_of_before,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="order.table_of_another_step",
@@ -263,6 +281,7 @@ FAULTS = (
         applies=lambda setup: setup.batch > 1 and not setup.shared,
         strike=_walk_the_table_with_old_rows,
         cause="identity",
+        quiet=lengthen_plans,
     ),
     Fault(
         name="order.unresolved_step",
@@ -273,6 +292,7 @@ FAULTS = (
         expected="W6",
         applies_to="everything",
         strike=_build_on_the_step_before,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="order.sampled_into_the_prompt",
@@ -285,6 +305,7 @@ FAULTS = (
         needs={"chunk": CHUNK},
         applies=lambda setup: setup.pages is None,
         strike=_feed_a_chunk_what_was_sampled,
+        quiet=partial(lengthen_plans, kind="prefill", prompt=3 * CHUNK),
     ),
     Fault(
         name="order.later_step",
@@ -292,5 +313,6 @@ FAULTS = (
         expected="R11",
         applies_to="everything",
         strike=_read_a_later_step,
+        quiet=_write_later_where_nobody_reads,
     ),
 )

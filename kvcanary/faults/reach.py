@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 Option = TypeVar("Option")
 SIGN_BIT = 31
 SPREAD_BITS = 22  # of a word that changes: what lies there stays finite
-VISITOR = "visitor"
 WORD_BYTES = 4
 
 
@@ -91,48 +90,6 @@ def part_of(view: PoolView, part: int) -> slice:
 def root_forward(target: Target) -> str:
     """The kind of forward that writes an entry which is surely committed."""
     return "verify" if target.setup.drafts else "decode"
-
-
-def edit_behind_the_end(target: Target) -> bool:
-    """Columns of a row behind all that its request holds are changed, which nobody reads: nothing is due."""
-    size = target.setup.page_size
-    for reader in target.running():
-        end = len(reader.pages) * size
-        count = min(size, len(reader.slots) - end)
-        if count > 0:
-            reader.slots[end : end + count] = reader.slots[:count].clone()
-            target.record(code="")
-            return True
-    return False
-
-
-def noise_in_a_free_page(target: Target) -> bool:
-    """A row of a page that nobody has had is overwritten, in one layer: nothing is due."""
-    view, free = target.pools["target"], never_granted(target)
-    if free is None:
-        return False
-    noise = target.rng.randrange(1, 1 << SPREAD_BITS)
-    change(view, any_layer(target, view), free * view.page_size, lambda words: words ^ noise)
-    target.record(code="")
-    return True
-
-
-def never_granted(target: Target) -> int | None:
-    """The last of the free pages, if nobody has ever had it."""
-    free = target.free_pages()
-    return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
-
-
-def come_and_go(target: Target, pages: int = 1) -> bool:
-    """A request that the engine does not know is granted pages, writes nothing and gives them back: nothing is due."""
-    free = target.free_pages()[-pages:]
-    if len(free) < pages or any(target.canary._ledger.generations[page] for page in free):
-        return False
-    target.record(code="")
-    target.canary.admit(VISITOR, [1, 2, 3])
-    target.canary.on_alloc(VISITOR, free)
-    target.canary.on_free(VISITOR, free)
-    return True
 
 
 Place = Mapping[str, Any]  # what a finding must name, as in `Strike.place`; a "writer" is one too
@@ -214,6 +171,24 @@ def redirect_row(call: Call, reader: int, other: int, is_private: Callable[[int]
     indices[mine] = theirs
     call.read = replace(call.read, indices=indices)
     return private[0]
+
+
+def leave_a_map_entry(target: Target) -> bool:
+    """The map of a page that is seen leads to where the page behind it lies, as if it had not been written anew."""
+    size, window = target.setup.page_size, target.setup.window
+
+    def leave(call: Call) -> Place | None:
+        view, number = target.pools["target"], target.rng.randrange(len(call.read.requests))
+        start, length = row_start(call, number), int(call.read.prefix_lens[number])
+        seen = range(-(-max(0, length + 1 - (window or length + 1)) // size), length // size - 1)
+        if view.slot_map is None or not seen:
+            return None
+        first = target.rng.choice(seen) * size
+        page, behind = call.read.indices[start + first : start + first + 2 * size].split(size)
+        view.slot_map[page] = view.slot_map[behind]
+        return {"slot": int(view.slot_map[page[0]]), "position": frozenset({first, first + size})}
+
+    return strike_forward(target, leave)
 
 
 def row_of(slot: int) -> Tensor:

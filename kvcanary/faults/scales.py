@@ -50,8 +50,11 @@ def _quantised() -> Quantised:
 Damage = Callable[[Quantised, int, int], None]  # of a layer and slot
 
 
-def _damage_between_two_reads(target: Target, damage: Damage) -> bool:
-    """A prompt is written, one of its rows is damaged, and the next step reads it."""
+def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = False) -> bool:
+    """A prompt is written, one of its rows is damaged, and the next step reads it.
+
+    unwritten: it is the one that the next step writes first: nothing is due
+    """
     from kvcanary.manager import CanaryManager
     from kvcanary.views import PoolView
 
@@ -62,21 +65,24 @@ def _damage_between_two_reads(target: Target, damage: Damage) -> bool:
         [PoolView(NAME, pool.k, pool.v, PAGE_SIZE, extras=extras)],
     )
     try:
-        _write_and_read(target, canary, pool, damage)
+        _write_and_read(target, canary, pool, damage, unwritten)
     finally:
         canary.detach()
     return True
 
 
-def _write_and_read(target: Target, canary: CanaryManager, pool: Quantised, damage: Damage) -> None:
+def _write_and_read(target: Target, canary: CanaryManager, pool: Quantised, damage: Damage, unwritten: bool) -> None:
     canary.arm()
     canary.admit(READER, list(range(PROMPT_LEN)))
     canary.on_alloc(READER, list(range(1, PAGES)))
     _step(target, canary, pool, 0, PROMPT_LEN)
-    layer, position = target.rng.randrange(LAYERS), target.rng.randrange(PROMPT_LEN)
+    layer, position = target.rng.randrange(LAYERS), PROMPT_LEN if unwritten else target.rng.randrange(PROMPT_LEN)
     slot = PAGE_SIZE + position
     damage(pool, layer, slot)
-    target.record(UNDECLARED, pool=NAME, slot=slot, position=position, layer=layer, reader=READER)
+    if unwritten:
+        target.record(code="")
+    else:
+        target.record(UNDECLARED, pool=NAME, slot=slot, position=position, layer=layer, reader=READER)
     canary.append(READER, [1])
     _step(target, canary, pool, PROMPT_LEN, PROMPT_LEN + 1)
 
@@ -133,6 +139,7 @@ def _fault(name: str, bugs: tuple[str, ...], story: str, damage: Damage, cause: 
         bugs=bugs,
         applies_to="any engine: the pool is the fault's own",
         strike=partial(_damage_between_two_reads, damage=damage),
+        quiet=partial(_damage_between_two_reads, damage=damage, unwritten=True),
         cause=cause,
     )
 

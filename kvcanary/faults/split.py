@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import root_forward
-from kvcanary.faults.target import Call, Setup, Target
+from kvcanary.faults.harmless import map_nothing_elsewhere
+from kvcanary.faults.reach import leave_a_map_entry
+from kvcanary.faults.target import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,8 @@ NEEDS = {
 
 
 def _has_room(setup: Setup) -> bool:
-    """Whether the nodes of a verify fit on a page beside its row's last one."""
-    return setup.page_size > setup.num_steps + 1
+    """Whether the nodes of a verify fit on a page beside its row's last one, and rows have two whole pages."""
+    return setup.page_size > setup.num_steps + 1 and 2 * setup.page_size <= setup.prompt_len
 
 
 def _not_copied(pages: Sequence[int]) -> Sequence[int]:
@@ -37,25 +38,6 @@ def _not_copied(pages: Sequence[int]) -> Sequence[int]:
 
 def _next_page(own: Sequence[int], *, num_own_pages: int) -> list[int]:
     return [page % num_own_pages + 1 for page in own]
-
-
-def _leave_an_entry(target: Target) -> bool:
-    """The map of one page leads to where another lies, as if it had not been written when that one came."""
-
-    def leave(call: Call) -> bool:
-        view, size = target.pools["target"], target.setup.page_size
-        number = target.rng.randrange(len(call.read.requests))
-        start, length = int(call.read.indptr[number * call.read.rows_per_request]), int(call.read.prefix_lens[number])
-        if call.pool != "target" or view.slot_map is None or length < 2 * size:
-            return False
-        first = target.rng.randrange(length // size - 1) * size
-        page, behind = call.read.indices[start + first : start + first + 2 * size].split(size)
-        view.slot_map[page] = view.slot_map[behind]
-        target.record(pool="target", slot=int(view.slot_map[page[0]]), position=frozenset({first, first + size}))
-        return True
-
-    target.before(root_forward(target), leave)
-    return bool(target.running())
 
 
 FAULTS = (
@@ -69,6 +51,7 @@ FAULTS = (
         applies=_has_room,
         perturb=_not_copied,
         cause="transfer",
+        quiet=map_nothing_elsewhere,
     ),
     Fault(
         name="split.swap_in_elsewhere",
@@ -81,6 +64,7 @@ FAULTS = (
         applies=_has_room,
         perturb=_next_page,
         cause="transfer",
+        quiet=map_nothing_elsewhere,
     ),
     Fault(
         name="split.stale_entry",
@@ -89,7 +73,8 @@ FAULTS = (
         applies_to="split pools",
         needs=NEEDS,
         applies=_has_room,
-        strike=_leave_an_entry,
+        strike=leave_a_map_entry,
         cause="addressing",
+        quiet=map_nothing_elsewhere,
     ),
 )

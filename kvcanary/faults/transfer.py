@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.reach import any_layer, any_reader, overwrite, part_of, words_of
-from kvcanary.faults.target import Running, Target
+from kvcanary.faults.target import Running, Setup, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,21 @@ def _store_while_loading(target: Target) -> bool:
     target.record(pool="target", slot=page * target.setup.page_size)
     target.canary.tickets.issue("load", "connector 1", writes=[page])
     target.canary.tickets.issue("store", "connector 2", reads=[page])
+    return True
+
+
+def _store_what_has_come(target: Target) -> bool:
+    """The store waits for the load, and both come to their end: nothing is due."""
+    reader, tickets = any_reader(target), target.canary.tickets
+    if reader is None:
+        return False
+    page = target.rng.choice(reader.pages)
+    target.record(code="")
+    load = tickets.issue("load", "connector 1", writes=[page])
+    tickets.waits("connector 2", load)
+    store = tickets.issue("store", "connector 2", reads=[page])
+    for ticket in (load, store):
+        tickets.complete(ticket)
     return True
 
 
@@ -166,8 +181,12 @@ def _give_back_unread(target: Target) -> bool:
     return True
 
 
+def _has_new_pages(setup: Setup) -> bool:
+    return setup.pages is None and setup.page_size <= setup.prompt_len
+
+
 def _fault(name: str, k: str, bugs: tuple[str, ...], story: str, **more: object) -> Fault:
-    settings = {"applies": lambda setup: setup.pages is None and setup.page_size <= setup.prompt_len} | more
+    settings = {"applies": _has_new_pages} | more
     return Fault(f"transfer.{name}", story, k=k, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
 
 
@@ -212,6 +231,7 @@ FAULTS = (
         expected="O1",
         strike=_store_while_loading,
         cause="order",
+        quiet=_store_what_has_come,
     ),
     _fault(
         "loaded_over_final_entries",
@@ -221,6 +241,7 @@ FAULTS = (
         "cache had already, and shared.",
         expected="PageStateError",
         strike=_load_over_final_entries,
+        quiet=_give_back_unread,
     ),
     _fault(
         "rejected_load_counted",
@@ -259,6 +280,7 @@ FAULTS = (
         "A copy went by the shape of a tensor whose strides say otherwise. Within one server everything was right, "
         "and what came from another was garbled.",
         expected="T1",
+        applies=lambda setup: _has_new_pages(setup) and setup.model != "embedded",  # it has one head of K and V
         strike=partial(_copy_a_page, arrives=_by_other_strides),
         quiet=partial(_copy_a_page, arrives=_copy_as_it_is),
     ),

@@ -8,15 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.lifetime import grant_again, recycle
+from kvcanary.faults.harmless import come_and_go, edit_behind_the_end, hit_and_give_back
+from kvcanary.faults.lifetime import grant_again, recycle, recycle_as_it_is
 from kvcanary.faults.reach import (
     any_layer,
     any_part,
     any_reader,
     as_words,
     change,
-    come_and_go,
-    edit_behind_the_end,
     generation_of,
     own_state,
     part_of,
@@ -204,6 +203,7 @@ FAULTS = (
         also=("PageOwnerError",),
         applies_to="everything",
         strike=_publish_before_writing,
+        quiet=hit_and_give_back,
     ),
     Fault(
         name="uninitialised.nan_recycled",
@@ -221,6 +221,7 @@ FAULTS = (
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=_recycle_nan,
+        quiet=recycle_as_it_is,
     ),
     _in_whole_pages(
         "nan_granted",

@@ -6,15 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.reach import (
-    Place,
-    any_reader,
-    edit_behind_the_end,
-    redirect,
-    row_start,
-    strike_forward,
-    written_of,
-)
+from kvcanary.faults.harmless import edit_behind_the_end, lengthen_plans, map_nothing_elsewhere
+from kvcanary.faults.reach import Place, any_reader, leave_a_map_entry, redirect, row_start, strike_forward, written_of
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -80,16 +73,32 @@ FAULTS = (
     Fault(
         name="windows.untranslated",
         k="K13",
-        bugs=("sgl-project/sglang#24617", "sgl-project/sglang#24402", "sgl-project/sglang#25889"),
+        bugs=("sgl-project/sglang#24617", "sgl-project/sglang#24402"),
         story="Layers with a window have a smaller pool of their own, and slots of the full pool are translated into "
-        "it. Metadata for drafts went there untranslated, and a translation was kept over a change of the map: out of "
-        "range it crashed, in range it read other tokens.",
+        "it. Metadata for drafts went there untranslated: out of range it crashed, in range it read other tokens.",
         expected="R9",
         also=("T1",),
         applies_to="models with a sliding window",
         needs={"window": 16, "prefix_cache": False},
-        applies=lambda setup: setup.model == "random" and setup.pages is None and setup.backend == "torch",
+        applies=lambda setup: (
+            setup.model == "random" and setup.pages is None and setup.backend == "torch" and setup.page_size <= SEEN
+        ),
         perturb=_as_they_are,
+        quiet=lengthen_plans,
+    ),
+    Fault(
+        name="windows.translation_kept",
+        k="K13",
+        bugs=("sgl-project/sglang#25889",),
+        story="Slots of the full pool were translated once for all layers, and the translation was kept when pages "
+        "came back from the host and the map was made anew: layers with a window read where something else lies now.",
+        expected="R8",
+        applies_to="models with a sliding window of two whole pages and more",
+        needs={"window": 16, "prefix_cache": False},
+        applies=lambda setup: setup.model == "random" and setup.pages is None and setup.page_size <= SEEN // 2,
+        strike=leave_a_map_entry,
+        quiet=map_nothing_elsewhere,
+        cause="addressing",
     ),
     Fault(
         name="windows.ring_too_short",
@@ -120,6 +129,7 @@ FAULTS = (
         expected="R4",
         applies_to="everything",
         strike=_roll_too_early,
+        quiet=lengthen_plans,
     ),
     Fault(
         name="windows.cyclic_over_shared",
@@ -133,6 +143,7 @@ FAULTS = (
         applies=lambda setup: setup.page_size <= setup.prompt_len,
         strike=_write_in_a_circle,
         cause="addressing",
+        quiet=lengthen_plans,
     ),
     Fault(
         name="windows.window_on_a_global_layer",

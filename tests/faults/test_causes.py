@@ -70,10 +70,12 @@ TOLD = (
     "lifetime.written_after_publishing",
     "scales.by_shape",
     "scales.reset",
+    "split.stale_entry",
     "transfer.load_failed",
     "transfer.rejected_load_counted",
     "uninitialised.nan_recycled",
     "windows.ring_too_short",
+    "windows.translation_kept",
     "windows.untranslated",
 )
 

@@ -8,25 +8,41 @@ from dataclasses import dataclass, replace
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.target import Setup
 
-SEEDED = "seeded"
+EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
 class Plan:
     """Setups by name, and runs by kind: of a fault over its configurations, of clean twins one a configuration and
-    seed."""
+    seed.
+
+    embedded: runs of a fault that must be on the embedded model, where it applies to that.
+    is_measured: runs in which a fault could not be made are made up for, and there must be as many as it says.
+    """
 
     setups: Mapping[str, Setup]
     runs: int
     quiet: int
     disabled: int
+    embedded: int = 0
+    is_measured: bool = False
 
 
 def setup_for(fault: Fault, setup: Setup) -> Setup | None:
     """The setup with what the fault needs; None where it does not apply even so."""
     wanted = replace(setup, **fault.needs)
-    is_possible = wanted.topk == 1 or not wanted.adaptive  # only a chain's length may change as it runs
-    return wanted if is_possible and fault.applies(wanted) else None
+    return wanted if _is_possible(wanted) and fault.applies(wanted) else None
+
+
+def quiet_setup_for(fault: Fault, setup: Setup) -> Setup | None:
+    """The same for its quiet twin; None where that is not possible or the fault does not apply."""
+    wanted = setup_for(fault, setup)
+    quiet = None if wanted is None else replace(wanted, **fault.quiet_needs)
+    return quiet if quiet is not None and _is_possible(quiet) else None
+
+
+def _is_possible(setup: Setup) -> bool:
+    return setup.topk == 1 or not setup.adaptive  # only a chain's length may change as it runs
 
 
 def _tree(page_size: int, topk: int, num_steps: int, **more: object) -> Setup:
@@ -51,9 +67,9 @@ FULL = QUICK | {
     "p16-k2-t2-pressed": _tree(16, 2, 2, pages=30, batch=6, new_token_ratio=0.1),
     "p4-k2-t3-rolling": _tree(4, 2, 3, content="rolling"),
     "p1-k2-t2-batch64": _tree(1, 2, 2, batch=64, new_tokens=8),
-    "embedded": _tree(16, 4, 5, model="embedded", prompt_len=64, num_draft_tokens=8),
+    EMBEDDED: _tree(16, 4, 5, model=EMBEDDED, prompt_len=64, num_draft_tokens=8),
 }
 PLANS = {
     "quick": Plan(QUICK, runs=1, quiet=1, disabled=1),
-    "full": Plan(FULL, runs=200, quiet=20, disabled=20),
+    "full": Plan(FULL, runs=200, quiet=20, disabled=20, embedded=10, is_measured=True),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -21,10 +21,12 @@ class Row:
     """A fault in one configuration, or in all; counts are of runs unless they say otherwise.
 
     runs: in which the fault struck; untried: in which it never could.
+    model: on which they ran.
     first_code: what spoke first most often; found: runs in which that was the expected check.
     place_right, writer_right: of the found runs that state one (`places`, `writers`).
     steps_to_detection: of found runs, the strike's step included; None where no run states a step.
     tokens_leaked, tokens_exposed: tokens; too_exposed: runs in which some are exposed where none may be.
+    quiet: quiet twins that were made, of the twins.
     twin_findings: clean and quiet twins, and untried runs, in which something spoke that was not due.
     disabled_found: runs in which the check spoke although it was switched off.
     verdict_rank: the right cause's median rank in the reports, 0 where it is not named; None for typed errors.
@@ -32,6 +34,7 @@ class Row:
 
     fault: str
     config: str
+    model: str
     runs: int
     untried: int
     found: int
@@ -47,6 +50,7 @@ class Row:
     tokens_exposed: int
     too_exposed: int
     twins: int
+    quiet: int
     twin_findings: int
     disabled: int
     disabled_found: int
@@ -58,13 +62,19 @@ class Row:
     @property
     def is_right(self) -> bool:
         """Everything found as it says, and nothing else."""
-        return (
-            (self.runs, self.places) == (self.found, self.place_right)
-            and self.writer_right >= WRITERS * self.writers
-            and not (self.late or self.tokens_leaked or self.too_exposed)
-            and not self.twin_findings
-            and not self.disabled_found
-        )
+        return all(is_held for _, is_held in self.bars())
+
+    def bars(self) -> Iterator[tuple[str, bool]]:
+        """What is said of the fault, and whether that is enough."""
+        yield f"{self.found} of {self.runs} runs were found as they should be", self.found == self.runs
+        yield f"the place is right in {self.place_right} of {self.places}", self.place_right == self.places
+        writers_due = WRITERS * self.writers
+        yield f"the writer is right in {self.writer_right} of {self.writers}", self.writer_right >= writers_due
+        yield f"{self.late} were found too late", not self.late
+        yield f"{self.tokens_leaked} tokens leaked", not self.tokens_leaked
+        yield f"tokens were exposed in {self.too_exposed} runs where none may be", not self.too_exposed
+        yield f"{self.twin_findings} of {self.twins} twins alarmed", not self.twin_findings
+        yield f"a check spoke in {self.disabled_found} of {self.disabled} runs without it", not self.disabled_found
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,10 +112,12 @@ def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result])
     found = [result for result in faulty if result.found]
     steps = [result.steps for result in found if result.steps is not None]
     ranks = [result.rank for result in found if result.rank is not None]
-    twins = [*clean, *(result for result in kinds[QUIET] if result.struck)]
+    quiet = [result for result in kinds[QUIET] if result.struck]
+    twins = [*clean, *quiet]
     disabled = [result for result in kinds[DISABLED] if result.struck]
     return Row(
         *key,
+        model=_most([result.run.setup.model for result in group]),
         runs=len(faulty),
         untried=len(kinds[FAULTY]) - len(faulty),
         found=len(found),
@@ -121,6 +133,7 @@ def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result])
         tokens_exposed=sum(result.exposed for result in found),
         too_exposed=sum(result.too_exposed for result in found),
         twins=len(twins),
+        quiet=len(quiet),
         twin_findings=sum(result.found for result in twins)
         + sum(bool(result.code) for result in kinds[FAULTY] if not result.struck),
         disabled=len(disabled),

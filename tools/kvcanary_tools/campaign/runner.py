@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import cycle, islice
 from multiprocessing import get_context
 
 from kvcanary.faults.catalogue import faults, find
 from kvcanary.faults.fault import READY, Fault
+from kvcanary.faults.target import Setup
 from kvcanary_tools import console
-from kvcanary_tools.campaign.configurations import Plan, setup_for
+from kvcanary_tools.campaign.configurations import Plan, quiet_setup_for, setup_for
 from kvcanary_tools.campaign.runs import Result, perform
 from kvcanary_tools.campaign.switches import can_switch_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET, Run
@@ -37,21 +40,55 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
     for fault in wanted:
         if fault.state != READY:
             continue
-        setups = {name: setup for name, base in plan.setups.items() if (setup := setup_for(fault, base)) is not None}
+        setups = _setups_of(fault, plan, setup_for)
+        quiet = _setups_of(fault, plan, quiet_setup_for)
         count = runs or max(plan.runs, len(setups))
         kinds = {FAULTY: count}
         if can_switch_off(fault.expected):
             kinds[DISABLED] = min(count, plan.disabled)
-        if fault.quiet is not None:
+        if fault.has_twin:
             kinds[QUIET] = min(count, plan.quiet)
         for kind, number in kinds.items():
-            for turn, (name, setup) in enumerate(islice(cycle(setups.items()), number if setups else 0)):
-                number_of_round = turn // len(setups)  # seeds are by round, so that faults share their clean twins
+            own = quiet if kind == QUIET else setups
+            for turn, (name, setup) in enumerate(islice(cycle(own.items()), number if own else 0)):
+                number_of_round = turn // len(own)  # seeds are by round, so that faults share their clean twins
                 mode = MODES[(turn + number_of_round) % 2] if kind == FAULTY else MODES[0]
                 found.append(Run(fault.name, name, setup, seed + SEED_STEP * number_of_round, kind, mode, turn))
     found.sort(key=lambda run: run.turn)  # a campaign that is interrupted has come as far with every fault
+    return [*_clean_of(found), *found]
+
+
+def runs_instead(results: Sequence[Result], plan: Plan, runs: int | None) -> list[Run]:
+    """For runs in which their fault could not be made others, with later seeds, in configurations in which it could.
+
+    There is one for each that a fault lacks of what the plan wants.
+    """
+    wanted = {FAULTY: runs or plan.runs, QUIET: plan.quiet, DISABLED: plan.disabled}
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.run.kind != CLEAN:
+            groups[result.run.fault, result.run.kind].append(result)
+    found: list[Run] = []
+    for (_, kind), group in groups.items():
+        could = [result.run for result in group if result.struck]
+        missing = min(wanted[kind], len(group)) - len(could)
+        last = {name: max(result.run.seed for result in group) for name in {run.config for run in could}}
+        ways = list({run.config: run for run in could}.values())
+        for number, run in enumerate(islice(cycle(ways), max(0, missing))):
+            seed = last[run.config] + SEED_STEP * (1 + number // len(ways))
+            found.append(replace(run, seed=seed, turn=len(group) + number))
+    return [*_clean_of(found, {(r.run.twin, r.run.seed) for r in results if r.run.kind == CLEAN}), *found]
+
+
+def _clean_of(found: Sequence[Run], known: Set[tuple[str, int]] = frozenset()) -> list[Run]:
+    """The clean twins of these runs, but for those of a setup and seed that there are."""
     twins = {(run.twin, run.seed): run for run in found if run.kind == FAULTY}
-    return [*(Run("", run.config, run.setup, run.seed, CLEAN) for run in twins.values()), *found]
+    return [Run("", run.config, run.setup, run.seed, CLEAN) for key, run in twins.items() if key not in known]
+
+
+def _setups_of(fault: Fault, plan: Plan, setup_for: Callable[[Fault, Setup], Setup | None]) -> dict[str, Setup]:
+    """By name, those of the plan in which the fault can be made."""
+    return {name: setup for name, base in plan.setups.items() if (setup := setup_for(fault, base)) is not None}
 
 
 def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
@@ -64,7 +101,7 @@ def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
     batches = [runs[start : start + BATCH] for start in range(alone, len(runs), BATCH)]
     if not batches:
         return
-    pool = ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), _begin_worker)
+    pool = ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), begin_worker)
     try:
         for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
             yield from future.result()
@@ -76,7 +113,7 @@ def _perform_all(runs: Sequence[Run]) -> list[Result]:
     return [perform(run) for run in runs]
 
 
-def _begin_worker() -> None:
+def begin_worker() -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted tells the workers to end

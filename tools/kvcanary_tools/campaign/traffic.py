@@ -136,7 +136,8 @@ def play(
             disable = frozenset(checks & CODES.keys())
             for error in checks - disable:
                 stack.enter_context(switched_off(error))
-        armed = stack.enter_context(faults.arm(fault.name)) if fault is not None and fault.is_seam else None
+        is_armed = fault is not None and fault.is_seam and (run.kind != QUIET or fault.quiet is None)
+        armed = stack.enter_context(faults.arm(run.fault)) if is_armed else None
         canary = CanaryConfig(mode=run.mode, content=run.setup.content, seed=run.seed, disable=disable)
         try:
             bench = build(run.setup, canary)
@@ -145,6 +146,8 @@ def play(
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
         target = EngineTarget(bench.engine, run.setup, own, run.turn)
         played = _drive(target, traffic(bench, run.setup, rng), _striker(fault, run.kind), armed)
+        if run.kind == QUIET:
+            played.strike = played.strike or _of_a_formula(armed)
         if run.dumps is not None and run.kind == FAULTY and played.error is not None and played.findings:
             bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
         return played
@@ -153,6 +156,11 @@ def play(
 def _of_build(armed: Armed | None) -> Strike | None:
     """A value that was changed while the engine was built: its step is not one."""
     return Strike(None, armed.place) if armed is not None and armed.num_strikes else None
+
+
+def _of_a_formula(armed: Armed | None) -> Strike | None:
+    """A quiet twin's: it came by, and did no harm."""
+    return Strike(None, code="") if armed is not None and armed.num_asked else None
 
 
 def _striker(fault: Fault | None, kind: str) -> Callable[[Target], bool] | None:

@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import click
@@ -16,9 +17,13 @@ from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT, usage_failures
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvcanary_tools.campaign.runs import Result
     from kvcanary_tools.campaign.traffic import Run
 
+MOST_ROUNDS = 3  # of runs in the place of such in which a fault could not be made
+KEEP_SECONDS = 30.0
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -68,10 +73,11 @@ def command(
     if url is not None:
         _inject_there(url, names, api_key)
         return
+    from kvcanary_tools.campaign.bars import missed
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.matrix import rows_of, totals_of
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
-    from kvcanary_tools.campaign.runner import chosen, cpu_seconds, default_workers, runs_of
+    from kvcanary_tools.campaign.runner import chosen, cpu_seconds, default_workers, runs_instead, runs_of
 
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     with usage_failures():
@@ -81,23 +87,36 @@ def command(
     if dumps is not None:
         dumps.mkdir(parents=True, exist_ok=True)
         planned = [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
-    workers, began = workers or default_workers(), cpu_seconds()
-    results = _perform(planned, workers)
-    spent = round(cpu_seconds() - began)
-    rows, totals = rows_of(results), totals_of(results)
+    plan, began = PLANS[config], cpu_seconds()
+    meta = {"config": config, "seed": seed, "runs": runs, "workers": workers or default_workers()}
     to_stdout = json_file is not None and str(json_file) == "-"
+
+    def keep(results: list[Result], is_complete: bool = False) -> None:
+        if json_file is not None and (is_complete or not to_stdout):
+            spent = {"cpu_seconds": round(cpu_seconds() - began), "complete": is_complete}
+            told = as_json(rows_of(results), totals_of(results), results, **meta, **spent)
+            _write(json_file, json.dumps(told, indent=2) + "\n")
+
+    results: list[Result] = []
+    is_complete, rounds = True, 0
+    while planned and is_complete and rounds <= MOST_ROUNDS:
+        is_complete = _perform(planned, meta["workers"], results, keep)
+        planned = runs_instead(results, plan, runs) if plan.is_measured else []
+        rounds += 1
+    rows, totals = rows_of(results), totals_of(results)
     for line in matrix_lines(totals):
         (console.say if to_stdout else console.data)(line)
     for line in failures(results):
         console.say(line, fg="red")
-    if json_file is not None:
-        meta = {"config": config, "seed": seed, "runs": runs, "workers": workers, "cpu_seconds": spent}
-        _write(json_file, json.dumps(as_json(rows, totals, results, **meta), indent=2) + "\n")
+    misses = list(missed(rows, totals, plan if plan.is_measured and runs is None else None))
+    for miss in misses:
+        console.say(f"missed: {miss}", fg="red")
+    keep(results, is_complete)
     if junit_file is not None:
         _write(junit_file, as_junit(totals, results))
-    if len(results) < len(planned):
+    if not is_complete:
         ctx.exit(console.EXIT_INTERRUPTED)
-    ctx.exit(console.EXIT_CLEAN if all(row.is_right for row in totals) else console.EXIT_FINDING)
+    ctx.exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)
 
 
 def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None:
@@ -110,11 +129,14 @@ def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None
     console.data(f"{names[0]} {'strikes as soon as a request runs' if waits else 'is armed'} at {url}")
 
 
-def _perform(planned: list[Run], workers: int) -> list[Result]:
-    """With a progress bar on stderr, where that is a terminal. An interrupt ends it with what there is so far."""
+def _perform(planned: list[Run], workers: int, results: list[Result], keep: Callable[[list[Result]], None]) -> bool:
+    """Add their results, and keep what there is now and then; whether all are there: an interrupt ends it.
+
+    With a progress bar on stderr, where that is a terminal.
+    """
     from kvcanary_tools.campaign.runner import campaign
 
-    results: list[Result] = []
+    wanted, kept = len(results) + len(planned), monotonic()
     with (
         click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar,
         closing(campaign(planned, workers)) as coming,
@@ -123,9 +145,12 @@ def _perform(planned: list[Run], workers: int) -> list[Result]:
             for result in coming:
                 results.append(result)
                 bar.update(1)
+                if monotonic() - kept > KEEP_SECONDS:
+                    keep(results)
+                    kept = monotonic()
         except KeyboardInterrupt:
-            console.say(f"interrupted: {len(results)} of {len(planned)} runs", fg="yellow")
-    return results
+            console.say(f"interrupted: {len(results)} of {wanted} runs", fg="yellow")
+    return len(results) == wanted
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,132 @@
+"""What looks like a fault and is none: the legitimate operation nearest to one, or damage that nobody can read.
+
+Quiet twins are made of these: each records that nothing is due.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcanary.faults.reach import SPREAD_BITS, any_layer, any_reader, change, root_forward, submit_prompt
+from kvcanary.faults.target import Call, Move, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VISITOR = "visitor"
+PADDING = -1
+
+
+def edit_behind_the_end(target: Target) -> bool:
+    """Columns of a row behind all that its request holds are changed, which nobody reads: nothing is due."""
+    size = target.setup.page_size
+    for reader in target.running():
+        end = len(reader.pages) * size
+        count = min(size, len(reader.slots) - end)
+        if count > 0:
+            reader.slots[end : end + count] = reader.slots[:count].clone()
+            target.record(code="")
+            return True
+    return False
+
+
+def noise_in_a_free_page(target: Target) -> bool:
+    """A row of a page that nobody has had is overwritten, in one layer: nothing is due."""
+    view, free = target.pools["target"], never_granted(target)
+    if free is None:
+        return False
+    noise = target.rng.randrange(1, 1 << SPREAD_BITS)
+    change(view, any_layer(target, view), free * view.page_size, lambda words: words ^ noise)
+    target.record(code="")
+    return True
+
+
+def never_granted(target: Target) -> int | None:
+    """The last of the free pages, if nobody has ever had it."""
+    free = target.free_pages()
+    return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
+
+
+def come_and_go(target: Target, pages: int = 1) -> bool:
+    """A request that the engine does not know is granted pages, writes nothing and gives them back: nothing is due."""
+    free = target.free_pages()[-pages:]
+    if len(free) < pages or any(target.canary._ledger.generations[page] for page in free):
+        return False
+    target.record(code="")
+    target.canary.admit(VISITOR, [1, 2, 3])
+    target.canary.on_alloc(VISITOR, free)
+    target.canary.on_free(VISITOR, free)
+    return True
+
+
+def lengthen_plans(target: Target, pool: str = "target", kind: str = "", prompt: int = 0) -> bool:
+    """The arrays of a forward lie in longer buffers, with -1 and other entries behind their ends: nothing is due.
+
+    kind: of the forward, by default the one that goes on with everybody; prompt: tokens of a new one that comes first
+    """
+    if not target.running():
+        return False
+    if prompt:
+        submit_prompt(target, prompt)
+
+    def lengthen(call: Call) -> bool:
+        if call.pool != pool:
+            return False
+        longer, read, write = _in_a_longer_buffer, call.read, call.write
+        call.write = replace(
+            write, slots=longer(write.slots), tokens=longer(write.tokens), positions=longer(write.positions)
+        )
+        call.read = replace(
+            read, indptr=longer(read.indptr), indices=longer(read.indices), prefix_lens=longer(read.prefix_lens)
+        )
+        target.record(code="")
+        return True
+
+    target.before(kind or root_forward(target), lengthen)
+    return True
+
+
+def _in_a_longer_buffer(array: Tensor) -> Tensor:
+    """The same numbers; what follows them in memory are the same again, backwards, and a mark of padding."""
+    import torch
+
+    return torch.cat((array, array.flip(0), array.new_full((1,), PADDING)))[: len(array)]
+
+
+def move_in_another_order(target: Target, pool: str) -> bool:
+    """Rows are moved from the last one on: all sources are read before anything is written, so nothing is due."""
+
+    def reverse(move: Move) -> bool:
+        if move.pool != pool or len(move.source) < 2:
+            return False
+        move.source, move.destination = move.source.flip(0), move.destination.flip(0)
+        target.record(code="")
+        return True
+
+    target.on_move(reverse)
+    return bool(target.running())
+
+
+def hit_and_give_back(target: Target) -> bool:
+    """A request that the engine does not know hits a published page, and gives it back: nothing is due."""
+    canary = target.canary
+    reader = any_reader(target)
+    if reader is None or not canary._ledger.pages.published[reader.pages[0]]:
+        return False
+    target.record(code="")
+    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens)
+    canary.on_acquire(VISITOR, list(reader.pages[:1]))
+    canary.on_free(VISITOR, list(reader.pages[:1]))
+    return True
+
+
+def map_nothing_elsewhere(target: Target) -> bool:
+    """The map of a page that nobody holds leads to where another lies: nothing is due."""
+    view, size, free = target.pools["target"], target.setup.page_size, target.free_pages()
+    if view.slot_map is None or not free or not target.running():
+        return False
+    page, other = (number * size for number in (free[-1], target.running()[0].pages[-1]))
+    view.slot_map[page : page + size] = view.slot_map[other : other + size].clone()
+    target.record(code="")
+    return True

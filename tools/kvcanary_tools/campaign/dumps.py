@@ -1,0 +1,115 @@
+"""What dumps of a campaign are worth: whether `explain` names the right cause first, and `replay` ends as they did.
+
+`kvcanary inject all --config full --runs 20 --dumps DIR`, then
+`python -m kvcanary_tools.campaign.dumps DIR --json dumps.json` tells of each fault how many of its dumps do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcanary.dumper import SUFFIX
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
+from kvcanary.errors import KVCanaryError
+from kvcanary.faults.catalogue import find
+from kvcanary_tools import console
+from kvcanary_tools.campaign.bars import FIRST
+from kvcanary_tools.campaign.runner import begin_worker, default_workers
+from kvcanary_tools.dumps.explaining import explain
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one dump.
+
+    rank: of the right cause in what is explained, 1 is the first, 0: not named.
+    missing: recorded findings that the replay did not reach; error: in what it ended otherwise.
+    """
+
+    dump: str
+    fault: str
+    code: str
+    rank: int
+    missing: Sequence[str] = ()
+    error: str = ""
+
+    @property
+    def is_same(self) -> bool:
+        return not self.missing and not self.error
+
+
+def score(path: Path) -> Score:
+    """Explain and replay the first finding of a dump, whose name begins with its fault's."""
+    fault, dump = find(path.name.partition("-")[0]), read_dump(path)
+    families = [cause["family"] for cause in explain(dump, 0)["causes"]]
+    right = fault.cause or fault.family
+    rank = families.index(right) + 1 if right in families else 0
+    code = dump.findings[0]["code"]
+    try:
+        missing = [f"{finding['code']} at slot {finding['slot']}" for finding in replay(dump).missing]
+    except KVCanaryError as error:
+        return Score(path.name, fault.name, code, rank, error=f"{type(error).__name__}: {error}")
+    return Score(path.name, fault.name, code, rank, missing)
+
+
+def as_json(scores: Iterable[Score]) -> dict[str, Any]:
+    """The sums, a row a fault, and the dumps that are not as they should be."""
+    groups: dict[str, list[Score]] = defaultdict(list)
+    for one in scores:
+        groups[one.fault].append(one)
+    rows = [{"fault": fault} | _sums(group) for fault, group in sorted(groups.items())]
+    every = [one for group in groups.values() for one in group]
+    wrong = [asdict(one) for one in every if one.rank != 1 or not one.is_same]
+    return {"meta": {"faults": len(groups)} | _sums(every), "rows": rows, "wrong": wrong}
+
+
+def _sums(scores: Sequence[Score]) -> dict[str, int]:
+    return {
+        "dumps": len(scores),
+        "cause_first": sum(one.rank == 1 for one in scores),
+        "cause_named": sum(one.rank > 0 for one in scores),
+        "replayed": sum(one.is_same for one in scores),
+    }
+
+
+def missed(told: dict[str, Any]) -> Iterator[str]:
+    """What of the sums is not enough."""
+    meta = told["meta"]
+    if meta["cause_first"] < FIRST * meta["dumps"]:
+        yield f"the right cause is first in {meta['cause_first']} of {meta['dumps']} dumps, {FIRST:.0%} are due"
+    if meta["replayed"] < meta["dumps"]:
+        yield f"the same finding is reached in {meta['replayed']} of {meta['dumps']} replays, all are due"
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the scores there.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes; by default one a core.")
+def main(folder: Path, json_file: Path | None, workers: int | None) -> None:
+    """Exit codes: 0 every bar is held, 1 otherwise."""
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise click.UsageError(f"{folder} must hold dumps, got none: kvcanary inject --dumps {folder} writes them")
+    with ProcessPoolExecutor(workers or default_workers(), get_context("spawn"), begin_worker) as pool:
+        told = as_json(pool.map(score, paths, chunksize=4))
+    if json_file is not None:
+        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    console.data(json.dumps(told["meta"]))
+    misses = list(missed(told))
+    for miss in misses:
+        console.say(f"missed: {miss}", fg="red")
+    raise click.exceptions.Exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)
+
+
+if __name__ == "__main__":
+    main()
