@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.reach import SPREAD_BITS, any_layer, any_reader, change, root_forward, submit_prompt
+from kvcanary.faults.reach import SPREAD_BITS, any_layer, change, root_forward, submit_prompt
 from kvcanary.faults.target import Call, Move, Target
 
 if TYPE_CHECKING:
@@ -111,9 +111,10 @@ def move_in_another_order(target: Target, pool: str) -> bool:
 def hit_and_give_back(target: Target) -> bool:
     """A request that the engine does not know hits a published page, and gives it back: nothing is due."""
     canary = target.canary
-    reader = any_reader(target)
-    if reader is None or not canary._ledger.pages.published[reader.pages[0]]:
+    hit = [reader for reader in target.running() if canary._ledger.pages.published[reader.pages[0]]]
+    if not hit:
         return False
+    reader = target.rng.choice(hit)
     target.record(code="")
     canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens)
     canary.on_acquire(VISITOR, list(reader.pages[:1]))

@@ -208,7 +208,7 @@ def _free_by_an_old_key(target: Target) -> bool:
         return False
     generation = int(target.canary._ledger.generations[page])
     target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.tickets.issue("deferred free", "main", writes={page: generation - 2})
+    target.canary.tickets.issue("deferred free", "main", writes={page: generation - 1})
     return True
 
 
@@ -370,6 +370,7 @@ FAULTS = (
         "in flight still read them when others were loaded there. Answers fell into mixed scripts.",
         expected="R12",
         also=("R7", "R8"),
+        needs={"quarantine": 0},
         applies_to="requests of a whole page and more",
         strike=_grant_a_page_that_is_read,
         quiet=come_and_go,
@@ -579,6 +580,7 @@ FAULTS = (
         "An object's lease ended in the middle of a slow copy, and its memory was used for something else; one path of "
         "several never looked at the lease.",
         expected="P1",
+        needs={"quarantine": 0},
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=_land_in_a_freed_page,

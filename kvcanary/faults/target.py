@@ -30,7 +30,7 @@ class Setup:
     salts: of how many tenants the requests are; their prefixes are not to be shared.
     pages: of the pool, None: plenty; on_device: requests that its device has room for at a time, None: all lie there.
     context: longest prompt plus output, None: what the model was made for.
-    content: of the canary, "full" or "rolling".
+    content: of the canary, "full" or "rolling"; quarantine: steps, of the canary too.
     """
 
     model: str = "random"
@@ -58,6 +58,7 @@ class Setup:
     context: int | None = None
     new_token_ratio: float = 1.0
     content: str = "full"
+    quarantine: int = 4
 
     @property
     def most_accepted(self) -> int:

@@ -218,6 +218,7 @@ FAULTS = (
         story="A block that had held the state of another kind of layer was given to attention as it was. Its bits are "
         "NaN there; masked entries are multiplied by zero, and NaN times zero is NaN.",
         expected="P1",
+        needs={"quarantine": 0},
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
         strike=_recycle_nan,

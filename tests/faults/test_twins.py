@@ -26,7 +26,7 @@ def test_every_fault_has_a_twin_or_says_why_not(fault):
     [
         "draft.compaction_lost",  # rows that move in another order
         "draft.rewind_by_count",  # a formula that is asked where it does no harm
-        "lifetime.tree_keeps_a_view",  # a hit that is given back
+        "lifetime.locked_page_replaced",  # a hit that is given back
         "order.unresolved_step",  # plans in longer buffers
         "windows.translation_kept",  # the map of a page that nobody has
     ],

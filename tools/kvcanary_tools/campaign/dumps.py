@@ -51,6 +51,8 @@ class Score:
 def score(path: Path) -> Score:
     """Explain and replay the first finding of a dump, whose name begins with its fault's."""
     fault, dump = find(path.name.partition("-")[0]), read_dump(path)
+    if not dump.findings:
+        return Score(path.name, fault.name, "", 0, error="it has no finding")
     families = [cause["family"] for cause in explain(dump, 0)["causes"]]
     right = fault.cause or fault.family
     rank = families.index(right) + 1 if right in families else 0

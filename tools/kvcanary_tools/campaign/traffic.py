@@ -138,7 +138,8 @@ def play(
                 stack.enter_context(switched_off(error))
         is_armed = fault is not None and fault.is_seam and (run.kind != QUIET or fault.quiet is None)
         armed = stack.enter_context(faults.arm(run.fault)) if is_armed else None
-        canary = CanaryConfig(mode=run.mode, content=run.setup.content, seed=run.seed, disable=disable)
+        settings = {"content": run.setup.content, "quarantine": run.setup.quarantine}
+        canary = CanaryConfig(mode=run.mode, seed=run.seed, disable=disable, **settings)
         try:
             bench = build(run.setup, canary)
         except KVCanaryError as error:  # a wrong size may be refused at once
@@ -148,7 +149,8 @@ def play(
         played = _drive(target, traffic(bench, run.setup, rng), _striker(fault, run.kind), armed)
         if run.kind == QUIET:
             played.strike = played.strike or _of_a_formula(armed)
-        if run.dumps is not None and run.kind == FAULTY and played.error is not None and played.findings:
+        is_dumped = run.dumps is not None and run.kind == FAULTY and played.error is not None
+        if is_dumped and bench.engine.canary.findings:  # a fault with a pool of its own leaves none here
             bench.engine.canary.dump(Path(run.dumps) / f"{run.fault}-{run.config}-{run.seed}{SUFFIX}")
         return played
 
