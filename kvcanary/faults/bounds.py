@@ -154,9 +154,11 @@ FAULTS = (
         "free list, and only then came the report that memory is out.",
         expected="PoolExhaustedError",
         also=("PagesQuarantinedError",),
-        applies_to="a pool under pressure",
+        applies_to="a pool under pressure, trees of topk 2",
         needs={"page_size": 16, "pages": 24, "batch": 6, "new_token_ratio": 0.1},
-        applies=lambda setup: setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2,
+        applies=lambda setup: (
+            setup.drafts and (setup.model, setup.prompt_len, setup.topk, setup.schedule) == ("random", 24, 2, "sync")
+        ),
         perturb=_unasked,
         quiet_needs={"pages": None},
     ),

@@ -157,4 +157,6 @@ def _write(path: Path, text: str) -> None:
     if str(path) == "-":
         console.data(text, newline=False)
     else:
-        path.write_text(text, encoding="utf-8")
+        part = path.with_name(path.name + ".part")  # who is killed meanwhile leaves what was there
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
