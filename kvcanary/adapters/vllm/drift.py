@@ -31,7 +31,7 @@ NEEDED = (
         (
             "req_ids",
             "num_reqs",
-            "idx_mapping",
+            "idx_mapping_np",
             "num_tokens",
             "query_start_loc",
             "seq_lens",
@@ -41,6 +41,7 @@ NEEDED = (
             "num_scheduled_tokens",
         ),
     ),
+    Needed("vllm.v1.core.sched.output:CachedRequestData", (), ("req_ids", "new_block_ids")),
     Needed(
         "vllm.v1.core.sched.output:SchedulerOutput",
         (),

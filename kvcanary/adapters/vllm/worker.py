@@ -12,21 +12,23 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 
+from kvcanary.adapters import paged_moves
 from kvcanary.adapters.paged import PagedCanary
 from kvcanary.adapters.paged_report import settle
+from kvcanary.adapters.paged_state import Forward
 from kvcanary.adapters.vllm.drift import RUNNER, check
 from kvcanary.adapters.vllm.layout import read_layers
 from kvcanary.adapters.vllm.loads import Loads
 from kvcanary.adapters.vllm.output import hold_back
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
-from kvcanary_kernels.walk import Fed, Rows
 
 _events = structlog.get_logger("kvcanary")
 
@@ -58,8 +60,8 @@ class Handle:
         self.is_armed = False
         self._fresh: list[tuple[int, str]] = []
         self._pending: tuple[Any, Any] | None = None
-        self._rows: list[Rows] = []
-        self._fed: list[Fed] = []
+        self._is_running = False  # a forward that was read is on its way
+        self._count: Callable[[], int] = int
         self._undo: list[Callable[[], None]] = []
         self._loads: Loads | None = None
         self._max_len = 0
@@ -93,8 +95,8 @@ class Handle:
         if self.canary is None:
             return {"armed": False}
         self._look_at(int(self.canary.total), self.canary.step)
-        rank = getattr(self.worker, "rank", 0)
-        return {"armed": self.is_armed, "rank": rank, "bytes": self.canary.num_bytes, **self.canary.certificate()}
+        rank, held = getattr(self.worker, "rank", 0), self.runner.req_states.req_id_to_index.values()
+        return {"armed": self.is_armed, "rank": rank, "bytes": self.canary.num_bytes, **self.canary.certificate(held)}
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
@@ -163,11 +165,12 @@ class Handle:
             zeroed = scheduler_output.new_block_ids_to_zero
             copies = scheduler_output.kv_cache_block_copies
             for group in canary.groups if zeroed or copies else ():
+                requests = self._new_blocks(scheduler_output, group.number)
                 if zeroed:
-                    canary.zeroed(group, self._blocks(group.number, list(zeroed)))
+                    paged_moves.zeroed(canary, group, self._blocks(group.number, list(zeroed)), requests)
                 if copies:
-                    src, dst = ([pair[side] for pair in copies] for side in (0, 1))
-                    canary.copied(group, self._blocks(group.number, src), self._blocks(group.number, dst))
+                    src, dst = (self._blocks(group.number, [pair[side] for pair in copies]) for side in (0, 1))
+                    paged_moves.copied(canary, group, src, dst, requests)
         return result
 
     def _prepare_attn(self, method: Any, input_batch: Any) -> Any:
@@ -186,56 +189,53 @@ class Handle:
         return result
 
     def _read(self) -> None:
-        """Judge what this forward is about to read."""
+        """Show the canary what this forward is about to write and to read."""
         canary, pending = self.canary, self._pending
         self._pending = None
         if canary is None or pending is None:
             return
         batch, (tables, slots) = pending
-        n, tokens = batch.num_reqs, batch.num_tokens
-        longest = int(batch.seq_lens_cpu_upper_bound[:n].max())
-        new = int(batch.num_scheduled_tokens.max())
-        site = ("decode", 0) if new == 1 else ("verify", 0) if new <= self._max_new else ("prefill", 0)
-        numbers = batch.idx_mapping
-        self._rows = [Rows(numbers, table, batch.seq_lens, batch.query_start_loc) for table in tables]
-        states = self.runner.req_states
-        known = (states.all_token_ids.gpu, states.total_len.gpu)
-        self._fed = [Fed(batch.input_ids[:tokens], batch.positions[:tokens], line[:tokens], *known) for line in slots]
+        n, new = batch.num_reqs, int(batch.num_scheduled_tokens.max())
+        lengths = batch.seq_lens_cpu_upper_bound.numpy()[:n]
+        longest = int(lengths.max())
+        kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         if self._fresh:
             fresh, self._fresh = self._fresh, []
             canary.look(self._lines(), [number for number, _ in fresh], [name for _, name in fresh], longest)
-        canary.read(self._rows, batch.req_ids[:n], site, longest, self._lines())
+        starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
+        forward = Forward(
+            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, longest, int(lengths.sum()),
+            tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts, batch.input_ids, batch.positions, slots, self._known(),
+            self._lines(),
+        )  # fmt: skip
+        canary.read(forward)
+        self._is_running = True
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self._rows = []
+        self._is_running = False
         result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._rows:
-            self.canary.wrote(self._rows, self._fed)
+        if self.is_armed and self.canary is not None and self._is_running:
+            self.canary.wrote()
+            self._count = self.canary.count_to_host()
             if self._loads is not None:
-                self._loads.name(self._fed[0].tokens.shape[0])
+                self._loads.name()
         return result
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result, canary = method(*args, **kwargs), self.canary
-        if self.is_armed and canary is not None and self._rows:
-            self._rows = []
+        if self.is_armed and canary is not None and self._is_running:
+            self._is_running = False
             look_at = functools.partial(self._look_at, step=canary.step)
             if hasattr(result, "get_output"):
-                hold_back(result, canary.total, look_at)
+                hold_back(result, self._count, look_at)
             else:
-                look_at(int(canary.total))
+                look_at(self._count())
         return result
 
     def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._rows:
-            bound = self._proposing.bind(*args, **kwargs).arguments
-            batch, rejected = bound["input_batch"], bound["num_rejected"]
-            starts = batch.query_start_loc[: batch.num_reqs + 1]
-            ends = (starts[1:] - rejected[: batch.num_reqs]).to(torch.int64)
-            index = torch.arange(batch.num_tokens, device=starts.device)
-            row = torch.searchsorted(starts[1:].to(torch.int64), index, right=True)
-            self.canary.took(batch.num_tokens, index < ends[row])
+        if self.is_armed and self.canary is not None and self._is_running:
+            self.canary.took(self._proposing.bind(*args, **kwargs).arguments["num_rejected"])
         return result
 
     # helpers
@@ -260,7 +260,8 @@ class Handle:
         late = _late_layers(runner)
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
-        canary = PagedCanary(self.config, tables.max_num_reqs, self._max_new, runner.device)
+        num_tokens = tables.slot_mappings.shape[1]
+        canary = PagedCanary(self.config, tables.max_num_reqs, self._max_new, num_tokens, runner.device)
         context = runner.compilation_config.static_forward_context
         for number, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
             size = runner.kernel_block_sizes[number]
@@ -294,33 +295,38 @@ class Handle:
         )  # fmt: skip
 
     def _warm_up(self, canary: PagedCanary) -> None:
-        """Every operation once, on rows that nobody follows."""
-        tables = self.runner.block_tables
-        device, n = canary.device, 1
-        numbers = torch.zeros(n, dtype=torch.int32, device=device)
-        counts = torch.arange(n + 1, dtype=torch.int32, device=device)
-        rows = [Rows(numbers, table[:n], counts[1:], counts) for table in tables.input_block_tables]
-        tokens, positions = (
-            torch.zeros(n, dtype=torch.int32, device=device),
-            torch.zeros(n, dtype=torch.int64, device=device),
-        )
-        slots = torch.full((n,), -1, dtype=torch.int64, device=device)
-        states = self.runner.req_states
-        known = (states.all_token_ids.gpu, states.total_len.gpu)
-        canary.read(rows, ["_"], ("decode", 0), 2 * 128, self._lines())
-        canary.wrote(rows, [Fed(tokens, positions, slots, *known) for _ in rows])
-        canary.took(n, slots >= 0)
-        canary.look(self._lines(), [0], ["_"], 128)
-        canary.restart()
+        """Everything that a step launches, compiled and captured, over no rows."""
+        runner, tables, none = self.runner, self.runner.block_tables, np.empty(0, dtype=np.int64)
+        held = runner.input_buffers
+        canary.prepare(
+            Forward(
+                (), none, ("decode", 0), 0, self._max_len, 0, tables.input_block_tables, held.seq_lens,
+                held.query_start_loc, held.input_ids, held.positions, tables.slot_mappings.unbind(), self._known(),
+                self._lines(),
+            )
+        )  # fmt: skip
 
     def _lines(self) -> Sequence[torch.Tensor]:
         return [table.gpu for table in self.runner.block_tables.block_tables]
 
-    def _blocks(self, group: int, blocks: list[int]) -> torch.Tensor:
-        """Kernel blocks of the manager's blocks."""
+    def _known(self) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.runner.req_states
+        return states.all_token_ids.gpu, states.total_len.gpu
+
+    def _kernel_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
+        """Of the manager's blocks."""
         ratio = self.runner.block_tables.blocks_per_kv_block[group]
-        chosen = [block * ratio + part for block in blocks for part in range(ratio)]
-        return torch.tensor(chosen, device=self.runner.device)
+        return [block * ratio + part for block in blocks for part in range(ratio)]
+
+    def _blocks(self, group: int, blocks: list[int]) -> torch.Tensor:
+        return torch.tensor(self._kernel_blocks(group, blocks), device=self.runner.device)
+
+    def _new_blocks(self, scheduler_output: Any, group: int) -> dict[int, str]:
+        """By kernel block, the request that was given it for this step."""
+        cached = scheduler_output.scheduled_cached_reqs
+        given = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
+        given += [pair for pair in zip(cached.req_ids, cached.new_block_ids, strict=True) if pair[1] is not None]
+        return {block: name for name, blocks in given for block in self._kernel_blocks(group, blocks[group])}
 
     def _look_at(self, total: int, step: int) -> None:
         """Tell of what fired up to this step; `total`: the counter behind it."""

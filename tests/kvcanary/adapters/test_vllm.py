@@ -111,26 +111,33 @@ class Served:
         self.fresh.append(block)
         return block
 
+    def find_prefix(self, request: Request) -> None:
+        """Blocks that somebody has computed, or computes in this very step."""
+        for number in range((len(request.tokens) - 1) // BLOCK):
+            block = self.cached.get(tuple(request.tokens[: (number + 1) * BLOCK]))
+            if block is None:
+                return
+            if not self.users.get(block):
+                self.free.remove(block)
+            self.users[block] = self.users.get(block, 0) + 1
+            request.blocks.append(block)
+            request.computed += BLOCK
+            self.hits += 1
+
+    def share(self, request: Request, length: int) -> None:
+        for number in range(min(length, len(request.tokens)) // BLOCK):
+            self.cached.setdefault(tuple(request.tokens[: (number + 1) * BLOCK]), request.blocks[number])
+
     def step(self) -> dict[str, list[int]]:
         from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
         self.fresh: list[int] = []
         budget, counts, new, cached, spec, preempted = self.budget, {}, [], CachedRequestData(), {}, set()
         while self.waiting and len(self.running) < 4:
-            request = self.waiting.pop(0)
-            full = (len(request.tokens) - 1) // BLOCK
-            for number in range(full):
-                block = self.cached.get(tuple(request.tokens[: (number + 1) * BLOCK]))
-                if block is None:
-                    break
-                if not self.users.get(block):
-                    self.free.remove(block)
-                self.users[block] = self.users.get(block, 0) + 1
-                request.blocks.append(block)
-                request.computed += BLOCK
-                self.hits += 1
-            self.running.append(request)
+            self.running.append(self.waiting.pop(0))
         for request in list(self.running):
+            if not request.blocks and budget > 0:
+                self.find_prefix(request)
             drafts = request.drafts if request.is_known and request.computed == len(request.tokens) - 1 else 0
             count = min(len(request.tokens) + drafts - request.computed, budget)
             if count <= 0 or request not in self.running:
@@ -150,6 +157,8 @@ class Served:
                             place = lines.index(victim.name)
                             for values in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
                                 del values[place]
+                    never = victim.blocks[victim.computed // BLOCK :]
+                    self.cached = {key: held for key, held in self.cached.items() if held not in never}
                     self.release(victim)
                     self.waiting.insert(0, victim)
                     self.preemptions += 1
@@ -162,6 +171,7 @@ class Served:
                 continue
             budget -= count
             counts[request.name] = count
+            self.share(request, request.computed + count)
             if drafts and count > 1:
                 spec[request.name] = [(7 * n + len(request.tokens)) % 97 for n in range(count - 1)]
             groups = len(self.config.kv_cache_groups)
@@ -201,8 +211,7 @@ class Served:
             )
             request.tokens += tokens
             self.outputs[request.name] += tokens
-            for number in range(request.computed // BLOCK):
-                self.cached.setdefault(tuple(request.tokens[: (number + 1) * BLOCK]), request.blocks[number])
+            self.share(request, request.computed)
             if len(request.tokens) >= request.length:
                 self.finished.add(request.name)
                 self.running.remove(request)
@@ -245,7 +254,7 @@ def without(**settings: Any) -> Served:
 
 SCENES = {
     "plain": {},
-    "drafts": {"settings": {"drafts": ("d0",)}, "layers": ("l0", "l1", "d0")},
+    "drafts": {"settings": {"drafts": ("d0",)}, "layers": ("l0", "l1", "d0"), "num_blocks": 18},
     "window": {"groups": (("l0",), ("w0",)), "window": 20},
     "zeroed": {"zeroes": True},
 }
@@ -272,8 +281,26 @@ def test_a_sound_worker_has_no_finding(serve, scene: str) -> None:
     assert report["forwards"] > 20
     assert report["store"] == "not proved"
     assert {"R7", "R8", "W2", "W3", "P1"} <= set(report["inactive_classes"])
+    assert report["slots_checked"] > 500
+    assert report["bytes_checked"] > 500 * 128
+    assert report["live_bytes"] == 0 < report["peak_live_bytes"]
     assert served.preemptions > 0
     assert served.hits > 3
+
+
+def test_a_prefix_that_is_computed_in_the_same_step_is_no_finding(serve) -> None:
+    """vLLM shares blocks that another request of the step is only about to fill: its reads see those writes."""
+    served = serve()
+    served.budget = 80
+    tokens = [(3 * n) % 97 for n in range(30)]
+    served.ask("a", tokens, 5)
+    served.ask("b", tokens, 5)
+    served.step()
+    assert served.hits == 3
+    served.run()
+    report = served.wrapper.kvcanary_report()
+    assert report["findings"] == []
+    assert report["slots_checked"] > 24
 
 
 def broken(served: Served, harm: Callable[[Served], Any], steps: int = 3) -> Any:
@@ -401,7 +428,7 @@ def test_a_block_handed_out_while_still_read_is_found(serve) -> None:
     found = broken(serve(), steal)
     assert found.code in ("R4", "R5", "R6", "R9")
     assert found.reader == "a"
-    assert found.writer == "c"
+    assert found.writer in ("b", "c")
 
 
 def test_a_copy_left_out_is_found(serve) -> None:
@@ -489,7 +516,7 @@ def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
         served.run()
         report = served.wrapper.kvcanary_report()
         assert report["findings"] == []
-        assert report["unchecked"] == {"entries loaded from elsewhere": 16}
+        assert report["unchecked"] == {}
 
 
 def test_log_mode_goes_on(serve, monkeypatch) -> None:
