@@ -53,14 +53,16 @@ def loaded(
     chains: Tensor,
     lines: Sequence[Tensor],
     lane_of: LaneOf,
-) -> None:
+) -> int:
     """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
+
+    Gives how many of them could be compared with what was once written under the same prefix.
 
     row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
     lines: by group, block tables by number
     lane_of: (lane a summed over the layers, whether it is known) by chain: bytes that differ are T1
     """
-    number, request = row
+    (number, request), compared = row, 0
     tokens, chains = canary.upload(tokens), canary.upload(chains)
     positions = torch.arange(len(chains), device=canary.device)
     for group, line in zip(canary.groups, lines, strict=True):
@@ -81,12 +83,14 @@ def loaded(
         layers = group.layers[0]
         wanted, is_known = lane_of(own)
         canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
+        compared += int(is_known.sum())
         wrong = is_known & (layers.lanes[0, :, slots].sum(0) != wanted)
         canary.total += wrong.sum()
         count = len(layers.names)
         every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=canary.device)
         requests = dict.fromkeys((slots // group.block_size).tolist(), request)
         canary.events.append(Event("T1", "an external load", layers, slots, wrong[:, None] * every, group, requests))
+    return compared
 
 
 def _event(

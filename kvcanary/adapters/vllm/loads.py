@@ -21,7 +21,7 @@ class Loads:
     """External loads of one worker."""
 
     def __init__(self, canary: PagedCanary) -> None:
-        self.canary = canary
+        self.canary, self.compared = canary, 0
         self._known = torch.zeros(
             2, NAMES + 1, dtype=torch.int64, device=canary.device
         )  # chain, lane; the last is nobody's
@@ -39,7 +39,7 @@ class Loads:
         """Loads were started, on the stream of the forward: judge and record what they brought."""
         new, self._new = self._new, []
         for row, tokens, chains in new:
-            paged_moves.loaded(self.canary, row, tokens, chains, lines, self._lane_of)
+            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self._lane_of)
 
     def name(self) -> None:
         """Give names to what the last forward stored."""

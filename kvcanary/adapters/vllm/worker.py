@@ -96,7 +96,9 @@ class Handle:
             return {"armed": False}
         self._look_at(int(self.canary.total), self.canary.step)
         rank, held = getattr(self.worker, "rank", 0), self.runner.req_states.req_id_to_index.values()
-        return {"armed": self.is_armed, "rank": rank, "bytes": self.canary.num_bytes, **self.canary.certificate(held)}
+        own = {"armed": self.is_armed, "rank": rank, "bytes": self.canary.num_bytes}
+        own["loads_checked"] = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
+        return {**own, **self.canary.certificate(held)}
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
@@ -205,8 +207,8 @@ class Handle:
         starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
         forward = Forward(
             batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, longest, int(lengths.sum()),
-            tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts, batch.input_ids, batch.positions, slots, self._known(),
-            self._lines(),
+            tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts,
+            batch.input_ids, batch.positions, slots, self._known(), self._lines(),
         )  # fmt: skip
         canary.read(forward)
         self._is_running = True
@@ -235,7 +237,7 @@ class Handle:
     def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         if self.is_armed and self.canary is not None and self._is_running:
-            self.canary.took(self._proposing.bind(*args, **kwargs).arguments["num_rejected"])
+            self.canary.took(kwargs["num_rejected"] if "num_rejected" in kwargs else args[self._rejected_at])
         return result
 
     # helpers
@@ -276,7 +278,7 @@ class Handle:
                 canary.add_layers(group, view, list(layers), is_late=name.startswith("draft"))
         speculator = getattr(runner, "speculator", None)
         if late and speculator is not None and not hasattr(speculator.propose, "__wrapped__"):
-            self._proposing = inspect.signature(speculator.propose)
+            self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
             self._replace(speculator, "propose", self._propose)
         connector = getattr(runner, "kv_connector", None)
         if connector is not None and hasattr(connector, "kv_connector"):

@@ -517,6 +517,7 @@ def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
         report = served.wrapper.kvcanary_report()
         assert report["findings"] == []
         assert report["unchecked"] == {}
+        assert report["loads_checked"] == 16
 
 
 def test_log_mode_goes_on(serve, monkeypatch) -> None:
