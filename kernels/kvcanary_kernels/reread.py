@@ -129,8 +129,8 @@ def reread(
     ends:       of Truth
     max_length: at least what the longest of them has
     window:     tokens that attention sees, the reader's own included; 0: all
-    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`); then lines of
-                `rows.table` are by number, its lengths and starts are not read, and no row is padding
+    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`); then lengths
+                and starts are not read, and no row is padding
     hits:       [ring, rows] int64, NO_HIT or lower before; in the cell of this step the least of
                 position * LAYERS_PER_ENTRY + layer of each row
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
@@ -195,10 +195,9 @@ def reread_torch(
         rows = live_rows(rows, now)
     step, numbers = int(now[NOW_STEP]), rows.numbers.long()
     n, phase, cell = numbers.shape[0], step % stride, hits[step % hits.shape[0]]
-    table = rows.table[numbers] if whole else rows.table[:n]
     sizes = ends[numbers] if whole else context_lengths(rows)
     positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
-    slots = table_slots(table, positions, block_size)
+    slots = table_slots(rows.table[:n], positions, block_size)
     live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
     live &= (ends[numbers] != NOT_FOLLOWED)[:, None]
     if window:
@@ -317,11 +316,10 @@ def _reread_kernel(
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
         length = tl.load(ends + number)
-        row = table + number * table_stride
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
-        row = table + i_row * table_stride
+    row = table + i_row * table_stride
     if tl.load(ends + number) < 0:
         return
     first_n = at_step % stride + tl.program_id(1).to(tl.int64) * TILE * stride

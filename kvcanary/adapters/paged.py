@@ -55,7 +55,7 @@ class PagedCanary:
             raise AdapterError(
                 f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one request from outside"
             )
-        self.config, self.coverage, self.log = config, Coverage(), FindingLog()
+        self.config, self.coverage, self.log, self.fed = config, Coverage(), FindingLog(), PAGED_FED
         self.device = torch.device(device)
         self.uses_kernels = self.device.type == "cuda"
         self.num_rows, self.max_tokens = num_rows, max_tokens
@@ -158,7 +158,7 @@ class PagedCanary:
         host[:NOW_WIDTH] = n, forward.num_tokens, self.step, pack_site(*forward.site)
         host[NOW_WIDTH : NOW_WIDTH + n] = forward.numbers
         self._now.copy_(line, non_blocking=True)
-        lines, by_number = forward.lines or forward.tables, forward.lines is not None
+        lines, by_number = forward.lines or [table[:n].clone() for table in forward.tables], forward.lines is not None
         step = Step(
             self.step, tuple(forward.requests), forward.numbers.tolist(), lines, by_number, forward.site, self.events,
             self._looked, forward.num_tokens,
@@ -191,7 +191,7 @@ class PagedCanary:
         self.forget()
         self._now.zero_()
         for _ in range(2):  # as they are, captured
-            self.look(forward.lines or forward.tables, [0], ["_"], 1)
+            self.look(forward.lines or forward.tables, [0], [0], ["_"], 1)
             for rows in {min(size, self.num_rows) for size in _sizes(FEWEST_ROWS, self.num_rows)}:
                 for entries in _sizes(FEWEST_ENTRIES, forward.max_length):
                     self._launch_before(forward, rows, entries)
@@ -200,22 +200,30 @@ class PagedCanary:
                 self._launch_late(forward.starts, tokens)
         self.restart()
 
-    def look(self, tables: Sequence[Tensor], numbers: Sequence[int], requests: Sequence[str], max_length: int) -> None:
+    def look(
+        self,
+        tables: Sequence[Tensor],
+        places: Sequence[int],
+        numbers: Sequence[int],
+        requests: Sequence[str],
+        max_length: int,
+    ) -> None:
         """Read every byte of these rows once more, before the next forward.
 
-        tables: by group, [rows of the engine, width], lines by number
+        tables: by group, [lines, width] block tables; places: which lines are those of the rows
         """
         if self.config.content == "write" or not numbers:
             return
         if len(self._looked) == LOOKS:
             self.coverage.skip("rows that went without a last look", len(numbers))
             return
-        chosen = self.upload(torch.tensor(numbers))
+        chosen, rows = self.upload(torch.tensor([places, numbers]))
         hits = self._hits["look"][(self.step + 1) % RING, len(self._looked)]
-        self._looked.append(Looked(tuple(requests), [table[chosen] for table in tables]))
+        lines = [table[chosen] for table in tables]
+        self._looked.append(Looked(tuple(requests), lines))
         hits.fill_(NO_HIT)
-        for group, table in zip(self.groups, tables, strict=True):
-            row = Rows(chosen, table, chosen, chosen)
+        for group, table in zip(self.groups, lines, strict=True):
+            row = Rows(rows, table, rows, rows)
             for column, layers in self._columns(group):
                 self._reread(group, layers, row, max_length, 1, hits[None], column, whole=True)
 
@@ -255,7 +263,7 @@ class PagedCanary:
         self.coverage.bytes_checked = sum(n * own.entry_bytes for n, own in zip(counted[1:], pools, strict=True))
         live_bytes = sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self._entry_bytes
         groups = [group.to_dict() for group in self.log.groups.values()]
-        fed = PAGED_FED - {"T1"} if self.config.content == "write" else PAGED_FED
+        fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
         return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
 
     def hits_of(self, step: Step) -> dict[str, Tensor]:

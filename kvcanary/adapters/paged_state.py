@@ -111,7 +111,7 @@ class Forward:
     tokens, positions: [>= num_tokens]
     slots:      by group, [>= num_tokens] where they are stored
     known:      tokens that the engine knows, as in `Fed`
-    lines:      by group, block tables of all rows by number, where `tables` are overwritten by the next step
+    lines:      by group, block tables of all rows by number; None: there are none, and `tables` are copied for reports
     """
 
     requests: Sequence[str]

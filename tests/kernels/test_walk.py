@@ -247,7 +247,7 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
     block, offset = divmod(rig.slot(1, 6), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
     assert rig.forward({0: [1], 1: [2]})[1] == [None, (1, 6)]
-    rows = Rows(torch.tensor([1, 0], dtype=torch.int32, device=rig.device), rig.table, rig.table, rig.table)
+    rows = Rows(torch.tensor([1, 0], dtype=torch.int32, device=rig.device), rig.table[[1, 0]], rig.table, rig.table)
     hits = torch.full((1, 2), NO_HIT, dtype=torch.int64, device=rig.device)
     content = {"lanes": rig.lanes, "stamps": rig.stamps, "ends": rig.truth.ends}
     rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, **content, now=rig.now(0, 0), max_length=40,

@@ -257,6 +257,9 @@ SCENES = {
     "drafts": {"settings": {"drafts": ("d0",)}, "layers": ("l0", "l1", "d0"), "num_blocks": 18},
     "window": {"groups": (("l0",), ("w0",)), "window": 20},
     "zeroed": {"zeroes": True},
+    "v1": {"settings": {"runner": "v1"}},
+    "v1 window": {"settings": {"runner": "v1"}, "groups": (("l0",), ("w0",)), "window": 20},
+    "v1 zeroed": {"settings": {"runner": "v1"}, "zeroes": True},
 }
 
 
@@ -612,11 +615,12 @@ def test_drift_is_refused_whole(serve, monkeypatch) -> None:
     """A gone name, another signature, an unknown release or another runner: a sentence, and nothing attached."""
     from vllm.v1.worker.gpu import model_runner
 
-    from kvcanary.adapters.vllm.drift import NEEDED, check
+    from kvcanary.adapters.vllm.drift import NEEDED, NEEDED_OF, check
 
     assert check() == []
     assert check("0.33.0")[0] == "vllm 0.33.0 is not known here: install 0.26"
-    assert len(NEEDED) > 15
+    assert len(NEEDED) > 10
+    assert all(len(needs) > 5 for needs in NEEDED_OF.values())
     monkeypatch.setattr(model_runner.GPUModelRunner, "prepare_attn", lambda self, batch: None)
     [sentence] = check()
     assert "prepare_attn must begin with (self, input_batch), got (self, batch)" in sentence
@@ -627,10 +631,50 @@ def test_drift_is_refused_whole(serve, monkeypatch) -> None:
 
 
 def test_another_runner_is_refused(serve, monkeypatch) -> None:
-    """Runner V1 is named, not half-followed."""
+    """A runner of another name is named, not half-followed."""
     from kvcanary.adapters.vllm.worker import attach
 
     worker = SimpleNamespace(model_runner=SimpleNamespace())
-    with pytest.raises(AdapterError, match=r"the runner must be that of vllm\.v1\.worker\.gpu\.model_runner"):
+    with pytest.raises(AdapterError, match=r"the runner must be that of vllm\.v1\.worker\.gpu\.model_runner or "):
         attach(worker, CanaryConfig())
     assert not hasattr(worker, "kvcanary")
+
+
+def first_row(served: Served) -> tuple[str, Any]:
+    """The request in the first row of runner V1's batch, and its line of the block table."""
+    batch = served.runner.input_batch
+    return batch.req_ids[0], batch.block_table[0].block_table.gpu[0]
+
+
+@pytest.mark.parametrize("harm", ["flip", "swap", "shift"])
+def test_runner_v1_names_faults_too(serve, monkeypatch, harm: str) -> None:
+    """Rows that move are followed by request: a flipped bit, swapped table entries, slots one too far."""
+    served = serve(settings={"runner": "v1"})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    served.ask("b", [(3 * n) % 97 for n in range(17)] + [5, 6, 7], 40)
+    go_on(served, 6)
+    name, line = first_row(served)
+    if harm == "flip":
+        served.caches["l1"].view(torch.int32)[int(line[4]), 1, 2, 8 + 3] ^= 1 << 9
+    right = served.runner._prepare_inputs
+
+    def prepare(output: Any) -> None:
+        right(output)
+        table = served.runner.input_batch.block_table[0]
+        if harm == "swap":
+            table.block_table.gpu[0, [2, 4]] = table.block_table.gpu[0, [4, 2]]
+        if harm == "shift":
+            table.slot_mapping.gpu += 1
+
+    served.runner._prepare_inputs = prepare
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    if harm == "flip":
+        assert (found.code, found.reader, found.position, found.layer) == ("R9", name, 18, 1)
+        assert (found.part, found.head, found.dim, found.bit) == ("V", 1, 3, 9)
+    elif harm == "swap":
+        assert (found.code, found.position, found.found["position"]) == ("R4", 8, 16)
+    else:
+        assert found.code == "W5"
+    assert "W6" in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]

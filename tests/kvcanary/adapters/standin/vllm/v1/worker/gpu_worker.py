@@ -12,9 +12,12 @@ class Worker:
         self.settings = settings
 
     def init_device(self) -> None:
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        self.model_runner = GPUModelRunner(**self.settings)
+        settings = dict(self.settings)
+        if settings.pop("runner", "v2") == "v1":
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+        else:
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+        self.model_runner = GPUModelRunner(**settings)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
