@@ -205,6 +205,24 @@ def test_a_length_that_cannot_be_is_found(rig: Rig) -> None:
     assert rig.forward({1: [1]}, accepted={1: 2})[0] == [("R10", 2)]
 
 
+def test_a_second_pool_is_recorded_along_the_same_rows(rig: Rig) -> None:
+    """Layers with slots of their own get the same records, and the rows are followed once."""
+    rig.forward({0: list(range(6)), 2: [1, 2]})
+    twin = {name: getattr(rig, name).clone() for name in ("records", "slots", "chains")}
+    rows = rig.rows({2: [5, 6, 7], 0: [9]}, {})
+    fed, truth = rig.fed({2: [5, 6, 7], 0: [9]}, rows), [tensor.clone() for tensor in rig.truth]
+    rig.forward({2: [5, 6, 7], 0: [9]})
+    after = [tensor.clone() for tensor in rig.truth]
+    assert not torch.equal(truth[0], after[0])
+    rig.call(rows_of, "advance", twin["records"], rows, fed, rig.truth, rig.keys, now=rig.now(2, 4), seeds=rig.seeds,
+             null_slots=BLOCK_SIZE, block_size=BLOCK_SIZE, slots=twin["slots"], chains=twin["chains"],
+             hits=rig.cells(4), total=rig.total, is_first=False)  # fmt: skip
+    for name, tensor in twin.items():
+        assert torch.equal(tensor, getattr(rig, name)), name
+    assert all(torch.equal(*pair) for pair in zip(after, rig.truth, strict=True))
+    assert int(rig.total) == 0
+
+
 def test_rows_that_nobody_follows_are_left_alone(rig: Rig) -> None:
     """Without tokens there is nothing to judge and nothing to record."""
     rig.truth.ends[1] = NOT_FOLLOWED
