@@ -310,8 +310,7 @@ def _reread_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_layer = tl.program_id(2).to(tl.int64)
-    if not WHOLE and i_row >= tl.load(now + ROWS_NOW):
-        return
+    num_live = tl.load(now + ROWS_NOW)
     at_step = tl.load(now + STEP_NOW)
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
@@ -319,11 +318,12 @@ def _reread_kernel(
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
+        length = tl.where(i_row < num_live, length, 0)
     row = table + i_row * table_stride
-    if tl.load(ends + number) < 0:
-        return
     first_n = at_step % stride + tl.program_id(1).to(tl.int64) * TILE * stride
     if first_n >= length:
+        return
+    if tl.load(ends + number) < 0:
         return
     o_n = first_n + tl.arange(0, TILE) * stride
     m_n = o_n < length

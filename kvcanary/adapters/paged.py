@@ -16,7 +16,6 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,13 +27,15 @@ from kvcanary.errors import AdapterError
 from kvcanary.findings import FindingLog
 from kvcanary.sites import pack_site
 from kvcanary.views import PoolView
-from kvcanary_kernels import chain, reread, walk
+from kvcanary_kernels import reread, walk
+from kvcanary_kernels.chain import chain_scan_torch
 from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32, STEP_SITE, chain_root, make_keys, seed_id, signed
 from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_WIDTH, Fed, Rows, Truth
 
 #: What an engine that is only watched can feed: it tells of no grants and frees (R7, R8, W2, W3, P1).
 PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
-NAMED_WRITERS = 1 << 16
+NAMED_WRITERS, KEPT_CHAINS = 1 << 16, 1 << 10
+UPLOADS = 64  # that may be on their way: more than a few of each of the last steps
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
 
@@ -73,9 +74,12 @@ class PagedCanary:
         self.events: list[Event] = []  # of what happened since the last forward
         self._looked: list[Looked] = []
         self._uid = 0
+        self._chains: OrderedDict[tuple[str, tuple[int, ...]], int] = OrderedDict()
+        self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
         self._now = self._zeros(NOW_WIDTH + num_rows)  # what the running step is, and the numbers of its rows
-        self._counts = torch.zeros(RING, dtype=torch.int64, pin_memory=self.uses_kernels)
-        self._lines = torch.zeros(RING, len(self._now), dtype=torch.int64, pin_memory=self.uses_kernels)
+        self._counts = self._pinned(RING, 1)
+        lines = self._pinned(RING, len(self._now))
+        self._lines = list(zip(lines, lines.numpy(), strict=True))
         self._replays = Replays(self.device)
         self._forward: Forward | None = None
 
@@ -113,39 +117,39 @@ class PagedCanary:
         """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt)."""
         if not new:
             return
-        lines, tokens, count = [], [], 0
-        for number, request, own, length, salt in new:
+        lines = []
+        for number, request, tokens, length, salt in new:
             self._uid += 1
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root, is_known = signed(chain_root(self._host_keys, "paged", salt)), own is not None and len(own) >= length
-            if is_known and length:
-                tokens.append(np.array((own or ())[:length], dtype=np.int64))
-                count += length
-            self.coverage.skip("requests whose tokens nobody knows", int(not is_known))
-            lines.append((number, count, length if is_known else NOT_FOLLOWED, int(is_known), root, self._uid))
-        table = np.array(lines, dtype=np.int64).T
-        places = [np.arange(len(own)) for own in tokens]
-        packed = self.upload(torch.from_numpy(np.concatenate([table.flatten(), *tokens, *places])))
-        n = len(new)
-        numbers, bounds, state = packed[:n], packed[n : 2 * n], packed[2 * n : 6 * n].view(4, n)
-        tails = state[2]
-        if count:
-            fed, positions = packed[6 * n :].view(2, count)
-            chains = torch.empty_like(fed)
-            starts = torch.nn.functional.pad(bounds, (1, 0))
-            self._run(chain, "chain_scan", fed, positions, starts, tails.contiguous(), keys=self.identity, out=chains)
-            tails = torch.where(state[0] > 0, chains[(bounds - 1).clamp(min=0)], tails)
-        self._state.index_copy_(1, numbers, state)
+            root = signed(chain_root(self._host_keys, "paged", salt))
+            if tokens is None or len(tokens) < length:
+                self.coverage.skip("requests whose tokens nobody knows", 1)
+                lines.append((number, NOT_FOLLOWED, 0, root, self._uid, root))
+                continue
+            tail = self._chain_of(tuple(tokens[:length]), salt) if length else root
+            lines.append((number, length, 1, root, self._uid, tail))
+        table = self.upload(torch.tensor(lines).T.contiguous())
+        numbers, tails = table[0], table[5]
+        self._state.index_copy_(1, numbers, table[1:5])
         self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
+
+    def _chain_of(self, prefix: tuple[int, ...], salt: str) -> int:
+        """Of a prefix; kept, since what is shared comes often."""
+        held = self._chains.get((salt, prefix))
+        if held is None:
+            held = self._chains[salt, prefix] = int(self.prefix_chains(prefix, salt)[-1])
+            if len(self._chains) > KEPT_CHAINS:
+                self._chains.popitem(last=False)
+        return held
 
     def prefix_chains(self, tokens: Sequence[int], salt: str = "") -> Tensor:
         """[n] int64 on the host: chain of every prefix of these tokens."""
         values = torch.tensor(tokens, dtype=torch.int64)
         out, seed = torch.empty_like(values), signed(chain_root(self._host_keys, "paged", salt))
         ends, positions = torch.tensor([0, len(values)]), torch.arange(len(values))
-        chain.chain_scan_torch(values, positions, ends, torch.tensor([seed]), keys=self._host_keys, out=out)
+        chain_scan_torch(values, positions, ends, torch.tensor([seed]), keys=self._host_keys, out=out)
         return out
 
     # one forward
@@ -153,14 +157,13 @@ class PagedCanary:
     def read(self, forward: Forward) -> None:
         """Record what a forward is about to write, and judge what it is about to read."""
         self.step += 1
-        n, line = len(forward.numbers), self._lines[self.step % RING]
-        host = line.numpy()
+        n, (line, host) = len(forward.numbers), self._lines[self.step % RING]
         host[:NOW_WIDTH] = n, forward.num_tokens, self.step, pack_site(*forward.site)
         host[NOW_WIDTH : NOW_WIDTH + n] = forward.numbers
         self._now.copy_(line, non_blocking=True)
         lines, by_number = forward.lines or [table[:n].clone() for table in forward.tables], forward.lines is not None
         step = Step(
-            self.step, tuple(forward.requests), forward.numbers.tolist(), lines, by_number, forward.site, self.events,
+            self.step, forward.requests, forward.numbers, lines, by_number, forward.site, self.events,
             self._looked, forward.num_tokens,
         )  # fmt: skip
         self.events, self._looked = [], []
@@ -219,7 +222,7 @@ class PagedCanary:
             return
         chosen, rows = self.upload(torch.tensor([places, numbers]))
         hits = self._hits["look"][(self.step + 1) % RING, len(self._looked)]
-        lines = [table[chosen] for table in tables]
+        lines = [table.index_select(0, chosen) for table in tables]
         self._looked.append(Looked(tuple(requests), lines))
         hits.fill_(NO_HIT)
         for group, table in zip(self.groups, lines, strict=True):
@@ -230,7 +233,7 @@ class PagedCanary:
     def count_to_host(self) -> Callable[[], int]:
         """What waits for the counter of findings, as it is after what was launched so far."""
         place = self.step % RING
-        self._counts[place : place + 1].copy_(self.total, non_blocking=True)
+        self._counts[place].copy_(self.total, non_blocking=True)
         event = self._arrivals[place] if self.uses_kernels else None
         if event is not None:
             event.record()
@@ -352,8 +355,14 @@ class PagedCanary:
         self._take(group, layers, slots[None], chains[None], now, len(slots))
 
     def upload(self, values: Tensor) -> Tensor:
-        """To the device, without a wait."""
-        return values.pin_memory().to(self.device, non_blocking=True) if self.uses_kernels else values
+        """To the device, without a wait. int64 values of at most 8 a row; what was given long ago is overwritten."""
+        if not self.uses_kernels:
+            return values
+        if values.numel() > self._uploads.shape[1]:
+            return values.to(self.device)
+        self._uploaded = (self._uploaded + 1) % UPLOADS
+        place = self._uploads[self._uploaded, : values.numel()].view(values.shape)
+        return place.copy_(values).to(self.device, non_blocking=True)
 
     # helpers
 
@@ -422,6 +431,9 @@ class PagedCanary:
     @cached_property
     def _arrivals(self) -> list[torch.cuda.Event]:
         return [torch.cuda.Event() for _ in range(RING)]
+
+    def _pinned(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.uses_kernels)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)

@@ -80,8 +80,8 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
     cells = canary.hits_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        rows = Looked(step.requests, list(step.lines))
-        numbers = list(step.numbers) if step.by_number else list(range(len(step.requests)))
+        rows = Looked(tuple(step.requests), list(step.lines))
+        numbers = step.numbers.tolist() if step.by_number else list(range(len(step.requests)))
         fired = (WALK_CODES, cells["walk"][place].min(0).values), (ADVANCE_CODES, cells["write"][place])
         for codes, hits in fired:
             for row in (hits[: len(step.requests)] != NO_HIT).nonzero()[:, 0].tolist():

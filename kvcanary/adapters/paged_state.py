@@ -62,8 +62,8 @@ class Step:
     """
 
     number: int
-    requests: tuple[str, ...]
-    numbers: Sequence[int]
+    requests: Sequence[str]
+    numbers: NDArray[np.integer]
     lines: Sequence[Tensor]
     by_number: bool
     site: tuple[str, int]

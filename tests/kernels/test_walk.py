@@ -66,7 +66,8 @@ class Rig:
             starts.append(starts[-1] + len(new))
             lengths.append(accepted.get(row, len(self.tokens[row])) + len(new))
         make = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
-        numbers = [*batch, *[9] * (4 - len(batch))]  # padding, that nobody reads
+        padding = 4 - len(batch)
+        numbers, lengths, starts = [*batch, *[9] * padding], lengths + [9] * padding, starts + starts[-1:] * padding
         return Rows(make(numbers), self.table[list(batch)].contiguous(), make(lengths), make(starts))
 
     def forward(self, batch: dict[int, list[int]], accepted: dict[int, int] | None = None, **changes) -> tuple:
@@ -112,7 +113,7 @@ class Rig:
 
     def fed(self, batch: dict[int, list[int]], rows: Rows, slots: dict[int, int] | None = None, **changes) -> Fed:
         places, positions = [], []
-        for row, length in zip(batch, rows.lengths.tolist(), strict=True):
+        for row, length in zip(batch, rows.lengths.tolist(), strict=False):
             positions += range(length - len(batch[row]), length)
             places += [self.slot(row, p) for p in range(length - len(batch[row]), length)]
         for index, slot in (slots or {}).items():
