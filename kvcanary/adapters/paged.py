@@ -24,7 +24,7 @@ from kvcanary.adapters.replays import Replays
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.errors import AdapterError
-from kvcanary.findings import FindingLog
+from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.sites import pack_site
 from kvcanary.views import PoolView
 from kvcanary_kernels import reread, walk
@@ -57,6 +57,7 @@ class PagedCanary:
                 f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one request from outside"
             )
         self.config, self.coverage, self.log, self.fed = config, Coverage(), FindingLog(), PAGED_FED
+        self.tell: Callable[[Finding], None] = tell
         self.device = torch.device(device)
         self.uses_kernels = self.device.type == "cuda"
         self.num_rows, self.max_tokens = num_rows, max_tokens

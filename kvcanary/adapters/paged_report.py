@@ -13,7 +13,7 @@ from kvcanary.adapters.paged import PagedCanary
 from kvcanary.adapters.paged_state import Event, Group, Layers, Looked, Step
 from kvcanary.codes import CODES
 from kvcanary.errors import KVCorruptionError
-from kvcanary.findings import Cause, Finding, tell
+from kvcanary.findings import Cause, Finding
 from kvcanary.locate import ChangedWord, describe_word, fitting_words
 from kvcanary.report import Report
 from kvcanary.sites import unpack_site
@@ -72,7 +72,7 @@ def settle(canary: PagedCanary, step: Step) -> int:
     if stops:
         raise KVCorruptionError(findings, Report(tuple(findings), action, canary.coverage.counters()))
     for finding in told:
-        tell(finding)
+        canary.tell(finding)
     return len(all_hits)
 
 

@@ -24,6 +24,7 @@ from kvcanary.adapters.vllm.drift import RUNNER_V1, RUNNER_V2, check
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.loads import Loads
 from kvcanary.adapters.vllm.output import hold_back
+from kvcanary.adapters.vllm.told import Teller
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
 
@@ -224,6 +225,9 @@ class Handle(ABC):
     def _bind(self) -> PagedCanary:
         """Read where everything lies now; the pools are new, or moved."""
         canary, late = self._new_canary(), self._late_layers()
+        parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
+        is_alone = getattr(parallel, "world_size", 1) == 1
+        canary.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
         context = self.runner.compilation_config.static_forward_context
         for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             size, _ = self._kernel_block_size(number)

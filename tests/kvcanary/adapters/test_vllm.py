@@ -678,3 +678,37 @@ def test_runner_v1_names_faults_too(serve, monkeypatch, harm: str) -> None:
     else:
         assert found.code == "W5"
     assert "W6" in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]
+
+
+def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
+    """Two ranks read one swapped table: one event and one count; the merged report names both ranks."""
+    from prometheus_client import REGISTRY
+    from structlog.testing import capture_logs
+
+    from kvcanary.adapters.vllm.told import merged
+
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ranks = [serve(settings={"rank": rank, "world_size": 2}) for rank in range(2)]
+    count = REGISTRY.get_sample_value("kvcanary_findings_total", {"code": "R4"}) or 0
+    with capture_logs() as events:
+        for served in ranks:
+            served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+            served.ask("b", [5, 6, 7, 8, 9], 40)
+            go_on(served, 4)
+            line = served.runner.block_tables.block_tables[0].gpu[served.runner.req_states.req_id_to_index["a"]]
+            line[[2, 5]] = line[[5, 2]]
+            if served is ranks[1]:  # and this one alone has a flipped bit
+                block, offset = served.place("b", 3)
+                served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
+            go_on(served, 1)
+    told = [(event["code"], event["position"]) for event in events if event["event"] == "kvcanary.finding"]
+    assert told.count(("R4", 8)) == 1
+    assert told.count(("R9", 3)) == 1
+    assert REGISTRY.get_sample_value("kvcanary_findings_total", {"code": "R4"}) == count + 1
+    report = merged([served.wrapper.kvcanary_report() for served in ranks])
+    found = {(f["code"], f["position"]): f["ranks"] for f in report["findings"]}
+    assert found[("R4", 8)] == [0, 1]
+    assert found[("R9", 3)] == [1]
+    assert report["armed"]
+    assert [worker["rank"] for worker in report["workers"]] == [0, 1]

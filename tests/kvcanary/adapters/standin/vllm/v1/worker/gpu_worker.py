@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 
 class Worker:
-    rank = 0
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
+        self.settings, self.rank = settings, rank
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=world_size))
 
     def init_device(self) -> None:
         settings = dict(self.settings)
