@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -44,13 +45,12 @@ class Teller:
 
     @cached_property
     def _counter(self) -> Any:
-        """`kvcanary_findings_total{code}`; None where nobody counts."""
-        try:
-            from prometheus_client import REGISTRY, Counter
-        except ImportError:
+        """`kvcanary_findings_total{code}`; None where this process has no Prometheus."""
+        host = sys.modules.get("prometheus_client")
+        if host is None:
             return None
-        held = getattr(REGISTRY, "_names_to_collectors", {}).get("kvcanary_findings_total")
-        return held or Counter("kvcanary_findings", "findings of the canary in this engine, each once", ["code"])
+        held = getattr(host.REGISTRY, "_names_to_collectors", {}).get("kvcanary_findings_total")
+        return held or host.Counter("kvcanary_findings", "findings of the canary in this engine, each once", ["code"])
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
