@@ -8,13 +8,14 @@ STAMP := $(VENV)/.kvcanary-setup
 # One process a core, one thread each: two threads beside a busy process wait for each other.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-all memcheck lint docs format clean
+.PHONY: help setup demo test test-all test-transformers memcheck lint docs format clean
 
 help:
 	@echo "make setup     make $(VENV) and install everything into it, pinned (constraints.txt)"
 	@echo "make demo      complete held-out code with tree drafting and the canary on, then break the cache twice"
 	@echo "make test      lint, types, docs and tests"
 	@echo "make test-all  the same, with the long grids"
+	@echo "make test-transformers  the adapter's tests on another release of transformers (TRANSFORMERS=5.17.0)"
 	@echo "make memcheck  the kernels' tests on a GPU under CUDA's compute-sanitizer"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      the pages of docs/ as HTML in build/site; a broken link fails"
@@ -54,6 +55,16 @@ test: lint docs
 test-all: lint docs
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
+
+# Another release of transformers, with the hub that it asks for, in a folder that comes first on the path.
+TRANSFORMERS ?= 5.17.0
+HUB ?= 1.33.0
+OTHER := build/transformers-$(TRANSFORMERS)
+test-transformers: $(STAMP)
+	@test -d "$(OTHER)" || "$(BIN)/python" -m pip install --quiet --no-deps --target "$(OTHER)" \
+	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)"
+	PYTHONPATH="$(OTHER)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not slow" \
+	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
 
 # Every tensor is an allocation of its own, so that a step past its end leaves it. MEMCHECKED: files, to check some.
 MEMCHECKED ?= tests/kernels

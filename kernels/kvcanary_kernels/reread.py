@@ -12,7 +12,19 @@ from kvcanary_kernels.device import CHAIN, COLUMNS, TILE_WARPS, tl, triton
 from kvcanary_kernels.fingerprint import join, keyed_sums, layer_lanes
 from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import PoolRows
-from kvcanary_kernels.walk import NONE, NOT_FOLLOWED, Rows, context_lengths, table_slots
+from kvcanary_kernels.walk import (
+    NONE,
+    NOT_FOLLOWED,
+    NOW_STEP,
+    NOW_TOKENS,
+    ROWS_NOW,
+    STEP_NOW,
+    TOKENS_NOW,
+    Rows,
+    context_lengths,
+    live_rows,
+    table_slots,
+)
 
 LAYERS_PER_ENTRY = 128  # a hit of `reread` is position * LAYERS_PER_ENTRY + layer
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
@@ -25,32 +37,35 @@ def take(
     chains: Tensor,
     keys: Keys,
     *,
+    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
     total: Tensor,
+    most: int | None = None,
 ) -> None:
-    """Take both lanes of `slots` as they lie in the pool now. No allocation, no wait.
+    """Take both lanes of the slots of this step as they lie in the pool now. No allocation, no wait.
 
-    slots:  [n] int64, -1: nothing;  chains: [n] int64, what the record of each should say
+    slots:  [ring, >= n] int64, -1: nothing;  chains: [ring, >= n] int64, what the record of each should say
     lanes:  [2, layers, num_slots] int64, written
     stamps: [num_slots] int64, written: the chain of the record whose bytes these are
     total:  [1] int64, grows by the entries whose record is another's (W4: one forward wrote the slot twice)
+    most:   at least the tokens that `now` says; None: as many as a line has
     """
-    n = slots.numel()
-    if n == 0:
-        return
-    _take_lanes_kernel[(triton.cdiv(n, pool.tile), pool.num_layers)](
+    most = slots.shape[1] if most is None else most
+    _take_lanes_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
         pool.ptrs,
         records,
         slots,
         chains,
+        now,
         keys.lane_a,
         keys.lane_b,
         keys.start_a,
         lanes,
         stamps,
         total,
-        n,
+        slots.shape[0],
+        slots.stride(0),
         pool.num_slots,
         pool.num_layers,
         lanes.stride(0),
@@ -71,11 +86,15 @@ def take_torch(
     chains: Tensor,
     keys: Keys,
     *,
+    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
     total: Tensor,
+    most: int | None = None,
 ) -> None:
     """The torch reference of `take`."""
+    place, n = int(now[NOW_STEP]) % slots.shape[0], int(now[NOW_TOKENS])
+    slots, chains = slots[place, :n], chains[place, :n]
     live = slots >= 0
     slots, chains = slots[live], chains[live]
     lanes[:, :, slots] = both_lanes(pool, slots, keys)
@@ -89,32 +108,34 @@ def reread(
     rows: Rows,
     keys: Keys,
     *,
+    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
     ends: Tensor,
     max_length: int,
-    phase: int,
     stride: int,
     window: int,
     block_size: int,
     whole: bool,
     hits: Tensor,
     total: Tensor,
+    counted: Tensor,
 ) -> None:
-    """Compare lane a of the entries at positions `phase`, `phase + stride`, ... of every row. No allocation, no wait.
+    """Compare lane a of the entries at every `stride`-th position of every row. No allocation, no wait.
 
-    Entries whose bytes nobody took under the record that lies there now are not judged.
+    The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
+    under the record that lies there now are not judged.
 
     ends:       of Truth
     max_length: at least what the longest of them has
     window:     tokens that attention sees, the reader's own included; 0: all
-    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`); then lines of
-                `rows.table` are by number, and its lengths and starts are not read
-    hits:       [rows] int64, NO_HIT or lower before; the least of position * LAYERS_PER_ENTRY + layer of each row
+    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`); then lengths
+                and starts are not read, and no row is padding
+    hits:       [ring, rows] int64, NO_HIT or lower before; in the cell of this step the least of
+                position * LAYERS_PER_ENTRY + layer of each row
+    counted:    [1] int64, grows by the number of entries that were read, each once for all layers
     """
-    n, per_row = rows.numbers.shape[0], -(-max(max_length - phase, 0) // stride)
-    if n == 0 or per_row == 0:
-        return
+    n, per_row = rows.numbers.shape[0], -(-max_length // stride)
     _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
         pool.ptrs,
         records,
@@ -122,6 +143,7 @@ def reread(
         rows.table,
         rows.lengths,
         rows.starts,
+        now,
         keys.lane_a,
         keys.start_a,
         lanes,
@@ -129,11 +151,13 @@ def reread(
         ends,
         hits,
         total,
+        counted,
+        hits.shape[0],
+        hits.stride(0),
         pool.num_slots,
         pool.num_layers,
         lanes.stride(1),
         rows.table.stride(0),
-        phase,
         stride,
         window,
         BLOCK_SIZE=block_size,
@@ -153,40 +177,43 @@ def reread_torch(
     rows: Rows,
     keys: Keys,
     *,
+    now: Tensor,
     lanes: Tensor,
     stamps: Tensor,
     ends: Tensor,
     max_length: int,
-    phase: int,
     stride: int,
     window: int,
     block_size: int,
     whole: bool,
     hits: Tensor,
     total: Tensor,
+    counted: Tensor,
 ) -> None:
     """The torch reference of `reread`."""
-    numbers = rows.numbers.long()
-    n = numbers.shape[0]
-    table = rows.table[numbers] if whole else rows.table[:n]
+    if not whole:
+        rows = live_rows(rows, now)
+    step, numbers = int(now[NOW_STEP]), rows.numbers.long()
+    n, phase, cell = numbers.shape[0], step % stride, hits[step % hits.shape[0]]
     sizes = ends[numbers] if whole else context_lengths(rows)
     positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
-    slots = table_slots(table, positions, block_size)
+    slots = table_slots(rows.table[:n], positions, block_size)
     live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
     live &= (ends[numbers] != NOT_FOLLOWED)[:, None]
     if window:
         live &= positions > (sizes - window)[:, None]
     slots = torch.where(live, slots, 0)
-    live &= stamps[slots] == records[slots, record.CHAIN]
+    live &= (stamps[slots] == records[slots, record.CHAIN]) & (stamps[slots] != 0)
     row, column = live.nonzero(as_tuple=True)
     found = slots[row, column]
+    counted += len(found)
     if not len(found):
         return
     differs = both_lanes(pool, found, keys)[0] != lanes[0, :, found]
     layer, entry = differs.nonzero(as_tuple=True)
     total += len(entry)
     hit = positions[row, column][entry] * LAYERS_PER_ENTRY + layer
-    hits[:n] = hits[:n].scatter_reduce(0, row[entry], hit, "amin")
+    cell[:n] = cell[:n].scatter_reduce(0, row[entry], hit, "amin")
 
 
 def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
@@ -197,19 +224,21 @@ def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
     return torch.stack((lane_a, join(sums[..., pieces:], keys)))
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["ring", "slots_stride", "num_slots"])
 def _take_lanes_kernel(
     ptrs,
     records,
     slots,
     chains,
+    now,
     key_a,
     key_b,
     start_a,
     lanes,
     stamps,
     total,
-    n,
+    ring,
+    slots_stride,
     num_slots,
     num_layers,
     side_stride,
@@ -222,7 +251,11 @@ def _take_lanes_kernel(
 ):
     o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     i_layer = tl.program_id(1).to(tl.int64)
-    b_slot = tl.load(slots + o_n, mask=o_n < n, other=-1)
+    n = tl.load(now + TOKENS_NOW)
+    if tl.program_id(0).to(tl.int64) * TILE >= n:
+        return
+    line = tl.load(now + STEP_NOW) % ring * slots_stride
+    b_slot = tl.load(slots + line + o_n, mask=o_n < n, other=-1)
     m_n = (b_slot >= 0) & (b_slot < num_slots)
     keys = i_layer * WORDS
     b_a, b_b = layer_lanes(
@@ -234,12 +267,15 @@ def _take_lanes_kernel(
     if i_layer == 0:
         b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
         tl.store(stamps + b_slot, b_chain, mask=m_n)
-        count = tl.sum((m_n & (b_chain != tl.load(chains + o_n, mask=m_n, other=0))).to(tl.int64))
+        count = tl.sum((m_n & (b_chain != tl.load(chains + line + o_n, mask=m_n, other=0))).to(tl.int64))
         if count > 0:
             tl.atomic_add(total, count, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["phase", "stride", "window", "table_stride", "num_slots", "layer_stride"])
+@triton.jit(
+    do_not_specialize=["ring", "hits_stride", "stride", "window", "table_stride", "num_slots", "layer_stride"],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "hits", "counted"],
+)
 def _reread_kernel(
     ptrs,
     records,
@@ -247,6 +283,7 @@ def _reread_kernel(
     table,
     lengths,
     starts,
+    now,
     key_a,
     start_a,
     lanes,
@@ -254,11 +291,13 @@ def _reread_kernel(
     ends,
     hits,
     total,
+    counted,
+    ring,
+    hits_stride,
     num_slots,
     num_layers,
     layer_stride,
     table_stride,
-    phase,
     stride,
     window,
     BLOCK_SIZE: tl.constexpr,
@@ -271,24 +310,31 @@ def _reread_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_layer = tl.program_id(2).to(tl.int64)
+    num_live = tl.load(now + ROWS_NOW)
+    at_step = tl.load(now + STEP_NOW)
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
         length = tl.load(ends + number)
-        row = table + number * table_stride
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
-        row = table + i_row * table_stride
+        length = tl.where(i_row < num_live, length, 0)
+    row = table + i_row * table_stride
+    first_n = at_step % stride + tl.program_id(1).to(tl.int64) * TILE * stride
+    if first_n >= length:
+        return
     if tl.load(ends + number) < 0:
         return
-    o_n = phase + (tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)) * stride
+    o_n = first_n + tl.arange(0, TILE) * stride
     m_n = o_n < length
     if window > 0:
         m_n = m_n & (o_n > length - window)
     b_slot = tl.load(row + o_n // BLOCK_SIZE, mask=m_n, other=-1).to(tl.int64) * BLOCK_SIZE + o_n % BLOCK_SIZE
     m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
     b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
-    m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain)
+    m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
+    if i_layer == 0:
+        tl.atomic_add(counted, tl.sum(m_n.to(tl.int64)), sem="relaxed")
     b_held = tl.load(lanes + i_layer * layer_stride + b_slot, mask=m_n, other=0)
     key = key_a + i_layer * WORDS
     b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False)
@@ -296,4 +342,5 @@ def _reread_kernel(
     count = tl.sum(m_differs.to(tl.int64))
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")
-        tl.atomic_min(hits + i_row, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
+        cell = hits + at_step % ring * hits_stride
+        tl.atomic_min(cell + i_row, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")

@@ -2,8 +2,10 @@
 
 An engine that is only watched has rows, lengths and tokens, but its canary never hears who owns a page. So a row is
 judged by what its records say: each continues the one before it, at its own position, and the last one ends in the
-chain that the canary has followed by itself, from the tokens that were fed. `walk` judges what a forward reads,
-`advance` records what it writes.
+chain that the canary has followed by itself, from the tokens that were fed. `advance` records what a forward writes,
+before it does; `walk` judges what it reads, since rows of one forward may read what others write in it.
+
+What changes from step to step lies on the device, in `now`: launches are the same in every step, and may be captured.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -47,8 +49,15 @@ ADVANCE_CODES = ("W1", "W4", "W5", "W6")
 CODES_PER_ENTRY = 16
 NO_HIT = (1 << 63) - 1
 NOT_FOLLOWED = -1  # in `ends`: a row whose tokens nobody knows
+#: Columns of `now` [NOW_WIDTH] int64: how many rows and tokens the forward has, which step it is, and its site.
+NOW_ROWS, NOW_TOKENS, NOW_STEP, NOW_SITE = range(4)
+NOW_WIDTH = 4
 HIT = tl.constexpr(CODES_PER_ENTRY)
 NONE = tl.constexpr(NO_HIT)
+ROWS_NOW = tl.constexpr(NOW_ROWS)
+TOKENS_NOW = tl.constexpr(NOW_TOKENS)
+STEP_NOW = tl.constexpr(NOW_STEP)
+SITE_NOW = tl.constexpr(NOW_SITE)
 
 
 class Truth(NamedTuple):
@@ -69,7 +78,7 @@ class Truth(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one forward.
+    """The rows of one forward; those at and behind the number that `now` says are padding.
 
     numbers: [rows] int32 or int64, where they stand in Truth
     table:   [>= rows, width] int32 or int64, block of the row's entries i * block_size and on
@@ -96,93 +105,6 @@ class Fed(NamedTuple):
     num_tokens: Tensor | None = None
 
 
-def walk(
-    records: Tensor,
-    rows: Rows,
-    truth: Truth,
-    keys: Keys,
-    *,
-    block_size: int,
-    null_slots: int,
-    window: int,
-    seeds: Tensor,
-    hits: Tensor,
-    total: Tensor,
-) -> None:
-    """Judge the entries that the rows had before this forward. No allocation, no wait.
-
-    window: tokens that attention sees, the reader's own included; 0: all
-    seeds:  [>= rows] int64 out, chain of what each row has so far, as the canary knows it
-    hits:   [splits, >= rows] int64 out, first hit of the row in that share of it, or NO_HIT
-    total:  [1] int64, grows by the number of wrong entries
-    """
-    n = rows.numbers.shape[0]
-    _walk_kernel[(n, hits.shape[0])](
-        records,
-        rows.numbers,
-        rows.table,
-        rows.lengths,
-        rows.starts,
-        truth.ends,
-        truth.known,
-        truth.tails,
-        truth.roots,
-        keys.constants,
-        seeds,
-        hits,
-        total,
-        records.shape[0],
-        rows.table.stride(0),
-        truth.tails.stride(0),
-        hits.stride(0),
-        null_slots,
-        window,
-        BLOCK_SIZE=block_size,
-        SPLITS=hits.shape[0],
-        BLOCK_N=BLOCK,
-    )
-
-
-def walk_torch(
-    records: Tensor,
-    rows: Rows,
-    truth: Truth,
-    keys: Keys,
-    *,
-    block_size: int,
-    null_slots: int,
-    window: int,
-    seeds: Tensor,
-    hits: Tensor,
-    total: Tensor,
-) -> None:
-    """The torch reference of `walk`; it gives the hits of a row in its first share."""
-    n = rows.numbers.shape[0]
-    numbers = rows.numbers.long()
-    past = context_lengths(rows)
-    back = truth.ends[numbers] - past
-    followed = truth.ends[numbers] != NOT_FOLLOWED
-    is_known = (back >= 0) & (back < truth.known[numbers])
-    seeds[:n] = truth.tails[numbers].gather(1, back.clamp(0, truth.tails.shape[1] - 1)[:, None])[:, 0]
-    hits[:, :n] = NO_HIT
-    first_hit = torch.where(followed & ~is_known, past * CODES_PER_ENTRY, NO_HIT)
-    total += (followed & ~is_known).sum()
-    positions = torch.arange(int(past.max()) if n else 0, device=past.device)
-    if positions.numel():
-        first = (past + 1 - window).clamp(min=0) if window else torch.zeros_like(past)
-        live = (positions >= first[:, None]) & (positions < past[:, None]) & followed[:, None]
-        slots = table_slots(rows.table[:n], positions.expand(n, -1), block_size)
-        codes = _codes(records, slots, positions, first, truth.roots[numbers], keys, null_slots)
-        is_last = is_known[:, None] & (positions == past[:, None] - 1)
-        chain = records[slots.clamp(0, records.shape[0] - 1), record.CHAIN]
-        codes = torch.where((codes < 0) & is_last & (chain != seeds[:n, None]), 7, codes)
-        wrong = live & (codes >= 0)
-        total += wrong.sum()
-        found = torch.where(wrong, positions * CODES_PER_ENTRY + codes, NO_HIT)
-        first_hit = torch.minimum(first_hit, found.min(1).values)
-    hits[0, :n] = first_hit
-
-
 def advance(
     records: Tensor,
     rows: Rows,
@@ -190,22 +112,25 @@ def advance(
     truth: Truth,
     keys: Keys,
     *,
+    now: Tensor,
     seeds: Tensor,
-    step: int,
-    site: int,
     block_size: int,
     null_slots: int,
     slots: Tensor,
     chains: Tensor,
     hits: Tensor,
     total: Tensor,
+    is_first: bool = True,
 ) -> None:
-    """Record what a forward wrote, and follow its rows. No allocation, no wait.
+    """Record what a forward is about to write, and follow its rows. No allocation, no wait.
 
-    seeds:  of `walk`
-    slots:  [>= n] int64 out, where it wrote; -1 where a record would lie outside the pool or in a null slot
-    chains: [>= n] int64 out, chain of each entry
-    hits:   [>= rows] int64 out, first hit of the row by ADVANCE_CODES, or NO_HIT (W4 is for who takes the lanes)
+    seeds:  [2, >= rows] int64 out, chain of what each row has so far, as the canary knows it, and whether it does
+    slots:  [ring, >= n] int64 out, in the line of this step where it writes; -1 where a record would lie outside the
+            pool or in a null slot
+    chains: [ring, >= n] int64 out, chain of each entry
+    hits:   [ring, >= rows] int64 out, first hit of the row by ADVANCE_CODES, or NO_HIT (W4 is for who takes the lanes)
+    is_first: False: the rows were followed already, in another pool: `seeds` are true, and the truth is of after this
+              forward
     """
     has_tokens = fed.all_tokens is not None
     known, counts = (fed.all_tokens, fed.num_tokens) if has_tokens else (fed.tokens, fed.tokens)
@@ -220,6 +145,7 @@ def advance(
         fed.slots,
         known,
         counts,
+        now,
         truth.ends,
         truth.known,
         truth.tails,
@@ -231,16 +157,19 @@ def advance(
         chains,
         hits,
         total,
-        step,
-        site,
         records.shape[0],
         rows.table.stride(0),
         known.stride(0) if has_tokens else 0,  # type: ignore[union-attr]
         truth.tails.stride(0),
         truth.tails.shape[1],
+        seeds.stride(0),
+        hits.shape[0],
+        slots.stride(0),
+        hits.stride(0),
         null_slots,
         BLOCK_SIZE=block_size,
         HAS_TOKENS=has_tokens,
+        IS_FIRST=is_first,
         BLOCK_N=BLOCK,
     )
 
@@ -252,20 +181,29 @@ def advance_torch(
     truth: Truth,
     keys: Keys,
     *,
+    now: Tensor,
     seeds: Tensor,
-    step: int,
-    site: int,
     block_size: int,
     null_slots: int,
     slots: Tensor,
     chains: Tensor,
     hits: Tensor,
     total: Tensor,
+    is_first: bool = True,
 ) -> None:
     """The torch reference of `advance`."""
-    starts, past = rows.starts.tolist(), context_lengths(rows).tolist()
+    step, site = int(now[NOW_STEP]), int(now[NOW_SITE])
+    rows, cell = live_rows(rows, now), step % hits.shape[0]
+    slots, chains, hits = slots[cell], chains[cell], hits[cell]
+    lengths, numbers = context_lengths(rows), rows.numbers.long()
+    if is_first:
+        back = truth.ends[numbers] - lengths
+        is_known = (back >= 0) & (back < truth.known[numbers])
+        behind = truth.tails[numbers].gather(1, back.clamp(0, truth.tails.shape[1] - 1)[:, None])[:, 0]
+        seeds[0, : len(numbers)], seeds[1, : len(numbers)] = torch.where(is_known, behind, 0), is_known
+    starts, past = rows.starts.tolist(), lengths.tolist()
     hits[: len(past)] = NO_HIT
-    for i, number in enumerate(rows.numbers.tolist()):
+    for i, number in enumerate(numbers.tolist()):
         where = slice(starts[i], starts[i + 1])
         slots[where] = -1
         if int(truth.ends[number]) == NOT_FOLLOWED or starts[i] == starts[i + 1]:
@@ -285,7 +223,7 @@ def advance_torch(
         found = torch.where(codes >= 0, wanted * CODES_PER_ENTRY + codes, NO_HIT)
         total += (codes >= 0).sum()
         hits[i] = found.min()
-        values = _scan(tokens, wanted, int(seeds[i]), keys)
+        values = _scan(tokens, wanted, int(seeds[0, i]), keys)
         chains[where], slots[where] = values, torch.where(inside, own, -1)
         rows_of = torch.zeros(count, record.COLUMNS, dtype=torch.int64, device=records.device)
         rows_of[:, record.TOKEN_POSITION] = pair_columns(tokens, wanted)
@@ -295,9 +233,107 @@ def advance_torch(
         rows_of[:, record.SEAL] = seal_values(identity_words(rows_of), own, 0, keys)
         records[own[inside]] = rows_of[inside]
         kept = min(truth.tails.shape[1], count + 1)
-        behind = torch.cat((seeds[i : i + 1], values)).flip(0)
-        truth.tails[number, :kept] = behind[:kept]
+        last = torch.cat((seeds[0, i : i + 1], values)).flip(0)
+        truth.tails[number, :kept] = last[:kept]
         truth.ends[number], truth.known[number] = past[i] + count, kept
+
+
+def walk(
+    records: Tensor,
+    rows: Rows,
+    truth: Truth,
+    keys: Keys,
+    *,
+    now: Tensor,
+    block_size: int,
+    null_slots: int,
+    window: int,
+    seeds: Tensor,
+    hits: Tensor,
+    total: Tensor,
+    counted: Tensor,
+) -> None:
+    """Judge the entries that the rows had before this forward, after `advance`. No allocation, no wait.
+
+    window:  tokens that attention sees, the reader's own included; 0: all
+    seeds:   of `advance`
+    hits:    [ring, splits, >= rows] int64 out, in the cell of this step the first hit of the row in that share of it,
+             or NO_HIT
+    total:   [1] int64, grows by the number of wrong entries
+    counted: [1] int64, grows by the number of entries that were judged
+    """
+    _walk_kernel[(rows.numbers.shape[0], hits.shape[1])](
+        records,
+        rows.numbers,
+        rows.table,
+        rows.lengths,
+        rows.starts,
+        now,
+        truth.ends,
+        truth.roots,
+        keys.constants,
+        seeds,
+        hits,
+        total,
+        counted,
+        records.shape[0],
+        rows.table.stride(0),
+        seeds.stride(0),
+        hits.shape[0],
+        hits.stride(0),
+        hits.stride(1),
+        null_slots,
+        window,
+        BLOCK_SIZE=block_size,
+        SPLITS=hits.shape[1],
+        BLOCK_N=BLOCK,
+    )
+
+
+def walk_torch(
+    records: Tensor,
+    rows: Rows,
+    truth: Truth,
+    keys: Keys,
+    *,
+    now: Tensor,
+    block_size: int,
+    null_slots: int,
+    window: int,
+    seeds: Tensor,
+    hits: Tensor,
+    total: Tensor,
+    counted: Tensor,
+) -> None:
+    """The torch reference of `walk`; it gives the hits of a row in its first share."""
+    rows, cell = live_rows(rows, now), hits[int(now[NOW_STEP]) % hits.shape[0]]
+    n = rows.numbers.shape[0]
+    numbers, past = rows.numbers.long(), context_lengths(rows)
+    followed, is_known = truth.ends[numbers] != NOT_FOLLOWED, seeds[1, :n] != 0
+    cell[:, :n] = NO_HIT
+    first_hit = torch.where(followed & ~is_known, past * CODES_PER_ENTRY, NO_HIT)
+    total += (followed & ~is_known).sum()
+    positions = torch.arange(int(past.max()) if n else 0, device=past.device)
+    if positions.numel():
+        first = (past + 1 - window).clamp(min=0) if window else torch.zeros_like(past)
+        live = (positions >= first[:, None]) & (positions < past[:, None]) & followed[:, None]
+        counted += live.sum()
+        slots = table_slots(rows.table[:n], positions.expand(n, -1), block_size)
+        codes = _codes(records, slots, positions, first, truth.roots[numbers], keys, null_slots)
+        is_last = is_known[:, None] & (positions == past[:, None] - 1)
+        chain = records[slots.clamp(0, records.shape[0] - 1), record.CHAIN]
+        codes = torch.where((codes < 0) & is_last & (chain != seeds[0, :n, None]), 7, codes)
+        wrong = live & (codes >= 0)
+        total += wrong.sum()
+        found = torch.where(wrong, positions * CODES_PER_ENTRY + codes, NO_HIT)
+        first_hit = torch.minimum(first_hit, found.min(1).values)
+    cell[0, :n] = first_hit
+
+
+def live_rows(rows: Rows, now: Tensor) -> Rows:
+    """Without padding."""
+    n = int(now[NOW_ROWS])
+    return Rows(rows.numbers[:n], rows.table, rows.lengths, rows.starts)
 
 
 def context_lengths(rows: Rows) -> Tensor:
@@ -355,24 +391,38 @@ def _scan(tokens: Tensor, positions: Tensor, seed: int, keys: Keys) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_slots", "table_stride", "tail_stride", "hits_stride", "null_slots", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "num_slots",
+        "table_stride",
+        "seeds_stride",
+        "ring",
+        "ring_stride",
+        "hits_stride",
+        "null_slots",
+        "window",
+    ],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "counted"],
+)
 def _walk_kernel(
     records,
     numbers,
     table,
     lengths,
     starts,
+    now,
     ends,
-    known,
-    tails,
     roots,
     constants,
     seeds,
     hits,
     total,
+    counted,
     num_slots,
     table_stride,
-    tail_stride,
+    seeds_stride,
+    ring,
+    ring_stride,
     hits_stride,
     null_slots,
     window,
@@ -382,26 +432,26 @@ def _walk_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1).to(tl.int64)
+    if i_row >= tl.load(now + ROWS_NOW):
+        return
     number = tl.load(numbers + i_row).to(tl.int64)
     past = (tl.load(lengths + i_row) - (tl.load(starts + i_row + 1) - tl.load(starts + i_row))).to(tl.int64)
-    end = tl.load(ends + number)
-    back = end - past
-    is_known = (back >= 0) & (back < tl.load(known + number))
-    seed = tl.load(tails + number * tail_stride + back, mask=is_known, other=0)
+    seed = tl.load(seeds + i_row)
+    is_known = tl.load(seeds + seeds_stride + i_row) != 0
     root = tl.load(roots + number)
     multiplier = tl.load(constants + MULTIPLIER)
     hit = tl.full([], NONE, tl.int64)
     count = tl.zeros([], tl.int64)
-    if end < 0:
+    if tl.load(ends + number) < 0:
         past = past * 0
-    elif i_split == 0:
-        tl.store(seeds + i_row, seed)
-        if not is_known:
-            hit = past * HIT
-            count += 1
+    elif (i_split == 0) & (not is_known):
+        hit = past * HIT
+        count += 1
     first = past * 0
     if window > 0:
         first = tl.maximum(past + 1 - window, 0)
+    if (i_split == 0) & (past > first):
+        tl.atomic_add(counted, past - first, sem="relaxed")
     row = table + i_row * table_stride
     for i_block in range(first + i_split * BLOCK_N, past, SPLITS * BLOCK_N):
         o_n = i_block + tl.arange(0, BLOCK_N)
@@ -434,22 +484,26 @@ def _walk_kernel(
         m_wrong = m_n & (b_code >= 0)
         count += tl.sum(m_wrong.to(tl.int64))
         hit = tl.minimum(hit, tl.min(tl.where(m_wrong, o_n * HIT + b_code, NONE)))
-    tl.store(hits + i_split * hits_stride + i_row, hit)
+    cell = hits + tl.load(now + STEP_NOW) % ring * ring_stride
+    tl.store(cell + i_split * hits_stride + i_row, hit)
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")
 
 
 @triton.jit(
     do_not_specialize=[
-        "at_step",
-        "site",
         "num_slots",
         "table_stride",
         "tokens_stride",
         "tail_stride",
         "width",
+        "seeds_stride",
+        "ring",
+        "slots_stride",
+        "hits_stride",
         "null_slots",
-    ]
+    ],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "tokens", "positions", "fed_slots"],
 )
 def _advance_kernel(
     records,
@@ -462,6 +516,7 @@ def _advance_kernel(
     fed_slots,
     all_tokens,
     num_tokens,
+    now,
     ends,
     known,
     tails,
@@ -473,26 +528,44 @@ def _advance_kernel(
     chains,
     hits,
     total,
-    at_step,
-    site,
     num_slots,
     table_stride,
     tokens_stride,
     tail_stride,
     width,
+    seeds_stride,
+    ring,
+    slots_stride,
+    hits_stride,
     null_slots,
     BLOCK_SIZE: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
+    if i_row >= tl.load(now + ROWS_NOW):
+        return
+    at_step = tl.load(now + STEP_NOW)
+    site = tl.load(now + SITE_NOW)
     number = tl.load(numbers + i_row).to(tl.int64)
     begin = tl.load(starts + i_row).to(tl.int64)
     end = tl.load(starts + i_row + 1).to(tl.int64)
     past = tl.load(lengths + i_row).to(tl.int64) - (end - begin)
-    is_followed = tl.load(ends + number) >= 0
-    carry = tl.load(seeds + i_row)
     own_tails = tails + number * tail_stride
+    is_followed = tl.load(ends + number) >= 0
+    if IS_FIRST:
+        back = tl.load(ends + number) - past
+        is_known = (back >= 0) & (back < tl.load(known + number))
+        carry = tl.load(own_tails + back, mask=is_known, other=0)
+        tl.debug_barrier()  # every thread has read what is stored anew below
+        tl.store(seeds + i_row, carry)
+        tl.store(seeds + seeds_stride + i_row, is_known.to(tl.int64))
+    else:
+        carry = tl.load(seeds + i_row)
+    place = at_step % ring
+    slots += place * slots_stride
+    chains += place * slots_stride
     uid = tl.load(uids + number)
     row = table + i_row * table_stride
     o_block = tl.arange(0, BLOCK_N)
@@ -548,6 +621,6 @@ def _advance_kernel(
     if is_followed & (end > begin):
         tl.store(ends + number, past + end - begin)
         tl.store(known + number, tl.minimum(end - begin + 1, width))
-    tl.store(hits + i_row, hit)
+    tl.store(hits + place * hits_stride + i_row, hit)
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")

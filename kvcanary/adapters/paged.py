@@ -1,17 +1,17 @@
 """Paged pools of an engine that is only watched: nobody tells of grants and frees, so records speak for themselves.
 
-An adapter shows rows (block tables, lengths, where new entries begin), what was fed and where it was stored; all of it
-stays on the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` for layers that are stored
-later, `look` before the engine lets a row go. Hits lie in a ring of the last steps; one counter says whether there were
-any.
+An adapter shows what a forward is about to read and write (block tables, lengths, tokens, slots); all of it stays on
+the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are,
+`look` before the engine lets a row go; `paged_moves` has what else moves bytes. Hits lie in a ring of the last steps;
+one counter says whether there were any.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -19,139 +19,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.adapters.paged_state import LOOKS, RING, SPLITS, Event, Forward, Group, Layers, Looked, Step
+from kvcanary.adapters.replays import Replays
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.errors import AdapterError
-from kvcanary.findings import FindingLog
+from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.sites import pack_site
 from kvcanary.views import PoolView
 from kvcanary_kernels import reread, walk
 from kvcanary_kernels.chain import chain_scan_torch
-from kvcanary_kernels.content import check_content, check_content_torch
-from kvcanary_kernels.record import (
-    CHAIN,
-    COLUMNS,
-    MASK_32,
-    REQUEST_GENERATION,
-    SEAL,
-    STEP_SITE,
-    TOKEN_POSITION,
-    Keys,
-    chain_root,
-    make_keys,
-    seed_id,
-    signed,
-)
-from kvcanary_kernels.rows import PoolRows
-from kvcanary_kernels.seal import identity_words, seal_values
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth, table_slots
+from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32, STEP_SITE, chain_root, make_keys, seed_id, signed
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_WIDTH, Fed, Rows, Truth
 
-LaneOf = Callable[[Tensor], tuple[Tensor, Tensor]]
 #: What an engine that is only watched can feed: it tells of no grants and frees (R7, R8, W2, W3, P1).
 PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
-RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
-LOOKS = 4  # at rows, between two forwards
-SPLITS = 8  # shares of a row that are judged side by side
-NAMED_WRITERS = 1 << 16
-
-
-@dataclass(eq=False)
-class Layers:
-    """Layers of one group whose rows are alike: where their bytes lie and what these were.
-
-    names: what the engine calls them
-    is_late: they are stored by a later forward of the step (a draft's), `took` says when
-    """
-
-    view: PoolView
-    names: tuple[str, ...]
-    keys: Keys
-    lanes: Tensor
-    stamps: Tensor
-    is_late: bool = False
-
-    @property
-    def rows(self) -> PoolRows:
-        return self.view.rows
-
-
-@dataclass(eq=False)
-class Group:
-    """Layers that share slots: one block table, one record a slot."""
-
-    number: int
-    block_size: int
-    window: int
-    records: Tensor
-    layers: list[Layers] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Step:
-    """What the host must know to tell of a step's hits later.
-
-    lines:   by group, [rows, width] block tables of the batch, or of all rows by number where `by_number`
-    looked:  requests whose rows were read before this step, with their lines by group
-    """
-
-    number: int
-    requests: tuple[str, ...]
-    numbers: Tensor
-    lines: Sequence[Tensor]
-    by_number: bool
-    site: tuple[str, int]
-    events: list[Event]
-    looked: list[Looked]
-    count: int = 0
-    is_settled: bool = False
-
-
-@dataclass(eq=False)
-class Looked:
-    requests: tuple[str, ...]
-    lines: list[Tensor]
-
-
-@dataclass(eq=False)
-class Event:
-    """Slots that were looked at by themselves: after a copy, a load, a zeroing, or before a row goes.
-
-    mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
-    """
-
-    code: str
-    what: str
-    layers: Layers
-    slots: Tensor
-    mismatch: Tensor
-    group: Group
+NAMED_WRITERS, KEPT_CHAINS = 1 << 16, 1 << 10
+UPLOADS = 64  # that may be on their way: more than a few of each of the last steps
+FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
 
 class PagedCanary:
     """The canary of one engine's pools on one device."""
 
-    def __init__(self, config: CanaryConfig, num_rows: int, max_rejected: int, device: torch.device | str) -> None:
-        """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row."""
+    def __init__(
+        self,
+        config: CanaryConfig,
+        num_rows: int,
+        max_rejected: int,
+        max_tokens: int,
+        device: torch.device | str,
+    ) -> None:
+        """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
+        max_tokens: of one forward"""
         if config.mode not in ("log", "raise"):
             raise AdapterError(
                 f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one request from outside"
             )
-        self.config, self.coverage, self.log = config, Coverage(), FindingLog()
+        self.config, self.coverage, self.log, self.fed = config, Coverage(), FindingLog(), PAGED_FED
+        self.tell: Callable[[Finding], None] = tell
         self.device = torch.device(device)
+        self.uses_kernels = self.device.type == "cuda"
+        self.num_rows, self.max_tokens = num_rows, max_tokens
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.identity = make_keys(self.seed, 1, 1, self.device)
         self._host_keys = make_keys(self.seed, 1, 1)
-        self._uses_kernels = self.device.type == "cuda"
         self.groups: list[Group] = []
-        self.truth = self._empty_truth(num_rows, max_rejected + 2)
+        ends, known, roots, uids = self._state = self._zeros(4, num_rows)
+        self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._zeros(num_rows, max_rejected + 2), roots, uids)
         self.writers: OrderedDict[int, str] = OrderedDict()
         self.step = 0
         self.steps: deque[Step] = deque(maxlen=RING)
         self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.total = self._zeros(1)
-        self._uid = 0
-        self._events: list[Event] = []  # of what happened since the last forward
+        self.events: list[Event] = []  # of what happened since the last forward
         self._looked: list[Looked] = []
+        self._uid = 0
+        self._chains: OrderedDict[tuple[str, tuple[int, ...]], int] = OrderedDict()
+        self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
+        self._now = self._zeros(NOW_WIDTH + num_rows)  # what the running step is, and the numbers of its rows
+        self._counts = self._pinned(RING, 1)
+        lines = self._pinned(RING, len(self._now))
+        self._lines = list(zip(lines, lines.numpy(), strict=True))
+        self._replays = Replays(self.device)
+        self._forward: Forward | None = None
 
     def add_group(self, number: int, block_size: int, num_slots: int, window: int = 0) -> Group:
         group = Group(number, block_size, window, self._zeros(num_slots, COLUMNS))
@@ -185,28 +116,34 @@ class PagedCanary:
 
     def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
         """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt)."""
+        if not new:
+            return
         lines = []
         for number, request, tokens, length, salt in new:
             self._uid += 1
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root = chain_root(self._host_keys, "paged", salt)
+            root = signed(chain_root(self._host_keys, "paged", salt))
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
-                lines.append((number, NOT_FOLLOWED, 0, 0, self._uid))
+                lines.append((number, NOT_FOLLOWED, 0, root, self._uid, root))
                 continue
-            chain = self.prefix_chains(tokens[:length], salt)
-            last = int(chain[-1]) if length else signed(root)
-            lines.append((number, length, last, signed(root), self._uid))
-        if lines:
-            numbers, ends, tails, roots, uids = self._upload(torch.tensor(lines)).unbind(1)
-            truth = self.truth
-            truth.ends[numbers] = ends
-            truth.known[numbers] = 1
-            truth.tails[numbers, 0] = tails
-            truth.roots[numbers] = roots
-            truth.uids[numbers] = uids
+            tail = self._chain_of(tuple(tokens[:length]), salt) if length else root
+            lines.append((number, length, 1, root, self._uid, tail))
+        table = self.upload(torch.tensor(lines).T.contiguous())
+        numbers, tails = table[0], table[5]
+        self._state.index_copy_(1, numbers, table[1:5])
+        self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
+
+    def _chain_of(self, prefix: tuple[int, ...], salt: str) -> int:
+        """Of a prefix; kept, since what is shared comes often."""
+        held = self._chains.get((salt, prefix))
+        if held is None:
+            held = self._chains[salt, prefix] = int(self.prefix_chains(prefix, salt)[-1])
+            if len(self._chains) > KEPT_CHAINS:
+                self._chains.popitem(last=False)
+        return held
 
     def prefix_chains(self, tokens: Sequence[int], salt: str = "") -> Tensor:
         """[n] int64 on the host: chain of every prefix of these tokens."""
@@ -218,176 +155,215 @@ class PagedCanary:
 
     # one forward
 
-    def read(
-        self,
-        rows: Sequence[Rows],
-        requests: Sequence[str],
-        site: tuple[str, int],
-        max_length: int,
-        lines: Sequence[Tensor] | None = None,
-    ) -> None:
-        """Judge what a forward is about to read: rows by group, in the order of the groups.
-
-        max_length: at least the entries of the longest row, new ones included
-        lines:      by group, block tables of all rows by number, where `rows` has tables that the next step overwrites
-        """
+    def read(self, forward: Forward) -> None:
+        """Record what a forward is about to write, and judge what it is about to read."""
         self.step += 1
-        tables = [row.table for row in rows] if lines is None else lines
-        by_number = lines is not None
-        step = Step(self.step, tuple(requests), rows[0].numbers, tables, by_number, site, self._events, self._looked)
-        self._events, self._looked = [], []
+        n, (line, host) = len(forward.numbers), self._lines[self.step % RING]
+        host[:NOW_WIDTH] = n, forward.num_tokens, self.step, pack_site(*forward.site)
+        host[NOW_WIDTH : NOW_WIDTH + n] = forward.numbers
+        self._now.copy_(line, non_blocking=True)
+        lines, by_number = forward.lines or [table[:n].clone() for table in forward.tables], forward.lines is not None
+        step = Step(
+            self.step, forward.requests, forward.numbers, lines, by_number, forward.site, self.events,
+            self._looked, forward.num_tokens,
+        )  # fmt: skip
+        self.events, self._looked = [], []
         self.steps.append(step)
         self.coverage.forwards += 1
         self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
-        place, content = self.step % RING, self.config.content
-        self._hits["read"][place].fill_(NO_HIT)
-        column = 0
-        for group, row in zip(self.groups, rows, strict=True):
-            self._run(
-                walk, "walk", group.records, row, self.truth, self.identity, block_size=group.block_size,
-                null_slots=group.block_size, window=group.window, seeds=self._seeds,
-                hits=self._hits["walk"][place, group.number], total=self.total,
-            )  # fmt: skip
-            for layers in group.layers:
-                if content != "write":
-                    stride = 1 if content == "full" else ROTATION_STEPS
-                    self._reread(
-                        group, layers, row, max_length, self.step % stride, stride, self._hits["read"][place, column]
-                    )
-                column += 1
+        self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
+        self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, forward.num_entries * self._entry_bytes)
+        self._forward = forward
+        self._launch_before(forward, _at_least(n, FEWEST_ROWS, self.num_rows), forward.max_length)
 
-    def wrote(self, rows: Sequence[Rows], fed: Sequence[Fed]) -> None:
-        """Record what this forward stored, and take its bytes as they lie in the pools now."""
-        place = self.step % RING
-        self.steps[-1].count = fed[0].tokens.shape[0]
-        for group, row, new in zip(self.groups, rows, fed, strict=True):
-            slots, chains = self.scratch(place, group.number, new.tokens.shape[0])
-            self._run(
-                walk, "advance", group.records, row, new, self.truth, self.identity, seeds=self._seeds, step=self.step,
-                site=pack_site(*self.steps[-1].site), block_size=group.block_size, null_slots=group.block_size,
-                slots=slots, chains=chains, hits=self._hits["write"][place, group.number], total=self.total,
-            )  # fmt: skip
-            self.coverage.slots_sealed += new.tokens.shape[0]
-            for layers in group.layers:
-                if not layers.is_late:
-                    self._take(group, layers, slots, chains)
+    def wrote(self) -> None:
+        """The forward has run: take the bytes that it stored, as they lie in the pools now."""
+        if self._forward is not None:
+            self._launch_after(_at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens))
 
-    def took(self, count: int, valid: Tensor) -> None:
-        """Late layers have stored this forward's entries now, where `valid` [count] bool says so."""
-        for group in self.groups:
-            slots, chains = self.scratch(self.step % RING, group.number, count)
-            for layers in group.layers:
-                if layers.is_late:
-                    self._take(group, layers, torch.where(valid, slots, -1), chains)
+    def took(self, rejected: Tensor) -> None:
+        """Late layers have stored this forward's entries now; `rejected` [>= rows]: the last so many are not kept."""
+        if self._forward is not None:
+            n = min(len(rejected), self.num_rows)
+            self._rejected[:n].copy_(rejected[:n])
+            most = _at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
+            self._launch_late(self._forward.starts, most)
 
-    def look(self, tables: Sequence[Tensor], numbers: Sequence[int], requests: Sequence[str], max_length: int) -> None:
+    def prepare(self, forward: Forward) -> None:
+        """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
+        self.admit([(0, "_", [0, 0], 2, "")])
+        self.forget()
+        self._now.zero_()
+        for _ in range(2):  # as they are, captured
+            self.look(forward.lines or forward.tables, [0], [0], ["_"], 1)
+            for rows in {min(size, self.num_rows) for size in _sizes(FEWEST_ROWS, self.num_rows)}:
+                for entries in _sizes(FEWEST_ENTRIES, forward.max_length):
+                    self._launch_before(forward, rows, entries)
+            for tokens in {min(size, self.max_tokens) for size in _sizes(FEWEST_TOKENS, self.max_tokens)}:
+                self._launch_after(tokens)
+                self._launch_late(forward.starts, tokens)
+        self.restart()
+
+    def look(
+        self,
+        tables: Sequence[Tensor],
+        places: Sequence[int],
+        numbers: Sequence[int],
+        requests: Sequence[str],
+        max_length: int,
+    ) -> None:
         """Read every byte of these rows once more, before the next forward.
 
-        tables: by group, [rows of the engine, width], lines by number
+        tables: by group, [lines, width] block tables; places: which lines are those of the rows
         """
         if self.config.content == "write" or not numbers:
             return
         if len(self._looked) == LOOKS:
             self.coverage.skip("rows that went without a last look", len(numbers))
             return
-        chosen = self._upload(torch.tensor(numbers))
+        chosen, rows = self.upload(torch.tensor([places, numbers]))
         hits = self._hits["look"][(self.step + 1) % RING, len(self._looked)]
-        self._looked.append(Looked(tuple(requests), [table[chosen] for table in tables]))
+        lines = [table.index_select(0, chosen) for table in tables]
+        self._looked.append(Looked(tuple(requests), lines))
         hits.fill_(NO_HIT)
-        for group, table in zip(self.groups, tables, strict=True):
-            row = Rows(chosen, table, chosen, chosen)
-            for layers in group.layers:
-                self._reread(group, layers, row, max_length, 0, 1, hits, whole=True)
+        for group, table in zip(self.groups, lines, strict=True):
+            row = Rows(rows, table, rows, rows)
+            for column, layers in self._columns(group):
+                self._reread(group, layers, row, max_length, 1, hits[None], column, whole=True)
 
-    # bytes that move
+    def count_to_host(self) -> Callable[[], int]:
+        """What waits for the counter of findings, as it is after what was launched so far."""
+        place = self.step % RING
+        self._counts[place].copy_(self.total, non_blocking=True)
+        event = self._arrivals[place] if self.uses_kernels else None
+        if event is not None:
+            event.record()
 
-    def copied(self, group: Group, src: Tensor, dst: Tensor) -> None:
-        """Blocks were copied: records follow, and what arrived is read at once (T1). src, dst: [n] blocks."""
-        src, dst = self._slots(group, src), self._slots(group, dst)
-        held = group.records[src]
-        held[:, SEAL] += seal_values(identity_words(held), dst, 0, self.identity)
-        held[:, SEAL] -= seal_values(identity_words(held), src, 0, self.identity)
-        group.records[dst] = held
-        for layers in group.layers:
-            layers.lanes[:, :, dst] = layers.lanes[:, :, src]
-            layers.stamps[dst] = layers.stamps[src]
-            self._event("T1", "a copy of blocks", group, layers, dst, judged=layers.stamps[dst] == held[:, CHAIN])
+        def count() -> int:
+            if event is not None:
+                event.synchronize()
+            return int(self._counts[place])
 
-    def zeroed(self, group: Group, blocks: Tensor) -> None:
-        """Blocks were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
-        slots = self._slots(group, blocks)
-        group.records[slots] = 0
-        for layers in group.layers:
-            layers.stamps[slots] = 0
-            layers.lanes[0, :, slots] = layers.keys.start_a[:, None]
-            layers.lanes[1, :, slots] = 0
-            self._event("T1", "zeroed blocks", group, layers, slots, judged=None)
-
-    def loaded(self, number: int, tokens: Tensor, chains: Tensor, lines: Sequence[Tensor], lane_of: LaneOf) -> None:
-        """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
-
-        tokens, chains: [n] int64 on the host, of this prefix; lines: by group, block tables by number
-        lane_of: (lane a summed over the layers, whether it is known) by chain: bytes that differ are T1
-        """
-        tokens, chains = self._upload(tokens), self._upload(chains)
-        positions = torch.arange(len(chains), device=self.device)
-        for group, line in zip(self.groups, lines, strict=True):
-            slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
-            held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
-            is_new = (held[:, CHAIN] != chains) & (slots >= group.block_size) & (slots < group.records.shape[0])
-            slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
-            if not len(slots):
-                continue
-            self.coverage.skip("entries loaded from elsewhere", len(slots))
-            records = torch.zeros(len(slots), COLUMNS, dtype=torch.int64, device=self.device)
-            records[:, TOKEN_POSITION], records[:, CHAIN] = words | places << 32, own
-            records[:, REQUEST_GENERATION] = self.truth.uids[number]
-            records[:, STEP_SITE] = self.step | pack_site("load", 0) << 32
-            records[:, SEAL] = seal_values(identity_words(records), slots, 0, self.identity)
-            group.records[slots] = records
-            for layers in group.layers:
-                self._take(group, layers, slots, own)
-            layers = group.layers[0]
-            wanted, is_known = lane_of(own)
-            wrong = is_known & (layers.lanes[0, :, slots].sum(0) != wanted)
-            self.total += wrong.sum()
-            mismatch = wrong[:, None].to(torch.int64) * torch.tensor(
-                [(1 << len(layers.names)) - 1, 0], device=self.device
-            )
-            self._events.append(Event("T1", "an external load", layers, slots, mismatch, group))
-
-    def scratch_of_step(self, group: Group, count: int) -> tuple[Tensor, Tensor]:
-        """[n] slots and chains of what the last forward stored."""
-        return self.scratch(self.step % RING, group.number, count)
+        return count
 
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""
         self.coverage, self.step = Coverage(), 0
         self.steps.clear()
-        self._events, self._looked = [], []
+        self.events, self._looked = [], []
         self.total.zero_()
+        self._counted.zero_()
 
     # what was found
 
-    def certificate(self) -> dict[str, Any]:
-        """What was checked, what was not and why; the same keys as that of an engine's canary."""
+    def certificate(self, numbers: Collection[int] = ()) -> dict[str, Any]:
+        """What was checked, what was not and why; the same keys as that of an engine's canary.
+
+        numbers: rows that the engine holds now
+        """
+        counted = self._counted.tolist()
+        pools = [layers for group in self.groups for layers in group.layers]
+        self.coverage.slots_checked = counted[0]
+        self.coverage.bytes_checked = sum(n * own.entry_bytes for n, own in zip(counted[1:], pools, strict=True))
+        live_bytes = sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self._entry_bytes
         groups = [group.to_dict() for group in self.log.groups.values()]
-        fed = PAGED_FED - {"T1"} if self.config.content == "write" else PAGED_FED
-        return certificate(self.config, self.coverage, 0, seed_id(self.seed), groups, fed)
+        fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
+        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
 
     def hits_of(self, step: Step) -> dict[str, Tensor]:
         """On the host: the cells of one step, which waits for the device."""
         place = step.number % RING
-        if self._uses_kernels:
+        if self.uses_kernels:
             torch.cuda.synchronize(self.device)  # whatever thread and stream this is
         return {name: cells[place].cpu() for name, cells in self._hits.items()}
 
+    def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:
+        """[n] slots and chains of what a step stored."""
+        slots, chains = self._entries[group.number]
+        place = step.number % RING
+        return slots[place, : step.count], chains[place, : step.count]
+
     def written_twice(self, step: Step, group: Group) -> list[int]:
         """Slots that a step wrote and whose record is of another of its entries (W4)."""
-        slots, chains = self.scratch(step.number % RING, group.number, step.count)
+        slots, chains = self.stored_by(step, group)
         held = group.records[slots.clamp(min=0)]
         wrong = (slots >= 0) & (held[:, CHAIN] != chains) & (held[:, STEP_SITE] & MASK_32 == step.number)
         return sorted(set(slots[wrong].tolist()))
+
+    # launches; they may be captured, so that they depend on nothing that a key does not hold
+
+    def _launch_before(self, forward: Forward, most_rows: int, max_length: int) -> None:
+        most_entries = _at_least(max_length, FEWEST_ENTRIES)
+        used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.known
+        places = [tensor.data_ptr() for tensor in (*used, *forward.tables, *forward.slots)]
+        launch = functools.partial(self._before, forward, most_rows, most_entries)
+        self._replays.run(("before", most_rows, most_entries, *places), launch)
+
+    def _launch_after(self, most: int) -> None:
+        self._replays.run(("after", most), functools.partial(self._after, most))
+
+    def _launch_late(self, starts: Tensor, most: int) -> None:
+        if any(layers.is_late for group in self.groups for layers in group.layers):
+            key = "late", most, starts.data_ptr(), len(starts)
+            self._replays.run(key, functools.partial(self._late, starts, most))
+
+    def _before(self, forward: Forward, most_rows: int, most_entries: int) -> None:
+        content = self.config.content
+        place = self._now[NOW_STEP : NOW_STEP + 1] % RING
+        self._hits["read"].index_fill_(0, place, NO_HIT)
+        numbers = self._now[NOW_WIDTH : NOW_WIDTH + most_rows]
+        for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
+            rows = Rows(numbers, table, forward.lengths, forward.starts)
+            fed = Fed(forward.tokens, forward.positions, own, *forward.known)
+            slots, chains = self._entries[group.number]
+            common = {"block_size": group.block_size, "null_slots": group.block_size, "seeds": self._seeds}
+            common |= {"now": self._now, "total": self.total}
+            self._run(
+                walk, "advance", group.records, rows, fed, self.truth, self.identity, slots=slots, chains=chains,
+                hits=self._hits["write"][:, group.number], is_first=group is self.groups[0], **common,
+            )  # fmt: skip
+            self._run(
+                walk, "walk", group.records, rows, self.truth, self.identity, window=group.window,
+                hits=self._hits["walk"][:, group.number], counted=self._counted, **common,
+            )  # fmt: skip
+            for column, layers in self._columns(group) if content != "write" else ():
+                stride = 1 if content == "full" else ROTATION_STEPS
+                self._reread(group, layers, rows, most_entries, stride, self._hits["read"][:, column], column)
+
+    def _after(self, most: int) -> None:
+        for group in self.groups:
+            slots, chains = self._entries[group.number]
+            for layers in group.layers:
+                if not layers.is_late:
+                    self._take(group, layers, slots, chains, self._now, most)
+
+    def _late(self, starts: Tensor, most: int) -> None:
+        ends = starts[1:].to(torch.int64)
+        index = torch.arange(most, device=self.device)
+        row = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
+        valid = index < (ends - self._rejected[: len(ends)])[row]
+        place = self._now[NOW_STEP : NOW_STEP + 1] % RING
+        for group in self.groups:
+            slots, chains = (entries.index_select(0, place) for entries in self._entries[group.number])
+            slots[0, :most].masked_fill_(~valid, -1)
+            for layers in group.layers:
+                if layers.is_late:
+                    self._take(group, layers, slots, chains, self._now, most)
+
+    def take_now(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
+        """Take the bytes of these slots [n] as they lie now."""
+        now = torch.tensor([0, len(slots), 0, 0], device=self.device)
+        self._take(group, layers, slots[None], chains[None], now, len(slots))
+
+    def upload(self, values: Tensor) -> Tensor:
+        """To the device, without a wait. int64 values of at most 8 a row; what was given long ago is overwritten."""
+        if not self.uses_kernels:
+            return values
+        if values.numel() > self._uploads.shape[1]:
+            return values.to(self.device)
+        self._uploaded = (self._uploaded + 1) % UPLOADS
+        place = self._uploads[self._uploaded, : values.numel()].view(values.shape)
+        return place.copy_(values).to(self.device, non_blocking=True)
 
     # helpers
 
@@ -397,73 +373,84 @@ class PagedCanary:
         layers: Layers,
         rows: Rows,
         max_length: int,
-        phase: int,
         stride: int,
         hits: Tensor,
+        column: int,
         whole: bool = False,
     ) -> None:
         self._run(
-            reread, "reread", layers.rows, group.records, rows, layers.keys, lanes=layers.lanes, stamps=layers.stamps,
-            ends=self.truth.ends, max_length=max_length, phase=phase, stride=stride, window=group.window,
+            reread, "reread", layers.rows, group.records, rows, layers.keys, now=self._now, lanes=layers.lanes,
+            stamps=layers.stamps, ends=self.truth.ends, max_length=max_length, stride=stride, window=group.window,
             block_size=group.block_size, whole=whole, hits=hits, total=self.total,
+            counted=self._counted[1 + column : 2 + column],
         )  # fmt: skip
 
-    def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
+    def _take(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor, now: Tensor, most: int) -> None:
         self._run(
-            reread, "take", layers.rows, group.records, slots, chains, layers.keys, lanes=layers.lanes,
-            stamps=layers.stamps, total=self.total,
+            reread, "take", layers.rows, group.records, slots, chains, layers.keys, now=now, lanes=layers.lanes,
+            stamps=layers.stamps, total=self.total, most=most,
         )  # fmt: skip
-
-    def _event(self, code: str, what: str, group: Group, layers: Layers, slots: Tensor, judged: Tensor | None) -> None:
-        if self.config.content == "write":
-            return
-        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=self.device)
-        check = check_content if self._uses_kernels else check_content_torch
-        check(layers.rows, slots, layers.keys, layers.lanes[0], mismatch=mismatch)
-        if judged is not None:
-            mismatch *= judged[:, None]
-        self.total += (mismatch != 0).any(1).sum()
-        self._events.append(Event(code, what, layers, slots, mismatch, group))
 
     def _run(self, module: ModuleType, name: str, *arguments: Any, **keywords: Any) -> None:
-        getattr(module, name if self._uses_kernels else f"{name}_torch")(*arguments, **keywords)
+        getattr(module, name if self.uses_kernels else f"{name}_torch")(*arguments, **keywords)
 
-    def _slots(self, group: Group, blocks: Tensor) -> Tensor:
-        size = group.block_size
-        return (blocks.to(torch.int64)[:, None] * size + torch.arange(size, device=blocks.device)).flatten()
-
-    def scratch(self, place: int, group: int, count: int) -> tuple[Tensor, Tensor]:
-        """Slots and chains of the entries of a forward; kept as long as its hits."""
-        key = place, group
-        held = self._entries.get(key)
-        if held is None or held[0].shape[0] < count:
-            size = 1 << max(count - 1, 255).bit_length()
-            held = self._entries[key] = self._zeros(size) - 1, self._zeros(size)
-        return held[0][:count], held[1][:count]
+    def _columns(self, group: Group) -> list[tuple[int, Layers]]:
+        """Layers of a group, each with its number among those of all groups."""
+        first = sum(len(other.layers) for other in self.groups[: group.number])
+        return list(enumerate(group.layers, first))
 
     @cached_property
-    def _entries(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        return {}
+    def _entries(self) -> list[tuple[Tensor, Tensor]]:
+        """By group, [RING, max_tokens] slots and chains of what the last forwards stored."""
+        return [(self._zeros(RING, self.max_tokens) - 1, self._zeros(RING, self.max_tokens)) for _ in self.groups]
 
     @cached_property
     def _hits(self) -> dict[str, Tensor]:
         """By kind, [RING, ..., rows] int64."""
-        rows, groups = self.truth.ends.shape[0], len(self.groups)
-        pools = sum(len(group.layers) for group in self.groups)
+        groups, pools = len(self.groups), sum(len(group.layers) for group in self.groups)
+        rows = self.num_rows
         shapes = {"walk": (groups, SPLITS, rows), "write": (groups, rows), "read": (pools, rows), "look": (LOOKS, rows)}
         return {name: self._zeros(RING, *shape) + NO_HIT for name, shape in shapes.items()}
 
     @cached_property
+    def _counted(self) -> Tensor:
+        """Entries whose record was judged, and by pool of layers, those whose bytes were read again."""
+        return self._zeros(1 + sum(len(group.layers) for group in self.groups))
+
+    @cached_property
+    def _entry_bytes(self) -> int:
+        return sum(layers.entry_bytes for group in self.groups for layers in group.layers)
+
+    @cached_property
     def _seeds(self) -> Tensor:
-        return self._zeros(self.truth.ends.shape[0])
+        return self._zeros(2, self.num_rows)
 
-    def _empty_truth(self, rows: int, width: int) -> Truth:
-        ends, known, roots, uids = (self._zeros(rows) for _ in range(4))
-        return Truth(ends.fill_(NOT_FOLLOWED), known, self._zeros(rows, width), roots, uids)
+    @cached_property
+    def _rejected(self) -> Tensor:
+        return self._zeros(self.num_rows)
 
-    def _upload(self, values: Tensor) -> Tensor:
-        """To the device, without a wait."""
-        return values.pin_memory().to(self.device, non_blocking=True) if self._uses_kernels else values
+    @cached_property
+    def _arrivals(self) -> list[torch.cuda.Event]:
+        return [torch.cuda.Event() for _ in range(RING)]
+
+    def _pinned(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.uses_kernels)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+
+def _at_least(count: int, fewest: int, most: int | None = None) -> int:
+    """The size that launches are made for: the fewest or four times as many, and so on, but not more than the most."""
+    size = fewest
+    while size < count:
+        size *= 4
+    return size if most is None else min(size, most)
+
+
+def _sizes(fewest: int, most: int) -> list[int]:
+    """Every size up to the first that is enough for `most`."""
+    sizes = [fewest]
+    while sizes[-1] < most:
+        sizes.append(_at_least(sizes[-1] + 1, fewest))
+    return sizes

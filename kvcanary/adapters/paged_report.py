@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.paged import Event, Group, Layers, Looked, PagedCanary, Step
+from kvcanary.adapters.paged import PagedCanary
+from kvcanary.adapters.paged_state import Event, Group, Layers, Looked, Step
 from kvcanary.codes import CODES
 from kvcanary.errors import KVCorruptionError
-from kvcanary.findings import Cause, Finding, tell
+from kvcanary.findings import Cause, Finding
 from kvcanary.locate import ChangedWord, describe_word, fitting_words
 from kvcanary.report import Report
 from kvcanary.sites import unpack_site
@@ -71,7 +72,7 @@ def settle(canary: PagedCanary, step: Step) -> int:
     if stops:
         raise KVCorruptionError(findings, Report(tuple(findings), action, canary.coverage.counters()))
     for finding in told:
-        tell(finding)
+        canary.tell(finding)
     return len(all_hits)
 
 
@@ -79,7 +80,7 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
     cells = canary.hits_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        rows = Looked(step.requests, list(step.lines))
+        rows = Looked(tuple(step.requests), list(step.lines))
         numbers = step.numbers.tolist() if step.by_number else list(range(len(step.requests)))
         fired = (WALK_CODES, cells["walk"][place].min(0).values), (ADVANCE_CODES, cells["write"][place])
         for codes, hits in fired:
@@ -120,8 +121,10 @@ def _of_event(event: Event) -> Iterator[Hit]:
     for entry in wrong[:1]:
         bits = [int(word) & (1 << 64) - 1 for word in event.mismatch[entry]]
         layers = tuple(n for n in range(len(event.layers.names)) if bits[n // 64] >> n % 64 & 1)
+        slot = int(event.slots[entry])
+        request = event.requests.get(slot // event.group.block_size)
         yield Hit(
-            event.code, None, None, int(event.slots[entry]), event.group, layers, event.layers, ("move", 0), event.what,
+            event.code, request, None, slot, event.group, layers, event.layers, ("move", 0), event.what,
             evidence=(f"{len(wrong)} of {len(event.slots)} slots differ",),
         )  # fmt: skip
 
@@ -182,7 +185,7 @@ def _finding(canary: PagedCanary, hit: Hit, step: Step, action: str) -> Finding:
         bit=word.bit if word else None,
         site=hit.site,
         step=step.number,
-        reader=hit.request if hit.code.startswith("R") else None,
+        reader=hit.request if hit.code[0] in "RT" else None,
         writer=canary.writers.get(held[REQUEST_GENERATION] & MASK_32) if held[STEP_SITE] else None,
         write_step=held[STEP_SITE] & MASK_32 if held[STEP_SITE] else None,
         write_site=(kind, index) if held[STEP_SITE] else None,

@@ -120,7 +120,10 @@ class CanaryCache:
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        self.kv_rows.cropped(abs(tokens_to_remove), self._said, self._held)
+        removed = -int(tokens_to_remove)
+        if removed < 0:  # 5.17 takes a positive number for the length that is left
+            removed = max(self.kv_rows.length + removed, 0)
+        self.kv_rows.cropped(removed, self._said, self._held)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]

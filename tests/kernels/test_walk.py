@@ -14,7 +14,7 @@ from kvcanary_kernels.record import CHAIN, Keys, chain_host, make_keys, signed, 
 from kvcanary_kernels.rows import PoolRows, pool_rows
 from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth
 
-BLOCK_SIZE, BLOCKS, WIDTH, LAYERS = 4, 90, 60, 2
+BLOCK_SIZE, BLOCKS, WIDTH, LAYERS, RING = 4, 90, 60, 2, 3
 ROOTS = [77, -5, 77, 1 << 62]
 
 
@@ -52,8 +52,9 @@ class Rig:
         )
         self.truth.tails[:, 0] = self.truth.roots
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seeds = torch.zeros(4, dtype=torch.int64, device=device)
-        self.slots, self.chains = (torch.full((300,), -9, dtype=torch.int64, device=device) for _ in range(2))
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)  # by walk, by reread
+        self.seeds = torch.zeros(2, 4, dtype=torch.int64, device=device)
+        self.slots, self.chains = (torch.full((RING, 300), -9, dtype=torch.int64, device=device) for _ in range(2))
         self.step = 0
 
     def call(self, module, name: str, *arguments, **keywords) -> None:
@@ -65,7 +66,9 @@ class Rig:
             starts.append(starts[-1] + len(new))
             lengths.append(accepted.get(row, len(self.tokens[row])) + len(new))
         make = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
-        return Rows(make(list(batch)), self.table[list(batch)].contiguous(), make(lengths), make(starts))
+        padding = 4 - len(batch)
+        numbers, lengths, starts = [*batch, *[9] * padding], lengths + [9] * padding, starts + starts[-1:] * padding
+        return Rows(make(numbers), self.table[list(batch)].contiguous(), make(lengths), make(starts))
 
     def forward(self, batch: dict[int, list[int]], accepted: dict[int, int] | None = None, **changes) -> tuple:
         """Hits of walk, reread and advance of one forward; `accepted`: how much of a row is left of the last one."""
@@ -74,28 +77,33 @@ class Rig:
             del self.tokens[row][length:]
         rows = self.rows(batch, accepted or {})
         window = changes.pop("window", 0)
-        walked = torch.full((self.split, 4), -1, dtype=torch.int64, device=self.device)
-        common = {"block_size": BLOCK_SIZE, "total": self.total}
-        self.call(rows_of, "walk", self.records, rows, self.truth, self.keys, null_slots=BLOCK_SIZE, window=window,
-                  seeds=self.seeds, hits=walked, **common)  # fmt: skip
-        read = torch.full((4,), NO_HIT, dtype=torch.int64, device=self.device)
-        content = {"lanes": self.lanes, "stamps": self.stamps, "ends": self.truth.ends}
-        self.call(lanes_of, "reread", self.pool, self.records, rows, self.keys, **content, max_length=80, phase=0,
-                  stride=1, window=window, whole=False, hits=read, **common)  # fmt: skip
         fed = self.fed(batch, rows, **changes)
-        written = torch.full((4,), -1, dtype=torch.int64, device=self.device)
-        self.call(rows_of, "advance", self.records, rows, fed, self.truth, self.keys, seeds=self.seeds, step=self.step,
-                  site=2, null_slots=BLOCK_SIZE, slots=self.slots, chains=self.chains, hits=written,
-                  **common)  # fmt: skip
-        n = len(fed.tokens)
-        self.call(lanes_of, "take", self.pool, self.records, self.slots[:n], self.chains[:n], self.keys,
+        now = self.now(len(batch), len(fed.tokens))
+        walked, read, written = (self.cells(*shape) for shape in ((self.split, 4), (4,), (4,)))
+        common = {"now": now, "block_size": BLOCK_SIZE, "total": self.total}
+        self.call(rows_of, "advance", self.records, rows, fed, self.truth, self.keys, seeds=self.seeds,
+                  null_slots=BLOCK_SIZE, slots=self.slots, chains=self.chains, hits=written, **common)  # fmt: skip
+        self.call(rows_of, "walk", self.records, rows, self.truth, self.keys, null_slots=BLOCK_SIZE, window=window,
+                  seeds=self.seeds, hits=walked, counted=self.counted[:1], **common)  # fmt: skip
+        read.fill_(NO_HIT)
+        content = {"lanes": self.lanes, "stamps": self.stamps, "ends": self.truth.ends}
+        self.call(lanes_of, "reread", self.pool, self.records, rows, self.keys, **content, max_length=80, stride=1,
+                  window=window, whole=False, hits=read, counted=self.counted[1:], **common)  # fmt: skip
+        self.call(lanes_of, "take", self.pool, self.records, self.slots, self.chains, self.keys, now=now,
                   lanes=self.lanes, stamps=self.stamps, total=self.total)  # fmt: skip
+        walked, read, written = (hits[self.step % RING] for hits in (walked, read, written))
         for row, new in batch.items():
             self.tokens[row] += new
         first = walked[:, : len(batch)].min(0).values
         return tuple(self.named(hits[: len(batch)], codes, unit) for hits, codes, unit in (
             (first, rows_of.WALK_CODES, 16), (read, None, 128), (written, rows_of.ADVANCE_CODES, 16)
         ))  # fmt: skip
+
+    def now(self, num_rows: int, num_tokens: int) -> Tensor:
+        return torch.tensor([num_rows, num_tokens, self.step, 2], device=self.device)
+
+    def cells(self, *shape: int) -> Tensor:
+        return torch.full((RING, *shape), -1, dtype=torch.int64, device=self.device)
 
     def named(self, hits: Tensor, codes: tuple[str, ...] | None, unit: int) -> list:
         return [None if h == NO_HIT else (codes[h % unit] if codes else h % unit, h // unit) for h in hits.tolist()]
@@ -105,7 +113,7 @@ class Rig:
 
     def fed(self, batch: dict[int, list[int]], rows: Rows, slots: dict[int, int] | None = None, **changes) -> Fed:
         places, positions = [], []
-        for row, length in zip(batch, rows.lengths.tolist(), strict=True):
+        for row, length in zip(batch, rows.lengths.tolist(), strict=False):
             positions += range(length - len(batch[row]), length)
             places += [self.slot(row, p) for p in range(length - len(batch[row]), length)]
         for index, slot in (slots or {}).items():
@@ -139,6 +147,17 @@ def test_rows_are_followed(rig: Rig) -> None:
         assert held == wanted
         assert unsigned(int(rig.truth.tails[row, 0])) == wanted[-1]
         assert int(rig.truth.ends[row]) == len(tokens)
+
+
+def test_a_row_reads_what_another_writes_in_the_same_forward(rig: Rig) -> None:
+    """A prefix that is computed in this very forward, and shared already: written, and the right one."""
+    rig.table[2, :2] = rig.table[0, :2]
+    rig.truth.ends[2], rig.truth.tails[2, 0] = 8, signed(chain_host(list(range(8)), 0, ROOTS[0], rig.keys)[-1])
+    rig.tokens[2] = list(range(8))
+    assert rig.forward({0: list(range(9)), 2: [7, 7]}) == CLEAN
+    assert rig.counted.tolist() == [8, 0]  # bytes of before are nobody's
+    assert rig.forward({0: [1], 2: [1]}) == CLEAN
+    assert rig.counted.tolist() == [8 + 9 + 10, 9 + 10]
 
 
 @pytest.mark.parametrize("length", [1, 4, 127, 128, 129, 200])
@@ -187,6 +206,24 @@ def test_a_length_that_cannot_be_is_found(rig: Rig) -> None:
     assert rig.forward({1: [1]}, accepted={1: 2})[0] == [("R10", 2)]
 
 
+def test_a_second_pool_is_recorded_along_the_same_rows(rig: Rig) -> None:
+    """Layers with slots of their own get the same records, and the rows are followed once."""
+    rig.forward({0: list(range(6)), 2: [1, 2]})
+    twin = {name: getattr(rig, name).clone() for name in ("records", "slots", "chains")}
+    rows = rig.rows({2: [5, 6, 7], 0: [9]}, {})
+    fed, truth = rig.fed({2: [5, 6, 7], 0: [9]}, rows), [tensor.clone() for tensor in rig.truth]
+    rig.forward({2: [5, 6, 7], 0: [9]})
+    after = [tensor.clone() for tensor in rig.truth]
+    assert not torch.equal(truth[0], after[0])
+    rig.call(rows_of, "advance", twin["records"], rows, fed, rig.truth, rig.keys, now=rig.now(2, 4), seeds=rig.seeds,
+             null_slots=BLOCK_SIZE, block_size=BLOCK_SIZE, slots=twin["slots"], chains=twin["chains"],
+             hits=rig.cells(4), total=rig.total, is_first=False)  # fmt: skip
+    for name, tensor in twin.items():
+        assert torch.equal(tensor, getattr(rig, name)), name
+    assert all(torch.equal(*pair) for pair in zip(after, rig.truth, strict=True))
+    assert int(rig.total) == 0
+
+
 def test_rows_that_nobody_follows_are_left_alone(rig: Rig) -> None:
     """Without tokens there is nothing to judge and nothing to record."""
     rig.truth.ends[1] = NOT_FOLLOWED
@@ -229,12 +266,13 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
     block, offset = divmod(rig.slot(1, 6), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
     assert rig.forward({0: [1], 1: [2]})[1] == [None, (1, 6)]
-    rows = Rows(torch.tensor([1, 0], dtype=torch.int32, device=rig.device), rig.table, rig.table, rig.table)
-    hits = torch.full((2,), NO_HIT, dtype=torch.int64, device=rig.device)
+    rows = Rows(torch.tensor([1, 0], dtype=torch.int32, device=rig.device), rig.table[[1, 0]], rig.table, rig.table)
+    hits = torch.full((1, 2), NO_HIT, dtype=torch.int64, device=rig.device)
     content = {"lanes": rig.lanes, "stamps": rig.stamps, "ends": rig.truth.ends}
-    rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, **content, max_length=40, phase=0, stride=1,
-             window=0, block_size=BLOCK_SIZE, whole=True, hits=hits, total=rig.total)  # fmt: skip
-    assert rig.named(hits, None, 128) == [(1, 6), None]
+    rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, **content, now=rig.now(0, 0), max_length=40,
+             stride=1, window=0, block_size=BLOCK_SIZE, whole=True, hits=hits, total=rig.total,
+             counted=rig.counted[1:])  # fmt: skip
+    assert rig.named(hits[0], None, 128) == [(1, 6), None]
 
 
 def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
@@ -253,13 +291,15 @@ def test_rolling_reads_every_position_once(rig: Rig) -> None:
     rig.kv[0].view(torch.int32)[block, 0, offset, 0] ^= 2
     rows = rig.rows({0: [1]}, {})
     seen = []
-    for phase in range(8):
-        hits = torch.full((1,), NO_HIT, dtype=torch.int64, device=rig.device)
-        rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, lanes=rig.lanes, stamps=rig.stamps,
-                 ends=rig.truth.ends, max_length=31, phase=phase, stride=8, window=0, block_size=BLOCK_SIZE,
-                 whole=False, hits=hits, total=rig.total)  # fmt: skip
-        seen += [phase] if int(hits[0]) != NO_HIT else []
+    counted = rig.counted[1:].clone()
+    for rig.step in range(8):
+        hits = torch.full((1, 1), NO_HIT, dtype=torch.int64, device=rig.device)
+        rig.call(lanes_of, "reread", rig.pool, rig.records, rows, rig.keys, now=rig.now(1, 1), lanes=rig.lanes,
+                 stamps=rig.stamps, ends=rig.truth.ends, max_length=31, stride=8, window=0, block_size=BLOCK_SIZE,
+                 whole=False, hits=hits, total=rig.total, counted=rig.counted[1:])  # fmt: skip
+        seen += [rig.step] if int(hits[0]) != NO_HIT else []
     assert seen == [17 % 8]
+    assert int(rig.counted[1:] - counted) == 30
 
 
 def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
@@ -271,7 +311,7 @@ def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
         rig.forward({1: [6, 7, 8], 0: [5], 3: [signed(9)]})
         rig.forward({1: [1]}, accepted={1: 3})
     first, second = rigs
-    for name in ("records", "lanes", "stamps", "total"):
+    for name in ("records", "lanes", "stamps", "total", "counted", "seeds"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
     for ours, theirs in zip(first.truth, second.truth, strict=True):
         assert torch.equal(ours, theirs)

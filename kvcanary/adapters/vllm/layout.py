@@ -6,7 +6,7 @@ the backend's own store, given K and V that are known, changed exactly the bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,31 @@ from kvcanary.errors import AdapterError, PlanError
 from kvcanary.views import PoolView
 
 PROBED_BLOCKS = 3  # beginning with block 1: nothing is alive at start-up
+
+
+def pools_of(
+    layers: Sequence[tuple[str, Any]], spec: Any, block_size: int, late: Collection[str]
+) -> list[tuple[PoolView, list[str]]]:
+    """Views of layers whose tensors are alike, with the layers' names; each storage once, `late` ones apart."""
+    pools: dict[tuple[Any, ...], dict[str, Any]] = {}
+    seen: set[int] = set()
+    for name, layer in layers:
+        tensor = layer.kv_cache
+        if not isinstance(tensor, torch.Tensor):
+            raise AdapterError(f"layer {name} keeps a state, not K and V: it is not followed yet")
+        if tensor.data_ptr() in seen:
+            continue  # it shares the cache of a layer that is followed
+        seen.add(tensor.data_ptr())
+        key = name in late, tuple(tensor.shape), tensor.stride(), tensor.dtype
+        pools.setdefault(key, {})[name] = layer
+    views: list[tuple[PoolView, list[str]]] = []
+    for (is_late, *_), chosen in pools.items():
+        role = "draft" if is_late else "target"
+        number = sum(view.name.startswith(role) for view, _ in views)
+        own = getattr(spec, "kv_cache_specs", {}).get(next(iter(chosen)), spec)
+        name = f"{role} {number}" if number else role
+        views.append((read_layers(name, chosen, own.num_kv_heads, own.head_size, block_size), list(chosen)))
+    return views
 
 
 def read_layers(name: str, layers: dict[str, Any], heads: int, head_size: int, block_size: int) -> PoolView:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.adapters import paged_moves
 from kvcanary.adapters.paged import PagedCanary
 
 NAMES = 1 << 20
@@ -20,31 +21,31 @@ class Loads:
     """External loads of one worker."""
 
     def __init__(self, canary: PagedCanary) -> None:
-        self.canary = canary
+        self.canary, self.compared = canary, 0
         self._known = torch.zeros(
             2, NAMES + 1, dtype=torch.int64, device=canary.device
         )  # chain, lane; the last is nobody's
         self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.device)
-        self._new: list[tuple[int, Tensor, Tensor]] = []
+        self._new: list[tuple[tuple[int, str], Tensor, Tensor]] = []
 
     def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
         """Requests whose first entries may come from elsewhere; as `PagedCanary.admit` takes them."""
-        for number, _, tokens, length, salt in new:
+        for number, request, tokens, length, salt in new:
             if tokens is not None and length:
                 prefix = list(tokens[:length])
-                self._new.append((number, torch.tensor(prefix), self.canary.prefix_chains(prefix, salt)))
+                self._new.append(((number, request), torch.tensor(prefix), self.canary.prefix_chains(prefix, salt)))
 
     def arrived(self, lines: Sequence[Tensor]) -> None:
         """Loads were started, on the stream of the forward: judge and record what they brought."""
         new, self._new = self._new, []
-        for number, tokens, chains in new:
-            self.canary.loaded(number, tokens, chains, lines, self._lane_of)
+        for row, tokens, chains in new:
+            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self._lane_of)
 
-    def name(self, count: int) -> None:
+    def name(self) -> None:
         """Give names to what the last forward stored."""
         canary = self.canary
         group = canary.groups[0]
-        slots, chains = canary.scratch_of_step(group, count)
+        slots, chains = canary.stored_by(canary.steps[-1], group)
         lanes = group.layers[0].lanes[0, :, slots.clamp(min=0)].sum(0)
         places = torch.where(slots >= 0, chains & (NAMES - 1), NAMES)
         is_free = self._known[0, places] == 0

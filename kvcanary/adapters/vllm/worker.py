@@ -1,34 +1,35 @@
-"""One vLLM worker with a canary: what is replaced on it, and when.
+"""One vLLM worker with a canary: what both runners have in common.
 
-Everything is replaced on the instances, and comes back with `detach()`. Order of a step in runner V2: finish_requests,
-add_requests, update_requests (zeroed and copied blocks), prepare_attn (block tables, slots), the forward, sample_tokens
-(which lets a draft propose). The look at what will be read comes after prepare_attn, or after an external load; the
-record of what was stored after the forward; the counter of findings travels with the tokens, so that none leaves before
-it is read.
+Everything is replaced on the instances, and comes back with `detach()`. In every step the canary is shown what the
+forward is about to write and to read once the block tables are there (or after an external load), and takes the bytes
+after the forward; the counter of findings travels with the tokens, so that none leaves before it is read.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar
 
 import structlog
 import torch
 
+from kvcanary.adapters import paged_moves
 from kvcanary.adapters.paged import PagedCanary
 from kvcanary.adapters.paged_report import settle
-from kvcanary.adapters.vllm.drift import RUNNER, check
-from kvcanary.adapters.vllm.layout import read_layers
+from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.vllm.drift import RUNNER_V1, RUNNER_V2, check
+from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.loads import Loads
 from kvcanary.adapters.vllm.output import hold_back
+from kvcanary.adapters.vllm.told import Teller
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError
-from kvcanary_kernels.walk import Fed, Rows
 
 _events = structlog.get_logger("kvcanary")
+WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
 
 
 def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
@@ -37,55 +38,50 @@ def attach(worker: Any, config: CanaryConfig | None = None) -> Handle:
     Where the worker serves already, reset its prefix cache first: what lies there has no records.
     AdapterError, with nothing attached, where vLLM or this worker are not as known.
     """
+    from kvcanary.adapters.vllm.runner_v1 import HandleV1
+    from kvcanary.adapters.vllm.runner_v2 import HandleV2
+
     held = getattr(worker, "kvcanary", None)
     if held is not None:
         return held
-    faults = check()
-    runner = worker.model_runner
-    if not faults and type(runner).__module__ != RUNNER:
-        faults = [f"the runner must be that of {RUNNER}, got {type(runner).__module__}: it is not followed yet"]
+    handles: dict[str, type[Handle]] = {RUNNER_V2: HandleV2, RUNNER_V1: HandleV1}
+    module = type(worker.model_runner).__module__
+    faults = [] if module in handles else [f"the runner must be that of {' or '.join(handles)}, got {module}"]
+    faults = faults or check(runner=module)
     if faults:
         raise AdapterError(f"{'; '.join(faults)}; unset KVCANARY_MODE to serve without a canary")
-    return Handle(worker, CanaryConfig.from_env() if config is None else config)
+    return handles[module](worker, CanaryConfig.from_env() if config is None else config)
 
 
-class Handle:
-    """The canary of one worker, until `detach()`."""
+class Handle(ABC):
+    """The canary of one worker, until `detach()`.
+
+    hooks: methods of the runner that are replaced; the method of this class whose name is that with one `_` before it
+           is called instead, with the replaced one as its first argument
+    """
+
+    hooks: ClassVar[tuple[str, ...]]
 
     def __init__(self, worker: Any, config: CanaryConfig) -> None:
         self.worker, self.runner, self.config = worker, worker.model_runner, config
         self.canary: PagedCanary | None = None
         self.is_armed = False
-        self._fresh: list[tuple[int, str]] = []
-        self._pending: tuple[Any, Any] | None = None
-        self._rows: list[Rows] = []
-        self._fed: list[Fed] = []
+        self._pending: Forward | None = None
+        self._fresh: list[tuple[int, str]] = []  # rows that begin with entries of others
+        self._is_running = False  # a forward that was read is on its way
+        self._count: Callable[[], int] = int
         self._undo: list[Callable[[], None]] = []
         self._loads: Loads | None = None
-        self._max_len = 0
         self._seen = 0
-        for owner, names in (
-            (worker, ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")),
-            (
-                self.runner,
-                (
-                    "finish_requests",
-                    "add_requests",
-                    "update_requests",
-                    "prepare_attn",
-                    "execute_model",
-                    "sample_tokens",
-                ),
-            ),
-        ):
+        for owner, names in ((worker, WORKER_HOOKS), (self.runner, self.hooks)):
             for name in names:
-                self._replace(owner, name, getattr(self, f"_{name}"))
+                self._replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
         worker.kvcanary = self
         worker.kvcanary_report = self.report
         self._undo += [functools.partial(delattr, worker, name) for name in ("kvcanary", "kvcanary_report")]
         if getattr(self.runner, "kv_caches", None):  # it serves already
             self.canary = self._bind()
-            self._warm_up(self.canary)
+            self.canary.prepare(self._empty_forward())
             self._arm(self.canary)
 
     def report(self) -> dict[str, Any]:
@@ -93,14 +89,37 @@ class Handle:
         if self.canary is None:
             return {"armed": False}
         self._look_at(int(self.canary.total), self.canary.step)
-        rank = getattr(self.worker, "rank", 0)
-        return {"armed": self.is_armed, "rank": rank, "bytes": self.canary.num_bytes, **self.canary.certificate()}
+        own = {"armed": self.is_armed, "rank": getattr(self.worker, "rank", 0), "bytes": self.canary.num_bytes}
+        own["loads_checked"] = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
+        return {**own, **self.canary.certificate(self._held())}
 
     def detach(self) -> None:
         """Undo everything. Twice is harmless."""
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+
+    # what the runners differ in
+
+    @abstractmethod
+    def _new_canary(self) -> PagedCanary:
+        """Without groups."""
+
+    @abstractmethod
+    def _kernel_block_size(self, group: int) -> tuple[int, int]:
+        """Entries of a block of the attention kernel, and how many of these a block of the manager has."""
+
+    @abstractmethod
+    def _late_layers(self) -> Collection[str]:
+        """Layers that a draft model stores, after the target's forward."""
+
+    @abstractmethod
+    def _empty_forward(self) -> Forward:
+        """No rows, over the tensors of the runner."""
+
+    @abstractmethod
+    def _held(self) -> Collection[int]:
+        """Numbers of the rows that there are."""
 
     # the worker
 
@@ -111,8 +130,8 @@ class Handle:
         return result
 
     def _compile_or_warm_up_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.canary is not None:
-            self._warm_up(self.canary)  # compiled before vLLM begins to watch for late compilations
+        if self.canary is not None:  # compiled before vLLM begins to watch for late compilations
+            self.canary.prepare(self._empty_forward())
         result = method(*args, **kwargs)
         if self.canary is not None:
             self._arm(self.canary)
@@ -128,115 +147,67 @@ class Handle:
         self._arm(self.canary)
         return result
 
-    # the runner, in the order of a step
+    # a step
 
-    def _finish_requests(self, method: Any, scheduler_output: Any) -> Any:
-        if self.is_armed and self.canary is not None:
-            numbers = self.runner.req_states.req_id_to_index
-            gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
-            gone = [name for name in gone if name in numbers]
-            if gone:
-                chosen = [numbers[name] for name in gone]
-                length = int(self.runner.req_states.num_computed_tokens_np[chosen].max()) + self._max_new
-                self.canary.look(self._lines(), chosen, gone, min(length, self._max_len))
-        return method(scheduler_output)
-
-    def _add_requests(self, method: Any, scheduler_output: Any) -> Any:
-        result = method(scheduler_output)
-        if self.is_armed and self.canary is not None and scheduler_output.scheduled_new_reqs:
-            numbers, new = self.runner.req_states.req_id_to_index, []
-            for request in scheduler_output.scheduled_new_reqs:
-                number, length = numbers[request.req_id], request.num_computed_tokens
-                tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
-                new.append((number, request.req_id, tokens, length, _salt(request)))
-                if length:
-                    self._fresh.append((number, request.req_id))
-            self.canary.admit(new)
-            if self._loads is not None:
-                self._loads.expect(new)
-        return result
-
-    def _update_requests(self, method: Any, scheduler_output: Any) -> Any:
-        result = method(scheduler_output)
-        canary = self.canary
-        if self.is_armed and canary is not None:
-            zeroed = scheduler_output.new_block_ids_to_zero
-            copies = scheduler_output.kv_cache_block_copies
-            for group in canary.groups if zeroed or copies else ():
-                if zeroed:
-                    canary.zeroed(group, self._blocks(group.number, list(zeroed)))
-                if copies:
-                    src, dst = ([pair[side] for pair in copies] for side in (0, 1))
-                    canary.copied(group, self._blocks(group.number, src), self._blocks(group.number, dst))
-        return result
-
-    def _prepare_attn(self, method: Any, input_batch: Any) -> Any:
-        result = method(input_batch)
-        if self.is_armed:
-            self._pending = input_batch, result
-            if self._loads is None:
-                self._read()
-        return result
-
-    def _pre_forward(self, method: Any, scheduler_output: Any) -> Any:
-        result = method(scheduler_output)
-        if self.is_armed and self._pending is not None and self._loads is not None and self.canary is not None:
-            self._loads.arrived(self._lines())
-            self._read()
-        return result
-
-    def _read(self) -> None:
-        """Judge what this forward is about to read."""
-        canary, pending = self.canary, self._pending
-        self._pending = None
-        if canary is None or pending is None:
+    def _moved(self, scheduler_output: Any) -> None:
+        """Blocks that were zeroed or copied for this step."""
+        zeroed, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
+        if self.canary is None or not (zeroed or copies):
             return
-        batch, (tables, slots) = pending
-        n, tokens = batch.num_reqs, batch.num_tokens
-        longest = int(batch.seq_lens_cpu_upper_bound[:n].max())
-        new = int(batch.num_scheduled_tokens.max())
-        site = ("decode", 0) if new == 1 else ("verify", 0) if new <= self._max_new else ("prefill", 0)
-        numbers = batch.idx_mapping
-        self._rows = [Rows(numbers, table, batch.seq_lens, batch.query_start_loc) for table in tables]
-        states = self.runner.req_states
-        known = (states.all_token_ids.gpu, states.total_len.gpu)
-        self._fed = [Fed(batch.input_ids[:tokens], batch.positions[:tokens], line[:tokens], *known) for line in slots]
+        for group in self.canary.groups:
+            requests = self._new_blocks(scheduler_output, group.number)
+            if zeroed:
+                paged_moves.zeroed(self.canary, group, self._blocks(group.number, zeroed), requests)
+            if copies:
+                src, dst = (self._blocks(group.number, [pair[side] for pair in copies]) for side in (0, 1))
+                paged_moves.copied(self.canary, group, src, dst, requests)
+
+    def _read(self, lines: Sequence[torch.Tensor], places: Sequence[int]) -> None:
+        """Show the canary the forward that is pending; `lines`, `places`: block tables, and lines of fresh rows."""
+        canary, forward, self._pending = self.canary, self._pending, None
+        if canary is None or forward is None:
+            return
         if self._fresh:
             fresh, self._fresh = self._fresh, []
-            canary.look(self._lines(), [number for number, _ in fresh], [name for _, name in fresh], longest)
-        canary.read(self._rows, batch.req_ids[:n], site, longest, self._lines())
+            numbers, names = [number for number, _ in fresh], [name for _, name in fresh]
+            canary.look(lines, places, numbers, names, forward.max_length)
+        canary.read(forward)
+        self._is_running = True
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self._rows = []
+        self._is_running = False
         result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._rows:
-            self.canary.wrote(self._rows, self._fed)
+        if self.is_armed and self.canary is not None and self._is_running:
+            self.canary.wrote()
+            self._count = self.canary.count_to_host()
             if self._loads is not None:
-                self._loads.name(self._fed[0].tokens.shape[0])
+                self._loads.name()
         return result
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result, canary = method(*args, **kwargs), self.canary
-        if self.is_armed and canary is not None and self._rows:
-            self._rows = []
+        if self.is_armed and canary is not None and self._is_running:
+            self._is_running = False
             look_at = functools.partial(self._look_at, step=canary.step)
             if hasattr(result, "get_output"):
-                hold_back(result, canary.total, look_at)
+                hold_back(result, self._count, look_at)
             else:
-                look_at(int(canary.total))
+                look_at(self._count())
         return result
 
-    def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._rows:
-            bound = self._proposing.bind(*args, **kwargs).arguments
-            batch, rejected = bound["input_batch"], bound["num_rejected"]
-            starts = batch.query_start_loc[: batch.num_reqs + 1]
-            ends = (starts[1:] - rejected[: batch.num_reqs]).to(torch.int64)
-            index = torch.arange(batch.num_tokens, device=starts.device)
-            row = torch.searchsorted(starts[1:].to(torch.int64), index, right=True)
-            self.canary.took(batch.num_tokens, index < ends[row])
-        return result
+    def _look_at(self, total: int, step: int) -> None:
+        """Tell of what fired up to this step; `total`: the counter behind it."""
+        canary = self.canary
+        if canary is None or total <= self._seen:
+            return
+        fired, self._seen = total - self._seen, total
+        told = 0
+        for known in list(canary.steps):
+            if not known.is_settled and known.number <= step:
+                known.is_settled = True
+                told += settle(canary, known)
+        if not told:
+            canary.coverage.untold_incidents += fired
 
     # helpers
 
@@ -253,35 +224,19 @@ class Handle:
 
     def _bind(self) -> PagedCanary:
         """Read where everything lies now; the pools are new, or moved."""
-        runner = self.runner
-        tables = runner.block_tables
-        if tables.cp_size != 1 or getattr(runner, "pcp_manager", None) is not None:
-            raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
-        late = _late_layers(runner)
-        self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
-        self._max_len = int(runner.max_model_len)
-        canary = PagedCanary(self.config, tables.max_num_reqs, self._max_new, runner.device)
-        context = runner.compilation_config.static_forward_context
-        for number, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
-            size = runner.kernel_block_sizes[number]
-            pools = _alike([(name, context[name]) for name in spec.layer_names], late)
-            views = [
-                read_layers(name, layers, *_shape_of(spec.kv_cache_spec, next(iter(layers))), size)
-                for name, layers in pools.items()
-            ]
+        canary, late = self._new_canary(), self._late_layers()
+        parallel = getattr(getattr(self.worker, "vllm_config", None), "parallel_config", None)
+        is_alone = getattr(parallel, "world_size", 1) == 1
+        canary.tell = Teller(getattr(self.worker, "rank", 0), is_alone).tell
+        context = self.runner.compilation_config.static_forward_context
+        for number, spec in enumerate(self.runner.kv_cache_config.kv_cache_groups):
+            size, _ = self._kernel_block_size(number)
+            layers = [(name, context[name]) for name in spec.layer_names]
+            pools = pools_of(layers, spec.kv_cache_spec, size, late)
             window = int(getattr(spec.kv_cache_spec, "sliding_window", None) or 0)
-            group = canary.add_group(number, size, views[0].num_slots, window)
-            for view, (name, layers) in zip(views, pools.items(), strict=True):
-                canary.add_layers(group, view, list(layers), is_late=name.startswith("draft"))
-        speculator = getattr(runner, "speculator", None)
-        if late and speculator is not None and not hasattr(speculator.propose, "__wrapped__"):
-            self._proposing = inspect.signature(speculator.propose)
-            self._replace(speculator, "propose", self._propose)
-        connector = getattr(runner, "kv_connector", None)
-        if connector is not None and hasattr(connector, "kv_connector"):
-            self._loads = Loads(canary)
-            if not hasattr(connector.pre_forward, "__wrapped__"):
-                self._replace(connector, "pre_forward", self._pre_forward)
+            group = canary.add_group(number, size, pools[0][0].num_slots, window)
+            for view, names in pools:
+                canary.add_layers(group, view, names, is_late=view.name.startswith("draft"))
         return canary
 
     def _arm(self, canary: PagedCanary) -> None:
@@ -293,82 +248,23 @@ class Handle:
             rank=getattr(self.worker, "rank", 0), groups=len(canary.groups), bytes=canary.num_bytes,
         )  # fmt: skip
 
-    def _warm_up(self, canary: PagedCanary) -> None:
-        """Every operation once, on rows that nobody follows."""
-        tables = self.runner.block_tables
-        device, n = canary.device, 1
-        numbers = torch.zeros(n, dtype=torch.int32, device=device)
-        counts = torch.arange(n + 1, dtype=torch.int32, device=device)
-        rows = [Rows(numbers, table[:n], counts[1:], counts) for table in tables.input_block_tables]
-        tokens, positions = (
-            torch.zeros(n, dtype=torch.int32, device=device),
-            torch.zeros(n, dtype=torch.int64, device=device),
-        )
-        slots = torch.full((n,), -1, dtype=torch.int64, device=device)
-        states = self.runner.req_states
-        known = (states.all_token_ids.gpu, states.total_len.gpu)
-        canary.read(rows, ["_"], ("decode", 0), 2 * 128, self._lines())
-        canary.wrote(rows, [Fed(tokens, positions, slots, *known) for _ in rows])
-        canary.took(n, slots >= 0)
-        canary.look(self._lines(), [0], ["_"], 128)
-        canary.restart()
+    def _kernel_blocks(self, group: int, blocks: Iterable[int]) -> list[int]:
+        """Of the manager's blocks."""
+        _, ratio = self._kernel_block_size(group)
+        return [block * ratio + part for block in blocks for part in range(ratio)]
 
-    def _lines(self) -> Sequence[torch.Tensor]:
-        return [table.gpu for table in self.runner.block_tables.block_tables]
+    def _blocks(self, group: int, blocks: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(self._kernel_blocks(group, blocks), device=self.runner.device)
 
-    def _blocks(self, group: int, blocks: list[int]) -> torch.Tensor:
-        """Kernel blocks of the manager's blocks."""
-        ratio = self.runner.block_tables.blocks_per_kv_block[group]
-        chosen = [block * ratio + part for block in blocks for part in range(ratio)]
-        return torch.tensor(chosen, device=self.runner.device)
-
-    def _look_at(self, total: int, step: int) -> None:
-        """Tell of what fired up to this step; `total`: the counter behind it."""
-        canary = self.canary
-        if canary is None or total <= self._seen:
-            return
-        fired, self._seen = total - self._seen, total
-        told = 0
-        for known in list(canary.steps):
-            if not known.is_settled and known.number <= step:
-                known.is_settled = True
-                told += settle(canary, known)
-        if not told:
-            canary.coverage.untold_incidents += fired
+    def _new_blocks(self, scheduler_output: Any, group: int) -> dict[int, str]:
+        """By kernel block, the request that was given it for this step."""
+        cached = scheduler_output.scheduled_cached_reqs
+        given = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
+        given += [pair for pair in zip(cached.req_ids, cached.new_block_ids, strict=True) if pair[1] is not None]
+        return {block: name for name, blocks in given for block in self._kernel_blocks(group, blocks[group])}
 
 
-def _salt(request: Any) -> str:
+def salt_of(request: Any) -> str:
     """What makes equal tokens mean other K and V: the adapter."""
     lora = request.lora_request
     return "" if lora is None else f"lora {getattr(lora, 'lora_int_id', lora)}"
-
-
-def _late_layers(runner: Any) -> frozenset[str]:
-    """Layers that a draft model stores, after the target's forward."""
-    return frozenset(getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", None) or ())
-
-
-def _alike(layers: Sequence[tuple[str, Any]], late: frozenset[str]) -> dict[str, dict[str, Any]]:
-    """By pool, layers by name whose tensors have one shape; each storage once."""
-    pools: dict[tuple[Any, ...], dict[str, Any]] = {}
-    seen: set[int] = set()
-    for name, layer in layers:
-        tensor = layer.kv_cache
-        if not isinstance(tensor, torch.Tensor):
-            raise AdapterError(f"layer {name} keeps a state, not K and V: it is not followed yet")
-        if tensor.data_ptr() in seen:
-            continue  # it shares the cache of a layer that is followed
-        seen.add(tensor.data_ptr())
-        key = name in late, tuple(tensor.shape), tensor.stride(), tensor.dtype
-        pools.setdefault(key, {})[name] = layer
-    names: dict[str, dict[str, Any]] = {}
-    for (is_late, *_), chosen in pools.items():
-        role = "draft" if is_late else "target"
-        number = sum(name.startswith(role) for name in names)
-        names[f"{role} {number}" if number else role] = chosen
-    return names
-
-
-def _shape_of(spec: Any, layer: str) -> tuple[int, int]:
-    own = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
-    return own.num_kv_heads, own.head_size

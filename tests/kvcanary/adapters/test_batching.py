@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,56 +12,19 @@ import torch
 from kvcanary import CanaryConfig, KVCorruptionError
 
 transformers = pytest.importorskip("transformers")
-from transformers.generation import configuration_utils as settings  # noqa: E402
 from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
 
 from kvcanary.adapters import batching  # noqa: E402
 from kvcanary.adapters.transformers import attach  # noqa: E402
-
-from .conftest import FAMILIES, WINDOW  # noqa: E402
+from kvcanary_tools.bench.transformers_clean import WINDOW, generate_batch  # noqa: E402
 
 FULL = CanaryConfig(content="full", seed=7)
-#: Windows in all layers, and in two of three.
-SLIDING = {
-    "Mistral": {"sliding_window": WINDOW},
-    "Qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-}
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread logs every error that it hands over, and that psutil is not there."""
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    for family, own in SLIDING.items():
-        monkeypatch.setitem(FAMILIES, family, own)
 
 
 @pytest.fixture
 def batch() -> Callable[..., list[list[int]]]:
     """Generate from prompts that share a prefix, over several chunks and blocks of four."""
-
-    def run(model: Any, children: int = 1, tokens: int = 24) -> list[list[int]]:
-        is_new = "page_size" in settings.ContinuousBatchingConfig.__dataclass_fields__
-        model.set_attn_implementation("sdpa" if is_new else "paged|sdpa")
-        torch.manual_seed(1)
-        shared = torch.randint(3, 97, (20,)).tolist()
-        prompts = [shared + torch.randint(3, 97, (n,)).tolist() for n in (3, 9, 14, 30, 5, 7)]
-        torch.manual_seed(2)
-        outputs = model.generate_batch(
-            prompts,
-            generation_config=settings.GenerationConfig(
-                max_new_tokens=tokens, do_sample=children > 1, num_return_sequences=children, eos_token_id=-1
-            ),
-            continuous_batching_config=settings.ContinuousBatchingConfig(
-                num_blocks=160,
-                max_batch_tokens=40,
-                use_cuda_graph=False,
-                **{"page_size" if is_new else "block_size": 4},
-            ),
-        )
-        return [output.generated_tokens for output in outputs.values()]
-
-    return run
+    return generate_batch
 
 
 @pytest.mark.parametrize(
@@ -70,7 +32,7 @@ def batch() -> Callable[..., list[list[int]]]:
 )
 def test_batches_are_unchanged_and_nothing_is_found(models, batch, family: str, children: int) -> None:
     """Prefixes, forks with copied blocks, chunks and sliding windows: equal tokens, everything judged."""
-    model = models(family)
+    model = models(family, batched=True)
     expected = batch(model, children)
     with attach(model, FULL) as handle:
         assert batch(model, children) == expected
@@ -86,7 +48,7 @@ def test_batches_are_unchanged_and_nothing_is_found(models, batch, family: str, 
 
 def harmed(models, batch, monkeypatch, harm: Callable[..., Any], family: str = "Llama", children: int = 1) -> Any:
     """The first finding of generate_batch when `harm(cache, kwargs, step)` runs before each forward."""
-    model = models(family)
+    model = models(family, batched=True)
     steps = []
 
     def before(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -190,7 +152,7 @@ def test_detach_puts_every_method_back(models) -> None:
 
 def test_two_models_at_once(models, batch) -> None:
     """Each canary sees the caches of its own model."""
-    first, second = models(), models("Qwen2")
+    first, second = models(batched=True), models("Qwen2", batched=True)
     with attach(first, FULL) as ours, attach(second, FULL) as theirs:
         batch(first)
         assert theirs.certificate()["forwards"] == 0

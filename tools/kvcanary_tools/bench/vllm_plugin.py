@@ -33,10 +33,10 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 128
+REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 256
 BLOCKS = 3600  # of 16 tokens: fewer than the requests would fill
 GAP = 1e-2  # of the two best logits, below which two runs may differ
-PAIRS = 3
+PAIRS, WARM_UPS = 4, 2
 
 
 def make_prompts(count: int = REQUESTS, seed: int = 3) -> list[list[int]]:
@@ -121,6 +121,7 @@ class Bench:
 
     def __init__(self, folder: Path, eagle: bool, deadline: float, **engine: Any) -> None:
         self.started, self.deadline = time.perf_counter(), deadline
+        self.touched: str | None = None  # whose bytes or blocks a fault struck
         model = write_model(folder / "model", SHAPE["num_hidden_layers"])  # type: ignore[arg-type]
         speculative = {}
         if eagle:
@@ -176,9 +177,10 @@ class Bench:
     def compare(self) -> Iterator[dict[str, Any]]:
         """Interleaved pairs with and without; what was measured after each."""
         prompts, result = make_prompts(), {"requests": REQUESTS, "off_s": [], "on_s": [], "on_off": [], "off_off": []}
-        self.run(prompts[:32])
-        with self.watched(mode="log"):
-            self.run(prompts[:32])
+        for _ in range(WARM_UPS):
+            self.run(prompts)
+            with self.watched(mode="log"):
+                self.run(prompts)
         before, tokens = self.preemptions(), {}
         for pair in range(PAIRS):
             for is_on in (False, True) if pair % 2 == 0 else (True, False):
@@ -193,7 +195,8 @@ class Bench:
             result["on_off"].append(agreement(tokens[pair, True], tokens[pair, False]))
             if pair:
                 result["off_off"].append(agreement(tokens[pair, False], tokens[pair - 1, False]))
-            result["throughput_ratio"] = median(result["off_s"]) / median(result["on_s"])
+            result["ratios"] = [off / on for off, on in zip(result["off_s"], result["on_s"], strict=True)]
+            result["throughput_ratio"] = median(result["ratios"])
             result["findings"] = len(result["certificate"]["findings"])
             preempted = self.preemptions()
             result["preemptions"] = None if preempted is None or before is None else preempted - before
@@ -224,7 +227,7 @@ class Bench:
         """Requests under `harm(handle, step)`, which is called before each step until it says that it has struck."""
         import torch
 
-        prompts = make_prompts(24, seed=5)
+        prompts, self.touched = make_prompts(24, seed=5), None
         with self.watched(mode=mode, content="full") as handle:
             inner, state = self.runner.execute_model, {"step": 0, "struck": None}
 
@@ -260,17 +263,26 @@ class Bench:
         )
         return {
             "struck": state["struck"],
+            "touched": self.touched,
             "found": [{name: entry[name] for name in kept} for entry in found],
             "fired": report["fired"],
             "untold": report["untold_incidents"],
         }
 
-    def row(self, position: int) -> tuple[str, int] | None:
-        """A running request that has more than so many entries, and its row."""
+    def row(self, output: Any, position: int) -> tuple[str, int] | None:
+        """A request of this step that had more than so many entries before it, and its row."""
         states = self.runner.req_states
         for name, number in states.req_id_to_index.items():
-            if int(states.num_computed_tokens_np[number]) > position:
+            if name in output.num_scheduled_tokens and int(states.num_computed_tokens_np[number]) > position:
                 return name, number
+        return None
+
+    def new_block(self, output: Any) -> tuple[str, int] | None:
+        """A block that a running request is given in this step, and that request."""
+        cached = output.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks and blocks[0]:
+                return name, blocks[0][-1]
         return None
 
     def table(self) -> Any:
@@ -291,20 +303,22 @@ class Bench:
     def flip(self, output: Any, step: int) -> bool:
         import torch
 
-        chosen = self.row(200)
+        chosen = self.row(output, 200)
         if step < 12 or chosen is None:
             return False
         block = int(self.table()[chosen[1], 5])
         caches = self.caches()
         caches[len(caches) // 2].view(torch.int16)[block, 3, 7, 64 + 9] ^= 1 << 6
+        self.touched = chosen[0]
         return True
 
     def swap(self, output: Any, step: int) -> bool:
-        chosen = self.row(200)
+        chosen = self.row(output, 200)
         if step < 12 or chosen is None:
             return False
         line = self.table()[chosen[1]]
         line[[2, 6]] = line[[6, 2]].clone()
+        self.touched = chosen[0]
         return True
 
     def shift(self, output: Any, step: int) -> bool:
@@ -323,7 +337,7 @@ class Bench:
         return True
 
     def hand_out(self, output: Any, step: int) -> bool:
-        chosen = self.row(200)
+        chosen = self.row(output, 200)
         new = [
             data for data in output.scheduled_new_reqs if data.num_computed_tokens < 16 * (len(data.block_ids[0]) - 1)
         ]
@@ -331,13 +345,14 @@ class Bench:
             return False
         data = new[0]
         data.block_ids[0][data.num_computed_tokens // 16] = int(self.table()[chosen[1], 4])
+        self.touched = chosen[0]
         return True
 
     def copy_left_out(self, output: Any, step: int) -> bool:
         from vllm.v1.worker.gpu import model_runner
 
-        chosen = self.row(200)
-        if step < 12 or chosen is None:
+        chosen, target = self.row(output, 200), self.new_block(output)
+        if step < 12 or chosen is None or target is None:
             return False
         right = model_runner.copy_kv_cache_blocks_inplace
 
@@ -345,13 +360,15 @@ class Bench:
             model_runner.copy_kv_cache_blocks_inplace = right
 
         model_runner.copy_kv_cache_blocks_inplace = left_out
-        output.kv_cache_block_copies = [(int(self.table()[chosen[1], 3]), self.unused(1)[0])]
+        self.touched, block = target
+        output.kv_cache_block_copies = [(int(self.table()[chosen[1], 3]), block)]
         return True
 
     def not_zeroed(self, output: Any, step: int) -> bool:
-        if step < 12:
+        target = self.new_block(output)
+        if step < 12 or target is None:
             return False
-        [block] = self.unused(1)
+        self.touched, block = target
         for cache in self.caches():
             cache[block] = 1
 
@@ -405,8 +422,8 @@ class Bench:
                 report = handle.report()
         finally:
             self.runner.kv_connector = own
-        codes = [(entry["code"], entry["page"], entry["action"]) for entry in report["findings"][:3]]
-        return {"blocks": state, "found": codes, "unchecked": report["unchecked"]}
+        codes = [(entry["code"], entry["reader"], entry["page"], entry["action"]) for entry in report["findings"][:3]]
+        return {"blocks": state, "found": codes, "unchecked": report["unchecked"], "checked": report["loads_checked"]}
 
     def faults(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in ("flip", "swap", "shift", "hand_out", "copy_left_out", "not_zeroed"):

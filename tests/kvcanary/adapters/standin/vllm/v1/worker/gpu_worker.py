@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 
 class Worker:
-    rank = 0
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
+        self.settings, self.rank = settings, rank
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=world_size))
 
     def init_device(self) -> None:
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        self.model_runner = GPUModelRunner(**self.settings)
+        settings = dict(self.settings)
+        if settings.pop("runner", "v2") == "v1":
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+        else:
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+        self.model_runner = GPUModelRunner(**settings)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)

@@ -14,6 +14,7 @@ class InputBatch:
     num_reqs: int
     num_reqs_after_padding: int
     idx_mapping: torch.Tensor
+    idx_mapping_np: np.ndarray
     num_scheduled_tokens: np.ndarray
     num_tokens: int
     num_tokens_after_padding: int

@@ -66,6 +66,11 @@ class GPUModelRunner:
         self.num_speculative_steps = Speculator.num_steps if drafts else 0
         self.kv_connector = connector or SimpleNamespace(pre_forward=lambda scheduler_output: None)
         self.pcp_manager = None
+        self.input_buffers = SimpleNamespace(
+            input_ids=torch.zeros(max_num_tokens, dtype=torch.int32), positions=torch.zeros(max_num_tokens).long(),
+            query_start_loc=torch.zeros(max_num_reqs + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(max_num_reqs, dtype=torch.int32),
+        )  # fmt: skip
         tokens = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32)
         self.req_states = SimpleNamespace(
             req_id_to_index={}, free=list(range(max_num_reqs)), all_token_ids=SimpleNamespace(gpu=tokens),
@@ -176,9 +181,9 @@ class GPUModelRunner:
         )
         starts = torch.tensor(np.concatenate(([0], np.cumsum(scheduled))), dtype=torch.int32)
         return InputBatch(
-            names, len(names), len(names), torch.tensor(numbers, dtype=torch.int32), scheduled, len(tokens),
-            len(tokens), starts, lengths, lengths.clone(), torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor(positions),
+            names, len(names), len(names), torch.tensor(numbers, dtype=torch.int32), np.array(numbers, dtype=np.int32),
+            scheduled, len(tokens), len(tokens), starts, lengths, lengths.clone(),
+            torch.tensor(tokens, dtype=torch.int32), torch.tensor(positions),
         )  # fmt: skip
 
     def store(self, name, batch, slots, tokens=None) -> None:

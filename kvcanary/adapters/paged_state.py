@@ -1,0 +1,130 @@
+"""What a canary of watched pools keeps: where bytes lie, what is fed, and what the host must know of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.views import PoolView
+from kvcanary_kernels.record import Keys
+from kvcanary_kernels.rows import WORD_BYTES, PoolRows
+
+RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
+LOOKS = 4  # at rows, between two forwards
+SPLITS = 8  # shares of a row that are judged side by side
+
+
+@dataclass(eq=False)
+class Layers:
+    """Layers of one group whose rows are alike: where their bytes lie and what these were.
+
+    names: what the engine calls them
+    is_late: they are stored by a later forward of the step (a draft's), `took` says when
+    """
+
+    view: PoolView
+    names: tuple[str, ...]
+    keys: Keys
+    lanes: Tensor
+    stamps: Tensor
+    is_late: bool = False
+
+    @property
+    def rows(self) -> PoolRows:
+        return self.view.rows
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
+
+
+@dataclass(eq=False)
+class Group:
+    """Layers that share slots: one block table, one record a slot."""
+
+    number: int
+    block_size: int
+    window: int
+    records: Tensor
+    layers: list[Layers] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Step:
+    """What the host must know to tell of a step's hits later.
+
+    lines:   by group, [rows, width] block tables of the batch, or of all rows by number where `by_number`
+    looked:  requests whose rows were read before this step, with their lines by group
+    """
+
+    number: int
+    requests: Sequence[str]
+    numbers: NDArray[np.integer]
+    lines: Sequence[Tensor]
+    by_number: bool
+    site: tuple[str, int]
+    events: list[Event]
+    looked: list[Looked]
+    count: int = 0
+    is_settled: bool = False
+
+
+@dataclass(eq=False)
+class Looked:
+    requests: tuple[str, ...]
+    lines: list[Tensor]
+
+
+@dataclass(eq=False)
+class Event:
+    """Slots that were looked at by themselves: after a copy, a load, a zeroing, or before a row goes.
+
+    mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
+    requests: whose blocks they are, by block, where that is known
+    """
+
+    code: str
+    what: str
+    layers: Layers
+    slots: Tensor
+    mismatch: Tensor
+    group: Group
+    requests: Mapping[int, str]
+
+
+@dataclass(eq=False)
+class Forward:
+    """What a forward is about to read and to write; tensors on the device, int32 or int64.
+
+    requests:   their names, in the order of the batch
+    numbers:    [rows] on the host, where they stand among all rows of the engine
+    num_tokens: that are fed
+    max_length: at least the entries of the longest row, new ones included
+    num_entries: the same of all rows together
+    tables:     by group, [>= rows, width] block tables of the batch
+    lengths:    [>= rows] entries of each row, new ones included
+    starts:     [>= rows + 1] where each row's new entries begin
+    tokens, positions: [>= num_tokens]
+    slots:      by group, [>= num_tokens] where they are stored
+    known:      tokens that the engine knows, as in `Fed`
+    lines:      by group, block tables of all rows by number; None: there are none, and `tables` are copied for reports
+    """
+
+    requests: Sequence[str]
+    numbers: NDArray[np.integer]
+    site: tuple[str, int]
+    num_tokens: int
+    max_length: int
+    num_entries: int
+    tables: Sequence[Tensor]
+    lengths: Tensor
+    starts: Tensor
+    tokens: Tensor
+    positions: Tensor
+    slots: Sequence[Tensor]
+    known: tuple[Tensor, Tensor] | tuple[()] = ()
+    lines: Sequence[Tensor] | None = None

@@ -1,0 +1,133 @@
+"""Runner V1 of vLLM: rows of the batch move from step to step, so the canary gives each request a row of its own.
+
+Order of a step: _update_states (zeroed and copied blocks, rows that come and go), _build_attention_metadata (block
+tables and slots are there by then), the forward, sample_tokens. Tokens are compared with nothing (W6), since this
+runner keeps them in the host's memory; layers of a draft are not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcanary.adapters.paged import PagedCanary
+from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.vllm.worker import Handle, salt_of
+from kvcanary.errors import AdapterError
+
+
+class HandleV1(Handle):
+    """The canary of a worker with runner V1."""
+
+    hooks = ("_update_states", "_build_attention_metadata", "execute_model", "sample_tokens")
+    _scheduled: Any = None  # what the step that is being prepared was told
+
+    def _update_states(self, method: Any, scheduler_output: Any) -> Any:
+        if not self.is_armed or self.canary is None:
+            return method(scheduler_output)
+        self._scheduled = scheduler_output
+        cached = scheduler_output.scheduled_cached_reqs
+        ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
+        self._leave(self.canary, [name for name in ended if name in self._numbers])
+        result = method(scheduler_output)
+        new = []
+        for data in scheduler_output.scheduled_new_reqs:
+            new.append((data.req_id, data.prompt_token_ids, data.num_computed_tokens))
+        for name, length in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name not in self._numbers:
+                state = self.runner.requests[name]
+                new.append((name, [*(state.prompt_token_ids or ()), *state.output_token_ids], length))
+        self._come(self.canary, new)
+        self._moved(scheduler_output)
+        return result
+
+    def _build_attention_metadata(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        output, self._scheduled = self._scheduled, None
+        if self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture"):
+            self._pending = self._forward_of(output)
+            places = [self.runner.input_batch.req_id_to_index[name] for _, name in self._fresh]
+            self._read(self._tables(), places)
+        return result
+
+    def _leave(self, canary: PagedCanary, names: Sequence[str]) -> None:
+        """Requests end or are preempted: a last look at those that have a row of the batch."""
+        batch = self.runner.input_batch
+        lines = [name for name in names if name in batch.req_id_to_index]
+        canary.coverage.skip("rows that went without a last look", len(names) - len(lines))
+        if lines:
+            places = [batch.req_id_to_index[name] for name in lines]
+            length = int(batch.num_computed_tokens_cpu[places].max()) + self._max_new
+            numbers = [self._numbers[name] for name in lines]
+            canary.look(self._tables(), places, numbers, lines, min(length, self._max_len))
+        self._free += [self._numbers.pop(name) for name in names]
+
+    def _come(self, canary: PagedCanary, new: Sequence[tuple[str, Sequence[int] | None, int]]) -> None:
+        """Requests begin or are resumed, each (name, tokens, entries that it has)."""
+        admitted = []
+        for name, tokens, length in new:
+            if name not in self._numbers:
+                self._numbers[name] = self._free.pop()
+            number, state = self._numbers[name], self.runner.requests[name]
+            admitted.append((number, name, tokens, length, salt_of(state)))
+            if length:
+                self._fresh.append((number, name))
+        canary.admit(admitted)
+
+    def _forward_of(self, output: Any) -> Forward:
+        runner, batch = self.runner, self.runner.input_batch
+        n, names = batch.num_reqs, batch.req_ids[: batch.num_reqs]
+        new = max(output.num_scheduled_tokens.values())
+        kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
+        lengths = runner.optimistic_seq_lens_cpu.numpy()[:n]
+        numbers = np.array([self._numbers[name] for name in names], dtype=np.int64)
+        return self._made(names, numbers, (kind, 0), output.total_num_scheduled_tokens, lengths)
+
+    def _made(
+        self, names: Sequence[str], numbers: np.ndarray, site: tuple[str, int], num_tokens: int, lengths: np.ndarray
+    ) -> Forward:
+        runner = self.runner
+        slots = [self._table(number).slot_mapping.gpu for number in range(len(self._tables()))]
+        return Forward(
+            names, numbers, site, num_tokens, int(lengths.max()), int(lengths.sum()), self._tables(), runner.seq_lens,
+            runner.query_start_loc.gpu, runner.input_ids.gpu, runner.positions, slots,
+        )  # fmt: skip
+
+    def _new_canary(self) -> PagedCanary:
+        runner, device = self.runner, self.runner.device
+        if runner.dcp_world_size != 1 or getattr(self._table(0), "pcp_world_size", 1) != 1:
+            raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
+        if getattr(runner.vllm_config, "kv_transfer_config", None) is not None:
+            raise AdapterError(
+                "external loads are followed with runner V2 only: serve without a connector, or unset KVCANARY_MODE"
+            )
+        self._max_new, self._max_len = 1 + int(runner.num_spec_tokens), int(runner.max_model_len)
+        self._numbers: dict[str, int] = {}
+        self._free = list(range(runner.max_num_reqs))
+        canary = PagedCanary(self.config, runner.max_num_reqs, self._max_new, runner.max_num_tokens, device)
+        canary.fed = canary.fed - {"W6"}
+        return canary
+
+    def _kernel_block_size(self, group: int) -> tuple[int, int]:
+        table = self._table(group)
+        return table.block_size, table.blocks_per_kv_block
+
+    def _late_layers(self) -> Collection[str]:
+        return getattr(getattr(self.runner, "drafter", None), "_draft_attn_layer_names", None) or ()
+
+    def _empty_forward(self) -> Forward:
+        none = np.empty(0, dtype=np.int64)
+        return self._made((), none, ("decode", 0), 0, np.array([self._max_len]))
+
+    def _held(self) -> Collection[int]:
+        return list(self._numbers.values())
+
+    def _table(self, group: int) -> Any:
+        return self.runner.input_batch.block_table[group]
+
+    def _tables(self) -> Sequence[torch.Tensor]:
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        return [self._table(number).block_table.gpu for number in range(len(groups))]

@@ -1,0 +1,142 @@
+"""Runner V2 of vLLM: requests keep one row of its state as long as they run, and block tables lie by row.
+
+Order of a step: finish_requests, add_requests, update_requests (zeroed and copied blocks), prepare_attn (block tables,
+slots), an external load, the forward, sample_tokens (which lets a draft propose).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcanary.adapters.paged import PagedCanary
+from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.vllm.loads import Loads
+from kvcanary.adapters.vllm.worker import Handle, salt_of
+from kvcanary.errors import AdapterError
+
+
+class HandleV2(Handle):
+    """The canary of a worker with runner V2."""
+
+    hooks = (
+        "finish_requests",
+        "add_requests",
+        "update_requests",
+        "prepare_attn",
+        "execute_model",
+        "sample_tokens",
+    )
+
+    def _finish_requests(self, method: Any, scheduler_output: Any) -> Any:
+        if self.is_armed and self.canary is not None:
+            states = self.runner.req_states
+            gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
+            gone = [name for name in gone if name in states.req_id_to_index]
+            if gone:
+                chosen = [states.req_id_to_index[name] for name in gone]
+                length = int(states.num_computed_tokens_np[chosen].max()) + self._max_new
+                self.canary.look(self._lines(), chosen, chosen, gone, min(length, self._max_len))
+        return method(scheduler_output)
+
+    def _add_requests(self, method: Any, scheduler_output: Any) -> Any:
+        result = method(scheduler_output)
+        if self.is_armed and self.canary is not None and scheduler_output.scheduled_new_reqs:
+            numbers, new = self.runner.req_states.req_id_to_index, []
+            for request in scheduler_output.scheduled_new_reqs:
+                number, length = numbers[request.req_id], request.num_computed_tokens
+                tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
+                new.append((number, request.req_id, tokens, length, salt_of(request)))
+                if length:
+                    self._fresh.append((number, request.req_id))
+            self.canary.admit(new)
+            if self._loads is not None:
+                self._loads.expect(new)
+        return result
+
+    def _update_requests(self, method: Any, scheduler_output: Any) -> Any:
+        result = method(scheduler_output)
+        if self.is_armed:
+            self._moved(scheduler_output)
+        return result
+
+    def _prepare_attn(self, method: Any, input_batch: Any) -> Any:
+        result = method(input_batch)
+        if self.is_armed:
+            self._pending = self._forward_of(input_batch, *result)
+            if self._loads is None:
+                self._read(self._lines(), [number for number, _ in self._fresh])
+        return result
+
+    def _pre_forward(self, method: Any, scheduler_output: Any) -> Any:
+        result = method(scheduler_output)
+        if self.is_armed and self._pending is not None and self._loads is not None:
+            self._loads.arrived(self._lines())
+            self._read(self._lines(), [number for number, _ in self._fresh])
+        return result
+
+    def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if self.is_armed and self.canary is not None and self._is_running:
+            self.canary.took(kwargs["num_rejected"] if "num_rejected" in kwargs else args[self._rejected_at])
+        return result
+
+    def _forward_of(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> Forward:
+        n, new = batch.num_reqs, int(batch.num_scheduled_tokens.max())
+        lengths = batch.seq_lens_cpu_upper_bound.numpy()[:n]
+        kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
+        starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
+        return Forward(
+            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, int(lengths.max()),
+            int(lengths.sum()), tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts,
+            batch.input_ids, batch.positions, list(slots), self._known(), self._lines(),
+        )  # fmt: skip
+
+    def _bind(self) -> PagedCanary:
+        runner, canary = self.runner, super()._bind()
+        speculator, connector = getattr(runner, "speculator", None), getattr(runner, "kv_connector", None)
+        if speculator is not None and self._late_layers() and not hasattr(speculator.propose, "__wrapped__"):
+            self._rejected_at = list(inspect.signature(speculator.propose).parameters).index("num_rejected")
+            self._replace(speculator, "propose", self._propose)
+        if connector is not None and hasattr(connector, "kv_connector"):
+            self._loads = Loads(canary)
+            if not hasattr(connector.pre_forward, "__wrapped__"):
+                self._replace(connector, "pre_forward", self._pre_forward)
+        return canary
+
+    def _new_canary(self) -> PagedCanary:
+        runner, tables = self.runner, self.runner.block_tables
+        if tables.cp_size != 1 or getattr(runner, "pcp_manager", None) is not None:
+            raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
+        self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
+        self._max_len = int(runner.max_model_len)
+        most = tables.slot_mappings.shape[1]
+        return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device)
+
+    def _kernel_block_size(self, group: int) -> tuple[int, int]:
+        return self.runner.kernel_block_sizes[group], self.runner.block_tables.blocks_per_kv_block[group]
+
+    def _late_layers(self) -> Collection[str]:
+        return getattr(getattr(self.runner, "speculator", None), "draft_attn_layer_names", None) or ()
+
+    def _empty_forward(self) -> Forward:
+        tables, held = self.runner.block_tables, self.runner.input_buffers
+        return Forward(
+            (), np.empty(0, dtype=np.int64), ("decode", 0), 0, self._max_len, 0, tables.input_block_tables,
+            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, list(tables.slot_mappings),
+            self._known(), self._lines(),
+        )  # fmt: skip
+
+    def _held(self) -> Collection[int]:
+        return list(self.runner.req_states.req_id_to_index.values())
+
+    def _lines(self) -> Sequence[torch.Tensor]:
+        return [table.gpu for table in self.runner.block_tables.block_tables]
+
+    def _known(self) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.runner.req_states
+        return states.all_token_ids.gpu, states.total_len.gpu

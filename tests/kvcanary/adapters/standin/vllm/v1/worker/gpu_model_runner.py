@@ -1,0 +1,131 @@
+"""Runner V1 over plain torch: rows of the batch move as requests come and go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
+from vllm.v1.worker.gpu.model_runner import VOCABULARY, AsyncOutput, Impl
+
+
+class GPUModelRunner:
+    def __init__(self, max_num_reqs=8, max_model_len=256, max_num_tokens=512):
+        self.device, self.vllm_config = torch.device("cpu"), SimpleNamespace(kv_transfer_config=None)
+        self.max_model_len, self.max_num_tokens, self.max_num_reqs = max_model_len, max_num_tokens, max_num_reqs
+        self.dcp_world_size, self.num_spec_tokens, self.requests = 1, 0, {}
+        self.compilation_config = SimpleNamespace(static_forward_context={})
+        self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
+        self.optimistic_seq_lens_cpu = torch.zeros(max_num_reqs, dtype=torch.int32)
+        self.query_start_loc = SimpleNamespace(gpu=torch.zeros(max_num_reqs + 1, dtype=torch.int32))
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(max_num_tokens, dtype=torch.int32))
+        self.positions = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self.input_batch = SimpleNamespace(
+            num_reqs=0, req_ids=[], req_id_to_index={}, num_computed_tokens_cpu=np.zeros(max_num_reqs, dtype=np.int32)
+        )
+
+    def initialize_kv_cache(self, kv_cache_config) -> None:
+        self.kv_cache_config = kv_cache_config
+        tables, context = [], self.compilation_config.static_forward_context
+        for group in kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            size = min(spec.block_size, 4)
+            tables.append(
+                BlockTable(
+                    spec.block_size, self.max_num_reqs, self.max_model_len // spec.block_size, self.max_num_tokens,
+                    False, self.device, size,
+                )
+            )  # fmt: skip
+            blocks = kv_cache_config.num_blocks * spec.block_size // size
+            for name in group.layer_names:
+                memory = torch.zeros(blocks, size, spec.num_kv_heads, 2 * spec.head_size, dtype=spec.dtype)
+                own = context.setdefault(name, SimpleNamespace(impl=Impl(), kv_cache_torch_dtype=spec.dtype))
+                own.kv_cache, own.group = memory.transpose(1, 2), len(tables) - 1
+        self.input_batch.block_table = MultiGroupBlockTable(tables)
+
+    def _update_states(self, scheduler_output) -> None:
+        for name in scheduler_output.finished_req_ids:
+            self.requests.pop(name, None)
+        self.zero(scheduler_output.new_block_ids_to_zero or ())
+        cached = scheduler_output.scheduled_cached_reqs
+        for new in scheduler_output.scheduled_new_reqs:
+            self.requests[new.req_id] = SimpleNamespace(
+                prompt_token_ids=list(new.prompt_token_ids), output_token_ids=[], lora_request=None,
+                num_computed_tokens=new.num_computed_tokens, block_ids=[list(blocks) for blocks in new.block_ids],
+            )  # fmt: skip
+        for name, count, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            state = self.requests[name]
+            state.num_computed_tokens = count
+            for own, added in zip(state.block_ids, blocks or (), strict=False):
+                own.extend(added)
+        # the rows that are left move up, the new ones follow: nobody keeps his row
+        batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
+        held = [name for name in reversed(batch.req_ids) if name in scheduled and name in self.requests]
+        batch.req_ids = held + [name for name in scheduled if name not in held]
+        batch.num_reqs = len(batch.req_ids)
+        batch.req_id_to_index = {name: row for row, name in enumerate(batch.req_ids)}
+        for row, name in enumerate(batch.req_ids):
+            state = self.requests[name]
+            batch.num_computed_tokens_cpu[row] = state.num_computed_tokens
+            for table, blocks in zip(batch.block_table.tables, state.block_ids, strict=True):
+                table.fill_row(row, blocks)
+
+    def zero(self, blocks) -> None:
+        for layer in self.compilation_config.static_forward_context.values():
+            ratio = self.input_batch.block_table[layer.group].blocks_per_kv_block
+            for block in blocks:
+                layer.kv_cache[block * ratio : (block + 1) * ratio] = 0
+
+    def _prepare_inputs(self, scheduler_output) -> None:
+        batch, begin = self.input_batch, 0
+        for row, name in enumerate(batch.req_ids):
+            state, count = self.requests[name], scheduler_output.num_scheduled_tokens[name]
+            past, where = state.num_computed_tokens, slice(begin, begin + count)
+            tokens = [*state.prompt_token_ids, *state.output_token_ids][past : past + count]
+            self.input_ids.gpu[where] = torch.tensor(tokens, dtype=torch.int32)
+            self.positions[where] = torch.arange(past, past + count)
+            begin += count
+            self.query_start_loc.gpu[row + 1 :] = begin
+            self.seq_lens[row] = self.optimistic_seq_lens_cpu[row] = past + count
+            for table in batch.block_table.tables:
+                line, size = table.block_table.gpu[row].long(), table.block_size
+                own = self.positions[where]
+                table.slot_mapping.gpu[where] = line[own // size] * size + own % size
+
+    def _build_attention_metadata(
+        self, num_tokens, num_reqs, max_query_len, num_tokens_padded=None, num_reqs_padded=None,
+        for_cudagraph_capture=False, slot_mappings=None,
+    ):  # fmt: skip
+        return {}, None
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None) -> None:
+        self._update_states(scheduler_output)
+        total = scheduler_output.total_num_scheduled_tokens
+        if not total:
+            return
+        self._prepare_inputs(scheduler_output)
+        tables = self.input_batch.block_table.tables
+        self._build_attention_metadata(
+            num_tokens=total, num_reqs=self.input_batch.num_reqs, max_query_len=1,
+            slot_mappings={number: table.slot_mapping.gpu[:total] for number, table in enumerate(tables)},
+        )  # fmt: skip
+        fed = self.input_ids.gpu[:total].long() * 31 + self.positions[:total]
+        for number, layer in enumerate(self.compilation_config.static_forward_context.values()):
+            heads, dim = layer.kv_cache.shape[1], layer.kv_cache.shape[3] // 2
+            key = torch.sin(fed.float()[:, None, None] * (1 + number) + torch.arange(heads * dim).view(heads, dim))
+            slots = tables[layer.group].slot_mapping.gpu[:total]
+            layer.impl.do_kv_cache_update(layer, key, key.cos(), layer.kv_cache, slots)
+
+    def sample_tokens(self, grammar_output):
+        given = {}
+        for row, name in enumerate(self.input_batch.req_ids):
+            state, length = self.requests[name], int(self.seq_lens[row])
+            known = len(state.prompt_token_ids) + len(state.output_token_ids)
+            given[name] = []
+            if length == known:
+                last = int(self.input_ids.gpu[int(self.query_start_loc.gpu[row + 1]) - 1])
+                given[name] = [(last * 7 + length) % VOCABULARY]
+                state.output_token_ids += given[name]
+        return AsyncOutput(given)
