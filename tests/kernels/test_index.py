@@ -11,6 +11,7 @@ from kvcanary_kernels.index import index_rows, index_rows_torch
 
 POISON = -77
 NUM_SLOTS = 1 << 20
+both = pytest.mark.parametrize("operation", [index_rows, index_rows_torch], ids=["triton", "torch"])
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")),
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -46,11 +47,12 @@ def by_hand(table, rows, prefixes, tails, tail_lens) -> list[list[int]]:
     return [table[rows[r // width]][: prefixes[r // width]] + tails[r][: own[r]] for r in range(len(tails))]
 
 
+@both
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize(("requests", "width", "columns", "max_tail"), [(1, 1, 5, 1), (3, 2, 300, 4), (130, 1, 7, 3)])
-def test_rows_are_prefix_and_tail(device, requests, width, columns, max_tail, is_ragged):
-    """Kernel, reference and lists agree; what lies behind the last row keeps its poison."""
+def test_rows_are_prefix_and_tail(operation, device, requests, width, columns, max_tail, is_ragged):
+    """Kernel and reference agree with lists; what lies behind the last row keeps its poison."""
     chance = random.Random(requests)
     table = [[0] * columns, *([chance.randrange(1, NUM_SLOTS) for _ in range(columns)] for _ in range(requests))]
     rows = [chance.randrange(requests + 1) for _ in range(requests)]
@@ -59,20 +61,19 @@ def test_rows_are_prefix_and_tail(device, requests, width, columns, max_tail, is
     tail_lens = [chance.randrange(max_tail + 1) for _ in tails] if is_ragged else None
     expected = by_hand(table, rows, prefixes, tails, tail_lens)
     flat = [slot for row in expected for slot in row]
-    for operation in (index_rows, index_rows_torch):
-        indptr, indices = build(operation, device, table, rows, prefixes, tails, tail_lens)
-        assert indptr == [sum(map(len, expected[:r])) for r in range(len(tails) + 1)]
-        assert indices == flat + [POISON] * (len(indices) - len(flat))
+    indptr, indices = build(operation, device, table, rows, prefixes, tails, tail_lens)
+    assert indptr == [sum(map(len, expected[:r])) for r in range(len(tails) + 1)]
+    assert indices == flat + [POISON] * (len(indices) - len(flat))
 
 
+@both
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_out_of_range_is_cut(device):
+def test_what_is_out_of_range_is_cut(operation, device):
     """Lengths and slots that a damaged device holds cost a finding, and no address outside the arrays."""
     table = [[0, 0, 0], [7, NUM_SLOTS, -5]]
-    for operation in (index_rows, index_rows_torch):
-        indptr, indices = build(operation, device, table, [1, 9, 1], [2**40, 2, -3], [[8], [9], [2**50]], [1, 2**40, 1])
-        assert indptr == [0, 4, 5, 6]
-        assert indices[:6] == [7, 0, 0, 8, 9, 0]
+    indptr, indices = build(operation, device, table, [1, 9, 1], [2**40, 2, -3], [[8], [9], [2**50]], [1, 2**40, 1])
+    assert indptr == [0, 4, 5, 6]
+    assert indices[:6] == [7, 0, 0, 8, 9, 0]
 
 
 def test_arguments_are_checked():

@@ -11,7 +11,7 @@ POISON = -77
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, BLOCK + 3])
-@pytest.mark.parametrize("act", [take, take_torch], ids=["kernel", "torch"])
+@pytest.mark.parametrize("act", [take, take_torch], ids=["triton", "torch"])
 def test_take_reads_each_row(act, n: int, device: str) -> None:
     """Lengths past the table are cut to it, rows outside the relay are padding's; each number by hand."""
     num_rows, width = BLOCK + 9, 12
@@ -28,7 +28,7 @@ def test_take_reads_each_row(act, n: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(("live", "decides"), [(0, 1), (3, 1), (BLOCK + 3, 1), (BLOCK + 3, 0)])
-@pytest.mark.parametrize("act", [leave, leave_torch], ids=["kernel", "torch"])
+@pytest.mark.parametrize("act", [leave, leave_torch], ids=["triton", "torch"])
 def test_leave_moves_live_rows_on(act, live: int, decides: int, device: str) -> None:
     """One entry more and the chosen token, for the live ones alone, and only where the program decides."""
     n, num_rows = BLOCK + 3, BLOCK + 9

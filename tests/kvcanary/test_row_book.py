@@ -1,0 +1,423 @@
+"""Requests and their rows without a pool: slots of positions, who holds a page, what a refusal says."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kvcanary.codes import CODES
+from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
+from kvcanary.errors import LifetimeError, PageGenerationError, PageOwnerError, PageReferenceError, PageStateError
+from kvcanary.findings import Cause
+from kvcanary.ledger import Judged, Ledger
+from kvcanary.quarantine import Quarantine
+from kvcanary.requests import NO_PAGE, Addresses, ReadQueue, TruthChain
+from kvcanary.uids import digest
+from kvcanary_kernels.record import chain_root, make_keys
+
+KEYS = make_keys(7, 1, 4)
+SIZE = 4
+
+
+def make_ledger(page_size: int = SIZE, num_pages: int = 12) -> Ledger:
+    """Two pools, the second one token further and one entry ahead; page 0 null; `a` has a row of pages 5, 3, 7."""
+    ledger = Ledger(num_pages, page_size, 1, KEYS, [("target", 0), ("draft", 1, 1)])
+    ledger.admit("a", range(100), 0)
+    ledger.grant("a", [5, 3, 7], 1)
+    return ledger
+
+
+def said(error: type[LifetimeError], call, *arguments: object) -> LifetimeError:
+    with pytest.raises(error) as caught:
+        call(*arguments)
+    return caught.value
+
+
+# rows
+
+
+def test_the_slots_of_a_range_are_those_that_were_granted():
+    """Half-open, in row order; holes are left out, and so is what lies behind the row."""
+    ledger = make_ledger()
+    request = ledger.request("a")
+    assert ledger.slots(request, 2, 6) == [22, 23, 12, 13]
+    ledger.free("a", [3], 2)
+    assert ledger.slots(request, 2, 99) == [22, 23, 28, 29, 30, 31]
+    assert [ledger.slot(request, position) for position in (3, 4, 7, 8, 12)] == [23, -1, -1, 28, -1]
+
+
+def test_pages_of_one_slot_are_their_own_slots():
+    """Without arithmetic, and without holes."""
+    ledger = make_ledger(page_size=1)
+    request = ledger.request("a")
+    assert ledger.slots(request, 0, 2) == [5, 3]
+    ledger.free("a", [5], 2)
+    assert ledger.slots(request, 0, 9) == [3, 7]
+
+
+def test_a_row_is_cut_behind_its_last_page():
+    """Freed tail pages leave no hole; the bytes of the row are those of what is left."""
+    ledger = make_ledger()
+    request = ledger.request("a")
+    ledger.free("a", [7], 2)
+    assert (request.pages, np.frombuffer(request.row, np.int64).tolist()) == ([5, 3], [*range(20, 24), *range(12, 16)])
+    ledger.free("a", [5], 2)
+    assert (request.pages, np.frombuffer(request.row, np.int64).tolist()) == (
+        [NO_PAGE, 3],
+        [*range(-4, 0), *range(12, 16)],
+    )
+
+
+def test_a_move_to_the_end_of_a_row_lengthens_it():
+    """By what follows without a gap; what is written already changes nothing, nor do uids that nobody has."""
+    ledger = make_ledger()
+    request = ledger.request("a")
+    request.row_lens[0] = 2
+    ledger.note_moved(0, np.array([21, 20]), np.array([1, 0]))
+    assert (request.row_lens, ledger.states[5]) == ([2, 0], ledger.states[3])
+    ledger.note_moved(0, np.array([22, 23, 13, 12]), np.array([4, 9, 3, 2]))
+    assert request.row_lens == [6, 0]
+    assert ledger.states[[5, 3, 7]].tolist() == [6, 6, 5]
+    ledger.note_moved(0, np.array([28, 40]), np.array([9, 9]))
+    assert (request.row_lens, ledger.states[10]) == ([6, 0], 0)
+
+
+def test_rows_reach_a_position_when_all_do():
+    """The shortest row decides."""
+    ledger = make_ledger()
+    ledger.admit("b", [1], 0)
+    ledger.request("a").row_lens[0], ledger.request("b").row_lens[0] = 5, 3
+    assert (ledger.rows_reach(0, 2), ledger.rows_reach(0, 3), ledger.rows_reach(1, 0)) == (True, False, False)
+
+
+def test_a_page_has_its_owner_or_its_holders():
+    """A private page its owner, a shared one whoever's rows name it, a cached one nobody."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    a, b = ledger.request("a"), ledger.admit("b", [1], 0)
+    assert (ledger.owner_of(5), ledger.holders(5), ledger.holder(5)) == ("a", ("a",), a)
+    ledger.fork("a", "b", [5], 2)
+    assert (ledger.owner_of(5), ledger.holders(5), ledger.holder(5)) == (None, ("a", "b"), a)
+    ledger.free("a", [5], 3)
+    assert (ledger.owner_of(5), ledger.holder(5), ledger.holder(9)) == ("b", b, None)
+
+
+def test_a_page_that_is_not_in_the_row_is_named_with_its_rows():
+    """Whose page it is, and what to do: in the words and in the fields."""
+    ledger = make_ledger()
+    ledger.admit("b", [1], 0)
+    error = said(PageOwnerError, ledger.free, "b", [3], 2)
+    assert str(error) == (
+        "page 3, named by 'b', must be in its row to be freed, it is in the row of 'a': name only pages of the row"
+    )
+    assert (error.page, error.request_id, error.owner) == (3, "b", "a")
+
+
+def test_a_cache_takes_pages_that_are_final():
+    """In state and in the row; a hit comes before any grant."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    ledger.commit("a", 4, 2)
+    with pytest.raises(PageStateError, match="page 3 must be COMMITTED or SHARED to be published by 'a'"):
+        ledger.share("a", [3], 2)
+    ledger.share("a", [5], 2)
+    assert str(said(LifetimeError, ledger.acquire, "a", [5], 3)) == (
+        "pages of a cache must be the head of the row of 'a': acquire before grant"
+    )
+
+
+def test_a_row_names_a_page_once():
+    """A hit on a page that the row has, and pages that are not final, are refused with the rule."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    ledger.commit("a", 12, 2)
+    ledger.share("a", [5, 3, 7], 2)
+    error = said(PageOwnerError, ledger.acquire, "a", [3], 3)
+    assert (
+        str(error) == "page 3, named by 'a', must be new to its row, it is in the row of 'a': a row names a page once"
+    )
+    ledger.admit("b", [1], 0)
+    error = said(PageOwnerError, ledger.share, "b", [7], 3)
+    assert str(error) == (
+        "page 7, named by 'b', must be one of the 0 final pages of its row, it is in the row of 'a': commit it first"
+    )
+
+
+def test_only_what_a_cache_holds_is_hit_or_evicted():
+    """A forked page is shared, but no cache has it."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    ledger.admit("b", [1], 0)
+    ledger.fork("a", "b", [5], 2)
+    error = said(PageReferenceError, ledger.evict, [5], 3)
+    assert str(error) == "page 5 must be held by a prefix cache, only rows hold it: share it first"
+    assert (error.page, error.refcount) == (5, 2)
+
+
+def test_a_page_with_references_is_not_evicted():
+    """The count, and who holds it."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    ledger.commit("a", 4, 2)
+    ledger.share("a", [5], 2)
+    error = said(PageReferenceError, ledger.evict, [5], 3)
+    assert str(error) == "page 5 must have no reference to be evicted, it has 1 (a): evict what no row names"
+    assert (error.page, error.refcount) == (5, 1)
+
+
+def test_generations_of_a_free_are_those_of_the_grants():
+    """As many as pages, and each the current one."""
+    ledger = make_ledger()
+    error = said(PageGenerationError, ledger.free, "a", [5, 3], 2, [1, 2])
+    assert str(error) == (
+        "page 3 must be freed in the generation in which it was granted, 2, it is in 1: "
+        "this free came twice, or too late"
+    )
+    assert (error.page, error.generation, error.current) == (3, 2, 1)
+    error = said(LifetimeError, ledger.free, "a", [5, 3], 2, [1])
+    assert str(error) == "each freed page must have its generation, got 2 and 1"
+    ledger.free("a", [5, 3], 2, [1, 1])
+
+
+def test_more_than_the_row_is_not_committed():
+    """A length that fills the row exactly is; one page more is not."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    assert str(said(LifetimeError, ledger.commit, "a", 16, 2)) == (
+        "request 'a' must hold what it commits, got 16 entries and a row of 3 pages of 4: grant first"
+    )
+    ledger.commit("a", 12, 2)
+    assert ledger.request("a").final_pages == 3
+
+
+def test_what_is_final_in_every_pool_is_committed():
+    """The shortest pool decides; what a forward may still write, or what is not the request's own, is not final."""
+    ledger = make_ledger()
+    request = ledger.request("a")
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    request.committed_len, request.row_lens = 12, [12, 7]
+    ledger.finalise(request, 2)
+    assert request.final_pages == 1
+    request.row_lens = [12, 13]
+    ledger.finalise(request, 3, committed_len=8)
+    assert request.final_pages == 2
+    request.owned_len = 11
+    ledger.finalise(request, 4)
+    assert request.final_pages == 2
+    request.owned_len = None
+    ledger.finalise(request, 5)
+    assert (request.final_pages, ledger.history.of(7)[-1].step) == (3, 5)
+
+
+def test_the_last_request_of_a_fork_owns_its_pages_again():
+    """Written anew where they were no final pages of its row, committed where they were; the free has its step."""
+    ledger = make_ledger()
+    ledger.pages.wrote(np.array([5, 3, 7]))
+    ledger.commit("a", 4, 2)
+    b = ledger.admit("b", [1], 0)
+    ledger.fork("a", "b", [5, 3], 3)
+    assert b.final_pages == 1
+    ledger.free("a", [5, 3, 7], 4)
+    assert [ledger.owner_of(page) for page in (5, 3, 7)] == ["b", "b", None]
+    assert [(event.kind, event.step, event.request_id) for event in ledger.history.of(5)[-3:]] == [
+        ("released", 4, "a"),
+        ("taken back", 4, "b"),
+        ("committed", 4, "b"),
+    ]
+    assert [event.kind for event in ledger.history.of(3)[-2:]] == ["released", "taken back"]
+    ledger.free("b", [5, 3], 6)
+    assert [(ledger.history.of(page)[-1].kind, ledger.history.of(page)[-1].step) for page in (5, 3)] == [
+        ("freed", 6)
+    ] * 2
+
+
+# requests
+
+
+def test_a_truth_chain_keeps_what_was_computed():
+    """Room is made twice over and values stay in it; a loop may fill it."""
+    chain = TruthChain(1 << 63 | 5, 0)
+    assert chain.signed_root == 5 - (1 << 63)
+    address = chain.room_for(3)
+    ctypes.memmove(address, np.array([7, 8, 9], np.uint64).ctypes.data, 24)
+    chain.grown(3)
+    assert chain.values.tolist() == [7, 8, 9]
+    assert chain.room_for(6) == address
+    assert chain.room_for(7) != address
+    chain.grown(2)
+    assert chain.values.tolist() == [7, 8, 9]
+
+
+def test_addresses_follow_row_and_tokens():
+    """Tokens are copied once, the row is read where it lies; nothing has no address."""
+    addresses = Addresses()
+    addresses.follow(b"", [])
+    assert (addresses.granted_at, addresses.tokens_at) == (0, 0)
+    row, tokens = np.arange(40, 44).tobytes(), [3, 1, 4]
+    addresses.follow(row, tokens)
+    granted = np.ctypeslib.as_array((ctypes.c_int64 * 4).from_address(addresses.granted_at))
+    assert granted.tolist() == [40, 41, 42, 43]
+    kept = addresses.tokens_at
+    for more in (1, 5, 9):
+        tokens.append(more)
+        addresses.follow(row, tokens)
+    known = np.ctypeslib.as_array((ctypes.c_int64 * 6).from_address(addresses.tokens_at))
+    assert (known.tolist(), addresses.tokens_at) == (tokens, kept)
+    tokens += [2, 6]
+    addresses.follow(row, tokens)
+    known = np.ctypeslib.as_array((ctypes.c_int64 * 8).from_address(addresses.tokens_at))
+    assert known.tolist() == tokens
+    addresses.follow(b"", tokens)
+    assert addresses.granted_at == 0
+
+
+def test_a_read_queue_gives_what_waits_longest():
+    """In whole or in part, each once a step unless asked again; cleared it starts anew."""
+    queue = ReadQueue()
+    queue.extend_to(4, 1)
+    queue.extend_to(4, 2)
+    queue.extend_to(6, 3)
+    assert (queue.looks(), queue.oldest(), queue.length) == (((0, 4, 1), (4, 6, 3)), 1, 6)
+    assert queue.take(5, 5) == [(0, 4, 1), (4, 5, 3)]
+    assert queue.looks() == ((5, 6, 3), (0, 4, 5), (4, 5, 5))
+    assert queue.take(9, 5) == [(5, 6, 3)]
+    assert queue.take(9, 5) == []
+    assert queue.take(2, 5, again=True) == [(0, 2, 5)]
+    queue.clear()
+    assert (queue.length, queue.looks(), queue.oldest()) == (0, (), None)
+
+
+def test_a_request_starts_anew_without_pages():
+    """What was committed, written, read and judged is forgotten; its tokens stay."""
+    ledger = make_ledger()
+    request = ledger.request("a")
+    request.committed_len, request.row_lens, request.judged = 4, [4, 5], [Judged(4, 1, 1)] * 2
+    request.reads[1].extend_to(4, 1)
+    ledger.free("a", [5, 3, 7], 2)
+    assert (request.committed_len, request.row_lens, request.judged) == (0, [0, 0], [Judged()] * 2)
+    assert (request.reads[1].looks(), len(request.tokens)) == ((), 100)
+
+
+def test_what_a_pool_holds_is_final_up_to_what_was_written():
+    """A pool that runs ahead holds one entry more; an earlier length may be asked for."""
+    request = make_ledger().request("a")
+    request.committed_len, request.row_lens = 6, [8, 6]
+    assert (request.most_final(0), request.most_final(1), request.most_final(1, 2)) == (6, 7, 3)
+    assert (request.final_len(0), request.final_len(1), request.final_len(0, 2)) == (6, 6, 2)
+
+
+def test_tokens_since_a_step_are_those_that_came_after_it():
+    """Several in one step count together; before the first step all do."""
+    ledger = make_ledger()
+    ledger.append("a", [1, 2], 4)
+    ledger.append("a", [3], 4)
+    ledger.append("a", [4.0], 6)
+    request = ledger.request("a")
+    assert [request.tokens_since(step) for step in (-1, 0, 3, 4, 6)] == [104, 4, 4, 1, 0]
+    assert request.tokens[-4:] == [1, 2, 3, 4]
+
+
+def test_a_request_is_admitted_with_its_roots():
+    """Salt and adapter are in the roots of both pools, and tokens are plain numbers."""
+    ledger = make_ledger()
+    request = ledger.admit("b", [7.0, 8], 3, "salt", "adapter")
+    assert [request.root(pool) for pool in (0, 1)] == [
+        chain_root(KEYS, name, "salt", "adapter") for name in ("target", "draft")
+    ]
+    assert (request.request_id, request.uid, request.tokens, request.growth) == ("b", digest("b", 0), [7, 8], [(3, 2)])
+    assert (request.ahead, [truth.token_offset for truth in request.truths]) == ((0, 1), [0, 1])
+    assert str(said(LifetimeError, ledger.admit, "b", [1], 4)) == "request 'b' is admitted already"
+    assert str(said(LifetimeError, ledger.append, "c", [1], 4)) == "request 'c' is not admitted: call admit() first"
+    assert str(said(LifetimeError, ledger.forget, "a")) == "request 'a' still holds 3 pages: free them first"
+    ledger.forget("b")
+    assert (ledger.name(request.uid), "b" in ledger.requests) == ("b", False)
+
+
+def test_a_name_of_before_is_remembered():
+    """A live request keeps its own uid."""
+    ledger = make_ledger()
+    uid = ledger.request("a").uid
+    ledger.remember(77, "old")
+    ledger.remember(uid, "other")
+    assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
+
+
+def test_quarantined_pages_leave_in_the_order_in_which_they_came():
+    """After so many steps; earlier only while pages are wanted, and never before the least."""
+    quarantine = Quarantine()
+    quarantine.add([4, 2], 1)
+    quarantine.add([3], 3)
+    assert len(quarantine) == 3
+    assert quarantine.leave(4, 4) == []
+    assert quarantine.leave(4, 4, wanted=1, least=4) == []
+    assert quarantine.leave(4, 4, wanted=1, least=3) == [4]
+    assert quarantine.leave(5, 4, wanted=1, least=3) == [2]
+    assert quarantine.leave(6, 4) == []
+    assert quarantine.leave(7, 4) == [3]
+    assert len(quarantine) == 0
+
+
+def test_the_quarantine_of_a_ledger_follows_its_pages():
+    """Free, then quarantined, then free again; nothing that leaves is no event."""
+    ledger = make_ledger()
+    ledger.free("a", [5, 3], 2)
+    ledger.quarantine([5, 3], 2)
+    assert ledger.leave_quarantine(3, 4) == []
+    assert ledger.leave_quarantine(6, 4) == [5, 3]
+    assert [(event.kind, event.step, event.request_id) for event in ledger.history.of(5)[-2:]] == [
+        ("quarantined", 2, None),
+        ("left quarantine", 6, None),
+    ]
+
+
+# the ranking
+
+
+def test_causes_are_ranked_by_their_evidence(monkeypatch):
+    """A rule is asked for its codes; more evidence first, then derived; at most three, and one where none fits."""
+
+    class Asked:
+        def __init__(self, code: str, is_unwritten: bool = False) -> None:
+            self.hit = type("Hit", (), {"code": code, "is_unwritten": is_unwritten})()
+
+    causes = [
+        (("R4",), Cause("bits", "one, guessed", "inferred", ("a",))),
+        (("R4", "U1"), Cause("order", "one, known", "derived", ("a",))),
+        (("R4",), Cause("draft", "two", "inferred", ("a", "b"))),
+        (("R4",), None),
+        (("R4",), Cause("graphs", "none", "derived")),
+        (("R5",), Cause("graphs", "alone", "derived")),
+        (("R4",), Cause("lengths", "one, guessed later", "inferred", ("a",))),
+    ]
+    monkeypatch.setattr(
+        "kvcanary.diagnosis.RULES", tuple((codes, lambda facts, cause=cause: cause) for codes, cause in causes)
+    )
+    assert [cause.text for cause in rank_causes(Asked("R4"))] == ["two", "one, known", "one, guessed"]
+    assert [cause.text for cause in rank_causes(Asked("R5"))] == ["alone"]
+    assert [cause.text for cause in rank_causes(Asked("R9", is_unwritten=True))] == ["one, known"]
+    assert rank_causes(Asked("W3")) == (
+        Cause("addressing", "the arrays of this forward were built wrong: write to shared page", "inferred"),
+    )
+    assert MOST_CAUSES == 3
+
+
+def test_rules_that_always_fit_say_one_thing():
+    """Fixed causes need no facts, are guesses, and are none but these."""
+    fixed = {(codes, rule(None)) for codes, rule in RULES if rule.__name__ == "rule"}
+    assert {(codes, cause.family) for codes, cause in fixed} == {
+        (("R10",), "lengths"),
+        (("R11",), "order"),
+        (("R13",), "draft"),
+        (("W6",), "order"),
+        (("W7",), "lifetime"),
+        (("W8",), "bounds"),
+        (("W9",), "graphs"),
+        (("O1",), "order"),
+        (("H1",), "hooks"),
+        (("H2",), "hooks"),
+    }
+    assert {(cause.basis, cause.evidence) for _, cause in fixed} == {("inferred", ())}
+    assert all(len(cause.text) > 20 for _, cause in fixed)
+    assert {code for codes, _ in fixed for code in codes} <= set(CODES)
