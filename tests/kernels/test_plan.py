@@ -240,3 +240,64 @@ def test_a_table_of_rows_needs_code_starts(device):
         )
     words = "a table of several rows needs code_starts, got None: the codes of its rows would overlap"
     assert str(caught.value) == words
+
+
+@both
+def test_a_row_reads_what_it_writes_at_its_end(operation, device) -> None:
+    """Entries stand behind the prefix, in order, in the table and in the codes; a row of nothing else is whole too."""
+    forward, world = one_row(device)
+    run_plan(operation, forward, world)
+    assert (world.planned.places.tolist(), world.planned.code_places.tolist()) == ([2, 3], [2, 3])
+    forward, world = one_row(device, ids=[10, 11], row_ends=[2], prefix_lens=[0], positions=[0, 1])
+    run_plan(operation, forward, world)
+    assert (world.planned.codes.tolist(), world.planned.places.tolist()) == ([0, 0, 0], [0, 1])
+    assert world.planned.seeds.tolist() == [99]
+
+
+@both
+@pytest.mark.parametrize(("before", "found"), [(9, True), (4, True), (3, False), (63, True), (64, False), (-1, False)])
+def test_a_row_continues_the_entry_before_what_it_writes(operation, device, before: int, found: bool) -> None:
+    """Its chain, where that is a slot that may be read."""
+    forward, world = one_row(device, ids=[8, before, 10, 11])
+    world.records[:, 1] = torch.arange(NUM_SLOTS, device=device) + 1000
+    run_plan(operation, forward, world)
+    assert world.planned.seeds.tolist() == [1000 + before if found else 0]
+
+
+settles = pytest.mark.parametrize("operation", [settle, settle_torch], ids=["triton", "torch"])
+
+
+def settled(operation, device: str, **changes) -> tuple[ForwardPlan, World]:
+    """One row of slots 8 to 11 that writes the last two; slot s has chain 100 + s and all layers."""
+    forward, world = one_row(device, **changes)
+    run_plan(plan if operation is settle else plan_torch, forward, world)
+    world.records[:, 1] = torch.arange(NUM_SLOTS, device=device) + 100
+    world.records[:, 5:7] = layers_bitmap(LAYERS, world.records.device)
+    world.codes.zero_()
+    world.twice.zero_()
+    return forward, world
+
+
+@settles
+@pytest.mark.parametrize(("truth", "code"), [(109, 0), (108, CODE_BITS["R6"])])
+def test_a_row_is_compared_with_its_truth(operation, device, truth: int, code: int) -> None:
+    """At the last entry of its prefix; what was judged is added up."""
+    forward, world = settled(operation, device, truths=[truth])
+    for turn in (1, 2):
+        run_settle(operation, forward, world)
+        assert world.codes.tolist() == [0, code, 0, 0]
+        assert world.runs.tolist() == [turn, 2 * turn, 4 * turn]
+
+
+@settles
+@pytest.mark.parametrize(("read", "wrong"), [(10, False), (12, True), (3, False), (63, True), (64, False), (-1, False)])
+def test_a_row_reads_as_its_own_what_it_wrote(operation, device, read: int, wrong: bool) -> None:
+    """Another slot with another chain is R5; what is no slot is judged elsewhere."""
+    forward, world = settled(operation, device, ids=[8, 9, read, 11])
+    run_settle(operation, forward, world)
+    assert world.codes.tolist() == [0, 0, CODE_BITS["R5"] if wrong else 0, 0]
+    if wrong:
+        forward, world = settled(operation, device, ids=[8, 9, read, 11])
+        world.records[read, 1] = world.records[10, 1]
+        run_settle(operation, forward, world)
+        assert not world.codes.any()

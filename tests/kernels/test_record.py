@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 
@@ -123,3 +125,33 @@ def test_page_states_and_owners_are_distinct() -> None:
     assert (*refused, *readable) == tuple(range(9))
     assert len({record.NO_OWNER, record.SHARED_OWNER}) == 2
     assert max(record.NO_OWNER, record.SHARED_OWNER) < 0
+
+
+def test_keys_are_words_of_splitmix_streams() -> None:
+    """Each purpose has its stream, begun by the seed and the purpose's name."""
+
+    def finalised(z: int) -> int:
+        z %= 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    def stream(purpose: str, count: int) -> list[int]:
+        state = finalised(41) ^ int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+        return [finalised(state + n * 0x9E3779B97F4A7C15) for n in range(1, count + 1)]
+
+    keys = record.make_keys(41, 2, 3)
+    for name, lane in (("a", keys.lane_a), ("b", keys.lane_b)):
+        for layer in range(2):
+            assert [key % 2**32 for key in lane[layer].tolist()] == [
+                w >> 32 | 1 for w in stream(f"lane {name} {layer}", 3)
+            ]
+    assert list(keys.seal_keys) == [word >> 32 | 1 for word in stream("seal", 10)]
+    assert [start % 2**64 for start in keys.start_a.tolist()] == [
+        stream(f"start a {layer}", 1)[0] for layer in range(2)
+    ]
+    assert keys.start_b == sum(stream(f"start b {layer}", 1)[0] for layer in range(2)) % 2**64
+    drawn = {name: stream(name, 1)[0] for name in ("seal start", "mix", "chain", "root")}
+    assert (keys.seal_start, keys.mix_key, keys.root_key) == (drawn["seal start"], drawn["mix"], drawn["root"])
+    assert keys.multiplier == drawn["chain"] // 8 * 8 + 5
+    assert keys.multiplier * keys.inverse % 2**64 == 1

@@ -88,9 +88,16 @@ def test_gated() -> None:
     assert refused(gated_torch, numbers(2, 8), out) == f"{words} [2, 8]"
     assert refused(gated_torch, numbers(2, 12)[:, ::2], out) == f"{words} [2, 6]"
     assert refused(gated_torch, gate_up, numbers(2, 6)[:, ::2]) == f"{words} [2, 6]"
-    column = numbers(3, 2).t()[:, :1]
-    gated_torch(numbers(2, 2), torch.empty(2, 2, dtype=torch.float64)[:, :1])
-    assert column.shape == (2, 1)
+    one = torch.full((2, 2), POISON, dtype=torch.float64)[:, :1]
+    gated_torch(gate_up[:, :2], one)
+    close(one, [[silu(row[0]) * row[1]] for row in gate_up.tolist()])
+
+
+def test_gated_computes_in_float32() -> None:
+    """Of 16-bit numbers silu is not rounded before it is multiplied."""
+    out = torch.empty(1, 1, dtype=torch.bfloat16)
+    gated_torch(torch.tensor([[0.75, -0.5859375]], dtype=torch.bfloat16), out)
+    assert out.item() == -0.298828125
 
 
 def test_norms() -> None:

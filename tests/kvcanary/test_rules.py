@@ -251,6 +251,11 @@ SAID = [
         shown(a_hit(layers=(0, 1, 2)), a_hit(layers=(0, 1, 2), slot=22), was_never_right=True, whose=whose("slot")),
         None,
     ),
+    (
+        bytes_.never_stored,
+        shown(a_hit(), a_hit(slot=22), was_never_right=True, whose=whose("slot")),
+        None,
+    ),
     (bytes_.cleared, shown(), None),
     (bytes_.cleared, shown(whose=whose("zero")), None),
     (
@@ -448,6 +453,7 @@ SAID = [
         )
     ),
     (rows.exchange, shown(*TWO_ROWS), None),
+    (rows.exchange, shown(a_hit(position=5, found_position=13)), None),
     (
         rows.exchange,
         shown(a_hit(position=5, found_position=13), a_hit(position=12, found_position=4)),
