@@ -14,6 +14,7 @@ from kvcanary_kernels.count import NUM_BITS, count_torch
 from kvcanary_kernels.fingerprint import fingerprint_torch
 from kvcanary_kernels.finish import finish_torch
 from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.index import index_rows_torch
 from kvcanary_kernels.move import move_torch
 from kvcanary_kernels.plan import plan_torch
 from kvcanary_kernels.poison import poison_check_torch, poison_fill_torch
@@ -86,6 +87,11 @@ CASES = {
         fingerprint_torch,
         {"slots": ints(N), "lane_a": ints(LAYERS, N), "lane_b": ints(N), "num_live": ints(1)}
         | {"rows": POOL, "keys": KEYS},
+    ),
+    "index": (
+        index_rows_torch,
+        {"table": ints(4, 5), "rows": ints(1), "prefix_lens": ints(1), "tails": ints(N, 2), "tail_lens": ints(N)}
+        | {"kv_indptr": ints(N + 1), "kv_indices": ints(3 * 7), "num_slots": SLOTS},
     ),
     "poison_fill": (poison_fill_torch, {"slots": ints(N), "num_live": ints(1), "rows": POOL}),
     "poison_check": (

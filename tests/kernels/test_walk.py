@@ -315,3 +315,19 @@ def test_kernel_and_reference_agree_bit_for_bit(device: str) -> None:
         assert torch.equal(getattr(first, name), getattr(second, name)), name
     for ours, theirs in zip(first.truth, second.truth, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_lies_before_a_window_is_not_asked(rig: Rig) -> None:
+    """The first entry that attention sees continues one that it does not see; the next ones continue what it sees."""
+    rig.forward({0: list(range(20))})
+    rig.records[rig.slot(0, 12), CHAIN] += 1
+    assert rig.forward({0: [7]}, window=8)[0] == [None]
+    rig.records[rig.slot(0, 12), CHAIN] -= 1
+    assert rig.forward({0: [8]}, window=0)[0] == [None]
+
+
+def test_a_block_below_all_blocks_is_outside(rig: Rig) -> None:
+    """A number that no block has, however far from all, is R1 and no stray address."""
+    rig.forward({0: list(range(9))})
+    rig.table[0, 1] = -1000
+    assert rig.forward({0: [1]})[0] == [("R1", 4)]
