@@ -627,6 +627,31 @@ SAID = [
         shown(a_hit(code="R8"), a_hit(code="R8", position=7, row=(0, "you")), reader=a_reader()),
         None,
     ),
+    (rows.neighbours_row, shown(a_hit(code="R8", run=5, until=9), own_position=5, owner="you"), None),
+    (rows.neighbours_prefix, shown(a_hit(code="R8")), None),
+    (rows.neighbours_prefix, shown(a_hit(code="R8"), owner="you", own_position=5), None),
+    (rows.neighbours_prefix, shown(a_hit(code="R8"), a_hit(code="R4"), owner="you"), None),
+    (
+        rows.neighbours_prefix,
+        shown(a_hit(code="R8"), a_hit(code="R4", row=(0, "other")), owner="you"),
+        Cause(
+            "identity",
+            "the row of 'you' was read, as far as it differs",
+            "inferred",
+            ("what lies there is of the same position of 'you'",),
+        ),
+    ),
+    (rows.place_of_two, shown(a_hit(code="R8")), None),
+    (
+        rows.place_of_two,
+        shown(a_hit(code="R8"), own_position=0),
+        Cause(
+            "addressing",
+            "two pages of the row lead to one place: the map, or its translation, is older than the grant",
+            "derived",
+            ("the page is 'me''s own, for others of its positions",),
+        ),
+    ),
     (
         rows.foreign_page,
         shown(owner="you"),
