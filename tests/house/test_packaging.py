@@ -73,10 +73,10 @@ def test_constraints_pin_what_is_installed(root: Path, pyproject: dict[str, Any]
     project = pyproject["project"]
     pinned = pins(root)
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["serve"], *extras["docs"], *extras["dev"]]:
+    for text in [*project["dependencies"], *extras["serve"], *extras["docs"], *extras["dev"], *extras["mutation"]]:
         requirement = Requirement(text)
-        if requirement.name == "kvcanary":  # dev takes other extras
-            assert requirement.extras == {"docs", "serve"}
+        if requirement.name == "kvcanary":  # dev takes other extras, and mutation takes dev
+            assert requirement.extras in ({"docs", "serve"}, {"dev"})
             continue
         assert canonicalize_name(requirement.name) in pinned, f"constraints.txt has no {requirement.name}"
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
@@ -93,8 +93,8 @@ def test_constraints_pin_the_triton_that_torch_asks_for(root: Path) -> None:
 
 
 def test_extras_are_the_documented_ones(pyproject: dict[str, Any]) -> None:
-    """The extras are gpu, serve, hf, docs and dev, and plain installs need none of them."""
-    assert set(pyproject["project"]["optional-dependencies"]) == {"gpu", "serve", "hf", "docs", "dev"}
+    """The extras are gpu, serve, hf, docs, mutation and dev, and plain installs need none of them."""
+    assert set(pyproject["project"]["optional-dependencies"]) == {"gpu", "serve", "hf", "docs", "mutation", "dev"}
     names = {Requirement(text).name for text in pyproject["project"]["dependencies"]}
     assert names == {"torch", "triton", "click", "jinja2", "numba", "numpy", "safetensors", "structlog", "tokenizers"}
 
