@@ -91,12 +91,13 @@ class DenseCanary:
                 f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one row of a running generate"
             )
         self.config, self.coverage, self.log = config, Coverage(), FindingLog()
+        self.num_layers = 4  # that keys are made for at once
         self.entry_bytes = 1  # of one row, position and layer, as last seen
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.fed = DENSE_FED
         self._keys: dict[int, Keys] = {}
         self._incidents: dict[tuple[str, str, int], int] = {}
-        self._stacked: dict[int, Tensor] = {}
+        self._stacked: dict[int, tuple[Keys, Tensor, list[int], list[int]]] = {}
 
     def __deepcopy__(self, memo: Any) -> DenseCanary:
         return self
@@ -108,12 +109,11 @@ class DenseCanary:
         self.entry_bytes = words * WORD_BYTES
         keys = self.keys(layer, words, k.device)
         if k.is_cpu and k.stride(3) == v.stride(3) == 1:
-            lanes = torch.empty(2, k.shape[0] * k.shape[2], dtype=torch.int64)
+            lanes = torch.empty(2, k.shape[0], k.shape[2], dtype=torch.int64)
             if lanes.numel():
-                own = self._loop_keys(keys, words)[layer]
-                start = int(keys.start_a[layer])
-                self._loops.sum_heads(*heads, k.shape[2], own.data_ptr(), start, lanes.numpy())
-            return lanes.view(2, k.shape[0], k.shape[2])
+                own, starts = self._loop_keys(keys, words)
+                self._loops.sum_heads(*heads, k.shape[2], own[layer], starts[layer], lanes.view(2, -1).numpy())
+            return lanes
         rows = words_of(k, v)
         lanes = rows.new_empty((2, len(rows)), dtype=torch.int64)
         chunk = max(1, TEMPORARY_BYTES // (rows.shape[1] * 8))
@@ -122,12 +122,13 @@ class DenseCanary:
             lanes[0, where], lanes[1, where] = lanes_of_words(keys, layer, rows[where])
         return lanes.view(2, k.shape[0], k.shape[2])
 
-    def _loop_keys(self, keys: Keys, words: int) -> Tensor:
-        """[layers, 2, words] int32, as the compiled loop reads them."""
+    def _loop_keys(self, keys: Keys, words: int) -> tuple[list[int], list[int]]:
+        """By layer, where its keys [2, words] int32 lie, as the compiled loop reads them, and lane a of no bytes."""
         held = self._stacked.get(words)
-        if held is None or len(held) != keys.num_layers:
-            held = self._stacked[words] = torch.stack([keys.lane_a, keys.lane_b], 1)
-        return held
+        if held is None or held[0] is not keys:
+            stacked = torch.stack([keys.lane_a, keys.lane_b], 1)
+            held = self._stacked[words] = keys, stacked, [own.data_ptr() for own in stacked], keys.start_a.tolist()
+        return held[2], held[3]
 
     @cached_property
     def _loops(self) -> Any:
@@ -142,8 +143,8 @@ class DenseCanary:
         if keys is None or keys.num_layers <= layer:
             if layer >= MAX_LAYERS:
                 raise AdapterError(f"a cache may have {MAX_LAYERS} layers, got one with number {layer}")
-            num_layers = min(MAX_LAYERS, 1 << layer.bit_length())
-            keys = self._keys[words] = make_keys(self.seed, max(num_layers, 4), words, device)
+            num_layers = min(MAX_LAYERS, max(1 << layer.bit_length(), self.num_layers))
+            keys = self._keys[words] = make_keys(self.seed, num_layers, words, device)
         return keys
 
     def report(self, hits: Sequence[DenseHit], step: int) -> None:

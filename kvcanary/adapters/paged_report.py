@@ -166,6 +166,7 @@ def _finding(canary: PagedCanary, hit: Hit, step: Step, action: str) -> Finding:
         if word.bit is not None:
             cause = Cause("bits", f"one flipped bit: bit {word.bit} of one element, nothing else changed", "derived")
     kind, index, _ = unpack_site(held[STEP_SITE] >> 32)
+    last_writer = canary.writers.get(held[REQUEST_GENERATION] & MASK_32) if held[STEP_SITE] else None
     pool = hit.pool or group.layers[0]
     return Finding(
         code=hit.code,
@@ -186,7 +187,7 @@ def _finding(canary: PagedCanary, hit: Hit, step: Step, action: str) -> Finding:
         site=hit.site,
         step=step.number,
         reader=hit.request if hit.code[0] in "RT" else None,
-        writer=canary.writers.get(held[REQUEST_GENERATION] & MASK_32) if held[STEP_SITE] else None,
+        writer=hit.request if hit.code.startswith("W") and hit.request is not None else last_writer,
         write_step=held[STEP_SITE] & MASK_32 if held[STEP_SITE] else None,
         write_site=(kind, index) if held[STEP_SITE] else None,
         undeclared=hit.code in ("R9", "T1"),

@@ -158,6 +158,7 @@ class Handle:
 
     def __init__(self, model: Any, canary: DenseCanary) -> None:
         self._model, self._canary = model, canary
+        canary.num_layers = max(canary.num_layers, int(getattr(model.config, "num_hidden_layers", 0) or 0))
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_use: list[Any] | None = None  # caches of the generate() that runs
         self._row_tokens: Tensor | None = None

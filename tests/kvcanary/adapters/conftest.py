@@ -1,16 +1,24 @@
-"""Tiny random models of transformers, and ways to generate with them."""
+"""Tiny random models of transformers and ways to generate with them, and a stand-in for vLLM."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+from kvcanary.adapters import vllm as plugin
 from kvcanary_tools.bench import transformers_clean as ways
+
+from .served import Served
+
+STANDIN = Path(__file__).parent / "standin"
+FULL = {"KVCANARY_MODE": "raise", "KVCANARY_CONTENT": "full", "KVCANARY_KV_CANARY_SEED": "7"}
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +45,23 @@ def generate(models) -> Callable[..., torch.Tensor]:
         return ways.generate(model, way, tokens, assistant=assistant, **others)
 
     return run
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in is `vllm` as long as a test runs."""
+    monkeypatch.syspath_prepend(str(STANDIN))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name, value in FULL.items():
+        monkeypatch.setenv(name, value)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def serve(host) -> Iterator[Callable[..., Served]]:
+    """Make(settings of Served) a worker with the plug-in."""
+    plugin.register()
+    yield Served
+    plugin.unregister()

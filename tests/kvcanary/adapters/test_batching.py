@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
 
 from kvcanary.adapters import batching  # noqa: E402
+from kvcanary.adapters.batched_layout import memory_of  # noqa: E402
 from kvcanary.adapters.transformers import attach  # noqa: E402
 from kvcanary_tools.bench.transformers_clean import WINDOW, generate_batch  # noqa: E402
 
@@ -72,7 +73,7 @@ def test_a_flipped_bit_is_found_where_it_is(models, batch, monkeypatch) -> None:
         if step == 16:
             index = int(kwargs["read_index"][0][2])
             struck.append(index)
-            batching._memory(cache, 1)[1].view(torch.int32)[index, 1, 3] ^= 1 << 5
+            memory_of(cache, 1)[1].view(torch.int32)[index, 1, 3] ^= 1 << 5
 
     found = harmed(models, batch, monkeypatch, flip)
     assert (found.code, found.layer, found.slot, found.position) == ("R9", 1, struck[0], 2)

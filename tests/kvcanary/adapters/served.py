@@ -1,0 +1,227 @@
+"""A scheduler of a few lines over the stand-in for vLLM: what the tests of the plug-in drive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvcanary.adapters import vllm as plugin
+
+BLOCK = 8
+
+
+@dataclass
+class Request:
+    name: str
+    tokens: list[int]
+    length: int
+    drafts: int = 0
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    is_known: bool = False
+
+
+@dataclass
+class Served:
+    """A scheduler of a few lines: prefix cache, chunked prefill, preemption of the youngest, finished blocks reused."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_blocks: int = 24
+    layers: tuple[str, ...] = ("l0", "l1")
+    groups: tuple[tuple[str, ...], ...] = ()
+    window: int | None = None
+    budget: int = 20
+    zeroes: bool = False
+
+    def __post_init__(self) -> None:
+        from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        names = self.groups or (self.layers,)
+        specs = [AttentionSpec(BLOCK, 2, 8, torch.float32)] * len(names)
+        if self.window:
+            specs[-1] = AttentionSpec(BLOCK, 2, 8, torch.float32, self.window)
+        self.config = KVCacheConfig(
+            self.num_blocks, [], [KVCacheGroupSpec(list(n), s) for n, s in zip(names, specs, strict=True)]
+        )
+        self.wrapper = WorkerWrapperBase()
+        self.wrapper.init_worker([self.settings])
+        self.wrapper.init_device()
+        self.wrapper.initialize_from_config([self.config])
+        self.wrapper.compile_or_warm_up_model()
+        self.free = list(range(1, self.num_blocks))
+        self.cached: dict[tuple[int, ...], int] = {}
+        self.users: dict[int, int] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.finished: set[str] = set()
+        self.outputs: dict[str, list[int]] = {}
+        self.preemptions = self.hits = self.copies = 0
+        self.extra: dict[str, Any] = {}
+
+    @property
+    def runner(self) -> Any:
+        return self.wrapper.worker.model_runner
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        return {n: layer.kv_cache for n, layer in self.runner.compilation_config.static_forward_context.items()}
+
+    def ask(self, name: str, tokens: list[int], length: int, drafts: int = 0) -> None:
+        self.waiting.append(Request(name, list(tokens), len(tokens) + length, drafts))
+        self.outputs[name] = []
+
+    def release(self, request: Request) -> None:
+        for block in request.blocks:
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
+        request.blocks, request.computed, request.is_known = [], 0, False
+
+    def take(self) -> int | None:
+        if not self.free:
+            return None
+        block = self.free.pop(0)
+        self.cached = {key: held for key, held in self.cached.items() if held != block}
+        self.users[block] = 1
+        self.fresh.append(block)
+        return block
+
+    def find_prefix(self, request: Request) -> None:
+        """Blocks that somebody has computed, or computes in this very step."""
+        for number in range((len(request.tokens) - 1) // BLOCK):
+            block = self.cached.get(tuple(request.tokens[: (number + 1) * BLOCK]))
+            if block is None:
+                return
+            if not self.users.get(block):
+                self.free.remove(block)
+            self.users[block] = self.users.get(block, 0) + 1
+            request.blocks.append(block)
+            request.computed += BLOCK
+            self.hits += 1
+
+    def share(self, request: Request, length: int) -> None:
+        for number in range(min(length, len(request.tokens)) // BLOCK):
+            self.cached.setdefault(tuple(request.tokens[: (number + 1) * BLOCK]), request.blocks[number])
+
+    def step(self) -> dict[str, list[int]]:
+        from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+        self.fresh: list[int] = []
+        budget, counts, new, cached, spec, preempted = self.budget, {}, [], CachedRequestData(), {}, set()
+        while self.waiting and len(self.running) < 4:
+            self.running.append(self.waiting.pop(0))
+        for request in list(self.running):
+            if not request.blocks and budget > 0:
+                self.find_prefix(request)
+            drafts = request.drafts if request.is_known and request.computed == len(request.tokens) - 1 else 0
+            count = min(len(request.tokens) + drafts - request.computed, budget)
+            if count <= 0 or request not in self.running:
+                continue
+            added: list[int] = []
+            while len(request.blocks) * BLOCK < request.computed + count:
+                block = self.take()
+                if block is None:
+                    victim = self.running[-1]
+                    self.running.remove(victim)
+                    if victim.is_known:
+                        preempted.add(victim.name)
+                    counts.pop(victim.name, None)
+                    new = [data for data in new if data.req_id != victim.name]
+                    for lines in (cached.req_ids,):
+                        if victim.name in lines:
+                            place = lines.index(victim.name)
+                            for values in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+                                del values[place]
+                    never = victim.blocks[victim.computed // BLOCK :]
+                    self.cached = {key: held for key, held in self.cached.items() if held not in never}
+                    self.release(victim)
+                    self.waiting.insert(0, victim)
+                    self.preemptions += 1
+                    if victim is request:
+                        break
+                    continue
+                request.blocks.append(block)
+                added.append(block)
+            if request not in self.running:
+                continue
+            budget -= count
+            counts[request.name] = count
+            self.share(request, request.computed + count)
+            if drafts and count > 1:
+                spec[request.name] = [(7 * n + len(request.tokens)) % 97 for n in range(count - 1)]
+            groups = len(self.config.kv_cache_groups)
+            if request.is_known:
+                cached.req_ids.append(request.name)
+                cached.num_computed_tokens.append(request.computed)
+                cached.new_block_ids.append((added,) * groups if added else None)
+            else:
+                request.is_known = True
+                data = NewRequestData(
+                    request.name,
+                    request.tokens,
+                    [],
+                    None,
+                    None,
+                    (list(request.blocks),) * groups,
+                    request.computed,
+                    None,
+                )
+                data.prefill_token_ids = list(request.tokens)
+                new.append(data)
+        output = SchedulerOutput(new, cached, counts, sum(counts.values()), spec, self.finished, preempted)
+        if self.zeroes:
+            output.new_block_ids_to_zero = [block for block in self.fresh if self.users.get(block)]
+        for name, value in self.extra.items():
+            setattr(output, name, value)
+        self.extra = {}
+        self.finished = set()
+        self.wrapper.execute_model(output)
+        if not counts:
+            return {}
+        given = self.wrapper.sample_tokens(None).get_output()
+        for request in [request for request in self.running if request.name in counts]:
+            tokens = given[request.name]
+            request.computed = min(
+                request.computed + counts[request.name], len(request.tokens) + max(len(tokens) - 1, 0)
+            )
+            request.tokens += tokens
+            self.outputs[request.name] += tokens
+            self.share(request, request.computed)
+            if len(request.tokens) >= request.length:
+                self.finished.add(request.name)
+                self.running.remove(request)
+                self.release(request)
+        return given
+
+    def run(self, steps: int = 400) -> dict[str, list[int]]:
+        for _ in range(steps):
+            if not (self.waiting or self.running or self.finished):
+                break
+            self.step()
+        return self.outputs
+
+    def place(self, request: str, position: int, group: int = 0) -> tuple[int, int]:
+        """(kernel block, offset) of a position, along the worker's own table."""
+        number = self.runner.req_states.req_id_to_index[request]
+        size = self.runner.kernel_block_sizes[group]
+        return int(self.runner.block_tables.block_tables[group].gpu[number, position // size]), position % size
+
+
+def load(served: Served, drafts: int = 0) -> None:
+    shared = [(3 * n) % 97 for n in range(19)]
+    for number in range(7):
+        tail = [(5 * number + n) % 97 for n in range(4 + 7 * number)]
+        served.ask(f"r{number}", shared + tail, 12 + number, drafts)
+
+
+def without(**settings: Any) -> Served:
+    plugin.unregister()
+    return Served(**settings)
+
+
+def go_on(served: Served, steps: int) -> None:
+    for _ in range(steps):
+        served.step()

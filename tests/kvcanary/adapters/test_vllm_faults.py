@@ -1,0 +1,283 @@
+"""The canary in a vLLM worker, over a stand-in: one fault at a time, each named with its request, place and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcanary import KVCorruptionError
+
+from .served import BLOCK, Served, go_on, load
+
+pytestmark = pytest.mark.usefixtures("host")
+
+
+def broken(served: Served, harm: Callable[[Served], Any], steps: int = 3) -> Any:
+    """The finding after `harm` was done to a worker with two long requests."""
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    served.ask("b", [(3 * n) % 97 for n in range(17)] + [5, 6, 7], 40)
+    for _ in range(6):
+        served.step()
+    harm(served)
+    with pytest.raises(KVCorruptionError) as raised:
+        go_on(served, steps)
+    return raised.value.findings[0]
+
+
+def test_a_flipped_bit_names_request_layer_and_word(serve) -> None:
+    """One bit of one V: code, request, position, layer, part, head, dim and bit."""
+
+    def flip(served: Served) -> None:
+        block, offset = served.place("b", 18)
+        served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
+
+    found = broken(serve(), flip)
+    assert (found.code, found.reader, found.position, found.layer) == ("R9", "b", 18, 1)
+    assert (found.part, found.head, found.dim, found.bit) == ("V", 1, 3, 9)
+    assert found.writer == "b"
+    assert "l1" in " ".join(found.evidence)
+    assert found.causes[0].family == "bits"
+
+
+def test_a_wrong_token_is_found(serve) -> None:
+    """A forward is fed another token than the request has there: W6, at its position."""
+
+    def misfeed(served: Served) -> None:
+        right = served.runner.make_batch
+
+        def make_batch(output: Any) -> Any:
+            batch = right(output)
+            batch.input_ids[0] += 1
+            return batch
+
+        served.runner.make_batch = make_batch
+
+    found = broken(serve(), misfeed, steps=1)
+    assert found.code == "W6"
+    assert found.writer in ("a", "b")
+
+
+@pytest.mark.parametrize("content", ["rolling", "write"])
+def test_the_last_look_reads_every_byte(serve, monkeypatch, content: str) -> None:
+    """Rolling reads each position once in 128 steps; what it had no time for is read when the request ends."""
+    monkeypatch.setenv("KVCANARY_CONTENT", content)
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = serve()
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 12)
+    go_on(served, 4)
+    for position in (3, 19):
+        block, offset = served.place("a", position)
+        served.caches["l0"].view(torch.int32)[block, 0, offset, 0] ^= 1
+    served.run()
+    served.ask("b", [1, 2, 3], 2)
+    served.run()
+    found = served.wrapper.kvcanary_report()["findings"]
+    assert [(f["code"], f["position"], f["site"]) for f in found] == (
+        [("R9", 3, ["release", 0])] if content == "rolling" else []
+    )
+
+
+def test_a_cached_block_is_read_when_it_is_hit(serve, monkeypatch) -> None:
+    """Bytes that changed while nobody ran: found in the first step of the request that finds the block."""
+    monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
+    served = serve()
+    tokens = [(3 * n) % 97 for n in range(30)]
+    served.ask("a", tokens, 4)
+    go_on(served, 3)
+    block, offset = served.place("a", 5)
+    served.run()
+    served.caches["l1"].view(torch.int32)[block, 0, offset, 0] ^= 1
+    served.ask("b", tokens, 4)
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.reader, found.position, found.layer) == ("R9", "b", 5, 1)
+
+
+def test_swapped_table_entries_are_found(serve) -> None:
+    """Two entries of a block table exchanged: R4 at the first position of the first."""
+
+    def swap(served: Served) -> None:
+        number = served.runner.req_states.req_id_to_index["a"]
+        line = served.runner.block_tables.block_tables[0].gpu[number]
+        line[[2, 5]] = line[[5, 2]]
+
+    found = broken(serve(), swap)
+    assert (found.code, found.reader, found.position) == ("R4", "a", 8)
+    assert found.found["position"] == 20
+
+
+def test_a_slot_mapping_off_by_one_is_found(serve) -> None:
+    """What is stored one slot further than the table says: W5, in the step that does it."""
+
+    def shift(served: Served) -> None:
+        tables = served.runner.block_tables
+        right = tables.compute_slot_mappings
+        tables.compute_slot_mappings = lambda *a, **k: right(*a, **k) + 1
+
+    found = broken(serve(), shift, steps=1)
+    assert found.code == "W5"
+    assert found.writer in ("a", "b")
+    assert found.position is not None
+
+
+def test_a_block_handed_out_while_still_read_is_found(serve) -> None:
+    """A running request's block is given to a new one, which fills it: the reader finds another's tokens."""
+
+    def steal(served: Served) -> None:
+        [victim] = [request for request in served.running if request.name == "a"]
+        served.free.insert(0, victim.blocks[1])
+        served.ask("c", [40 + n for n in range(16)], 5)
+        served.take_all = True
+
+    found = broken(serve(), steal)
+    assert found.code in ("R4", "R5", "R6", "R9")
+    assert found.reader == "a"
+    assert found.writer in ("b", "c")
+
+
+def test_a_copy_left_out_is_found(serve) -> None:
+    """A copy-on-write copy that was told of and not made: T1 at the first slot of the destination."""
+    served = serve()
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    go_on(served, 4)
+    source, target = served.running[0].blocks[1], served.free[0]
+    served.extra = {"kv_cache_block_copies": [(source, target)]}
+    served.step()
+    assert served.wrapper.kvcanary_report()["findings"] == []
+    served.runner.copy = lambda copies: None
+    served.extra = {"kv_cache_block_copies": [(source, served.free[1])]}
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    assert (found.code, found.slot) == ("T1", served.free[1] * BLOCK)
+    assert "a copy of blocks" in found.action
+
+
+def test_a_block_that_was_not_zeroed_is_found(serve) -> None:
+    """Zeroing that did not happen: T1, where bytes of the last owner still lie."""
+    served = serve(zeroes=True)
+    load(served)
+    go_on(served, 8)
+    served.runner.zero = lambda blocks: None
+    with pytest.raises(KVCorruptionError) as raised:
+        served.run()
+    found = raised.value.findings[0]
+    assert found.code == "T1"
+    assert "zeroed blocks" in found.action
+    assert found.layers == (0, 1)
+
+
+class Connector:
+    """Keeps the bytes of chosen blocks, and loads them for requests that begin with those tokens."""
+
+    def __init__(self) -> None:
+        self.kv_connector = self
+        self.kept: dict[str, torch.Tensor] = {}
+        self.jobs: list[list[int]] = []
+
+    def save(self, served: Served, blocks: list[int]) -> None:
+        ratio = 2
+        where = [block * ratio + part for block in blocks for part in range(ratio)]
+        self.kept = {name: cache[where].clone() for name, cache in served.caches.items()}
+        self.served = served
+
+    def pre_forward(self, scheduler_output: Any) -> None:
+        for blocks in self.jobs:
+            where = [block * 2 + part for block in blocks for part in range(2)]
+            for name, cache in self.served.caches.items():
+                cache[where] = self.kept[name][: len(where)]
+        self.jobs = []
+
+
+@pytest.mark.parametrize("goes_wrong", [False, True])
+def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
+    """What comes back under a prefix that was written here must be those bytes; loaded elsewhere, it is T1."""
+    connector = Connector()
+    served = serve(settings={"connector": connector})
+    tokens = [(3 * n) % 97 for n in range(30)]
+    served.ask("a", tokens, 30)
+    go_on(served, 4)
+    connector.save(served, served.running[0].blocks[:2])
+    served.run()
+    served.cached.clear()
+    for cache in served.caches.values():
+        cache.normal_()
+    served.wrapper.worker.kvcanary.canary.forget()
+    blocks = served.free[:2]
+    served.free = served.free[2:]
+    connector.jobs = [served.free[-2:] if goes_wrong else blocks]
+    for number, block in enumerate(blocks):
+        served.cached[tuple(tokens[: (number + 1) * BLOCK])] = block
+        served.users[block] = 1
+    served.ask("b", tokens, 4)
+    if goes_wrong:
+        with pytest.raises(KVCorruptionError) as raised:
+            served.run()
+        found = raised.value.findings[0]
+        assert (found.code, found.page) == ("T1", blocks[0] * 2)
+        assert "an external load" in found.action
+    else:
+        served.run()
+        report = served.wrapper.kvcanary_report()
+        assert report["findings"] == []
+        assert report["unchecked"] == {}
+        assert report["loads_checked"] == 16
+
+
+def test_log_mode_goes_on(serve, monkeypatch) -> None:
+    """Every fault is told of once, and serving goes on to the same tokens."""
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = serve()
+    load(served)
+    go_on(served, 6)
+    name = served.running[0].name
+    block, offset = served.place(name, 3)
+    served.caches["l0"].view(torch.int32)[block, 0, offset, 0] ^= 1
+    served.run()
+    report = served.wrapper.kvcanary_report()
+    assert {(f["code"], f["position"], f["layer"]) for f in report["findings"]} == {("R9", 3, 0)}
+    assert report["fired"]["R9"] > 1
+
+
+def first_row(served: Served) -> tuple[str, Any]:
+    """The request in the first row of runner V1's batch, and its line of the block table."""
+    batch = served.runner.input_batch
+    return batch.req_ids[0], batch.block_table[0].block_table.gpu[0]
+
+
+@pytest.mark.parametrize("harm", ["flip", "swap", "shift"])
+def test_runner_v1_names_faults_too(serve, monkeypatch, harm: str) -> None:
+    """Rows that move are followed by request: a flipped bit, swapped table entries, slots one too far."""
+    served = serve(settings={"runner": "v1"})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    served.ask("b", [(3 * n) % 97 for n in range(17)] + [5, 6, 7], 40)
+    go_on(served, 6)
+    name, line = first_row(served)
+    if harm == "flip":
+        served.caches["l1"].view(torch.int32)[int(line[4]), 1, 2, 8 + 3] ^= 1 << 9
+    right = served.runner._prepare_inputs
+
+    def prepare(output: Any) -> None:
+        right(output)
+        table = served.runner.input_batch.block_table[0]
+        if harm == "swap":
+            table.block_table.gpu[0, [2, 4]] = table.block_table.gpu[0, [4, 2]]
+        if harm == "shift":
+            table.slot_mapping.gpu += 1
+
+    served.runner._prepare_inputs = prepare
+    with pytest.raises(KVCorruptionError) as raised:
+        served.step()
+    found = raised.value.findings[0]
+    if harm == "flip":
+        assert (found.code, found.reader, found.position, found.layer) == ("R9", name, 18, 1)
+        assert (found.part, found.head, found.dim, found.bit) == ("V", 1, 3, 9)
+    elif harm == "swap":
+        assert (found.code, found.position, found.found["position"]) == ("R4", 8, 16)
+    else:
+        assert found.code == "W5"
+    assert "W6" in served.wrapper.worker.kvcanary.canary.certificate()["inactive_classes"]
