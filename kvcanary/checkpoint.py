@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary_kernels.record import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
+from kvcanary_kernels.record import LAYERS_HIGH, LAYERS_LOW
 
 if TYPE_CHECKING:
     from kvcanary.checks import StepChecks
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcanary.state import CanaryState, PoolState
 
 Array = NDArray[Any]
+RECORD_BYTES = 32  # that are kept of a record
 PAGE_ARRAYS = ("generations", "states", "owners", "refcounts", "published", "writers")
 
 
@@ -115,16 +116,15 @@ class Checkpoint:
 
 def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
     """Copy it; the caller has settled. `most_bytes`: that the records may take."""
-    state, ledger, checks = books.state, books.ledger, books.checks
+    ledger, checks = books.ledger, books.checks
+    records, partial = _records(books, most_bytes)
     table = checks.mirror.table
-    partial = np.concatenate([_partly_written(pool, table) for pool in state.pools])
-    fits = len(table) * 32 <= most_bytes
     return Checkpoint(
         step=step,
         requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
         pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
         | {"holder_sums": ledger.pages.holder_sums.copy()},
-        records=np.ascontiguousarray(table[:, :4]) if fits else None,
+        records=records,
         partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
         judged=checks.mirror.judged.copy(),
         quarantine=tuple(ledger.quarantined.waiting),
@@ -145,12 +145,16 @@ def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
     )
 
 
-def _partly_written(pool: PoolState, table: Array) -> Array:
-    """[n] int64: rows of the table, of this pool, that some layers have written and others not."""
-    own = table[pool.base : pool.base + pool.view.num_slots]
-    low, high = np.array(pool.all_layers, np.int64).view(np.uint64)
-    partial = np.flatnonzero((own[:, LAYERS_LOW] != low) | (own[:, LAYERS_HIGH] != high))
-    return partial[own[partial, STEP_SITE] >> np.uint64(32) != 0] + pool.base
+def _records(books: Books, most_bytes: int) -> tuple[Array | None, Array]:
+    """`records` of a checkpoint, and [n] int64 rows that some layers have written and others not."""
+    memory, pools = books.checks.mirror.memory, books.state.pools
+    fits = len(memory) * RECORD_BYTES <= most_bytes
+    records = np.empty((len(memory) if fits else 0, RECORD_BYTES // memory.itemsize), np.int64)
+    partial, num_partial = np.empty(len(memory), np.int64), 0
+    for pool in pools:
+        end, room = pool.base + pool.view.num_slots, partial[num_partial:]
+        num_partial += pool.loops.copy_records(memory, pool.base, end, *pool.all_layers, records, room)
+    return records.view(np.uint64) if fits else None, partial[:num_partial].copy()
 
 
 def _request(request: Request, epoch: int) -> RequestState:

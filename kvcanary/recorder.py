@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeV
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
@@ -73,12 +74,16 @@ class Segment:
         self.checkpoint = checkpoint
         self.events: list[Event] = []
         self.damage: dict[int, list[Damage]] = {}
-        self.array_bytes = checkpoint.num_bytes
+        self.array_bytes = checkpoint.num_bytes  # and those of damage
 
     @property
     def num_bytes(self) -> int:
-        num_damaged = sum(map(len, self.damage.values()))
-        return self.array_bytes + EVENT_BYTES * len(self.events) + DAMAGE_BYTES * num_damaged
+        return self.array_bytes + EVENT_BYTES * len(self.events)
+
+    def add_damage(self, number: int, damage: list[Damage]) -> None:
+        """Found while the event of this number ran."""
+        self.damage.setdefault(number, []).extend(damage)
+        self.array_bytes += DAMAGE_BYTES * len(damage)
 
 
 class Recorder:
@@ -93,8 +98,11 @@ class Recorder:
         self.steps, self.most_bytes, self.step = steps, most_bytes, 0
         self.segments: deque[Segment] = deque()
         self.maps: dict[str, tuple[Tensor, Any]] = {}
-        self._interval = max(1, -(-steps // PARTS))
         self._events: list[Event] = []
+        self._closings: dict[str, Event] = {
+            pool.view.name: ("close", (pool.view.name,), None) for pool in books.state.pools
+        }
+        self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents()
         self._waiting: dict[int, RecordedForward] = {}
         self._parcels: dict[int, tuple[Parcel, int]] = {}
@@ -132,7 +140,8 @@ class Recorder:
         if not self.segments:
             return False
         segment = self.segments[-1]
-        return step - segment.checkpoint.step >= self._interval or segment.num_bytes > self._room // (PARTS + 1)
+        is_long = PARTS * (step - segment.checkpoint.step) >= self.steps
+        return is_long or segment.num_bytes > self._room // (PARTS + 1)
 
     def tick(self, step: int) -> None:
         """A step was checked, and nothing waits to be judged where `is_due`: now and then a segment begins."""
@@ -193,7 +202,7 @@ class Recorder:
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
         if self.segments:
-            self._events.append(("close", (pool,), None))
+            self._events.append(self._closings[pool])
 
     def stored_again(self, pool: str, layer: int) -> None:
         """A layer of the open forward of this pool has stored before, and does again."""
@@ -214,14 +223,19 @@ class Recorder:
         """These forwards were judged, and a loop has proved every row to be as granted."""
         if not self._waiting:
             return
-        loops = forwards[0].pool.loops
         heads = np.array([forward.head for forward in forwards], np.int64)
-        values, ends = np.empty(loops.measure_plans(heads), np.int32), np.empty((len(heads), 2), np.int64)
-        if not loops.keep_plans(heads, values, ends):
+        ends = np.empty((len(heads), 2), np.int64)
+        keep_plans = forwards[0].pool.loops.keep_plans
+        size = keep_plans(heads, self._room_for_plans, ends)
+        if size > len(self._room_for_plans):
+            self._room_for_plans = np.empty(2 * size, np.int32)
+            size = keep_plans(heads, self._room_for_plans, ends)
+        if size < 0:
             for forward in forwards:
                 forward.read_rows()
                 self._keep(forward, ())
             return
+        values = self._room_for_plans[:size].copy()
         self.segments[-1].array_bytes += values.nbytes
         begin = 0
         for forward, (middle, end) in zip(forwards, ends.tolist(), strict=True):
@@ -240,7 +254,7 @@ class Recorder:
         damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
         if damage:
             number = max(len(segment.events) - 1, 0) if number is None else number
-            segment.damage.setdefault(number, []).extend(damage)
+            segment.add_damage(number, damage)
 
     def note_maps(self) -> None:
         """What has changed in the slot maps since the last look."""

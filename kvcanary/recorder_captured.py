@@ -59,8 +59,8 @@ class CapturedEvents:
 
     def forget(self, step: int) -> None:
         """What nobody will ask for any more; once a step."""
-        if self._launches:
-            self._launches = {key: own for key, own in self._launches.items() if step - key[2] < KEPT_STEPS}
+        while self._launches and step - (oldest := next(iter(self._launches)))[2] >= KEPT_STEPS:
+            del self._launches[oldest]
         self._departures.pop(step - KEPT_STEPS, None)
 
     def departed(self, step: int, segment: Segment) -> None:

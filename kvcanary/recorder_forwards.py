@@ -9,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcanary.forward import Forward
     from kvcanary.learning import Learned
 
@@ -48,15 +46,8 @@ class RecordedForward:
 
     def __init__(self, forward: Forward | Learned) -> None:
         self._forward: Any = forward
-        self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
-        self.requests = [request.request_id for request in forward.requests]
-        self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
-        self.has_parents, self.has_starts = forward.has_parents, forward.has_starts
-        self.plan: Ints = _NONE
-        self.tails: Ints = _NONE
+        self.plan = self.tails = _NONE
         self.wholes: dict[int, Ints] = {}
-        self.mask: tuple[Ints, tuple[int, ...]] | None = None
-        self.stored = 0
 
     @property
     def num_bytes(self) -> int:
@@ -80,12 +71,12 @@ class RecordedForward:
         self.plan = _small(plan)
         for row in suspects:
             self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
-        self._keep_rest(forward.tree_mask, forward.stored)
+        self._keep_rest(forward, forward.stored)
 
     def keep_clean(self, forward: Forward, plan: Ints, tails: Ints) -> None:
         """The same for one whose rows are all as granted, of which a loop has taken plan and tails."""
         self.plan, self.tails = plan, tails
-        self._keep_rest(forward.tree_mask, forward.stored)
+        self._keep_rest(forward, forward.stored)
 
     def keep_captured(self, forward: Learned, stored: int) -> None:
         """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
@@ -99,7 +90,7 @@ class RecordedForward:
             begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
             own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
         self.plan, self.tails = _small(plan), _small(own)
-        self._keep_rest(forward.tree_mask, stored)
+        self._keep_rest(forward, stored)
 
     def keep_unjudged(self) -> None:
         """The same for one that is not judged yet: every row is kept whole."""
@@ -109,11 +100,15 @@ class RecordedForward:
             self.keep(forward, range(forward.num_rows))
             self._forward = forward
 
-    def _keep_rest(self, tree_mask: Tensor | None, stored: int) -> None:
-        if tree_mask is not None:
-            bits = tree_mask.cpu().numpy()
+    def _keep_rest(self, forward: Forward | Learned, stored: int) -> None:
+        self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
+        self.requests = [request.request_id for request in forward.requests]
+        self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
+        self.has_parents, self.has_starts, self.stored = forward.has_parents, forward.has_starts, stored
+        self.mask: tuple[Ints, tuple[int, ...]] | None = None
+        if forward.tree_mask is not None:
+            bits = forward.tree_mask.cpu().numpy()
             self.mask = np.packbits(bits), bits.shape
-        self.stored = stored
         self._forward = None
 
 

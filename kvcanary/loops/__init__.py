@@ -7,7 +7,7 @@ from kvcanary.loops.finite import are_finite
 from kvcanary.loops.lanes import keep_lanes, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
-from kvcanary.loops.recording import keep_plans, measure_plans
+from kvcanary.loops.recording import copy_records, keep_plans
 from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
@@ -16,11 +16,11 @@ __all__ = [
     "are_finite",
     "are_written",
     "chain_tokens",
+    "copy_records",
     "keep_lanes",
     "keep_plans",
     "match_records",
     "match_slots",
-    "measure_plans",
     "move_records",
     "poison",
     "publish_pages",

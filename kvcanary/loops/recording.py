@@ -1,4 +1,4 @@
-"""Recording: what the flight recorder keeps of forwards that were proved clean, by the addresses of their heads."""
+"""Recording: what the flight recorder keeps of forwards that were proved clean, and of records."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from kvcanary.cards import ENTRIES, HAS_PARENTS, HEAD, IDS, NUM_IDS, REQUESTS, ROWS, WIDTH
 from kvcanary.loops.memory import longs_at, loop
+from kvcanary_kernels.record import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 
 
 @loop()
@@ -21,22 +22,19 @@ def _measured(head):
     return size, tails
 
 
-@loop("int64(int64[::1])")
-def measure_plans(heads):
-    """Numbers that `keep_plans` fills."""
+@loop("int64(int64[::1], int32[::1], int64[:, ::1])")
+def keep_plans(heads, values, ends):
+    """By forward its plan, then its tails (`RecordedForward`), one after another; how many numbers these are.
+
+    More than there is room for in `values`, and none is there; -1: 32 bits do not hold them.
+    ends: [forwards, 2] where plan and tails end
+    """
     total = 0
     for head in heads:
         size, tails = _measured(head)
         total += size + tails
-    return total
-
-
-@loop("boolean(int64[::1], int32[::1], int64[:, ::1])")
-def keep_plans(heads, values, ends):
-    """By forward its plan, then its tails (`RecordedForward`), one after another; False: 32 bits do not hold them.
-
-    ends: [forwards, 2] where plan and tails end
-    """
+    if total > values.shape[0]:
+        return total
     at = 0
     for number in range(heads.shape[0]):
         forward = longs_at(heads[number], HEAD)
@@ -58,5 +56,22 @@ def keep_plans(heads, values, ends):
                 at += 1
         ends[number, 1] = at
         if not fits:
-            return False
-    return True
+            return -1
+    return total
+
+
+@loop("int64(int64[:, ::1], int64, int64, int64, int64, int64[:, ::1], int64[::1])")
+def copy_records(table, first, end, low, high, kept, partial):
+    """Copy the first columns of these rows of records to the same rows of `kept`, unless it has none.
+
+    partial: filled with the rows that some layers have written and others not; how many these are
+    """
+    num_partial = 0
+    for row in range(first, end):
+        for column in range(kept.shape[1] if kept.shape[0] else 0):
+            kept[row, column] = table[row, column]
+        is_whole = table[row, LAYERS_LOW] == low and table[row, LAYERS_HIGH] == high
+        if not is_whole and table[row, STEP_SITE] >> 32:
+            partial[num_partial] = row
+            num_partial += 1
+    return num_partial
