@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvcanary import invariants
+from kvcanary.recorder import Recorder
 from kvcanary_tools.bench import ancestors, common, engine, host_checks, recorder, retractions
 from kvcanary_tools.bench.common import RESULTS
 from spec_engine import runner
@@ -74,10 +75,14 @@ def test_every_check_is_timed_and_put_back() -> None:
     assert runner.check_window is invariants.check_window
 
 
-def test_the_recorder_is_switched_on_and_off() -> None:
-    """A small run has both, and fills the ring at its end."""
-    row = recorder.on_cpu(1, pairs=1, ring=4)
-    assert min(row["step_ms"], row["checkpoint_ms"], row["bytes"]) > 0
+def test_the_recorder_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some turns record, one of them with a checkpoint among its steps; the ring is filled at the end."""
+    begun = []
+    begin = Recorder._begin_segment
+    monkeypatch.setattr(Recorder, "_begin_segment", lambda own, step: begun.append(step) or begin(own, step))
+    row = recorder.on_cpu(1, rounds=2, ring=4)
+    assert min(row["step_ms"], row["bytes"]) > 0
+    assert len(begun) == 1 + 2 * 3 + 1  # armed; on, with a checkpoint and one more behind the fifth step; the ring
 
 
 def test_the_whole_engine_is_measured_with_and_without_drafting_and_canary(monkeypatch, tmp_path, capsys) -> None:
