@@ -32,6 +32,18 @@ def test_help_describes_each_command(kvcanary, command: str) -> None:
     assert "Exit codes: 0" in result.stdout
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_of_one_style(kvcanary, command: str) -> None:
+    """Every command shows a line to copy; every option says what it is, and in which unit its value counts."""
+    shown = kvcanary(command, "--help").stdout
+    assert f"\n    kvcanary {command}" in shown or f"\n    KVCANARY_API_KEY=KEY kvcanary {command}" in shown
+    loaded = cli.main.get_command(click.Context(cli.main), command)
+    for option in loaded.params:
+        if isinstance(option, click.Option):
+            assert option.help, option.name
+            assert option.is_flag or option.metavar or isinstance(option.type, click.Choice), option.name
+
+
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=["bare", *COMMANDS])
 def test_help_loads_no_torch(arguments: list[str]) -> None:
     """Help comes at once: no command imports torch before it runs."""

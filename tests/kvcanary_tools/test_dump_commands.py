@@ -142,8 +142,12 @@ def test_report_is_one_page_that_loads_nothing(kvcanary, bad, tmp_path):
     told = json.loads(kvcanary("inspect", bad, "--json").stdout)
     assert page.count('title="page ') == sum(told["pages"].values())
     assert page.count(' hit"') == 1
-    assert "node 0  position" in page
+    assert page.count("<circle") == page.count("<title>node ") > 4
+    assert page.count("<path") == page.count("<circle") - page.count("<svg")  # all nodes but the roots hang on one
+    assert "kvcanary why-slot" in page
     assert "one flipped bit" in page
+    assert "width=device-width" in page
+    assert "prefers-color-scheme: dark" in page
     for word in ("<script", "http://", "https://", "src=", "url("):
         assert word not in page
 

@@ -41,6 +41,8 @@ def test_the_page_draws_itself(start, tmp_path: Path) -> None:
     assert f"ended {name}; the others go on" in elements
     assert "forwards watched" in elements
     assert "<circle" in elements.partition('id="tree"')[2].partition("</svg>")[0]
+    assert "on the path taken" in elements
+    assert elements.partition('id="timeline"')[2].partition("</svg>")[0].count("<text") > 3  # the code, and steps below
     assert running.is_alive()
     assert "req-3" in elements.partition('id="requests"')[2].partition("</table>")[0]
     assert picture.stat().st_size > 10_000

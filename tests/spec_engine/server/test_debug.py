@@ -98,6 +98,8 @@ def test_the_page_needs_nothing_from_elsewhere(watched) -> None:
     policy = answer.headers["content-security-policy"]
     nonce = policy.partition("'nonce-")[2].partition("'")[0]
     assert answer.text.count(f'nonce="{nonce}"') == 2
+    assert "width=device-width" in answer.text
+    assert "prefers-color-scheme: dark" in answer.text
     assert policy.startswith("default-src 'none'")
     assert answer.headers["cache-control"] == "no-store"
     assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")

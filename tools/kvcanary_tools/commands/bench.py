@@ -33,7 +33,10 @@ TABLES = {
 @click.command("bench", context_settings=CONTEXT, short_help="Measure: one table, and JSON beside it.")
 @click.argument("name", required=False, type=click.Choice(list(TABLES)), metavar="[NAME]")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the JSON; by default this one."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder of the JSON; by default this one.",
 )
 def command(name: str | None, out: Path | None) -> None:
     """Run one benchmark: its table goes to stdout, NAME.json with device and versions into a folder.

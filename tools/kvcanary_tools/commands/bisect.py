@@ -16,10 +16,21 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
 )
 @click.option("--low", type=int, default=1, show_default=True, metavar="STEP", help="With --cmd: the first step tried.")
 @click.option("--high", type=int, metavar="STEP", help="With --cmd: a step that is bad.")
-@click.option("--timeout", type=float, default=600.0, show_default=True, help="With --cmd: seconds for one run.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --cmd: for one run.",
+)
 @json_option
 def command(dump: str | None, line: str | None, low: int, high: int | None, timeout: float, as_json: bool) -> None:
     """The first step at which a recording, or a command, goes bad.
+
+    \b
+      kvcanary bisect dumps/step5-R9.kvdump
+      kvcanary bisect --cmd './run --steps {step}' --high 400
 
     Exit codes: 0 no step is bad, 1 the first bad step was found, 2 wrong usage.
     """

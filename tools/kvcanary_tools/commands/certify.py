@@ -17,6 +17,10 @@ def command(dump: str, as_json: bool) -> None:
 
     A clean run's certificate says what would have been found. Ask a running engine for a dump with SIGUSR1.
 
+    \b
+      kvcanary certify dumps/step5-R9.kvdump
+      kvcanary certify http://127.0.0.1:8000 --json
+
     Exit codes: 0 nothing was found, 1 the dump has findings, 2 it is no dump.
     """
     from kvcanary.dumps.certifying import certificate_of

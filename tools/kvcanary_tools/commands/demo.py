@@ -29,6 +29,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
     Completes code that the embedded model has never seen, with tree drafting and the canary on; measures the speed
     against no drafting; then flips one bit of one V row in mid-run, and then swaps two page-table entries.
 
+    \b
+      kvcanary demo
+      kvcanary demo --json
+
     Exit codes: 0 the clean part was clean and both faults were found and named, 1 otherwise, 2 wrong usage.
     """
     from kvcanary_tools.demonstration import as_dict, one_thread

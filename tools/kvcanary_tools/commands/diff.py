@@ -21,7 +21,14 @@ EXAMPLE = "kvcanary diff A.kvdump B.kvdump, or diff --cmd 'run --dump {dump}' --
 @click.command("diff", context_settings=CONTEXT, short_help="Where two runs part.")
 @click.argument("runs", nargs=-1, metavar="[A B]")
 @click.option("--cmd", "lines", multiple=True, metavar="COMMAND", help="A run; it writes a dump where it says {dump}.")
-@click.option("--timeout", type=float, default=600.0, show_default=True, help="With --cmd: seconds for one run.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --cmd: for one run.",
+)
 @json_option
 def command(runs: tuple[str, ...], lines: tuple[str, ...], timeout: float, as_json: bool) -> None:
     """The first event in which two runs differ. Token ids are compared by the order of their appearance.

@@ -18,6 +18,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
     What is absent but not needed, a GPU or an extra, is "not present" and no error.
 
+    \b
+      kvcanary doctor
+      kvcanary doctor --json
+
     Exit codes: 0 everything works, 1 something does not, 2 wrong usage.
     """
     from kvcanary_tools.health import examine

@@ -16,6 +16,10 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
 def command(dump: str, finding: int, as_json: bool) -> None:
     """The story of a finding: its slot and page back to birth, the likeliest causes with evidence, what to do next.
 
+    \b
+      kvcanary explain dumps/step5-R9.kvdump
+      kvcanary explain dumps/step5-R9.kvdump --finding 2 --json
+
     Exit codes: 0 there was nothing to explain, 1 a finding was explained, 2 it is no dump.
     """
     from kvcanary_tools.dumps.explaining import explain, explain_lines

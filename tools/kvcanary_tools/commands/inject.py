@@ -29,10 +29,19 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("inject", context_settings=CONTEXT, short_help="Make every fault, and measure what is found.")
 @click.argument("names", nargs=-1)
-@click.option("--config", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
-@click.option("--runs", type=click.IntRange(min=1), help="Faulty runs a fault; by default what --config says.")
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of the first run.")
-@click.option("--workers", type=click.IntRange(min=1), help="Processes; by default one a core.")
+@click.option(
+    "--config",
+    type=click.Choice(["quick", "full"]),
+    default="quick",
+    show_default=True,
+    metavar="quick|full",
+    help="How many configurations and runs.",
+)
+@click.option(
+    "--runs", type=click.IntRange(min=1), metavar="N", help="Faulty runs a fault; by default what --config says."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Of the first run.")
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; by default one a core.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix there; - is stdout.")
 @click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
 @click.option(

@@ -15,6 +15,10 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
 def command(dump: str, as_json: bool) -> None:
     """What is in a dump: when and why it was written, pools, pages, requests, events and findings.
 
+    \b
+      kvcanary inspect dumps/step5-R9.kvdump
+      kvcanary inspect http://127.0.0.1:8000 --json
+
     Exit codes: 0 read, 2 it is no dump, or is damaged.
     """
     from kvcanary_tools.dumps.tables import summary, summary_lines

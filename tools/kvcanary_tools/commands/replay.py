@@ -25,6 +25,10 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
 
     Damage of bytes and records is brought about where the recording saw it; all else follows from the events.
 
+    \b
+      kvcanary replay dumps/step5-R9.kvdump
+      kvcanary replay dumps/step5-R9.kvdump --until 4 --check R9
+
     Exit codes: 0 nothing was found, 1 a finding was reached, 2 it is no dump, 3 a recorded finding was not reached.
     """
     from kvcanary.codes import CODES

@@ -17,6 +17,9 @@ from kvcanary_tools.engine_options import CONTEXT
 def command(dump: str, output: Path) -> None:
     """One self-contained HTML page: findings with their stories, a map of the pool, the draft tree, the timeline.
 
+    \b
+      kvcanary report dumps/step5-R9.kvdump -o report.html
+
     Exit codes: 0 written, 2 it is no dump, or the file cannot be written.
     """
     from kvcanary_tools.dumps.pages import page_of

@@ -18,11 +18,25 @@ SHOWN = 10
 
 @click.command("soak", context_settings=CONTEXT, short_help="Run random traffic with random faults for a while.")
 @click.argument("names", nargs=-1)
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option(
-    "--rate", type=click.FloatRange(min=0), default=2.0, show_default=True, help="Faults in 100 steps, on average."
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    metavar="N",
+    help="How long.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0),
+    default=2.0,
+    show_default=True,
+    metavar="N",
+    help="Faults in 100 steps, on average.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Of the first engine."
+)
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the ledger there; - is stdout.")
 @click.pass_context
 def command(

@@ -17,6 +17,9 @@ from kvcanary_tools.engine_options import CONTEXT
 def command(dump: str, output: Path) -> None:
     """Steps, forwards, requests, pages and findings as a trace that ui.perfetto.dev and chrome://tracing open.
 
+    \b
+      kvcanary timeline dumps/step5-R9.kvdump -o trace.json
+
     Exit codes: 0 written, 2 it is no dump, or the file cannot be written.
     """
     import json

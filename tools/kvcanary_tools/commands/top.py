@@ -11,7 +11,14 @@ from kvcanary_tools.engine_options import CONTEXT
 @click.command("top", context_settings=CONTEXT, short_help="Watch a running server.")
 @click.argument("url")
 @click.option("--api-key", metavar="KEY", envvar="KVCANARY_API_KEY", help="Shows requests, pages and findings too.")
-@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From look to look.",
+)
 @click.option("--once", is_flag=True, help="One look, then the end.")
 @click.pass_context
 def command(ctx: click.Context, url: str, api_key: str | None, interval: float, once: bool) -> None:

@@ -17,6 +17,10 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
 def command(dump: str, slot: int, pool: str | None, as_json: bool) -> None:
     """What lies in a slot at the end of a recording, who owns its page, who wrote and read it.
 
+    \b
+      kvcanary why-slot dumps/step5-R9.kvdump 21
+      kvcanary why-slot dumps/step5-R9.kvdump 21 --pool draft --json
+
     Exit codes: 0 told, 2 there is no such slot, or it is no dump.
     """
     from kvcanary_tools.dumps.story import story_of, truth_of

@@ -17,6 +17,7 @@ from kvcanary_tools.dumps.tables import summary
 MOST_STORIES = 16
 MOST_PAGES = 16384  # of the map
 MOST_LANES = 400  # steps of the timeline
+COLUMN, LINE = 70, 34  # of a drawn tree
 
 
 def page_of(dump: Dump) -> str:
@@ -30,7 +31,6 @@ def page_of(dump: Dump) -> str:
         states=list(STATE_NAMES.values()),
         trees=_trees(dump),
         steps=_steps(dump),
-        site_name=site_name,
     )
 
 
@@ -59,10 +59,41 @@ def _trees(dump: Dump) -> list[dict[str, Any]]:
     n, rows, plan = event["entries"], event["rows"], event["plan"]
     first = 4 * n + rows + 1
     written, start, trees = plan[first : first + rows].tolist(), 0, []
+    found = {finding["slot"] for finding in dump.findings if finding["pool"] == event["pool"]}
     for number, count in enumerate(written):
-        trees.append({"request": event["requests"][number // event["width"]], "nodes": _nodes(event, start, count)})
+        nodes = _nodes(event, start, count)
+        if nodes:
+            trees.append({"request": event["requests"][number // event["width"]]} | _drawn(nodes, found))
         start += count
     return trees
+
+
+def _drawn(nodes: list[dict[str, Any]], found: set[int]) -> dict[str, Any]:
+    """Where the nodes of one tree lie in its picture: a column a depth, a line a leaf, parents amid their children."""
+    above: list[dict[str, Any]] = []  # the path to the node, by depth
+    lines = 0
+    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
+        del above[node["depth"] :]
+        node |= {
+            "above": above[-1] if above else None,
+            "found": node["slot"] in found,
+            "x": 20 + COLUMN * node["depth"],
+        }
+        above.append(node)
+        if following is None or following["depth"] <= node["depth"]:
+            node["y"] = 10 + LINE * lines
+            lines += 1
+    for node in reversed(nodes):
+        own = [child["y"] for child in nodes if child["above"] is node]
+        node["y"] = (own[0] + own[-1]) // 2 if own else node["y"]
+    positions = [node["position"] for node in nodes]
+    return {
+        "nodes": nodes,
+        "first": min(positions),
+        "last": max(positions),
+        "width": 40 + COLUMN * max(4, *(node["depth"] for node in nodes)),
+        "height": LINE * lines,
+    }
 
 
 def _nodes(event: Call, start: int, count: int) -> list[dict[str, Any]]:
@@ -81,7 +112,7 @@ def _nodes(event: Call, start: int, count: int) -> list[dict[str, Any]]:
 
 
 def _steps(dump: Dump) -> list[dict[str, Any]]:
-    """The last steps, each with its forwards, events of pages and findings."""
+    """The last steps, the latest first, each with its forwards, events of pages and findings."""
     steps: dict[int, dict[str, Any]] = {}
     for step, event in dump.stepped():
         told = steps.setdefault(step, {"step": step, "forwards": [], "events": 0, "found": []})
@@ -94,4 +125,4 @@ def _steps(dump: Dump) -> list[dict[str, Any]]:
     for finding in dump.findings:
         if finding["step"] in steps:
             steps[finding["step"]]["found"].append(f"{finding['code']} {finding['name']}")
-    return list(steps.values())[-MOST_LANES:]
+    return list(steps.values())[-MOST_LANES:][::-1]
