@@ -14,7 +14,7 @@ from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.captured_move import StaticMove
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Ints
-from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, read_hits
+from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
 from kvcanary.outbox import Outbox
 from kvcanary.sites import site_name
@@ -34,11 +34,13 @@ class Snapshot(NamedTuple):
     headers:       by number of the substep, [HEADER] int64; those that are not there have not run
     planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
+    runs:          of substeps that the host launched, by number
     """
 
     headers: dict[int, Ints]
     planned: array[int]
     reads_unknown: frozenset[int]
+    runs: dict[int, Ran]
 
 
 class SubstepBank:
@@ -149,18 +151,19 @@ class SubstepBank:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def snapshot(self, told: dict[int, Ints] | None = None) -> Snapshot:
+    def snapshot(self, told: dict[int, Ints] | None = None, runs: dict[int, Ran] | None = None) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
         told: headers by number of substeps that are on their way already; None, or where others were expected to run,
               all of them go in one small copy. Nobody waits for it
+        runs: of substeps by number, where the host knows of them
         """
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
         if told is None or not self._expected <= told.keys():
             told = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         self._expected.clear()
-        return Snapshot(told, planned, unknown)
+        return Snapshot(told, planned, unknown, runs or {})
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -178,7 +181,8 @@ class SubstepBank:
             self._seen[number] = header
             counts, runs = new[: 2 * NUM_BITS], new[2 * NUM_BITS :].tolist()
             if counts.any():
-                self._collect(self._in_order[number], torch.from_numpy(counts).view(2, NUM_BITS), harvest, step)
+                fired = torch.from_numpy(counts).view(2, NUM_BITS)
+                self._collect(self._in_order[number], fired, harvest, step, snapshot.runs.get(number))
             self._compare_runs(number, runs, snapshot, harvest)
             totals = [total + run for total, run in zip(totals, runs, strict=True)]
         harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
@@ -191,8 +195,10 @@ class SubstepBank:
         unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         return planned, unknown
 
-    def _collect(self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None) -> None:
-        harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step)
+    def _collect(
+        self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
+    ) -> None:
+        harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step, ran)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site

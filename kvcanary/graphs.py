@@ -14,13 +14,13 @@ from kvcanary.captured_move import StaticMove
 from kvcanary.certificate import Coverage
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
-from kvcanary.harvest import CoverageGap, StaticHit
+from kvcanary.harvest import CoverageGap, Ran, StaticHit
 from kvcanary.hits import Hit
 from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.state import CanaryState
-from kvcanary.static import StaticSubstep
+from kvcanary.static import ROW_STARTS, StaticSubstep
 from kvcanary.truths import note_row
 from kvcanary_kernels.record import signed
 
@@ -99,7 +99,8 @@ class StaticChecks:
         moves, self.moves = self.moves, []
         forwards = [(run, run.substep.written.send(), _masks(run.substep)) for run in launched]
         headers = {run.substep.number: written[-1] for run, written, _ in forwards}
-        snapshot = self.bank.snapshot(headers or None)
+        runs = {run.substep.number: Ran(written[ROW_STARTS], run.requests) for run, written, _ in forwards}
+        snapshot = self.bank.snapshot(headers or None, runs)
         return Told(step, forwards, [(move, move.moved.send()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.launches import PLANNED, READ
+from kvcanary.ledger import Request
 from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record import CODE_BITS, MASK_32, signed
@@ -79,10 +83,21 @@ class Harvest:
     runs: tuple[int, int, int] = (0, 0, 0)
 
 
-def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
+class Ran(NamedTuple):
+    """A run of a substep that the host launched, of which the buffers may hold a later one by now.
+
+    row_starts: [rows] int64, where its rows began in the index array
+    """
+
+    row_starts: NDArray[np.int64]
+    requests: Sequence[Request]
+
+
+def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> Iterator[StaticHit]:
     """The hits of a step behind `new_counts` [2, 64]: from codes of the last forward, else from the first one kept.
 
-    A later forward of the same substep overwrites codes; the first finding of each check outlives it.
+    A later forward of the same substep overwrites codes; the first finding of each check outlives it, and is one of
+    `ran`; None: of the last run.
     """
     planned, read = _planned_hits(substep, new_counts[PLANNED], step), _read_hits(substep, new_counts[READ], step)
     for side, hits in ((PLANNED, planned), (READ, read)):
@@ -91,7 +106,7 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator
         unseen = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
         unseen -= {hit.code for hit in found}
         if unseen:
-            yield from _first_hits(substep, side, unseen)
+            yield from _first_hits(substep, side, unseen, ran)
     substep.work.forget_firsts()
 
 
@@ -161,25 +176,34 @@ def _first_places(
         yield CODES_BY_BIT[bit], where
 
 
-def _first_hits(substep: StaticSubstep, side: int, codes: set[str]) -> Iterator[StaticHit]:
+def _first_hits(substep: StaticSubstep, side: int, codes: set[str], ran: Ran | None) -> Iterator[StaticHit]:
     forward = substep.forward
     for bit, first in enumerate(substep.work.firsts[side].tolist()):
         if CODES_BY_BIT.get(bit) in codes and first[STEP] >= 0:
             entry, row = first[ENTRY], first[ROW]
             place = NOWHERE
             if side == READ:
-                place, entry = entry - int(_code_start(substep, row)), NOWHERE
+                place, entry = entry - _code_start(substep, row, ran), NOWHERE
             elif entry >= forward.num_entries:
                 entry = NOWHERE
-            yield _hit(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP])
+            yield _hit(substep, CODES_BY_BIT[bit], row, entry, place, first[SLOT], first[STEP], ran)
 
 
-def _code_start(substep: StaticSubstep, row: int) -> Tensor:
-    """Where the codes of a row begin, as the last forward had it."""
+def _code_start(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
+    """Where the codes of a row begin."""
     table = substep.forward.table
-    return (substep.work.planned.starts if table.code_starts is None else table.code_starts)[row]
+    if table.code_starts is not None:
+        return int(table.code_starts[row])
+    return int((substep.work.planned.starts if ran is None else ran.row_starts)[row])
 
 
-def _hit(substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int) -> StaticHit:
-    uid = NOWHERE if row == NOWHERE else int(substep.forward.uids[row])
+def _hit(
+    substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int, ran: Ran | None = None
+) -> StaticHit:
+    if row == NOWHERE:
+        uid = NOWHERE
+    elif ran is not None and row // substep.width < len(ran.requests):
+        uid = ran.requests[row // substep.width].uid
+    else:
+        uid = int(substep.forward.uids[row])
     return StaticHit(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)

@@ -18,6 +18,8 @@ from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.plan import NO_CLAIM
 
+ROW_STARTS = 1  # of what `StaticSubstep.written` sends, where rows begin in the index array
+
 
 class StaticSubstep:
     """One forward of one pool in one bucket, made by `SubstepBank`: open(), store() of each layer, close(), and again.

@@ -21,10 +21,10 @@ TREES = {"topk": 2, "num_steps": 3}
 def make(request) -> Callable[..., Engine]:
     """Three requests in a bucket of four, in the midst of decoding, whose recording begins behind their prefill."""
 
-    def running(**settings: object) -> Engine:
+    def running(mode: str = "log", ring: int = 2, **settings: object) -> Engine:
         settings = {"dtype": "float32", "device": request.param, "page_size": 4, "prefix_cache": False} | settings
         settings |= {"max_total_tokens": 512, "context_length": 64, "max_running_requests": 4}
-        canary = CanaryConfig(mode="log", seed=5, budget=1 << 30, ring=2)
+        canary = CanaryConfig(mode=mode, seed=5, budget=1 << 30, ring=ring)
         engine = Engine(EngineConfig(graphs="on", graph_buckets=[4], canary=canary, **settings))
         for prompt in PROMPTS:
             engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
@@ -43,8 +43,8 @@ def flip_a_bit_of_a_record(engine: Engine) -> None:
     engine.canary._state.by_name["target"].records[slot_of(engine, 1, 3), CHAIN] ^= 1 << 40
 
 
-def change_a_value(engine: Engine) -> None:
-    engine.pools["target"].kv[2, slot_of(engine, 2, 1), 1, 0][3] += 1.0
+def change_a_value(engine: Engine, number: int = 2) -> None:
+    engine.pools["target"].kv[2, slot_of(engine, number, 1), 1, 0][3] += 1.0
 
 
 def steal_a_slot(engine: Engine) -> None:
@@ -99,3 +99,55 @@ def test_a_story_names_captured_writers(make, tmp_path):
     story = explain(read_dump(engine.canary.dump(tmp_path / "found.kvdump")), 0)["story"]
     assert {"wrote", "found"} <= {line["kind"] for line in story}
     assert any("verify" in line["text"] for line in story if line["kind"] == "wrote")
+
+
+LAGGING = [
+    ("R3", TREES, "log"),
+    ("R8", TREES, "abort"),
+    ("R10", TREES, "log"),
+    ("R9", {"topk": 1, "num_steps": 3}, "abort"),
+    ("R9", {"draft": "none"}, "log"),
+    ("W9", {"draft": "none"}, "abort"),
+    ("R10", {"draft": "none"}, "abort"),
+]
+
+
+def strike_twice(make, code: str, settings: dict, mode: str) -> Engine:
+    """A lagging host's engine with a fault, and three steps later a changed value of another request."""
+    engine = make(schedule="overlap", mode=mode, ring=7, **settings)
+    FAULTS[code](engine)
+    for _ in range(3):
+        engine.step()
+    change_a_value(engine, 0)
+    for _ in range(4):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize(("code", "settings", "mode"), LAGGING, ids=str)
+def test_what_a_lagging_host_found_later_is_reached_too(make, tmp_path, code, settings, mode):
+    """Steps that were judged when the next ones ran, a second fault some steps later: the same incidents, in order."""
+    engine = strike_twice(make, code, settings, mode)
+    dump = read_dump(engine.canary.dump(tmp_path / "found.kvdump"))
+    assert dump.manifest["first_step"] > 0
+    outcome = replay(dump)
+    found, reached = (
+        [(f.code, f.slot, f.position, f.step, f.site) for f in findings]
+        for findings in (engine.canary.findings, outcome.findings)
+    )
+    assert code in {finding.code for finding in engine.canary.findings}
+    assert len({finding.step for finding in engine.canary.findings}) > 1
+    assert reached == found
+    assert (outcome.missing, outcome.errors) == ([], [])
+
+
+def test_a_lagging_host_tells_places_as_the_run_had_them(make):
+    """The buffers hold the next step's rows by then: a position is told by where rows began in the step that fired."""
+    engine = strike_twice(make, "R10", TREES, "log")
+    told = [finding for finding in engine.canary.findings if finding.code == "R4"]
+    assert told
+    for finding in told:
+        places = [finding.position] + [
+            int(text.partition("position ")[2].partition(",")[0]) for text in finding.evidence if "R4" in text
+        ]
+        assert all(slot_of(engine, 2, place) == finding.slot for place in places)
