@@ -7,7 +7,6 @@ Grants, pages and rows are those of the full group. A reader of a mapped pool ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,27 +22,6 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 FULL_GROUP = "full"
 NOWHERE = -1  # in a slot map, and in what is translated by one
-
-
-@dataclass(frozen=True)
-class MapFault:
-    """Full slots whose entry in a slot map is wrong.
-
-    kind:       "out_of_range": no slot of the pool; "unmapped": nowhere, or a null slot; "shared": one slot of the
-                pool holds the tokens of several full slots
-    code:       the check that this is: R1, R2 or R8
-    full_slots: the one that is wrong, or all that share
-    slot:       what the map says
-    """
-
-    kind: str
-    code: str
-    full_slots: tuple[int, ...]
-    slot: int
-
-    def __str__(self) -> str:
-        names = ", ".join(map(str, self.full_slots))
-        return f"slot_map of full slot {names} is {self.slot}: {self.kind}"
 
 
 def to_pool_slots(view: PoolView, full_slots: Tensor) -> Tensor:
@@ -77,19 +55,6 @@ def locate_slots(view: PoolView, full_slots: Tensor) -> tuple[Tensor, Tensor]:
         return slots, (slots < 0) | (slots >= view.num_slots)
     foreign = (full_slots < 0) | (full_slots >= view.slot_map.shape[0])
     return slots, foreign | (slots >= view.num_slots) | ((slots < 0) & (slots != NOWHERE))
-
-
-def map_faults(view: PoolView, full_slots: Tensor) -> list[MapFault]:
-    """What is wrong with the map's entries of these slots; empty where each has a slot of the pool to itself.
-
-    full_slots: [n] int64, distinct: live slots whose tokens the pool must hold, those in some reader's window
-    """
-    slots = to_pool_slots(view, full_slots)
-    holds = (slots >= view.null_slots) & (slots < view.num_slots)
-    ordered = slots[holds].sort().values
-    if bool(holds.all()) and not bool((ordered[1:] == ordered[:-1]).any()):
-        return []
-    return _name_faults(view, full_slots.tolist(), slots.tolist())
 
 
 def window_start(view: PoolView, position: int) -> int:
@@ -140,16 +105,3 @@ def full_group_slots(views: Sequence[PoolView]) -> int:
     """Slots that plans may name: those of the pools without a map, or where all have one the entries of a map."""
     own = [view.num_slots for view in views if view.group == FULL_GROUP]
     return max(own or [view.num_slots if view.slot_map is None else view.slot_map.shape[0] for view in views])
-
-
-def _name_faults(view: PoolView, full_slots: Sequence[int], slots: Sequence[int]) -> list[MapFault]:
-    faults, holders = [], dict[int, list[int]]()
-    for full_slot, slot in zip(full_slots, slots, strict=True):
-        if slot == NOWHERE or 0 <= slot < view.null_slots:
-            faults.append(MapFault("unmapped", "R2", (full_slot,), slot))
-        elif not 0 <= slot < view.num_slots:
-            faults.append(MapFault("out_of_range", "R1", (full_slot,), slot))
-        else:
-            holders.setdefault(slot, []).append(full_slot)
-    shared = [(slot, tuple(holder)) for slot, holder in holders.items() if len(holder) > 1]
-    return faults + [MapFault("shared", "R8", holder, slot) for slot, holder in shared]

@@ -33,7 +33,8 @@ def bind(options: ServerOptions) -> socket.socket:
     except OSError as error:
         listening.close()
         place = f"{in_url(options.host)}:{options.port}"
-        raise ConfigError(f"cannot listen on {place}: {error.strerror}", "choose another port, or 0 for any") from None
+        hint = "choose another --host or --port; port 0 is any free one"
+        raise ConfigError(f"cannot listen on {place}: {error.strerror}", hint) from None
     return listening
 
 

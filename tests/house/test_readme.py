@@ -168,6 +168,18 @@ def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
         assert f"| {', '.join(figures)} |" in readme
 
 
+def test_readme_quotes_what_the_flight_recorder_costs(root: Path) -> None:
+    """Its share of a step and the bytes of a full ring, of every machine on which they were measured."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    records = sorted(results.glob("*_recorder.json"))
+    assert results / "gpu_recorder.json" in records
+    for path in records:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        shares = ", ".join(f"{row['percent_of_median_step']:.2f} %, {row['bytes'] / 1e6:.0f} MB" for row in rows)
+        line = next(line for line in readme.splitlines() if f"[{path.name}]" in line)
+        assert f"| {shares} |" in line
+
+
 def test_readme_and_docs_quote_what_hashing_inside_attention_costs(root: Path) -> None:
     """Every way that was tried, from the record."""
     record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_fused.json"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcanary import PlanError, PoolView
-from kvcanary.groups import MapFault, map_faults, to_pool_slots, window_start
+from kvcanary.groups import to_pool_slots, window_start
 from kvcanary.state import CanaryState
 
 FULL_SLOTS, OWN_SLOTS, PAGE_SIZE = 16, 12, 2
@@ -46,39 +46,6 @@ def test_the_map_is_read_when_it_is_used():
     view = sliding()
     view.slot_map[9] = 3
     assert to_pool_slots(view, ints(9)).tolist() == [3]
-
-
-@pytest.mark.parametrize(
-    ("entries", "faults"),
-    [
-        ({}, []),
-        ({"f5": -1}, [MapFault("unmapped", "R2", (5,), -1)]),
-        ({"f5": 1}, [MapFault("unmapped", "R2", (5,), 1)]),
-        ({"f5": 12}, [MapFault("out_of_range", "R1", (5,), 12)]),
-        ({"f5": -7}, [MapFault("out_of_range", "R1", (5,), -7)]),
-        ({"f5": 11}, []),
-        ({"f5": 7}, [MapFault("shared", "R8", (5, 9), 7)]),
-        (
-            {"f5": 7, "f6": 7, "f8": 99},
-            [MapFault("out_of_range", "R1", (8,), 99), MapFault("shared", "R8", (5, 6, 9), 7)],
-        ),
-    ],
-    ids=str,
-)
-def test_what_is_wrong_with_a_map_is_named(entries, faults):
-    """Entries of live slots have a range, are no null slots, and belong to one full slot each."""
-    assert map_faults(sliding(**entries), ints(5, 6, 8, 9)) == faults
-
-
-def test_only_live_slots_count():
-    """What an entry of a slot outside every window says is nobody's business."""
-    assert map_faults(sliding(f4=7, f10=-9), ints(5, 6, 8, 9)) == []
-
-
-def test_a_fault_is_a_sentence():
-    """Full slots, the map's entry and the kind."""
-    (fault,) = map_faults(sliding(f5=7), ints(5, 9))
-    assert str(fault) == "slot_map of full slot 5, 9 is 7: shared"
 
 
 @pytest.mark.parametrize(("position", "start"), [(0, 0), (2, 0), (3, 1), (10, 8)])

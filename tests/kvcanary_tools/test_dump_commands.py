@@ -120,6 +120,16 @@ def test_why_slot_tells_who_put_it_there(kvcanary, bad):
     assert "--pool must be one of target, draft" in kvcanary("why-slot", bad, slot, "--pool", "x").stderr
 
 
+def test_until_lies_among_the_steps(kvcanary, bad):
+    """A step that the dump does not have is wrong usage, in a sentence that says which it has."""
+    last = json.loads(kvcanary("inspect", bad, "--json").stdout)["step"]
+    for until in (-1, last + 1):
+        refused = kvcanary("replay", bad, "--until", str(until))
+        assert refused.exit_code == 2
+        assert f"--until must lie in [0, {last}], the steps of this dump, got {until}" in refused.stderr
+    assert kvcanary("replay", bad, "--until", str(last)).exit_code == 1
+
+
 def test_timeline_is_a_trace(kvcanary, bad, tmp_path):
     """Every step, forward and finding is an event of a Chrome trace, within its step."""
     path = tmp_path / "trace.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,15 @@ def test_every_check_is_timed_and_put_back() -> None:
         runner.check_window("req-0", 3, 4, 6)
     assert clock.calls == 1
     assert runner.check_window is invariants.check_window
+
+
+@pytest.mark.parametrize("path", sorted(common.RESULTS.glob("*_recorder.json")), ids=lambda path: path.stem)
+def test_the_recorder_costs_at_most_one_percent_of_a_step(path: Path) -> None:
+    """The stated share, checkpoints included, and the bytes of a full ring are within what is allowed."""
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        assert row["percent_of_median_step"] <= recorder.ALLOWED_PERCENT
+        assert row["percent_of_checkpoints"] <= row["percent_of_median_step"]
+        assert 0 < row["bytes"] <= recorder.ALLOWED_BYTES
 
 
 def test_the_recorder_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:

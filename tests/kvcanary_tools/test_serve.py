@@ -71,7 +71,7 @@ def test_a_busy_port_is_one_sentence(served, kvcanary) -> None:
     assert result.exit_code == 2
     assert result.stderr == (
         f"kvcanary: cannot listen on 127.0.0.1:{port}: Address already in use\n\n"
-        "hint: choose another port, or 0 for any\n"
+        "hint: choose another --host or --port; port 0 is any free one\n"
     )
 
 

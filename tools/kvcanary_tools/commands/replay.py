@@ -37,6 +37,11 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
     if code is not None and code.upper() not in CODES:
         raise console.UsageFailure(f"--check must be a code of the canary, got {code!r}", f"one of {' '.join(CODES)}")
     read = opened(dump)
+    first, last = read.manifest["first_step"], read.manifest["step"]
+    if until is not None and not first <= until <= last:
+        raise console.UsageFailure(
+            f"--until must lie in [{first}, {last}], the steps of this dump, got {until}", "inspect tells them"
+        )
     with dump_failures():
         outcome = replay(read, until, None if code is None else code.upper())
     told = _told(read, outcome)
