@@ -12,11 +12,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvcanary.codes import UNWRITTEN
 from kvcanary.desk import Resources
 from kvcanary.dumps.captured import captured_batch, read_mask, run_captured
+from kvcanary.dumps.damaging import Damager
 from kvcanary.dumps.reading import Call, Dump
-from kvcanary.dumps.stage import Stage, fingerprint_of
+from kvcanary.dumps.stage import Stage
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.findings import Finding
@@ -24,12 +24,10 @@ from kvcanary.flights import Flight
 from kvcanary.forward import Ints
 from kvcanary.groups import slots_in
 from kvcanary.parcels import Parcel
-from kvcanary.recorder import PUBLIC_WORDS
 from kvcanary.state import PoolState
 from kvcanary.substep import SubstepCanary, WarmupSubstep
 from kvcanary.tickets import Ticket
 from kvcanary.views import ReadPlan, WritePlan
-from kvcanary_kernels.record import SEAL
 
 #: What makes two findings one and the same.
 PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
@@ -79,6 +77,7 @@ class Replayer:
         except (KVCanaryError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise _contradiction(dump, error) from error
         self.manager, self._books = self._stage.manager, self._stage.books
+        self._damage = Damager(self._stage).bring_about
         self._open: dict[str, _Open] = {}
         self._parcels: dict[int, _Put] = {}
         self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
@@ -332,50 +331,6 @@ class Replayer:
             parts += [np.frombuffer(request.row, np.int64)[start : start + known], tail]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _damage(self, event: Call) -> None:
-        """Bring about what a check found while this event ran: nothing that was told of explains it."""
-        for damage in event.get("damage", ()):
-            pool, slot = self._stage.pool(damage["pool"]), damage["slot"]
-            if damage["words"] or damage["code"] == "R3":
-                self._damage_record(pool, damage)
-                continue
-            page = slot // self._books.state.page_size
-            poisoner = self._books.poisoner_of(pool)
-            if damage["code"] == "P1" and page in poisoner.waiting:
-                poisoner.fill([page])
-            if damage["code"] == UNWRITTEN:
-                _fill_with_nan(pool, damage["layers"], slot)
-                continue
-            for layer in damage["layers"]:
-                place = pool.name, slot, layer
-                if place not in self._stage.damaged:
-                    self._stage.damaged.add(place)
-                    _flip(pool, layer, slot, damage.get("word") if self._stage.is_exact else None)
-
-    def _damage_record(self, pool: PoolState, damage: dict[str, Any]) -> None:
-        slot, words = damage["slot"], damage["words"]
-        if damage["fingerprint"]:
-            for layer in damage["layers"]:
-                place = pool.name, slot, fingerprint_of(layer)
-                if place not in self._stage.damaged:  # several rows may have seen the same
-                    self._stage.damaged.add(place)
-                    pool.content_a[layer, slot] ^= 1
-        elif damage["halves"]:
-            found, expected = (rows[slot].numpy().view(np.uint32) for rows in (pool.records, pool.expected))
-            public = dict(zip(PUBLIC_WORDS, words, strict=True)) if words else {}
-            for half in range(len(found)):
-                if damage["halves"] >> half & 1 and found[half] == expected[half]:
-                    found[half] = public.get(half, int(found[half]) ^ 1)
-        elif words:  # whole in itself: somebody has written it with the canary's keys
-            self._write_record(pool, slot, words)
-
-    def _write_record(self, pool: PoolState, slot: int, words: list[int]) -> None:
-        mirror = self._books.checks.mirror
-        record = mirror.table[[pool.base + slot]]
-        record.view(np.uint32)[0, list(PUBLIC_WORDS)] = words
-        record[0, SEAL] = pool.seal_term
-        mirror.write(np.array([pool.base + slot]), record)
-
     def _is_same(self, told: dict[str, Any], here: dict[str, Any]) -> bool:
         keys = (*PLACE, *WORD) if self._stage.is_exact else PLACE
         return all(_plain(told.get(key)) == _plain(here[key]) for key in keys)
@@ -400,32 +355,6 @@ def _arguments(event: Call) -> list[Any]:
     """Those of a call, in its order."""
     values = [value for key, value in event.items() if key not in ("n", "call", "damage")]
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
-
-
-def _fill_with_nan(pool: PoolState, layers: list[int], slot: int) -> None:
-    """What nobody has written is not finite."""
-    for part in pool.view.parts:
-        if part.dtype.is_floating_point:
-            for layer in layers:
-                part.tensors[layer][slot] = float("nan")
-
-
-def _flip(pool: PoolState, layer: int, slot: int, word: list[Any] | None) -> None:
-    """The word of a row that changed, or several where not one alone did."""
-    if word is None:
-        for part in pool.view.parts:
-            row = part.tensors[layer][slot].reshape(-1).view(torch.uint8)
-            row[0] ^= 1
-            row[-1] ^= 2
-        return
-    name, head, dim, byte, bit = word
-    part = next(part for part in pool.view.parts if part.name == name)
-    row = part.tensors[layer][slot].reshape(-1).view(torch.uint8)
-    number = (head * part.dim + dim) * part.element_size
-    if bit is None:
-        row[number + byte] ^= 3  # more than one bit of this byte
-    else:
-        row[number + bit // 8] ^= 1 << bit % 8
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from kvcanary.dumps.calls import CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD
 from kvcanary.dumps.codebook import Chains, CodeBook, rooted
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
+from kvcanary.dumps.shapes import shape_of_forward, shape_of_pool
 from kvcanary.lifecycle import Lifecycle
 from kvcanary.recorder import Damage, Recorder
 from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch, RecordedMove
@@ -27,7 +28,6 @@ from kvcanary_kernels.record import chain_root, make_keys
 if TYPE_CHECKING:
     from kvcanary.config import CanaryConfig
     from kvcanary.findings import Finding
-    from kvcanary.static import StaticSubstep
 
 Roots = tuple[int, ...]
 
@@ -170,8 +170,8 @@ class Writer:
             "page_size": self._state.page_size,
             "num_pages": len(self._ledger.generations),
             "null_pages": self._ledger.null_pages,
-            "pools": [_pool(pool.view) for pool in self._state.pools],
-            "captured": [_captured(substep) for substep in self._captured],
+            "pools": [shape_of_pool(pool.view) for pool in self._state.pools],
+            "captured": [shape_of_forward(substep) for substep in self._captured],
             "captured_moves": [{"pool": move.pool.name, "size": len(move.src)} for move in self._moves],
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
@@ -355,46 +355,6 @@ def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:
 
 def _tokens_of(forward: RecordedForward) -> NDArray[Any]:
     return forward.plan[forward.num_entries : 2 * forward.num_entries]
-
-
-def _pool(view: Any) -> dict[str, Any]:
-    return {
-        "name": view.name,
-        "root_name": view.root_name,
-        "num_slots": view.num_slots,
-        "layers": view.num_layers,
-        "parts": [
-            {"name": part.name, "shape": list(part.shape), "dtype": str(part.dtype).removeprefix("torch.")}
-            for part in view.parts
-        ],
-        "slot_bytes": view.slot_bytes,
-        "token_offset": view.token_offset,
-        "ahead": view.ahead,
-        "null_slots": view.null_slots,
-        "vocab_size": view.vocab_size,
-        "group": view.group,
-        "window": view.window,
-        "map_slots": None if view.slot_map is None else len(view.slot_map),
-    }
-
-
-def _captured(substep: StaticSubstep) -> dict[str, Any]:
-    """A captured forward, as large as its bucket."""
-    forward, masks = substep.forward, substep.masks
-    return {
-        "pool": substep.pool.name,
-        "kind": substep.site[0],
-        "index": substep.site[1],
-        "rows": forward.num_rows,
-        "entries": forward.num_entries,
-        "indices": forward.capacity,
-        "width": substep.width,
-        "depth": substep.depth,
-        "ancestors": forward.ancestors,
-        "has_parents": forward.parents is not None,
-        "has_truths": forward.truths is not None,
-        "nodes": None if masks is None else masks.device.shape[-1],
-    }
 
 
 def _damage(damage: Damage, word: Finding | None) -> dict[str, Any]:
