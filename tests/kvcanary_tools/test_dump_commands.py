@@ -98,9 +98,9 @@ def test_replay_reaches_the_finding(kvcanary, bad, clean):
 
 def test_replay_says_what_it_did_not_reach(kvcanary, bad, monkeypatch):
     """Code 3 and the finding, where the events do not lead there."""
-    from kvcanary.dumps.replaying import Replayer
+    from kvcanary.dumps.damaging import Damager
 
-    monkeypatch.setattr(Replayer, "_damage", lambda self, event: None)
+    monkeypatch.setattr(Damager, "bring_about", lambda self, event: None)
     shown = kvcanary("replay", bad)
     assert shown.exit_code == 3
     assert "NOT reached R9 content changed, slot" in shown.stdout
