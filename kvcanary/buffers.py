@@ -27,6 +27,7 @@ class Batch:
     uids:        [rows], request of each row
     parents:     [entries], entry of the batch that each continues, -1 where it continues its row; None: chains
     truths:      [rows], chain value of the request's own tokens up to prefix_len; None where nobody feeds it
+    roots:       [rows], chain value that position 0 continues; None: that of requests without salt and adapter
     """
 
     indptr: Tensor
@@ -39,6 +40,7 @@ class Batch:
     uids: Tensor
     parents: Tensor | None = None
     truths: Tensor | None = None
+    roots: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +75,7 @@ class StaticBuffers(Batch):
         device: torch.device | str = "cpu",
         is_tree: bool = False,
         has_truths: bool = False,
+        has_roots: bool = False,
         ancestors: int = 0,
     ) -> StaticBuffers:
         """Buffers of this size, without a live row."""
@@ -81,8 +84,9 @@ class StaticBuffers(Batch):
         sizes |= dict.fromkeys(("prefix_lens", "uids"), max_rows)
         if is_tree:
             sizes["parents"] = max_entries
-        if has_truths:
-            sizes["truths"] = max_rows
+        for name, is_fed in (("truths", has_truths), ("roots", has_roots)):
+            if is_fed:
+                sizes[name] = max_rows
         with torch.inference_mode(False):
             return cls(
                 **{name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in sizes.items()},
@@ -105,6 +109,7 @@ class StaticBuffers(Batch):
             self.uids,
             self.num_live,
             self.ancestors,
+            self.roots,
         )
 
     def fits(self, batch: Batch) -> bool:
@@ -151,4 +156,5 @@ def empty_batch(buffers: StaticBuffers) -> Batch:
         none,
         parents=None if buffers.parents is None else none,
         truths=None if buffers.truths is None else none,
+        roots=None if buffers.roots is None else none,
     )

@@ -13,6 +13,7 @@ from kvcanary.tickets import HOST, Resource, Stream, Ticket, Tickets, Touched, V
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
 Note = Callable[[str, Sequence[Any]], None]
+_NOTHING: Touched = {}
 
 
 class TicketDesk:
@@ -78,12 +79,16 @@ class TicketDesk:
     def _granted(self, resources: Resources) -> Touched:
         if isinstance(resources, Mapping):
             return resources
+        if not resources:
+            return _NOTHING
         generations = self._ledger.generations
         self._ledger.pages.numbers([r for r in resources if isinstance(r, int)])
         return {r: None if isinstance(r, str) else int(generations[r]) for r in resources}
 
     def _tell(self, violations: Sequence[Violation], requests: Sequence[str] = ()) -> None:
-        self.has_told = self.has_told or bool(violations)
+        if not violations:
+            return
+        self.has_told = True
         self._report([self._hit(violation, requests) for violation in violations])
 
     def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
@@ -109,15 +114,17 @@ def _names(owner: str | None) -> Sequence[str]:
     return () if owner is None else (owner,)
 
 
-def _sorted(resources: Resources) -> tuple[list[int], tuple[str, ...], list[int] | None]:
+def _sorted(resources: Resources) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...] | None]:
     """Pages, names of buffers, and of both, where it was said, the generations that were meant; -1: any."""
-    pages = [resource for resource in resources if not isinstance(resource, str)]
+    if not resources:
+        return (), (), None
+    pages = tuple(resource for resource in resources if not isinstance(resource, str))
     names = tuple(resource for resource in resources if isinstance(resource, str))
     if not isinstance(resources, Mapping):
         return pages, names, None
     order: list[Resource] = [*pages, *names]
     planned = [resources[resource] for resource in order]
-    return pages, names, [-1 if generation is None else generation for generation in planned]
+    return pages, names, tuple(-1 if generation is None else generation for generation in planned)
 
 
 def _nobody(name: str, args: Sequence[Any]) -> None:

@@ -31,11 +31,13 @@ class RowTruth(NamedTuple):
     uids:        of the requests
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
     truths:      chain value at that length, as int64
+    roots:       chain value that position 0 continues, as int64
     """
 
     uids: list[int]
     prefix_lens: list[int]
     truths: list[int]
+    roots: list[int]
 
 
 class Listener(Protocol):
@@ -82,13 +84,14 @@ class StaticChecks:
         """These requests are the live rows of a forward that runs next, and each of their rows writes so much."""
         self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, reads)
         self.launched.append(Launched(substep, requests, [request.committed_len for request in requests], step))
-        truth, pool_id = RowTruth([request.uid for request in requests], [], []), substep.pool.pool_id
+        truth, pool_id = RowTruth([request.uid for request in requests], [], [], []), substep.pool.pool_id
         for request, count in zip(requests, written, strict=True):
             length = request.final_len(pool_id)
             chain = self._ledger.truth(request, pool_id, length)
             self._coverage.skip("truth not known to the host", chain is None)
             truth.prefix_lens.append(UNKNOWN if chain is None else length)
             truth.truths.append(0 if chain is None else signed(chain))
+            truth.roots.append(request.truths[pool_id].signed_root)
             note_row(request, substep.site[0], pool_id, length + count)
             request.in_the_air += 1
         return truth

@@ -64,6 +64,7 @@ class Workspace:
     codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     row_violations: [rows] int64, entries of each row with a finding in the last forward
+    root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     """
 
@@ -80,7 +81,7 @@ class Workspace:
         self.chains, self.twice = filled(0, entries), filled(0, entries)
         self.no_predecessors, self.no_seeds = filled(NO_PREDECESSOR, entries), filled(0, entries)
         self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
-        self.root_seeds = filled(signed(pool.root), rows)
+        self.root_seeds = filled(signed(pool.root), rows) if forward.roots is None else forward.roots
         self.ancestor_places = filled(0, rows, forward.ancestors)
         self.ancestors = filled(0, rows, forward.ancestors)
         stored = entries if settings.engine_stores else 0
@@ -149,7 +150,7 @@ class Launches:
             self._work.planned,
             records=self._pool.records,
             claims=self._claims,
-            root=signed(self._pool.root),
+            roots=self._work.root_seeds,
             site=pack_site(*site),
             width=self._settings.width,
             **self._truth,

@@ -45,7 +45,7 @@ class Learned:
         self._num_ancestors = substep.forward.ancestors
         self.ancestors: Ints = ancestors.reshape(substep.forward.num_rows, -1)[:num_rows]
         self._bounds = bounds[: num_rows + 1]
-        self._counts = np.diff(self._bounds)
+        self._counts = self._bounds[1:] - self._bounds[:-1]
         self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
         self._live = live = slice(0, int(bounds[num_rows]))
         self.planned = Planned(slots[live], tokens[live], positions[live])
@@ -78,7 +78,8 @@ class Learned:
     def plan(self) -> Ints:
         """As `Forward.plan`."""
         none = np.zeros(self.num_rows, np.int64)
-        reads = np.append(0, (self._begins + self._counts).cumsum())
+        reads = np.zeros(self.num_rows + 1, np.int64)
+        np.add(self._begins, self._counts).cumsum(out=reads[1:])
         prefixes = (self._begins - self._num_ancestors)[:: self.width]
         parents = np.full(self.num_entries, -1) if self._parents is None else self._parents
         rows = self._counts, none, reads[:-1] + self._begins, self._begins, none

@@ -304,7 +304,9 @@ class Recorder:
 
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more."""
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or (
+            type(value) is tuple and len(value) < LONG and _PLAIN.issuperset(map(type, value))
+        ):
             return value
         if isinstance(value, list) and value and isinstance(value[0], Parcel):
             value = [self._number_of(parcel) for parcel in value]

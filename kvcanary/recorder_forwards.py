@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kvcanary.learning import Learned
 
 Ints = NDArray[Any]
-_SMALLEST, _LARGEST = -(1 << 31), (1 << 31) - 1
 
 
 class RecordedForward:
@@ -86,7 +85,9 @@ class RecordedForward:
         n, rows, plan, ancestors = forward.num_entries, forward.num_rows, forward.plan, forward.ancestors
         first = 4 * n + rows + 1
         own = plan[:n]
-        if ancestors.shape[1]:
+        if ancestors.shape[1] and n == rows and plan[first : first + rows].all():  # a draft's rows write one each
+            own = np.concatenate((ancestors, own[:, None]), 1).ravel()
+        elif ancestors.shape[1]:
             begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
             own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
         self.plan, self.tails = _small(plan), _small(own)
@@ -173,6 +174,5 @@ def _plan_of(forward: Forward) -> Ints:
 
 def _small(values: Ints) -> Ints:
     """A copy, in 32 bits where these hold all values."""
-    if len(values) and (values.min() < _SMALLEST or values.max() > _LARGEST):
-        return values.copy()
-    return values.astype(np.int32)
+    small = values.astype(np.int32)
+    return small if (small == values).all() else values.copy()

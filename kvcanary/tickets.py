@@ -111,11 +111,15 @@ class Tickets:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
         self.waits(HOST, ticket)
         touched = {**ticket.reads, **ticket.writes}
+        if not touched:
+            return []
         landed = {resource: touched[resource] for resource in touched if self._leaves(resource, ticket)}
         return self._outdated(f"the end of {ticket}", ticket.stream, landed, ticket)
 
     def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
         """An access that leaves nothing in flight, such as the host's own."""
+        if not touched:
+            return []
         found, clock = self._outdated(f"{what!r} on stream {stream}", stream, touched), self._clock(stream)
         for resource in touched:
             for ticket in self._in_flight.get(resource, _NONE).conflicts(writes):
@@ -170,7 +174,8 @@ _NONE = _Accesses()
 
 def _advance(clock: dict[Stream, int], seen: Mapping[Stream, int]) -> None:
     for stream, sequence in seen.items():
-        clock[stream] = max(clock.get(stream, 0), sequence)
+        if clock.get(stream, 0) < sequence:
+            clock[stream] = sequence
 
 
 def _name(resource: Resource) -> str:

@@ -30,6 +30,7 @@ class ForwardPlan:
     prefix_lens: [rows], entries of the row that are final; -1: not known, R10 and R6 are not judged
     truths:      [rows], chain value of the row's own tokens up to its prefix_len; None: R6 is not judged
     uids:        [rows], request of each row
+    roots:       [rows], chain value that position 0 of each row continues; None: the pool's own
     num_live:    [1], rows at and after it are padding
     ancestors:   entries of a row between its prefix and what it writes
     """
@@ -47,12 +48,13 @@ class ForwardPlan:
     uids: Tensor
     num_live: Tensor
     ancestors: int = 0
+    roots: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, entries = self.num_rows, self.num_entries
         expect_table(self.table, rows)
         expect_int64(rows, row_starts=self.row_starts, row_ends=self.row_ends, prefix_lens=self.prefix_lens)
-        expect_int64(rows, truths=self.truths, uids=self.uids)
+        expect_int64(rows, truths=self.truths, uids=self.uids, roots=self.roots)
         expect_int64(rows + 1, bounds=self.bounds)
         expect_int64(entries, slots=self.slots, tokens=self.tokens, positions=self.positions, parents=self.parents)
         expect_int64(1, num_live=self.num_live)

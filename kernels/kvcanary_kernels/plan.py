@@ -56,7 +56,7 @@ def plan(
     states: Tensor,
     owners: Tensor,
     claims: Tensor,
-    root: int,
+    roots: Tensor,
     site: int,
     width: int,
     page_size: int,
@@ -68,11 +68,11 @@ def plan(
     generations, states, owners: [num_pages] int64, device truth of pages (verify)
     claims:      [num_slots] int64, NO_CLAIM everywhere; afterwards the first entry that writes each slot, until
                  settle withdraws it. Entries that share a slot: the first is sealed and stored, the others are W4
-    root:        chain value that position 0 continues, as int64
+    roots:       [rows] int64, chain value that position 0 of each row continues
     site:        kind and index of the forward (a record's site without branch or node)
     width:       rows a request, which number the branches: 1, or the tree width of a draft forward
     """
-    _check(forward, planned, records, generations, states, owners, claims, page_size, width)
+    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width)
     rows, entries, table = forward.num_rows, forward.num_entries, forward.table
     if entries:
         _claim_kernel[(triton.cdiv(entries, BLOCK),)](
@@ -111,6 +111,7 @@ def plan(
         states,
         owners,
         claims,
+        roots,
         planned.starts,
         planned.read_lengths,
         planned.row_lengths,
@@ -135,7 +136,6 @@ def plan(
         table.pages.shape[1],
         table.pages.stride(0),
         forward.ancestors,
-        root,
         site,
         width,
         records.shape[0],
@@ -157,21 +157,21 @@ def plan_torch(
     states: Tensor,
     owners: Tensor,
     claims: Tensor,
-    root: int,
+    roots: Tensor,
     site: int,
     width: int,
     page_size: int,
     null_slots: int,
 ) -> None:
     """The torch reference of `plan`."""
-    _check(forward, planned, records, generations, states, owners, claims, page_size, width)
+    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width)
     rows, entries, num_slots = forward.num_rows, forward.num_entries, records.shape[0]
     live = min(max(int(forward.num_live), 0), rows)
     live_entries = min(max(int(forward.bounds[live]), 0), entries)
     _claim(forward.slots[:live_entries], claims, num_slots, null_slots)
     _plan_padding(forward, planned, live, live_entries, null_slots)
     is_whole = _plan_rows(forward, planned, live)
-    planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, root, null_slots))
+    planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, roots, null_slots))
     if not live_entries:
         return
     written = forward.bounds.diff()[:live]
@@ -240,7 +240,7 @@ def _claim_kernel(
         tl.store(counted_lengths + 2 * num_rows, num_entries - live)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_entries", "num_table_rows", "table_width", "ancestors", "root", "site"])
+@triton.jit(do_not_specialize=["num_rows", "num_entries", "num_table_rows", "table_width", "ancestors", "site"])
 def _plan_kernel(
     pages,
     rows,
@@ -259,6 +259,7 @@ def _plan_kernel(
     states,
     owners,
     claims,
+    roots,
     starts,
     read_lengths,
     row_lengths,
@@ -283,7 +284,6 @@ def _plan_kernel(
     table_width,
     page_stride,
     ancestors,
-    root,
     site,
     width,
     num_slots,
@@ -313,7 +313,7 @@ def _plan_kernel(
     slot_before = device_slot_at(row_pages, before, prefix > 0, row_width, PAGE)
     m_before = (prefix > 0) & (slot_before >= null_slots) & (slot_before < num_slots)
     continued = tl.load(records + slot_before * COLUMNS + CHAIN, mask=m_before, other=0)
-    seed = tl.where(judged & (prefix == 0), root, continued)
+    seed = tl.where(judged & (prefix == 0), tl.load(roots + i_row), continued)
     if i_part == 0:
         tl.store(starts + i_row, tl.where(judged, start, 0))
         tl.store(read_lengths + i_row, prefix)
@@ -455,16 +455,16 @@ def _seeds(
     is_whole: Tensor,
     live: int,
     records: Tensor,
-    root: int,
+    roots: Tensor,
     null_slots: int,
 ) -> Tensor:
-    """[rows] int64: the chain of the entry before the first that the row writes, or the root."""
+    """[rows] int64: the chain of the entry before the first that the row writes, or the row's root."""
     prefixes, num_slots = planned.read_lengths, records.shape[0]
     slots = slot_at(forward.table, forward.table.rows, torch.where(prefixes > 0, planned.starts + prefixes - 1, -1))
     found = (slots >= null_slots) & (slots < num_slots)
     chains = torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
     is_live = torch.arange(len(slots), device=slots.device) < live
-    return torch.where(is_whole & is_live & (prefixes == 0), root, chains)
+    return torch.where(is_whole & is_live & (prefixes == 0), roots, chains)
 
 
 def _page_codes(states: Tensor, owners: Tensor, uids: Tensor) -> dict[str, Tensor]:
@@ -498,6 +498,7 @@ def _check(
     states: Tensor,
     owners: Tensor,
     claims: Tensor,
+    roots: Tensor,
     page_size: int,
     width: int,
 ) -> None:
@@ -505,7 +506,7 @@ def _check(
     expect_records(records)
     expect_int64(-(-records.shape[0] // page_size), generations=generations, states=states, owners=owners)
     expect_int64(records.shape[0], claims=claims)
-    expect_int64(rows, starts=planned.starts, seeds=planned.seeds)
+    expect_int64(rows, roots=roots, starts=planned.starts, seeds=planned.seeds)
     expect_int64(entries, safe_slots=planned.safe_slots)
     expect_int64(entries + rows, codes=planned.codes, asked=planned.asked)
     if width < 1:

@@ -189,8 +189,9 @@ class _Reader:
         fits = one["kind"] in SUBSTEP_KINDS and one["rows"] % one["width"] == 0
         fits &= one["nodes"] is None or one["rows"] * one["nodes"] ** 2 <= MOST_SLOTS
         self._expect(fits and one["rows"] * one["ancestors"] <= MOST_SLOTS, "a captured forward has no such sizes")
-        for key in ("has_parents", "has_truths"):
-            self._expect(isinstance(one[key], bool), f"{key} of a captured forward is no flag")
+        for key in ("has_parents", "has_truths", "has_roots"):
+            flag = one.get(key, False) if key == "has_roots" else one[key]  # which older dumps do not name
+            self._expect(isinstance(flag, bool), f"{key} of a captured forward is no flag")
 
     def _captured_move(self, one: Any) -> None:
         self._expect(1 <= self._int(one["size"], "size") < MOST_CAPTURED_ENTRIES, f"a move is of {one['size']} entries")

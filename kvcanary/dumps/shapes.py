@@ -46,5 +46,6 @@ def shape_of_forward(substep: StaticSubstep) -> dict[str, Any]:
         "ancestors": forward.ancestors,
         "has_parents": forward.parents is not None,
         "has_truths": forward.truths is not None,
+        "has_roots": forward.roots is not None,
         "nodes": None if masks is None else masks.device.shape[-1],
     }

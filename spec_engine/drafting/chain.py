@@ -45,10 +45,9 @@ class ChainGrowth:
         """The draft that follows each chain, ``[bs, 1, 1]``; ``probs`` are not looked at."""
         self._tokens.append(tokens.flatten(1))
 
-    def survive(self) -> tuple[Tensor, Tensor]:
-        """The last drafts, each the child of the only survivor before it: both ``[bs, 1]``."""
-        tokens = self._tokens[-1]
-        return tokens, torch.zeros_like(tokens)
+    def survive(self) -> tuple[Tensor, None]:
+        """The last drafts ``[bs, 1]``; None: each is the child of the only survivor before it."""
+        return self._tokens[-1], None
 
     def finish(self, root_tokens: Tensor, num_nodes: int) -> Tree:
         """``root_tokens [bs]`` and the drafts behind them -> a chain of ``num_nodes`` nodes."""

@@ -56,8 +56,11 @@ def grow(
     path = slots[:, :1, :0]
     for step in range(num_steps - 1):
         tokens, parents = growth.survive()
-        hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        path = path_of(slots, path, parents, step)
+        if parents is None:
+            path = slots[:, :, : step + 1].contiguous()
+        else:
+            hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            path = path_of(slots, path, parents, step)
         hidden, probs, tokens = forward(step, tokens.flatten(), path, hidden.flatten(0, 1))
         growth.add(probs.view(bs, topk, topk), tokens.view(bs, topk, topk))
         hidden = hidden.view(bs, topk, -1)

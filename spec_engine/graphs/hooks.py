@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from kvcanary.captured_move import StaticMove
     from kvcanary.static import StaticSubstep
 
-TRUTH = ("uids", "prefix_lens", "truths")  # sections of a feed that a watched forward needs, one value a row each
+TRUTH = (
+    "uids",
+    "prefix_lens",
+    "truths",
+    "roots",
+)  # sections of a feed that a watched forward needs, by row
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +62,7 @@ class StaticForwards:
         out = torch.zeros(shape, dtype=self.pool.dtype, device=kv.device)
         if self.canary is None:
             return Hooked(forward, out, workspace, None, name)
-        uids, prefix_lens, truths = (feed[f"{name}_{part}"] for part in TRUTH)
+        uids, prefix_lens, truths, roots = (feed[f"{name}_{part}"] for part in TRUTH)
         plan = ForwardPlan(
             as_table(forward.indices),
             forward.indptr[:-1],
@@ -72,6 +77,7 @@ class StaticForwards:
             uids,
             feed[live],
             forward.ancestors,
+            roots,
         )
         substep = self.canary.bank.add(
             self.pool.name,

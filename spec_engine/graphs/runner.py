@@ -41,8 +41,6 @@ class Bucket(NamedTuple):
 class GraphRunner(Runner):
     """Runs the smallest bucket that holds a batch; one that no bucket holds runs as without graphs.
 
-    So does one with a request of a salt or an adapter under a canary.
-
     Where every request takes its likeliest token the program decides by itself, and the host reads what it did; else
     acceptance runs behind it as it does without graphs. A host that lags hears what the canary found in such a step
     behind the next launch; without drafts, whose lengths it knows beforehand, its tokens too.
@@ -70,7 +68,7 @@ class GraphRunner(Runner):
 
     def runs_ahead(self, requests: Sequence[Request]) -> bool:
         """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
-        return self._bucket_for(requests) is not None and self._can_decide(requests)
+        return self._bucket_for(len(requests)) is not None and self._can_decide(requests)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
         """As without graphs; what the host has still to hear is part of the result."""
@@ -90,7 +88,7 @@ class GraphRunner(Runner):
 
     def _batch_of(self, requests: Sequence[Request]) -> Batch:
         """On the addresses of the smallest bucket that holds the requests; their lengths as the host last read them."""
-        self._bucket = self._bucket_for(requests)
+        self._bucket = self._bucket_for(len(requests))
         if self._bucket is None:
             self._decides = False
             return super()._batch_of(requests)
@@ -98,11 +96,8 @@ class GraphRunner(Runner):
         check_rows_distinct([request.request_id for request in requests], [request.row for request in requests])
         return self._bucket.step.batch(requests, [self._lens[request.row] for request in requests])
 
-    def _bucket_for(self, requests: Sequence[Request]) -> Bucket | None:
-        """The smallest that holds them; captured plans know one chain root, and salts and adapters have their own."""
-        if self.canary is not None and any(request.salt or request.adapter for request in requests):
-            return None
-        return next((bucket for bucket in self._buckets if bucket.step.size >= len(requests)), None)
+    def _bucket_for(self, num_requests: int) -> Bucket | None:
+        return next((bucket for bucket in self._buckets if bucket.step.size >= num_requests), None)
 
     def _can_decide(self, requests: Sequence[Request]) -> bool:
         return is_decided_by_argmax(request.params for request in requests)

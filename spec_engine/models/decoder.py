@@ -60,7 +60,8 @@ class Decoder(nn.Module):
         return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return (_kernels().linear if is_fused(hidden) else F.linear)(hidden, self.lm_head_weight)
+        """hidden [n, hidden_size] -> [n, vocab_size], by our kernels in float32, else in the model's own numbers."""
+        return (_kernels().logits if is_fused(hidden) else F.linear)(hidden, self.lm_head_weight)
 
     @property
     def num_parameters(self) -> int:

@@ -48,8 +48,8 @@ def type_of(name, module):
         return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
-    if name in ("root", "eps", "largest", "best"):
-        return {"root": "i64", "best": "*fp32"}.get(name, "fp32")
+    if name in ("eps", "largest", "best"):
+        return "*fp32" if name == "best" else "fp32"
     if name in FLOATS:
         return "*bf16"
     return "*i32" if name in ("key_a", "key_b") else "*i64"

@@ -66,8 +66,10 @@ def as_codes(forward: ForwardPlan) -> int:
 
 
 def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> None:
-    options = {"root": 99, "site": 3, "width": 2, "page_size": PAGE_SIZE, "null_slots": NULL_SLOTS} | changes
-    operation(forward, world.planned, records=world.records, claims=world.claims, **world.truth, **options)
+    options = {"site": 3, "width": 2, "page_size": PAGE_SIZE, "null_slots": NULL_SLOTS} | changes
+    roots = 99 + torch.arange(forward.num_rows, device=world.records.device)
+    arrays = {"records": world.records, "claims": world.claims, "roots": roots}
+    operation(forward, world.planned, **arrays, **world.truth, **options)
 
 
 def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | None = None) -> None:

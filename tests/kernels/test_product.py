@@ -48,6 +48,15 @@ def test_product_adds_what_it_is_given(dtype, n: int, m: int, size: int, extras,
 
 
 @dtypes
+def test_sums_may_stay_in_float32(dtype, device: str) -> None:
+    """An output of float32 is not rounded to the numbers of the operands."""
+    x, weight = random(3, 264, dtype=dtype, device=device), random(33, 264, dtype=dtype, device=device, seed=1)
+    out = torch.full((3, 33), POISON, dtype=torch.float32, device=device)
+    product(x, weight, out=out)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+
+
+@dtypes
 @pytest.mark.parametrize(("n", "m", "size"), [(1, 1, 8), (5, 17, 100), (4, 48, 256)])
 def test_a_gated_product_is_silu_of_the_gates_times_the_ups(dtype, n: int, m: int, size: int, device: str) -> None:
     """Gates are the first half of the weight's rows."""

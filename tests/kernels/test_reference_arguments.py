@@ -109,7 +109,7 @@ CASES = {
     "plan": (
         plan_torch,
         {name: ints(SLOTS // 4) for name in ("generations", "states", "owners")}
-        | {"records": RECORDS, "claims": ints(SLOTS), "root": 1, "site": 1, "page_size": 4, "width": 1}
+        | {"records": RECORDS, "claims": ints(SLOTS), "roots": ints(2), "site": 1, "page_size": 4, "width": 1}
         | {"null_slots": 0},
     ),
     "settle": (

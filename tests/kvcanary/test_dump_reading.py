@@ -44,7 +44,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.inference_mode():
         k = torch.zeros(32, 1, 4)
         canary = CanaryManager(CanaryConfig(seed=7), [PoolView("target", [k], [k.clone()], 4)])
-        buffers = StaticBuffers.allocate(2, 4, 16, is_tree=True, has_truths=True)
+        buffers = StaticBuffers.allocate(2, 4, 16, is_tree=True, has_truths=True, has_roots=True)
         mask = torch.ones(2, 2, 2, dtype=torch.bool).tril()
         substep = canary.bank.add("target", "verify", 0, buffers, max_depth=2, tree_mask=mask)
         move = canary.bank.add_move("target", 2)
@@ -182,6 +182,7 @@ def test_bombs_are_not_unpacked(good, tmp_path):
         ({"kind": "import"}, "a captured forward has no such sizes"),
         ({"entries": 1}, "a launch does not fit into its captured forward"),
         ({"indices": 1}, "a launch does not fit into its captured forward"),
+        ({"has_roots": 1}, "has_roots of a captured forward is no flag"),
         ({"has_parents": False}, "a launch does not fit into its captured forward"),
     ],
 )

@@ -18,7 +18,7 @@ from kvcanary.ops import KERNELS
 from kvcanary.sites import pack_site
 from kvcanary_kernels import record
 from kvcanary_kernels.plan import NO_CLAIM
-from kvcanary_kernels.record import chain_host, signed
+from kvcanary_kernels.record import chain_host, chain_root, signed
 from kvcanary_kernels.table import PageTable
 from kvcanary_kernels.verify import ROOT, verify_torch
 
@@ -99,6 +99,20 @@ def test_clean_forwards_find_nothing(rig, decode, rows):
     )
     assert codes.tolist() == [0] * 10
     assert torch.equal(pool.records, pool.expected)
+
+
+def test_each_row_continues_its_own_root(rig, static_row):
+    """Rows of requests under other roots, written and read; a row read under another's root is R5 at its head."""
+    roots = [signed(chain_root(rig.pool.keys, "target", salt)) for salt in ("", "tenant")]
+    prefill, decode = (rig.add(kind, has_roots=True) for kind in ("prefill", "decode"))
+    prompts = [static_row(ANN, [4, 5, 6], [50, 51, 52]), static_row(BOB, [12, 13, 14], [50, 51, 52])]
+    follows = [static_row(ANN, [4, 5, 6, 7], [55]), static_row(BOB, [12, 13, 14, 15], [33])]
+    assert rig.run(prefill, rig.batch(prompts, roots=roots)).hits == []
+    assert rig.run(decode, rig.batch(follows, roots=roots), step=2).hits == []
+    chains = [int(rig.pool.records[slot, record.CHAIN]) for slot in (6, 14)]
+    assert chains[0] != chains[1]
+    hits = rig.run(decode, rig.batch(follows[1:], roots=roots[:1]), step=3).hits
+    assert [(hit.code, hit.slot) for hit in hits] == [("R5", 12)]
 
 
 def damage(rig, slot: int, column: int, value: int) -> None:

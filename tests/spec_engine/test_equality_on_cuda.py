@@ -19,9 +19,9 @@ GRID = [
     for graphs in ("off", "on")
 ]
 CHOSEN = random.Random(7).sample(GRID, 12)
-PROMPTS = [excerpt.prompt[:100] for excerpt in load_excerpts()[20:28]]
+PROMPTS = [excerpt.prompt[:100] for excerpt in load_excerpts()[:24]]
 NEW_TOKENS = 48
-STEP = 0.125  # from one bfloat16 to the next between 16 and 32: two logits so near may change places with the shapes
+NEAR = 1e-2  # logits, which are float32, this near may change places with the shapes of the products before them
 
 
 def generate(**settings: object) -> list:
@@ -43,7 +43,7 @@ def name(settings: dict) -> str:
 
 @pytest.mark.parametrize("settings", CHOSEN, ids=name)
 def test_float32_is_equal(plain, settings) -> None:
-    """Eight requests, pages, widths, depths, schedules, with graphs and without."""
+    """Eight requests at a time, pages, widths, depths, schedules, with graphs and without."""
     drafted = generate(dtype="float32", **settings)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain["float32"]]
 
@@ -56,11 +56,11 @@ def gap(output, position: int) -> float:
 
 @pytest.mark.parametrize("settings", CHOSEN[:4], ids=name)
 def test_bfloat16_differs_only_at_near_ties(plain, settings, capsys) -> None:
-    """Up to two logits a step apart each output is equal; how many differ from there on is printed, and their gaps."""
+    """Up to two logits that are NEAR each output is equal; how many differ from there on is printed, and their gaps."""
     gaps = []
     for drafted, own in zip(generate(dtype="bfloat16", **settings), plain["bfloat16"], strict=True):
         differing = [i for i, pair in enumerate(zip(drafted.token_ids, own.token_ids, strict=True)) if len({*pair}) > 1]
         gaps += [gap(own, position) for position in differing[:1]]
     with capsys.disabled():
         print(f"\nbfloat16, {name(settings)}: {len(gaps)} of {len(PROMPTS)} outputs differ, gaps {gaps}")
-    assert [size for size in gaps if size > STEP] == []
+    assert [size for size in gaps if size >= NEAR] == []

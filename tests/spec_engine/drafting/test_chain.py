@@ -20,7 +20,7 @@ def grow(growth, num_steps, bs=3):
         if step < num_steps - 1:
             survivors, parents = growth.survive()
             assert survivors.tolist() == tokens[:, 0].tolist()
-            assert parents.tolist() == [[0]] * bs
+            assert parents is None or parents.tolist() == [[0]] * bs
     return growth.finish(ROOTS[:bs], num_steps + 1)
 
 

@@ -69,7 +69,7 @@ def kernels(engine: Engine) -> tuple[Counter[str], float]:
     run = engine.runner._buckets[0].step._run
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         run()
         torch.cuda.synchronize()
     events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]

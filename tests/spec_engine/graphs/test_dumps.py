@@ -19,15 +19,18 @@ TREES = {"topk": 2, "num_steps": 3}
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def make(request) -> Callable[..., Engine]:
-    """Three requests in a bucket of four, in the midst of decoding, whose recording begins behind their prefill."""
+    """Three requests in a bucket of four, in the midst of decoding, whose recording begins behind their prefill.
+
+    The chains of the second have a root of their own.
+    """
 
     def running(mode: str = "log", ring: int = 2, **settings: object) -> Engine:
         settings = {"dtype": "float32", "device": request.param, "page_size": 4, "prefix_cache": False} | settings
         settings |= {"max_total_tokens": 512, "context_length": 64, "max_running_requests": 4}
         canary = CanaryConfig(mode=mode, seed=5, budget=1 << 30, ring=ring)
         engine = Engine(EngineConfig(graphs="on", graph_buckets=[4], canary=canary, **settings))
-        for prompt in PROMPTS:
-            engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        for prompt, salt in zip(PROMPTS, ("", "tenant", ""), strict=True):
+            engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True), salt=salt)
         while engine.canary.step < 5:
             engine.step()
         return engine

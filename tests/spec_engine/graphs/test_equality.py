@@ -9,6 +9,8 @@ import pytest
 
 from kvcanary import CanaryConfig
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.graphs.feed import Feed
+from spec_engine.hooks import Forwards
 from spec_engine.mock import MockTokenizer, random_model
 from spec_engine.models import Standalone
 from spec_engine.models.embedded import load_excerpts
@@ -34,10 +36,17 @@ def check(make, outcome, settings: dict, **sampling: object) -> None:
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 @pytest.mark.parametrize("settings", [{"draft": "none"}, {"topk": 2, "num_steps": 3, "page_size": 4}], ids=str)
 @pytest.mark.parametrize("own", [{"salt": "tenant"}, {"adapter": "law"}], ids=str)
-def test_salted_requests_come_and_go_between_captured_steps(make, settings, schedule, own):
-    """Their chains have a root of their own: nothing fires, and tokens are those of steps without graphs."""
-    outputs = []
+def test_salted_requests_come_and_go_between_captured_steps(make, monkeypatch, settings, schedule, own):
+    """Their chains have a root of their own: nothing fires, and tokens are those of steps without graphs.
+
+    Every forward but those of prompts is a program's: 19 steps of one token, or five of four, whose extend is another.
+    """
+    outputs, eager, runs = [], [], []
+    open_one, send = Forwards.open, Feed.send
+    monkeypatch.setattr(Forwards, "open", lambda self, batch: eager.append(batch.kind) or open_one(self, batch))
+    monkeypatch.setattr(Feed, "send", lambda self: runs.append(self) or send(self))
     for graphs in ("off", "on"):
+        eager.clear()
         engine = make(graphs=graphs, dtype="float64", schedule=schedule, prefix_cache=False, **settings)
         events = []
         for number, excerpt in enumerate(load_excerpts()[20:23]):
@@ -50,6 +59,7 @@ def test_salted_requests_come_and_go_between_captured_steps(make, settings, sche
         outputs.append([[t for e in events if e.request_id == f"req-{n}" for t in e.token_ids] for n in range(3)])
     assert [len(tokens) for tokens in outputs[0]] == [8, 14, 20]
     assert outputs[0] == outputs[1]
+    assert (set(eager), len(runs) >= 10) == ({"prefill"}, True)
 
 
 @pytest.mark.parametrize("settings", CHOSEN, ids=name)

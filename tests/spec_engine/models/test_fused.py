@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spec_engine.mock.random_model import random_model
 from spec_engine.models import decoder as module
+from spec_engine.models import fused
 
 FAMILIES = {
     "llama": {},
@@ -50,6 +51,38 @@ def test_the_kernels_compute_what_the_products_between_them_do(family: str, monk
     fused, told = run(model, positions)
     for one, other in zip([*fused, *told], [*expected, *seen], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "size", "by_row"),
+    [
+        (1, torch.bfloat16, 8192, True),
+        (2, torch.bfloat16, 8, False),
+        (64, torch.float32, 256, True),
+        (65, torch.float32, 8, False),
+        (2, torch.float32, 2048, False),
+    ],
+    ids=["one row", "two rows", "few float32 rows", "many rows", "a large weight"],
+)
+def test_few_float32_rows_read_a_small_weight_one_by_one(n: int, dtype: torch.dtype, size: int, by_row: bool) -> None:
+    """Any single row too; all else is a library's product."""
+    x, weight = torch.empty(n, size, dtype=dtype), torch.empty(1, dtype=dtype).expand(size, size)
+    assert fused.goes_by_row(x, weight) is by_row
+
+
+@pytest.mark.parametrize(
+    ("n", "device"),
+    [(1, "cpu"), pytest.param(1, "cuda", marks=pytest.mark.gpu), pytest.param(5, "cuda", marks=pytest.mark.gpu)],
+)
+def test_logits_of_a_gpu_are_float32(n: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bfloat16 model too, and as exact as the sums in them."""
+    model = random_model(3, dtype=torch.bfloat16).to(device)
+    monkeypatch.setattr(module, "is_fused", lambda x: True)
+    hidden = torch.randn(n, model.config.hidden_size).to(device, torch.bfloat16)
+    logits = model.logits(hidden)
+    assert logits.dtype is torch.float32
+    exact = hidden.double() @ model.lm_head_weight.double().t()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

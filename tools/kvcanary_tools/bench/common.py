@@ -38,9 +38,14 @@ class Timing:
         return self.prefill_seconds + self.step_seconds
 
 
-def run_pass(engines: dict[str, Engine], batches: Sequence[list[str]]) -> dict[str, Timing]:
-    """Complete every batch of prompts with every engine, the engines taking turns batch by batch."""
-    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+def run_pass(
+    engines: dict[str, Engine], batches: Sequence[list[str]], new_tokens: int | None = None
+) -> dict[str, Timing]:
+    """Complete every batch of prompts with every engine, the engines taking turns batch by batch.
+
+    new_tokens: of each prompt; None: NEW_TOKENS.
+    """
+    params = SamplingParams(max_new_tokens=new_tokens or NEW_TOKENS, ignore_eos=True)
     for engine in engines.values():
         engine.metrics = Metrics()
     for turn, batch in enumerate(batches):

@@ -1,8 +1,8 @@
 """Tokens a second of the whole engine on the embedded model: ``python -m kvcanary_tools.bench.engine``.
 
 float32, held-out prompts, real acceptance; drafting and none, each without a canary and with the default one (raise,
-rolling). The four take turns batch by batch, batch 1 and 8, PASSES times after one that warms up. On a GPU steps are
-CUDA graphs.
+rolling). The four take turns batch by batch, batch 1 and 8, PASSES times after a short one that warms up. On a GPU
+steps are CUDA graphs, and drafts are chains: what costs there is the number of launches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,15 @@ from spec_engine.models.embedded import load_excerpts
 
 BATCH_SIZES = (1, 8)
 PASSES = 2
-SETTINGS = {"cpu": {}, "cuda": {"device": "cuda", "graphs": "on", "attention_backend": "triton"}}
-DRAFTS = {"none": {"draft": "none"}, "drafting": {}}
+WARM_TOKENS = 16
+SETTINGS = {
+    "cpu": {},
+    "cuda": {"device": "cuda", "graphs": "on", "graph_buckets": BATCH_SIZES, "attention_backend": "triton"},
+}
+DRAFTS = {
+    "cpu": {"none": {"draft": "none"}, "drafting": {}},
+    "cuda": {"none": {"draft": "none"}, "drafting": {"topk": 1, "num_steps": 8}},
+}
 MODES = {"off": "off", "on": "raise"}
 
 
@@ -39,11 +46,12 @@ def main(device: str | None = None) -> None:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(NUM_THREADS)
     prompts = [excerpt.prompt for excerpt in load_excerpts()[:PROMPTS]]
-    rows = [_one_batch_size(size, prompts, SETTINGS[device]) for size in BATCH_SIZES]
+    rows = [_one_batch_size(size, prompts, device) for size in BATCH_SIZES]
     result = {
         "what": "tokens a second from submission to the last token, embedded model; speedup: drafting over none",
         "machine": machine() | (gpu() if device == "cuda" else {}),
         "settings": SETTINGS[device],
+        "drafts": DRAFTS[device],
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,
         "passes": PASSES,
@@ -54,35 +62,34 @@ def main(device: str | None = None) -> None:
     for row in rows:
         speeds, cost = row["tokens_per_second"], row["canary"]
         faster = " / ".join(f"{ratio['median']:.2f}" for ratio in row["speedup"].values())
-        costs = " / ".join(f"x{cost[draft]['median']:.3f}" for draft in DRAFTS)
+        costs = " / ".join(f"x{ratio['median']:.3f}" for ratio in cost.values())
         print(f"{row['batch']:5d}   {speeds['none']:11.0f}   {speeds['drafting']:8.0f}   ", end="")
         print(f"{row['accepted_length']:8.2f}   {faster:>16s}      {costs}")
 
 
-def _one_batch_size(size: int, prompts: list[str], settings: dict) -> dict:
+def _one_batch_size(size: int, prompts: list[str], device: str) -> dict:
+    settings, drafts = SETTINGS[device], DRAFTS[device]
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     engines = {
-        f"{draft} {canary}": Engine(
-            EngineConfig(prefix_cache=False, canary=CanaryConfig(mode=mode), **settings, **DRAFTS[draft])
-        )
-        for draft in DRAFTS
+        f"{draft} {canary}": Engine(EngineConfig(prefix_cache=False, canary=CanaryConfig(mode=mode), **settings, **own))
+        for draft, own in drafts.items()
         for canary, mode in MODES.items()
     }
-    run_pass(engines, batches)  # kernels are compiled for lengths as they come
+    run_pass(engines, batches, WARM_TOKENS)  # kernels are compiled for lengths as they come
     passes = []
     for number in range(PASSES):
         passes.append(run_pass(engines, batches))
         progress(f"batch {size}, pass {number + 1} of {PASSES}")
     return {
         "batch": size,
-        "tokens_per_second": {draft: _speed(passes, f"{draft} off") for draft in DRAFTS},
-        "prefill_share": {draft: _prefill_share(passes, f"{draft} off") for draft in DRAFTS},
-        "tokens_per_second_canary": {draft: _speed(passes, f"{draft} on") for draft in DRAFTS},
+        "tokens_per_second": {draft: _speed(passes, f"{draft} off") for draft in drafts},
+        "prefill_share": {draft: _prefill_share(passes, f"{draft} off") for draft in drafts},
+        "tokens_per_second_canary": {draft: _speed(passes, f"{draft} on") for draft in drafts},
         "accepted_length": round(passes[0]["drafting off"].accepted_length, 3),
         "speedup": {canary: ratios(passes, f"none {canary}", f"drafting {canary}", _seconds) for canary in MODES},
         "speedup_steps": ratios(passes, "none off", "drafting off", lambda timing: timing.step_seconds),
-        "canary": {draft: ratios(passes, f"{draft} on", f"{draft} off", _seconds) for draft in DRAFTS},
-        "certificates": {draft: engines[f"{draft} on"].canary.certificate() for draft in DRAFTS},
+        "canary": {draft: ratios(passes, f"{draft} on", f"{draft} off", _seconds) for draft in drafts},
+        "certificates": {draft: engines[f"{draft} on"].canary.certificate() for draft in drafts},
     }
 
 
