@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +32,23 @@ class Snapshot(NamedTuple):
     """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
     headers:       by number of the substep, [HEADER] int64; those that are not there have not run
+    once:          substeps of forwards that came once, each with its header
     planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     """
 
     headers: dict[int, Ints]
+    once: Sequence[tuple[StaticSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
 
 
 class SubstepBank:
-    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows. `moves`: as they were added."""
+    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
+
+    moves:  as they were added
+    shared: what all substeps use, those of forwards that come once too
+    """
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
         if capacity < 1:
@@ -60,7 +66,7 @@ class SubstepBank:
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
-        self._shared = Shared(state, self.step, claims)
+        self.shared = Shared(state, self.step, claims)
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
@@ -69,6 +75,9 @@ class SubstepBank:
 
     def __iter__(self) -> Iterator[StaticSubstep]:
         return iter(self._in_order)
+
+    def __len__(self) -> int:
+        return len(self._in_order)
 
     def add(
         self, pool: str, kind: str, index: int, inputs: StaticBuffers | ForwardPlan, **settings: Any
@@ -86,7 +95,7 @@ class SubstepBank:
             raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
-        substep = StaticSubstep(self._shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
+        substep = StaticSubstep(self.shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
             raise PlanError(f"a bank holds each substep once, got {substep} twice")
@@ -100,7 +109,7 @@ class SubstepBank:
             raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(StaticMove(self._shared, self._state.by_name[pool], size))
+        self.moves.append(StaticMove(self.shared, self._state.by_name[pool], size))
         return self.moves[-1]
 
     def arm(self) -> None:
@@ -149,18 +158,23 @@ class SubstepBank:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def snapshot(self, told: dict[int, Ints] | None = None) -> Snapshot:
+    def snapshot(
+        self, told: dict[int, Ints] | None = None, once: Sequence[tuple[StaticSubstep, Ints]] = ()
+    ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
         told: headers by number of substeps that are on their way already; None, or where others were expected to run,
               all of them go in one small copy. Nobody waits for it
+        once: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
-        if told is None or not self._expected <= told.keys():
+        if not self._in_order:
+            told = {}
+        elif told is None or not self._expected <= told.keys():
             told = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         self._expected.clear()
-        return Snapshot(told, planned, unknown)
+        return Snapshot(told, once, planned, unknown)
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -172,16 +186,19 @@ class SubstepBank:
             snapshot = self.snapshot()
             if self.step.is_cuda:
                 torch.cuda.current_stream(self.step.device).synchronize()
-        harvest, totals = Harvest(), [0] * NUM_RUNS
+        harvest, totals = Harvest(), np.zeros(NUM_RUNS, np.int64)
         for number, header in snapshot.headers.items():
             new = header - self._seen[number]
             self._seen[number] = header
-            counts, runs = new[: 2 * NUM_BITS], new[2 * NUM_BITS :].tolist()
-            if counts.any():
-                self._collect(self._in_order[number], torch.from_numpy(counts).view(2, NUM_BITS), harvest, step)
-            self._compare_runs(number, runs, snapshot, harvest)
-            totals = [total + run for total, run in zip(totals, runs, strict=True)]
-        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
+            planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+            if number in snapshot.reads_unknown:
+                planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
+            totals += self._take(self._in_order[number], new, planned, harvest, step)
+        for substep, header in snapshot.once:
+            forward = substep.forward
+            planned = [forward.num_rows, forward.num_entries, forward.capacity]
+            totals += self._take(substep, header, planned, harvest, step)
+        harvest.runs = int(totals[RUN_ROWS]), int(totals[RUN_WRITTEN]), int(totals[RUN_READ])
         return harvest
 
     # helpers
@@ -191,22 +208,27 @@ class SubstepBank:
         unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         return planned, unknown
 
+    def _take(
+        self, substep: StaticSubstep, header: Ints, planned: list[int], harvest: Harvest, step: int | None
+    ) -> Ints:
+        """What a substep says since the last time into the harvest, H1 where it covered what was not planned; its runs.
+
+        planned: [NUM_RUNS]
+        """
+        counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :]
+        if counts.any():
+            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), harvest, step)
+        if planned != runs.tolist():
+            both = [count for pair in zip(planned, runs.tolist(), strict=True) for count in pair]
+            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
+        return runs
+
     def _collect(self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None) -> None:
         harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
-
-    def _compare_runs(self, number: int, runs: list[int], snapshot: Snapshot, harvest: Harvest) -> None:
-        """H1 where a forward covered other numbers than were planned."""
-        planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-        if number in snapshot.reads_unknown:
-            planned[RUN_READ] = runs[RUN_READ]
-        if planned != runs:
-            substep = self._in_order[number]
-            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
-            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
 
     def _expect_closed(self, what: str) -> None:
         for substep in self._in_order:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
-from kvcanary_kernels.count import NUM_BITS, unset_first
-from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.count import NUM_BITS, UNSET, unset_first
+from kvcanary_kernels.forward import ForwardPlan, Planned, Room, new_planned, room_on
 from kvcanary_kernels.record import signed
 from kvcanary_kernels.settle import NUM_RUNS
 from kvcanary_kernels.table import PageTable
@@ -49,6 +50,7 @@ class Settings:
                    None: R7 is judged by the states of pages alone
     engine_stores: the engine writes K and V by itself: slots are poisoned at open and read at close
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
+    root:          chain value that position 0 of every row continues, unsigned; None: that of the pool
     """
 
     width: int = 1
@@ -56,6 +58,11 @@ class Settings:
     grants: Tensor | None = None
     engine_stores: bool = False
     tree_mask: Tensor | None = None
+    root: int | None = None
+
+    def root_of(self, pool: PoolState) -> int:
+        """The same as int64."""
+        return signed(pool.root if self.root is None else self.root)
 
 
 class Workspace:
@@ -67,25 +74,28 @@ class Workspace:
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     """
 
-    def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings) -> None:
-        rows, entries, device = forward.num_rows, forward.num_entries, pool.records.device
+    def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings, room: Room | None = None) -> None:
+        """`room`: where these lie, as for `new_planned`."""
+        rows, entries = forward.num_rows, forward.num_entries
+        new = room_on(pool.records.device) if room is None else room
 
-        def filled(value: int, *shape: int) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int64, device=device)
+        def filled(value: int, n: int) -> Tensor:
+            return new(np.full(n, value))
 
-        self.planned: Planned = new_planned(forward)
-        self.codes = filled(0, forward.capacity * (1 if forward.table.rows is None else rows))
-        self.firsts = unset_first(device), unset_first(device)
-        self.row_violations = filled(0, rows)
-        self.chains, self.twice = filled(0, entries), filled(0, entries)
-        self.no_predecessors, self.no_seeds = filled(NO_PREDECESSOR, entries), filled(0, entries)
-        self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
-        self.root_seeds = filled(signed(pool.root), rows)
-        self.ancestor_places = filled(0, rows, forward.ancestors)
-        self.ancestors = filled(0, rows, forward.ancestors)
+        self.planned: Planned = new_planned(forward, new)
+        self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
+        firsts = [new(np.tile(UNSET, NUM_BITS)).view(NUM_BITS, len(UNSET)) for _ in (PLANNED, READ)]
+        self.firsts = firsts[PLANNED], firsts[READ]
+        self.row_violations = new(rows)
+        self.chains, self.twice = new(entries), new(entries)
+        self.no_predecessors = new(entries).fill_(NO_PREDECESSOR)
+        self.no_seeds, self.no_positions = new(entries), new(rows)
+        self.roots, self.root_seeds = filled(ROOT, rows), filled(settings.root_of(pool), rows)
+        n = forward.ancestors
+        self.ancestor_places, self.ancestors = (new(rows * n).view(rows, n) for _ in range(2))
         stored = entries if settings.engine_stores else 0
-        self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
-        self.lane_a = filled(0, pool.view.num_layers, stored)
+        self.stored, self.lane_b = new(2 * stored).view(stored, 2), new(stored)
+        self.lane_a = new(pool.view.num_layers * stored).view(pool.view.num_layers, stored)
 
     def forget_firsts(self) -> None:
         """They have been told: the next finding of each check is its first again."""
@@ -149,7 +159,7 @@ class Launches:
             self._work.planned,
             records=self._pool.records,
             claims=self._claims,
-            root=signed(self._pool.root),
+            root=self._settings.root_of(self._pool),
             site=pack_site(*site),
             width=self._settings.width,
             **self._truth,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvcanary import ReadPlan, WritePlan
@@ -54,7 +55,7 @@ class Forwards:
         if self.canary is None:
             yield self._attention(self.pool, batch, self.num_heads, *self._own(batch.kv_indices, batch.slots), None)
             return
-        substep = self.canary.substep(batch.kind, batch.index, self.pool.name)
+        substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
         indices, slots = substep.open(read_plan(batch), write_plan(batch))
         yield self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
         substep.close()
@@ -95,7 +96,7 @@ def read_plan(batch: ForwardBatch) -> ReadPlan:
         requests=batch.requests,
         rows_per_request=batch.rows_per_request,
         prefix_lens=batch.prefix_lens,
-        num_written=batch.new_lens[0] if uniform else batch.kv_indptr.new_tensor(batch.new_lens),
+        num_written=batch.new_lens[0] if uniform else torch.tensor(batch.new_lens),
         tree_mask=batch.tree_mask,
         starts=batch.starts,
     )
