@@ -142,6 +142,8 @@ class SubstepBank:
 
         `reads` None: lengths are known to the device alone, and are not compared.
         """
+        if substep.number is None:
+            raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
         first = substep.number * NUM_RUNS
         self._expected.add(substep.number)
         self._planned[first + RUN_ROWS] += rows
