@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EagerSubstep(SubstepCanary):
-    """Rows that are chains and no guesses, stored by `put`; any other forward is judged on the host, as it always was."""
+    """Rows that are chains and no guesses, stored by `put`; any other forward is judged on the host, as on a CPU."""
 
     __slots__ = ("_run", "_slots")
 
