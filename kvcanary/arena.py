@@ -5,9 +5,7 @@ Zeros are one piece of device memory; numbers that the host knows are another, w
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary_kernels.forward import room_on
@@ -24,21 +22,20 @@ class Arena:
         self._zeros = torch.zeros(num_zeros, dtype=torch.int64, device=device)
         self._told = torch.empty(num_told, dtype=torch.int64, device=device)
         self._host = torch.empty(num_told, dtype=torch.int64, pin_memory=is_cuda) if is_cuda else self._told
-        self._numbers = self._host.numpy()
         self._next_zero = self._next_told = 0
         self._elsewhere = room_on(device)
 
-    def __call__(self, wanted: NDArray[np.int64] | int) -> Tensor:
-        """So many zeros, or these numbers: [n] int64; numbers are there from `send` on."""
-        size = wanted if isinstance(wanted, int) else len(wanted)
+    def __call__(self, wanted: Tensor | int) -> Tensor:
+        """So many zeros, or these numbers of the host: [n] int64; numbers are there from `send` on."""
+        size = wanted if isinstance(wanted, int) else wanted.numel()
         taken = -(-size // ALIGNMENT) * ALIGNMENT
         if isinstance(wanted, int):
             first, self._next_zero = self._next_zero, self._next_zero + taken
             return self._zeros[first : first + size] if first + size <= len(self._zeros) else self._elsewhere(wanted)
         first, self._next_told = self._next_told, self._next_told + taken
-        if first + size > len(self._numbers):
+        if first + size > len(self._told):
             return self._elsewhere(wanted)
-        self._numbers[first : first + size] = wanted
+        self._host[first : first + size] = wanted
         return self._told[first : first + size]
 
     def send(self) -> None:

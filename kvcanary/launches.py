@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
-from kvcanary_kernels.count import NUM_BITS, UNSET, unset_first
+from kvcanary_kernels.count import NUM_BITS, unset_first
 from kvcanary_kernels.forward import ForwardPlan, Planned, Room, new_planned, room_on
 from kvcanary_kernels.record import signed
 from kvcanary_kernels.settle import NUM_RUNS
@@ -80,11 +79,11 @@ class Workspace:
         new = room_on(pool.records.device) if room is None else room
 
         def filled(value: int, n: int) -> Tensor:
-            return new(np.full(n, value))
+            return new(torch.full((n,), value))
 
         self.planned: Planned = new_planned(forward, new)
         self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
-        firsts = [new(np.tile(UNSET, NUM_BITS)).view(NUM_BITS, len(UNSET)) for _ in (PLANNED, READ)]
+        firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
         self.row_violations = new(rows)
         self.chains, self.twice = new(entries), new(entries)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,21 +36,21 @@ def once(
     """The substep of one forward over the engine's own tensors, all of whose rows are live."""
     rows, entries, reads = len(written), write.slots.shape[0], read.indices.shape[0]
     room = _room_for(pool, rows, entries, reads)
-    truths = np.array(truth, np.int64)  # uids, prefix_lens, truths
+    uids, prefix_lens, truths = torch.tensor(truth)
     indices = _aligned(read.indices)
     plan = ForwardPlan(
         PageTable(indices.as_strided((1, reads), (ALIGNMENT, 1)), 1),  # of one row: no kernel is compiled for its width
         read.indptr[:-1],
         read.indptr[1:],
-        room(np.concatenate(([0], np.cumsum(written)))),
+        room(torch.tensor([0, *accumulate(written)])),
         _aligned(write.slots),
         _aligned(write.tokens),
         _aligned(write.positions),
         None,
-        room(truths[1]),
-        room(truths[2]),
-        room(truths[0]),
-        room(np.array([rows])),
+        room(prefix_lens),
+        room(truths),
+        room(uids),
+        room(torch.tensor([rows])),
     )
     substep = StaticSubstep(shared, pool, site, plan, room(HEADER), None, Settings(root=root), room)
     room.send()

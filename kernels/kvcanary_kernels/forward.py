@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary_kernels.checks import expect_int64
@@ -120,17 +118,19 @@ class Planned:
     counted_rows: Tensor
 
 
-Room = Callable[[NDArray[np.int64] | int], Tensor]
+Room = Callable[[Tensor | int], Tensor]
 
 
 def new_planned(forward: ForwardPlan, room: Room | None = None) -> Planned:
     """Room for what `plan` derives of this forward.
 
-    room: where: gives a tensor of so many zeros, or of these numbers, [n] int64; None: each in memory of its own
+    room: where: gives a tensor of so many zeros, or of these numbers of the host, [n] int64; None: each in memory of
+          its own
     """
     rows, entries = forward.num_rows, forward.num_entries
     new = room_on(forward.slots.device) if room is None else room
-    row, none = np.arange(rows), np.zeros(rows, np.int64)
+    row, one = torch.arange(rows), torch.ones(1, dtype=torch.int64)
+    none = torch.zeros_like(row)
     return Planned(
         live_entries=new(1),
         starts=new(rows),
@@ -149,18 +149,18 @@ def new_planned(forward: ForwardPlan, room: Room | None = None) -> Planned:
         sites=new(entries),
         codes=new(entries + rows),
         asked=new(entries + rows),
-        counted_starts=new(np.concatenate((none, entries + row, [0]))),
-        counted_lengths=new(np.concatenate((none, none + 1, [0]))),
-        counted_rows=new(np.concatenate((row, row, [-1]))),
+        counted_starts=new(torch.cat((none, entries + row, one - 1))),
+        counted_lengths=new(torch.cat((none, none + 1, one - 1))),
+        counted_rows=new(torch.cat((row, row, -one))),
     )
 
 
 def room_on(device: torch.device) -> Room:
     """Memory of its own for every tensor."""
 
-    def new(wanted: NDArray[np.int64] | int) -> Tensor:
+    def new(wanted: Tensor | int) -> Tensor:
         if isinstance(wanted, int):
             return torch.zeros(wanted, dtype=torch.int64, device=device)
-        return torch.from_numpy(wanted).to(device)
+        return wanted.to(device)
 
     return new
