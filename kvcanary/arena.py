@@ -22,6 +22,7 @@ class Arena:
         self._zeros = torch.zeros(num_zeros, dtype=torch.int64, device=device)
         self._told = torch.empty(num_told, dtype=torch.int64, device=device)
         self._host = torch.empty(num_told, dtype=torch.int64, pin_memory=is_cuda) if is_cuda else self._told
+        self._numbers, self._num_zeros = self._host.numpy(), num_zeros
         self._next_zero = self._next_told = 0
         self._elsewhere = room_on(device)
 
@@ -31,12 +32,12 @@ class Arena:
         taken = -(-size // ALIGNMENT) * ALIGNMENT
         if isinstance(wanted, int):
             first, self._next_zero = self._next_zero, self._next_zero + taken
-            return self._zeros[first : first + size] if first + size <= len(self._zeros) else self._elsewhere(wanted)
+            return self._elsewhere(wanted) if first + size > self._num_zeros else self._zeros.narrow(0, first, size)
         first, self._next_told = self._next_told, self._next_told + taken
-        if first + size > len(self._told):
+        if first + size > len(self._numbers):
             return self._elsewhere(wanted)
-        self._host[first : first + size] = wanted
-        return self._told[first : first + size]
+        self._numbers[first : first + size] = wanted.numpy()
+        return self._told.narrow(0, first, size)
 
     def send(self) -> None:
         """The numbers go to the device, behind what it was given before."""

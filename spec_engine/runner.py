@@ -374,7 +374,12 @@ class Runner:
                         self.canary.append(part.request.request_id, part.tokens)
                     self.canary.commit(part.request.request_id, part.committed_len)
         is_heard = self.canary is None or not is_ahead
-        return StepResult(is_decode, parts, doomed, accepted, flight=self._flight, is_heard=is_heard)
+        return StepResult(is_decode, parts, doomed, accepted, flight=self._take_flight(), is_heard=is_heard)
+
+    def _take_flight(self) -> Flight | None:
+        """What the canary has still to judge of this step; nobody else holds it, and what it needs on the device."""
+        flight, self._flight = self._flight, None
+        return flight
 
 
 def _open_states(

@@ -116,7 +116,7 @@ class GraphRunner(Runner):
         if self.canary is not None:
             for request_id, length in zip(batch.ids, lens, strict=True):
                 self.canary.commit(request_id, length)
-        return StepResult(True, parts, doomed, accepted, flight=self._flight, is_heard=False)
+        return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False)
 
     def _decoded(self, batch: Batch) -> Tensor:
         if self._bucket is None:

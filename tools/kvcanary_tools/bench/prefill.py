@@ -31,8 +31,9 @@ from spec_engine.models.decoder import Decoder
 
 CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
 CHUNK = 8192
-LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 2, 12, 1 << 16  # rounds of a case: as many as its tokens allow
+LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 2, 40, 1 << 17  # rounds of a case: as many as its tokens allow
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
+FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
 NAME = "gpu_prefill"
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -81,7 +82,7 @@ def _one_case(size: int, tokens: int, model: Decoder, rounds: int | None) -> dic
 
 def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """Seconds of a prefill by round, of every engine, and the certificates; their pools fit together."""
-    names = MANY if size * tokens > TOKENS_TIMED else FEW
+    names = MANY if size * tokens > FEW_TOKENS else FEW
     engines = {name: _engine(size, tokens, model, CANARIES[name]) for name in names}
     draws = random.Random(0)
     for engine in engines.values():  # compiles, and fills the allocator
@@ -109,7 +110,7 @@ def _engine(size: int, tokens: int, model: Decoder, canary: CanaryConfig) -> Eng
         attention_backend="triton",
         schedule="overlap",
         prefix_cache=False,
-        max_total_tokens=size * (room + 4 * PAGE_SIZE),
+        max_total_tokens=size * (room + 4 * PAGE_SIZE) * (2 if size * tokens <= FEW_TOKENS else 1),
         max_running_requests=size,
         context_length=room,
         prefill_chunk_tokens=tokens * (CHUNK // tokens) or CHUNK,
