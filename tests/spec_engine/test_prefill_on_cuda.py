@@ -19,7 +19,13 @@ SHAPES = [{}, {"page_size": 1}, {"kv_cache_dtype": "fp8_e4m3"}, {"graphs": "on"}
 
 def make(mode: str = "raise", **settings: object) -> Engine:
     common = {"draft": "none", "dtype": "float32", "device": "cuda", "schedule": "overlap", "page_size": 4}
-    common |= {"prefix_cache": False, "max_total_tokens": 4096, "context_length": 256, "prefill_chunk_tokens": 24}
+    common |= {
+        "attention_backend": "triton",
+        "prefix_cache": False,
+        "max_total_tokens": 4096,
+        "context_length": 256,
+        "prefill_chunk_tokens": 24,
+    }
     return Engine(EngineConfig(canary=CanaryConfig(mode=mode), **common | settings))
 
 
