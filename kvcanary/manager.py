@@ -57,6 +57,7 @@ class CanaryManager(Lifecycle):
         self._doomed: frozenset[str] = frozenset()
         self._static: StaticChecks | None = None
         self._judges_there = judges_on_device(self._state)
+        self._has_bank = False  # whether somebody asked for it, and so has padding that may be judged
         self._error: KVCorruptionError | None = None  # that was raised last
 
     def arm(self) -> None:
@@ -101,6 +102,7 @@ class CanaryManager(Lifecycle):
     @property
     def bank(self) -> SubstepBank:
         """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
+        self._has_bank = True
         return self._on_device().bank
 
     @property
@@ -384,7 +386,7 @@ class CanaryManager(Lifecycle):
         """The codes that this engine and these settings can make fire."""
         feeds = {
             "W7": self._quarantine > 0,
-            "W9": self._static is not None and len(self._static.bank) > 0,
+            "W9": self._has_bank,
             "P1": self.config.poison != "off",
             "T1": self.config.content != "write",
             "O1": self.tickets.is_used,
