@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,19 +32,25 @@ class Snapshot(NamedTuple):
     """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
     headers:       by number of the substep, [HEADER] int64; those that are not there have not run
+    once:          substeps of forwards that came once, each with its header
     planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     runs:          of substeps that the host launched, by number
     """
 
     headers: dict[int, Ints]
+    once: Sequence[tuple[StaticSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
     runs: dict[int, Ran]
 
 
 class SubstepBank:
-    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows. `moves`: as they were added."""
+    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
+
+    moves:  as they were added
+    shared: what all substeps use, those of forwards that come once too
+    """
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
         if capacity < 1:
@@ -62,7 +68,7 @@ class SubstepBank:
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
-        self._shared = Shared(state, self.step, claims)
+        self.shared = Shared(state, self.step, claims)
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
@@ -71,6 +77,9 @@ class SubstepBank:
 
     def __iter__(self) -> Iterator[StaticSubstep]:
         return iter(self._in_order)
+
+    def __len__(self) -> int:
+        return len(self._in_order)
 
     def add(
         self, pool: str, kind: str, index: int, inputs: StaticBuffers | ForwardPlan, **settings: Any
@@ -88,7 +97,7 @@ class SubstepBank:
             raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
-        substep = StaticSubstep(self._shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
+        substep = StaticSubstep(self.shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
             raise PlanError(f"a bank holds each substep once, got {substep} twice")
@@ -102,7 +111,7 @@ class SubstepBank:
             raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(StaticMove(self._shared, self._state.by_name[pool], size))
+        self.moves.append(StaticMove(self.shared, self._state.by_name[pool], size))
         return self.moves[-1]
 
     def arm(self) -> None:
@@ -135,6 +144,8 @@ class SubstepBank:
 
         `reads` None: lengths are known to the device alone, and are not compared.
         """
+        if substep.number is None:
+            raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
         first = substep.number * NUM_RUNS
         self._expected.add(substep.number)
         self._planned[first + RUN_ROWS] += rows
@@ -151,19 +162,26 @@ class SubstepBank:
         substep.buffers.fill(batch)
         self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
 
-    def snapshot(self, told: dict[int, Ints] | None = None, runs: dict[int, Ran] | None = None) -> Snapshot:
+    def snapshot(
+        self,
+        told: dict[int, Ints] | None = None,
+        runs: dict[int, Ran] | None = None,
+        once: Sequence[tuple[StaticSubstep, Ints]] = (),
+    ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
         told: headers by number of substeps that are on their way already; None, or where others were expected to run,
               all of them go in one small copy. Nobody waits for it
-        runs: of substeps by number, where the host knows of them
+        runs: of substeps by number, where the host knows of them;  once: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
-        if told is None or not self._expected <= told.keys():
+        if not self._in_order:
+            told = {}
+        elif told is None or not self._expected <= told.keys():
             told = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         self._expected.clear()
-        return Snapshot(told, planned, unknown, runs or {})
+        return Snapshot(told, once, planned, unknown, runs or {})
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -175,17 +193,19 @@ class SubstepBank:
             snapshot = self.snapshot()
             if self.step.is_cuda:
                 torch.cuda.current_stream(self.step.device).synchronize()
-        harvest, totals = Harvest(), [0] * NUM_RUNS
+        harvest, totals = Harvest(), np.zeros(NUM_RUNS, np.int64)
         for number, header in snapshot.headers.items():
             new = header - self._seen[number]
             self._seen[number] = header
-            counts, runs = new[: 2 * NUM_BITS], new[2 * NUM_BITS :].tolist()
-            if counts.any():
-                fired = torch.from_numpy(counts).view(2, NUM_BITS)
-                self._collect(self._in_order[number], fired, harvest, step, snapshot.runs.get(number))
-            self._compare_runs(number, runs, snapshot, harvest)
-            totals = [total + run for total, run in zip(totals, runs, strict=True)]
-        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
+            planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+            if number in snapshot.reads_unknown:
+                planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
+            totals += self._take(self._in_order[number], new, planned, harvest, step, snapshot.runs.get(number))
+        for substep, header in snapshot.once:
+            forward = substep.forward
+            planned = [forward.num_rows, forward.num_entries, forward.capacity]
+            totals += self._take(substep, header, planned, harvest, step, None)
+        harvest.runs = int(totals[RUN_ROWS]), int(totals[RUN_WRITTEN]), int(totals[RUN_READ])
         return harvest
 
     # helpers
@@ -195,6 +215,27 @@ class SubstepBank:
         unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         return planned, unknown
 
+    def _take(
+        self,
+        substep: StaticSubstep,
+        header: Ints,
+        planned: list[int],
+        harvest: Harvest,
+        step: int | None,
+        ran: Ran | None,
+    ) -> Ints:
+        """What a substep says since the last time into the harvest, H1 where it covered what was not planned; its runs.
+
+        planned: [NUM_RUNS]
+        """
+        counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :]
+        if counts.any():
+            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), harvest, step, ran)
+        if planned != runs.tolist():
+            both = [count for pair in zip(planned, runs.tolist(), strict=True) for count in pair]
+            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
+        return runs
+
     def _collect(
         self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
     ) -> None:
@@ -203,16 +244,6 @@ class SubstepBank:
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
-
-    def _compare_runs(self, number: int, runs: list[int], snapshot: Snapshot, harvest: Harvest) -> None:
-        """H1 where a forward covered other numbers than were planned."""
-        planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-        if number in snapshot.reads_unknown:
-            planned[RUN_READ] = runs[RUN_READ]
-        if planned != runs:
-            substep = self._in_order[number]
-            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
-            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
 
     def _expect_closed(self, what: str) -> None:
         for substep in self._in_order:

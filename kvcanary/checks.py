@@ -129,9 +129,14 @@ class StepChecks:
         while self._flights and (last is None or not last.has_landed):
             self._land(self._flights.popleft())
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host has forwards to judge."""
+        return bool(self._pending)
+
     def land_replays(self) -> None:
         """`land`, and what runs of static substeps say of which nobody was told by `launch`."""
-        if self.static is not None and not self._flights and not self.static.launched:
+        if self.static is not None and len(self.static.bank) and not self._flights and not self.static.launched:
             self._send([])
         self.land()
 

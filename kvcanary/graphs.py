@@ -19,9 +19,11 @@ from kvcanary.hits import Hit
 from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
-from kvcanary.state import CanaryState
+from kvcanary.once import once
+from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import ROW_STARTS, StaticSubstep
 from kvcanary.truths import note_row
+from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.record import signed
 
 
@@ -83,27 +85,57 @@ class StaticChecks:
     ) -> RowTruth:
         """These requests are the live rows of a forward that runs next, and each of their rows writes so much."""
         self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, reads)
-        self.launched.append(Launched(substep, requests, [request.committed_len for request in requests], step))
-        truth, pool_id = RowTruth([request.uid for request in requests], [], [], []), substep.pool.pool_id
-        for request, count in zip(requests, written, strict=True):
+        truth = self._truth(substep.pool.pool_id, requests)
+        self._note(substep, requests, step, written)
+        return truth
+
+    def launch_once(
+        self,
+        pool: PoolState,
+        site: tuple[str, int],
+        read: ReadPlan,
+        write: WritePlan,
+        requests: list[Request],
+        step: int,
+        written: list[int],
+    ) -> StaticSubstep:
+        """The same for a forward that comes once, over an engine's own tensors."""
+        substep = once(self.bank.shared, pool, site, read, write, written, self._truth(pool.pool_id, requests))
+        self._note(substep, requests, step, written)
+        return substep
+
+    def _truth(self, pool_id: int, requests: Sequence[Request]) -> RowTruth:
+        truth = RowTruth([request.uid for request in requests], [], [], [])
+        for request in requests:
             length = request.final_len(pool_id)
             chain = self._ledger.truth(request, pool_id, length)
             self._coverage.skip("truth not known to the host", chain is None)
             truth.prefix_lens.append(UNKNOWN if chain is None else length)
             truth.truths.append(0 if chain is None else signed(chain))
             truth.roots.append(request.truths[pool_id].signed_root)
-            note_row(request, substep.site[0], pool_id, length + count)
-            request.in_the_air += 1
         return truth
+
+    def _note(self, substep: StaticSubstep, requests: list[Request], step: int, written: Sequence[int]) -> None:
+        """It runs next."""
+        self.launched.append(Launched(substep, requests, [request.committed_len for request in requests], step))
+        pool_id = substep.pool.pool_id
+        for request, count in zip(requests, written, strict=True):
+            note_row(request, substep.site[0], pool_id, request.final_len(pool_id) + count)
+            request.in_the_air += 1
 
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
-        launched, self.launched = self.launched, []
+        launched, self.launched = self.launched, [run for run in self.launched if run.substep.is_open]
+        launched = [run for run in launched if not run.substep.is_open]
         moves, self.moves = self.moves, []
         forwards = [(run, run.substep.written.send(), _masks(run.substep)) for run in launched]
-        headers = {run.substep.number: written[-1] for run, written, _ in forwards}
-        runs = {run.substep.number: Ran(written[ROW_STARTS], run.requests) for run, written, _ in forwards}
-        snapshot = self.bank.snapshot(headers or None, runs)
+        headers, runs, singles = dict[int, Ints](), dict[int, Ran](), list[tuple[StaticSubstep, Ints]]()
+        for run, written, _ in forwards:
+            if (number := run.substep.number) is None:
+                singles.append((run.substep, written[-1]))
+            else:
+                headers[number], runs[number] = written[-1], Ran(written[ROW_STARTS], run.requests)
+        snapshot = self.bank.snapshot(headers or None, runs, singles)
         return Told(step, forwards, [(move, move.moved.send()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:

@@ -31,8 +31,8 @@ class HookClock:
             setattr(manager, name, self._timed(getattr(manager, name)))
         substep = manager.substep
 
-        def timed_substep(*where: Any) -> Any:
-            return _TimedSubstep(substep(*where), self._timed)
+        def timed_substep(*where: Any, **settings: Any) -> Any:
+            return _TimedSubstep(substep(*where, **settings), self._timed)
 
         manager.substep = timed_substep  # type: ignore[method-assign, assignment]
 

@@ -14,7 +14,7 @@ from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.count import NUM_BITS, unset_first
-from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.forward import ForwardPlan, Planned, Room, new_planned, room_on
 from kvcanary_kernels.record import signed
 from kvcanary_kernels.settle import NUM_RUNS
 from kvcanary_kernels.table import PageTable
@@ -68,25 +68,29 @@ class Workspace:
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     """
 
-    def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings) -> None:
-        rows, entries, device = forward.num_rows, forward.num_entries, pool.records.device
+    def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings, room: Room | None = None) -> None:
+        """`room`: where these lie, as for `new_planned`."""
+        rows, entries = forward.num_rows, forward.num_entries
+        new = room_on(pool.records.device) if room is None else room
 
-        def filled(value: int, *shape: int) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int64, device=device)
+        def filled(value: int, n: int) -> Tensor:
+            return new(torch.full((n,), value))
 
-        self.planned: Planned = new_planned(forward)
-        self.codes = filled(0, forward.capacity * (1 if forward.table.rows is None else rows))
-        self.firsts = unset_first(device), unset_first(device)
-        self.row_violations = filled(0, rows)
-        self.chains, self.twice = filled(0, entries), filled(0, entries)
-        self.no_predecessors, self.no_seeds = filled(NO_PREDECESSOR, entries), filled(0, entries)
-        self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
+        self.planned: Planned = new_planned(forward, new)
+        self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
+        firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
+        self.firsts = firsts[PLANNED], firsts[READ]
+        self.row_violations = new(rows)
+        self.chains, self.twice = new(entries), new(entries)
+        self.no_predecessors = new(entries).fill_(NO_PREDECESSOR)
+        self.no_seeds, self.no_positions = new(entries), new(rows)
+        self.roots = filled(ROOT, rows)
         self.root_seeds = filled(signed(pool.root), rows) if forward.roots is None else forward.roots
-        self.ancestor_places = filled(0, rows, forward.ancestors)
-        self.ancestors = filled(0, rows, forward.ancestors)
+        n = forward.ancestors
+        self.ancestor_places, self.ancestors = (new(rows * n).view(rows, n) for _ in range(2))
         stored = entries if settings.engine_stores else 0
-        self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
-        self.lane_a = filled(0, pool.view.num_layers, stored)
+        self.stored, self.lane_b = new(2 * stored).view(stored, 2), new(stored)
+        self.lane_a = new(pool.view.num_layers * stored).view(pool.view.num_layers, stored)
 
     def forget_firsts(self) -> None:
         """They have been told: the next finding of each check is its first again."""

@@ -14,6 +14,7 @@ from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
 from kvcanary.static import StaticSubstep
+from kvcanary_kernels.count import NUM_BITS
 
 
 class Launched(NamedTuple):
@@ -30,6 +31,7 @@ class Learned:
 
     slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
     ancestors: [rows, n], what each row reads between its prefix and what it writes
+    has_read_hits: whether a check of what was read has fired, in this forward or an earlier one of its substep
     """
 
     refused, has_starts = None, False
@@ -37,7 +39,9 @@ class Learned:
     def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
         """`written`: as `StaticSubstep.written` sends it."""
         substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, _ = written
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, header = written
+        self.has_read_hits = bool(header[NUM_BITS : 2 * NUM_BITS].any())
+        self._indices, self._spans = substep.forward.table.pages, (starts, ends)
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
         self.step, self.requests, self.width = run.step, run.requests, substep.width
@@ -102,6 +106,11 @@ class Learned:
     @property
     def slot_names(self) -> Ints:
         return self.planned.slots
+
+    def rows(self) -> list[Ints]:
+        """The slots that each row names, of a forward that came once; waits for the device."""
+        indices, (starts, ends) = self._indices[0].cpu().numpy(), self._spans
+        return [indices[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]

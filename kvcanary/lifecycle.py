@@ -63,18 +63,19 @@ class Lifecycle:
 
     # requests
 
-    @recorded
     def admit(self, request_id: str, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
         """A request with its prompt: the host truth of its rows starts.
 
         `salt` and `adapter` name what makes equal tokens mean other K and V: rows of one are never right for another.
         """
+        tokens = np.array(token_ids, np.int64)
+        self.recorder.note("admit", (request_id, tokens, salt, adapter))
         if not self.is_armed:
             raise HookOrderError(
                 f"request {request_id!r} is admitted by a canary that was never armed: "
                 "call arm() after warm-up and capture, before the first request"
             )
-        self._ledger.admit(request_id, token_ids, self.step, salt, adapter)
+        self._ledger.admit(request_id, tokens.tolist(), self.step, salt, adapter)
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Tokens that were accepted for this request."""

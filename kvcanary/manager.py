@@ -16,6 +16,7 @@ from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.dumper import Dumper
+from kvcanary.eager import EagerSubstep
 from kvcanary.errors import CanaryConfigError, HookOrderError, KVCorruptionError, LifetimeError, PlanError
 from kvcanary.findings import Finding
 from kvcanary.flights import Flight
@@ -33,7 +34,7 @@ from kvcanary.static import StaticSubstep
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
 from kvcanary.tokens import Oracle, TokenOf
-from kvcanary.views import PoolView
+from kvcanary.views import PoolView, ReadPlan, WritePlan
 
 
 class CanaryManager(Lifecycle):
@@ -55,6 +56,8 @@ class CanaryManager(Lifecycle):
         self._stats = Stats()
         self._doomed: frozenset[str] = frozenset()
         self._static: StaticChecks | None = None
+        self._judges_there = judges_on_device(self._state)
+        self._has_bank = False  # whether somebody asked for it, and so has padding that may be judged
         self._error: KVCorruptionError | None = None  # that was raised last
 
     def arm(self) -> None:
@@ -62,6 +65,8 @@ class CanaryManager(Lifecycle):
         if self.is_armed:
             raise HookOrderError("arm() comes once: this canary is armed already")
         self.is_armed = True
+        if self._judges_there:
+            self._on_device()
         if self._static is not None:
             self._static.bank.arm()
         self.recorder.start(self.step)
@@ -97,10 +102,16 @@ class CanaryManager(Lifecycle):
     @property
     def bank(self) -> SubstepBank:
         """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
-        if self._static is None:
-            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
-            self._checks.static = self._static
-        return self._static.bank
+        self._has_bank = True
+        return self._on_device().bank
+
+    @property
+    def may_depart(self) -> bool:
+        """Whether a host that hears of its steps later may call `depart` now and wait for nothing.
+
+        All that was opened since the last check judges itself on the device.
+        """
+        return self._judges_there and not self._checks.waits
 
     def launch(
         self, substep: StaticSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
@@ -127,14 +138,20 @@ class CanaryManager(Lifecycle):
         self.recorder.launched_move(self._static.bank.moves.index(move))
         self._static.moves.append(move)
 
-    def substep(self, kind: str, index: int, pool: str) -> SubstepCanary | WarmupSubstep:
-        """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group."""
+    def substep(self, kind: str, index: int, pool: str, puts: bool = False) -> SubstepCanary | WarmupSubstep:
+        """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group.
+
+        `puts`: every layer is offered to the substep's `put` before the engine stores it. On a GPU such a forward
+        judges itself there, if its rows are chains: the host hears of it with the captured ones, by `check` or `hear`.
+        """
         if self._open and not all(substep.is_beside(kind, index, self._pool(pool)) for substep in self._open):
             self._expect_closed(f"substep({kind!r})")
         if kind not in SUBSTEP_KINDS:
             raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {kind!r}")
         state = self._pool(pool)
-        return SubstepCanary(self, kind, index, state) if self.is_armed else WarmupSubstep()
+        if not self.is_armed:
+            return WarmupSubstep()
+        return (EagerSubstep if puts and self._judges_there else SubstepCanary)(self, kind, index, state)
 
     @recorded
     def check(self) -> frozenset[str]:
@@ -268,6 +285,25 @@ class CanaryManager(Lifecycle):
 
     # called by substeps
 
+    def launch_eager(
+        self,
+        substep: SubstepCanary,
+        site: tuple[str, int],
+        pool: PoolState,
+        read: ReadPlan,
+        write: WritePlan,
+        requests: list[Request],
+        written: list[int],
+    ) -> StaticSubstep:
+        """As `launch`, for a forward that comes once: what judges it."""
+        self._checks.settle_before_launch()
+        if self.config.content == "full":
+            self._checks.sweeper.look_around(read.requests)
+        run = self._on_device().launch_once(pool, site, read, write, requests, self.step, written)
+        self.recorder.launched(run, read.requests, written, read.indices.shape[0])
+        self._open.append(substep)
+        return run
+
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
         requests = self._ledger.requests
         try:
@@ -292,6 +328,12 @@ class CanaryManager(Lifecycle):
         self._open.remove(substep)
 
     # helpers
+
+    def _on_device(self) -> StaticChecks:
+        if self._static is None:
+            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
+            self._checks.static = self._static
+        return self._static
 
     def _source(self, findings: Sequence[Finding], trigger: str) -> dict[str, Any]:
         """What a dump of now is written of: all that was launched is heard first."""
@@ -344,7 +386,7 @@ class CanaryManager(Lifecycle):
         """The codes that this engine and these settings can make fire."""
         feeds = {
             "W7": self._quarantine > 0,
-            "W9": self._static is not None,
+            "W9": self._has_bank,
             "P1": self.config.poison != "off",
             "T1": self.config.content != "write",
             "O1": self.tickets.is_used,
@@ -363,3 +405,8 @@ class CanaryManager(Lifecycle):
         for sweep in (self._checks.sweeper, self._checks.cached):
             self._coverage.bytes_checked += sweep.bytes_read
             sweep.bytes_read = 0
+
+
+def judges_on_device(state: CanaryState) -> bool:
+    """Whether forwards may judge themselves: on a GPU, where all rows of all pools lie as plans name them."""
+    return state.records.is_cuda and not any(pool.is_partial for pool in state.pools)

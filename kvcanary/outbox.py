@@ -21,12 +21,11 @@ class Outbox:
     device: what is sent
     """
 
-    def __init__(self, device: Tensor) -> None:
+    def __init__(self, device: Tensor, turns: int = IN_THE_AIR) -> None:
+        """`turns`: buffers, as many as are sent before the first of them is read."""
         self.device = device
         with torch.inference_mode(False):
-            buffers = [
-                torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(IN_THE_AIR)
-            ]
+            buffers = [torch.zeros(device.shape, dtype=device.dtype, pin_memory=device.is_cuda) for _ in range(turns)]
         self._buffers = deque((buffer, buffer.numpy()) for buffer in buffers)
 
     def send(self) -> NDArray[Any]:
@@ -40,12 +39,13 @@ class Outbox:
 class Packed:
     """Several int64 tensors that go together: `pack` within a captured body, `send` behind its run."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], turns: int = IN_THE_AIR) -> None:
+        """`turns`: as of `Outbox`."""
         self._flat = [tensor.view(-1) for tensor in tensors]
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
         self._where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
-            self._outbox = Outbox(tensors[0].new_zeros(ends[-1]))
+            self._outbox = Outbox(tensors[0].new_zeros(ends[-1]), turns)
 
     def pack(self) -> None:
         """One launch, at fixed addresses."""

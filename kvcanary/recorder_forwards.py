@@ -101,6 +101,10 @@ class RecordedForward:
             self.keep(forward, range(forward.num_rows))
             self._forward = forward
 
+    def keep_wholes(self, rows: Sequence[Ints]) -> None:
+        """All ids of all rows, in their order."""
+        self.wholes = {number: _small(row) for number, row in enumerate(rows)}
+
     def _keep_rest(self, forward: Forward | Learned, stored: int) -> None:
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
         self.requests = [request.request_id for request in forward.requests]
@@ -116,7 +120,8 @@ class RecordedForward:
 class RecordedLaunch:
     """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
 
-    number:  of its substep in the bank;  written, reads: as `CanaryManager.launch` was told
+    number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
+    written, reads: as `CanaryManager.launch` was told
     forward: its plans, and its rows as granted
     again:   layers that have stored before, and did again
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
@@ -125,7 +130,7 @@ class RecordedLaunch:
 
     __slots__ = ("again", "forward", "number", "padding", "reads", "requests", "strays", "written")
 
-    def __init__(self, number: int, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+    def __init__(self, number: int | None, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
         self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written), reads
         self.forward: RecordedForward | None = None
         self.again: list[int] = []
@@ -145,6 +150,8 @@ class RecordedLaunch:
             stored.add(layer)
         self.forward = RecordedForward(forward)
         self.forward.keep_captured(forward, sum(1 << layer for layer in stored))
+        if self.number is None and forward.has_read_hits:
+            self.forward.keep_wholes(forward.rows())
 
 
 class RecordedMove:

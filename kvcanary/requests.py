@@ -222,7 +222,7 @@ class RequestBook:
         """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
-        tokens = [int(token) for token in token_ids]
+        tokens = list(token_ids)
         roots = [(chain_root(self._keys, role.name, salt, adapter), role.token_offset) for role in self._roles]
         request = Request(
             request_id,

@@ -12,10 +12,10 @@ from torch import Tensor
 from kvcanary.buffers import StaticBuffers
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
-from kvcanary.outbox import Outbox, Packed
+from kvcanary.outbox import IN_THE_AIR, Outbox, Packed
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
-from kvcanary_kernels.forward import ForwardPlan
+from kvcanary_kernels.forward import ForwardPlan, Room
 from kvcanary_kernels.plan import NO_CLAIM
 
 ROW_STARTS = 1  # of what `StaticSubstep.written` sends, where rows begin in the index array
@@ -26,7 +26,7 @@ class StaticSubstep:
 
     forward: its inputs; buffers: the same, where they are ours to fill, else None
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
-    number:  of the substep in its bank
+    number:  of the substep in its bank; None: its forward comes once
     layers:  that the body has stored, in its order
     width:   rows a request
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
@@ -40,22 +40,23 @@ class StaticSubstep:
         site: tuple[str, int],
         inputs: StaticBuffers | ForwardPlan,
         header: Tensor,
-        number: int,
+        number: int | None,
         settings: Settings,
+        room: Room | None = None,
     ) -> None:
-        """`header`: [HEADER] int64 zeros: counts by bit of both sides, then what has run."""
+        """`header`: [HEADER] int64 zeros: counts by bit of both sides, then what has run. `room`: as of `Workspace`."""
         if site[0] not in SUBSTEP_KINDS:
             raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {site[0]!r}")
         self.pool, self.site, self.number, self.step = pool, site, number, shared.step
         self.buffers = inputs if isinstance(inputs, StaticBuffers) else None
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
-            self.work = Workspace(self.forward, pool, settings)
+            self.work = Workspace(self.forward, pool, settings, room)
         self._claims = shared.claims[pool.name]
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth = settings.width, settings.max_depth
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
-        self.written = Packed(self._parts(header))
+        self.written = Packed(self._parts(header), IN_THE_AIR if number is not None else 1)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
         self._is_open = False
@@ -83,10 +84,18 @@ class StaticSubstep:
             launch.poison()
         launch.verify_prefixes()
 
-    def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, *extras: Tensor) -> None:
+    def store(
+        self,
+        layer: int,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *extras: Tensor,
+        slots: Tensor | None = None,
+    ) -> None:
         """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
 
         Where the engine stores by itself only the order of hooks is looked at, and values are not needed.
+        slots: [entries] int64, where the engine would store them, in its own words; None: where they were planned
         """
         if not self._is_open:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
@@ -97,7 +106,7 @@ class StaticSubstep:
             return
         if k is None:
             raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-        self._launch.store(layer, self.work.planned.safe_slots, k, v, extras=extras)
+        self._launch.store(layer, self.work.planned.safe_slots if slots is None else slots, k, v, extras=extras)
 
     def close(self) -> None:
         """After the body: judge layers and own entries, count what fired and what has run."""

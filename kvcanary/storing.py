@@ -72,12 +72,14 @@ class Store:
         self._slots: Tensor | None = None
         self._geometry: tuple[object, ...] = ()
 
-    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
         """Store what this layer stores at `slots` [n], instead of the engine; False: it must, and tell `store`.
 
         k, v: [n, kv_heads, head_dim], in the order of the write plan, whatever the pool's layout
         Nothing was done where values are no dense rows of the pool's types, or slots are not those that were planned.
         """
+        if extras:
+            return False
         geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype
         if geometry != self._geometry and not self._learn(geometry):
             return False
@@ -116,7 +118,7 @@ class Store:
         return True
 
 
-def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
     """The engine stores by itself."""
     return False
 

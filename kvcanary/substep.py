@@ -35,7 +35,7 @@ class SubstepCanary:
         self._phase = NEW
         self._forward: Forward
         self._shapes: list[tuple[int, ...]] | None = None
-        self.put: Callable[[int, Tensor, Tensor, Tensor], bool] = leave_it
+        self.put: Callable[..., bool] = leave_it
 
     def __str__(self) -> str:
         return f"{site_name(self._kind, self._index)} of the {self._pool.name} pool"
@@ -100,7 +100,7 @@ class WarmupSubstep:
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         return read.indices, write.slots
 
-    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
         """The engine stores by itself."""
         return False
 

@@ -5,16 +5,19 @@ With ``canary=None`` a forward costs one ``if`` more than an engine without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvcanary import ReadPlan, WritePlan
 from kvcanary.faults import seam
 from kvcanary.invariants import check_index_lengths
 from spec_engine.attention.backends import BACKENDS
+from spec_engine.attention.deferred import DeferredAttention
 from spec_engine.core import ForwardBatch, within_window
 from spec_engine.memory.pool import KVPool
 from spec_engine.memory.slot_map import Mapped
@@ -22,6 +25,7 @@ from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
+    from kvcanary.substep import SubstepCanary, WarmupSubstep
 
 
 class Forwards:
@@ -51,13 +55,23 @@ class Forwards:
         check_arrays(batch, self.pool.name)
         if self.behind is not None and self.behind.window is not None:
             batch = within_window(batch, self.behind.window)
+        opened, substep = self._opened(batch)
+        yield DeferredAttention(opened) if self.pool.kv.is_cuda else opened()
+        if substep is not None:
+            substep.close()
+
+    def _opened(self, batch: ForwardBatch) -> tuple[Callable[[], KVAccess], SubstepCanary | WarmupSubstep | None]:
+        """What opens the attention of a forward, and the hooks that it opens first."""
         if self.canary is None:
-            yield self._attention(self.pool, batch, self.num_heads, *self._own(batch.kv_indices, batch.slots), None)
-            return
-        substep = self.canary.substep(batch.kind, batch.index, self.pool.name)
-        indices, slots = substep.open(read_plan(batch), write_plan(batch))
-        yield self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
-        substep.close()
+            own = self._own(batch.kv_indices, batch.slots)
+            return partial(self._attention, self.pool, batch, self.num_heads, *own, None), None
+        substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
+
+        def opened() -> KVAccess:
+            indices, slots = substep.open(read_plan(batch), write_plan(batch))
+            return self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
+
+        return opened, substep
 
     def move(self, source: Tensor, destination: Tensor, guesses: bool = False) -> None:
         """Copy rows within the pool, ``[n] int64`` slots; all sources are read first, records move with the bytes.
@@ -95,7 +109,7 @@ def read_plan(batch: ForwardBatch) -> ReadPlan:
         requests=batch.requests,
         rows_per_request=batch.rows_per_request,
         prefix_lens=batch.prefix_lens,
-        num_written=batch.new_lens[0] if uniform else batch.kv_indptr.new_tensor(batch.new_lens),
+        num_written=batch.new_lens[0] if uniform else torch.tensor(batch.new_lens),
         tree_mask=batch.tree_mask,
         starts=batch.starts,
     )

@@ -25,7 +25,7 @@ class Relay:
 
     def seed(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
-        self.lens[row] = committed_len
+        self.lens[row].fill_(committed_len)  # to assign a number would wait for a GPU
 
     def publish(self, rows: Tensor, lens: Sequence[int], bonus: Sequence[int]) -> None:
         """New lengths, and the tokens that follow them, for the requests in ``rows [bs]``."""

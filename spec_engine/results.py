@@ -57,15 +57,14 @@ class Results:
         KVCorruptionError or StagingError for what is not there, or not any more, and for what fired.
         """
         self._streams.heard(landing.event)
-        result, staging = landing.result, landing.staging
-        if self._ring is None or staging is None:
-            return result
-        speaking = [part.request.request_id for part in result.parts if part.tokens]
-        self._streams.host.use("results", staging.planned, requests=speaking)
-        doomed = frozenset() if self._canary is None else self._canary.judge_copies()
-        self._ring.check(staging)
-        rows = iter(staging.tensor[: len(speaking)].tolist())
-        parts = tuple(_told(part, next(rows)) if part.tokens else part for part in result.parts)
+        result, parts, doomed = landing.result, landing.result.parts, frozenset[str]()
+        if self._ring is not None and landing.staging is not None:
+            speaking = [part.request.request_id for part in parts if part.tokens]
+            self._streams.host.use("results", landing.staging.planned, requests=speaking)
+            doomed = doomed if self._canary is None else self._canary.judge_copies()
+            self._ring.check(landing.staging)
+            rows = iter(landing.staging.tensor[: len(speaking)].tolist())
+            parts = tuple(_told(part, next(rows)) if part.tokens else part for part in parts)
         if self._canary is not None and result.flight is not None:
             doomed |= self._canary.hear(result.flight)
         if self._canary is not None and not result.is_heard:

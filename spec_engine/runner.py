@@ -98,6 +98,7 @@ class Runner:
         self.table, self.relay, self.canary = table, relay, canary
         self.device = table.table.device
         self.doomed: frozenset[str] = frozenset()  # as of the last look
+        self._flight: Flight | None = None  # what the canary has still to judge of the current step
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make what a step needs beforehand, for batches of these sizes: nothing, where each is built as it comes."""
@@ -121,24 +122,26 @@ class Runner:
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = to_device([token for chunk in chunks for token in chunk.tokens], self.device)
         output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
-        new, logprobs, accepted = self._first_tokens(chunks, batch, output, lens)
+        is_ahead = self.is_ahead(batch.requests)
+        new, logprobs, accepted = self._first_tokens(chunks, batch, output, lens, is_ahead)
         if self.drafter is not None:
             self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
         doomed = self._judge()
         ends = [chunk.end for chunk in chunks]
-        bonus = [(chunk.request.tokens + token)[chunk.end] for chunk, token in zip(chunks, new, strict=True)]
+        bonus = [own[0] if own else chunk.request.tokens[chunk.end] for chunk, own in zip(chunks, new, strict=True)]
         self._publish(batch, ends, bonus)
-        if accepted is not None and self.is_ahead([chunk.request for chunk in chunks]):
+        if accepted is not None and is_ahead:
             sampled = to_device([chunk.request.row for chunk in chunks if chunk.samples], self.device)
             self.relay.bonus.index_copy_(0, sampled, accepted.bonus)
-        return self._finish(False, batch, ends, new, logprobs, doomed, accepted)
+        return self._finish(False, batch, ends, new, logprobs, doomed, accepted, is_ahead)
 
     def is_ahead(self, requests: Sequence[Request]) -> bool:
-        """Whether nobody on the host needs the tokens of a step before the next one is launched.
+        """Whether nobody on the host needs the tokens of a prefill before it hears of the step.
 
-        A canary does, for its truth, a drafter for what it extends by, and log-probabilities come with the tokens.
+        A canary that judges at once does, for its truth, a drafter for what it extends by, and log-probabilities come
+        with the tokens.
         """
-        needs = self.canary is not None or self.drafter is not None
+        needs = self.drafter is not None or (self.canary is not None and not self.canary.may_depart)
         return self.lag > 0 and not needs and all(request.params.logprobs is None for request in requests)
 
     def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
@@ -273,11 +276,11 @@ class Runner:
         return self.acceptor.decide(logits, nodes)
 
     def _first_tokens(
-        self, chunks: Sequence[Chunk], batch: Batch, output: DecoderOutput, lens: Sequence[int]
+        self, chunks: Sequence[Chunk], batch: Batch, output: DecoderOutput, lens: Sequence[int], is_ahead: bool
     ) -> tuple[list[list[int]], list[tuple[TokenLogProb, ...] | None], Acceptance | None]:
         """The first token of every chunk at whose end it is not known yet, and what is asked of its probability.
 
-        Last the device's own word for these chunks, None where there are none.
+        Last the device's own word for these chunks, None where there are none; ``is_ahead``: nobody waits for it.
         """
         new: list[list[int]] = [[] for _ in chunks]
         logprobs: list[tuple[TokenLogProb, ...] | None] = [None] * len(chunks)
@@ -293,8 +296,7 @@ class Runner:
         positions = to_device([chunks[c].end for c in ending], self.device)
         logits = self.model.logits(output.hidden[last[rows]])[:, None]
         decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
-        unheard = self.is_ahead([chunk.request for chunk in chunks])
-        told = [NO_TOKEN] * len(ending) if unheard else decision.accepted.bonus.tolist()
+        told = [NO_TOKEN] * len(ending) if is_ahead else decision.accepted.bonus.tolist()
         for number, (c, token) in enumerate(zip(ending, told, strict=True)):
             new[c], logprobs[c] = [token], decision.logprobs_of(number, requests[number].params, 1)
         return new, logprobs, decision.accepted
@@ -333,8 +335,16 @@ class Runner:
         self.relay.publish(batch.rows, lens, bonus)
 
     def _judge(self) -> frozenset[str]:
-        """Let the canary judge the step before a token of it counts."""
-        if self.canary is not None:
+        """Let the canary judge the step before a token of it counts.
+
+        A host that lags hears later what a device has to say of it, and knows now what it heard last.
+        """
+        self._flight = None
+        if self.canary is None:
+            return self.doomed
+        if self.lag and self.canary.may_depart:
+            self._flight = self.canary.depart()
+        else:
             self.doomed = self.canary.check()
         return self.doomed
 
@@ -347,8 +357,12 @@ class Runner:
         logprobs: Sequence[tuple[TokenLogProb, ...] | None],
         doomed: frozenset[str],
         accepted: Acceptance | None,
+        is_ahead: bool = False,
     ) -> StepResult:
-        """Truth advances with acceptance: the canary learns it now, the host when it reads the result."""
+        """Truth advances with acceptance: the canary learns it now, the host when it reads the result.
+
+        ``is_ahead``: nobody has heard the tokens, the canary learns them when somebody does.
+        """
         parts = tuple(
             Part(request, length, new, listed)
             for request, length, new, listed in zip(batch.requests, lens, tokens, logprobs, strict=True)
@@ -356,9 +370,16 @@ class Runner:
         if self.canary is not None:
             for part in parts:
                 if part.request.request_id not in doomed:
-                    self.canary.append(part.request.request_id, part.tokens)
+                    if not is_ahead:
+                        self.canary.append(part.request.request_id, part.tokens)
                     self.canary.commit(part.request.request_id, part.committed_len)
-        return StepResult(is_decode, parts, doomed, accepted)
+        is_heard = self.canary is None or not is_ahead
+        return StepResult(is_decode, parts, doomed, accepted, flight=self._take_flight(), is_heard=is_heard)
+
+    def _take_flight(self) -> Flight | None:
+        """What the canary has still to judge of this step; nobody else holds it, and what it needs on the device."""
+        flight, self._flight = self._flight, None
+        return flight
 
 
 def _open_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -119,33 +120,49 @@ class Planned:
     counted_rows: Tensor
 
 
-def new_planned(forward: ForwardPlan) -> Planned:
-    """Room for what `plan` derives of this forward."""
-    rows, entries, device = forward.num_rows, forward.num_entries, forward.slots.device
+Room = Callable[[Tensor | int], Tensor]
 
-    def room(n: int) -> Tensor:
-        return torch.zeros(n, dtype=torch.int64, device=device)
 
-    row = torch.arange(rows, device=device)
+def new_planned(forward: ForwardPlan, room: Room | None = None) -> Planned:
+    """Room for what `plan` derives of this forward.
+
+    room: where: gives a tensor of so many zeros, or of these numbers of the host, [n] int64; None: each in memory of
+          its own
+    """
+    rows, entries = forward.num_rows, forward.num_entries
+    new = room_on(forward.slots.device) if room is None else room
+    row, one = torch.arange(rows), torch.ones(1, dtype=torch.int64)
+    none = torch.zeros_like(row)
     return Planned(
-        live_entries=room(1),
-        starts=room(rows),
-        read_lengths=room(rows),
-        row_lengths=room(rows),
-        seeds=room(rows),
-        entry_seeds=room(entries),
-        parents=room(entries),
-        safe_slots=room(entries),
-        places=room(entries),
-        code_places=room(entries),
-        table_rows=room(entries),
-        own_lengths=room(entries),
-        generations=room(entries),
-        requests=room(entries),
-        sites=room(entries),
-        codes=room(entries + rows),
-        asked=room(entries + rows),
-        counted_starts=torch.cat((room(rows), entries + row, room(1))),
-        counted_lengths=torch.cat((room(rows), torch.ones_like(row), room(1))),
-        counted_rows=torch.cat((row, row, room(1) - 1)),
+        live_entries=new(1),
+        starts=new(rows),
+        read_lengths=new(rows),
+        row_lengths=new(rows),
+        seeds=new(rows),
+        entry_seeds=new(entries),
+        parents=new(entries),
+        safe_slots=new(entries),
+        places=new(entries),
+        code_places=new(entries),
+        table_rows=new(entries),
+        own_lengths=new(entries),
+        generations=new(entries),
+        requests=new(entries),
+        sites=new(entries),
+        codes=new(entries + rows),
+        asked=new(entries + rows),
+        counted_starts=new(torch.cat((none, entries + row, one - 1))),
+        counted_lengths=new(torch.cat((none, none + 1, one - 1))),
+        counted_rows=new(torch.cat((row, row, -one))),
     )
+
+
+def room_on(device: torch.device) -> Room:
+    """Memory of its own for every tensor."""
+
+    def new(wanted: Tensor | int) -> Tensor:
+        if isinstance(wanted, int):
+            return torch.zeros(wanted, dtype=torch.int64, device=device)
+        return wanted.to(device)
+
+    return new

@@ -21,7 +21,7 @@ from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
 from kvcanary.dumps.shapes import shape_of_forward, shape_of_pool
 from kvcanary.lifecycle import Lifecycle
-from kvcanary.recorder import Damage, Recorder
+from kvcanary.recorder import Damage, Event, Recorder
 from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import chain_root, make_keys
 
@@ -70,7 +70,7 @@ class Writer:
         segments = list(source.recorder.segments)
         self._first = segments[0].checkpoint
         self._events = [
-            (event, segment.damage.get(number, ()))
+            (_as_told(event), segment.damage.get(number, ()))
             for segment in segments
             for number, event in enumerate(segment.events)
         ]
@@ -343,6 +343,14 @@ def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dic
 #: Events that are no calls of the manager.
 _OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name) and name != "before_move"}
 _SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CALLS if name not in _OWN}
+
+
+def _as_told(event: Event) -> Event:
+    """A forward that judged itself on a device, though no graph holds it, is told as one that the host has judged."""
+    name, args, _ = event
+    if name != "launch" or args[0].number is not None or args[0].forward is None:
+        return event
+    return "forward", (args[0].forward,), None
 
 
 def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:

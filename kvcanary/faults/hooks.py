@@ -34,7 +34,7 @@ def _run_without_hooks(target: Target) -> bool:
         if call.pool != "target":
             return False
         target.record(pool="target")
-        canary.substep = lambda *where: WarmupSubstep()  # type: ignore[method-assign]
+        canary.substep = lambda *where, **settings: WarmupSubstep()  # type: ignore[method-assign]
         return True
 
     def back(call: Call) -> bool:

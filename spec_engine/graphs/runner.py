@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -24,7 +23,6 @@ from spec_engine.runner import Part, Runner, StepResult, Verified
 from spec_engine.verify import Accepted
 
 if TYPE_CHECKING:
-    from kvcanary.flights import Flight
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
     from spec_engine.request import Request
@@ -51,7 +49,6 @@ class GraphRunner(Runner):
         self._lens: dict[int, int] = {}  # by row, the committed length that the relay holds
         self._bucket: Bucket | None = None  # in which the current step runs
         self._decides = False  # whether its program does
-        self._flight: Flight | None = None  # of the current step
         recorder = Recorder(self.device)
         target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
@@ -69,12 +66,6 @@ class GraphRunner(Runner):
     def runs_ahead(self, requests: Sequence[Request]) -> bool:
         """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
         return self._bucket_for(len(requests)) is not None and self._can_decide(requests)
-
-    def decode(self, requests: Sequence[Request], num_steps: int | None = None) -> StepResult:
-        """As without graphs; what the host has still to hear is part of the result."""
-        self._flight = None
-        result = super().decode(requests, num_steps)
-        return result if self._flight is None else replace(result, flight=self._flight)
 
     def _make_bucket(self, size: int, target: StaticForwards, recorder: Recorder) -> Bucket:
         drafter = self.drafter
@@ -120,7 +111,7 @@ class GraphRunner(Runner):
         if self.canary is not None:
             for request_id, length in zip(batch.ids, lens, strict=True):
                 self.canary.commit(request_id, length)
-        return StepResult(True, parts, doomed, accepted, is_heard=False)
+        return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False)
 
     def _decoded(self, batch: Batch) -> Tensor:
         if self._bucket is None:

@@ -44,6 +44,8 @@ class Fp8Pool(KVPool):
     ) -> None:
         """Quantise k, v ``[n, kv_heads, head_dim]`` of one layer; write them and their scales at ``slots [n]``."""
         values, scales = quantise(torch.stack((k, v), 1))
+        if substep is not None and substep.put(layer, slots, *values.unbind(1), *scales.unbind(1)):
+            return
         self._bytes[layer].index_copy_(0, slots, values.view(torch.uint8))
         self.scales[layer].index_copy_(0, slots, scales)
         if substep is not None:

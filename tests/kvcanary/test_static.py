@@ -170,7 +170,7 @@ def test_each_check_fires_where_the_fault_is(rig, decode, rows, fault):
     assert harvest.gaps == [] or fault == "R10 past the array"
     assert {(hit.pool, hit.site, hit.step) for hit in harvest.hits} == {("target", ("decode", 0), 2)}
     assert harvest.totals[expected[0], "target", ("decode", 0)] >= 1
-    assert bool((rig.bank._shared.claims["target"] == NO_CLAIM).all())
+    assert bool((rig.bank.shared.claims["target"] == NO_CLAIM).all())
     assert rig.bank.harvest().hits == []
 
 

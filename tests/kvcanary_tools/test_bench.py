@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 import pytest
 
 from kvcanary_tools import bench
-from kvcanary_tools.bench import common, retractions
+from kvcanary_tools.bench import common, prefill, retractions
 from kvcanary_tools.commands.bench import TABLES
 
 
@@ -47,6 +47,17 @@ def test_recorded_kernels_keep_up_with_a_copy() -> None:
     rates = [rate for shape in shapes for rate in shape["rates"].values()]
     assert len(rates) == 4 * 4
     assert min(rate[what]["of_copy"] for rate in rates for what in ("one lane", "check")) >= 0.9
+
+
+def test_prefills_that_were_not_measured_again_stay(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other cases, from the same machine alone, by requests and tokens."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    long, short, again = ({"requests": 1, "tokens": tokens, "off_ms": off} for tokens, off in ((8, 2), (4, 1), (4, 3)))
+    first = {"machine": {"device": "one"}, "rows": [long, short]}
+    assert prefill.joined(first) == [short, long]
+    common.save(prefill.NAME, first)
+    assert prefill.joined(first | {"rows": [again]}) == [again, long]
+    assert prefill.joined({"machine": {"device": "other"}, "rows": [again]}) == [again]
 
 
 def test_an_unknown_table_is_refused(kvcanary) -> None:

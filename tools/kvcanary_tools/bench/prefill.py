@@ -1,15 +1,17 @@
 """What a prefill of an 8B model takes, and what the canary adds to it: ``python -m kvcanary_tools.bench.prefill``.
 
 Random weights of Llama-3-8B's shape in bf16, made on the device; fresh random prompts each round, overlap schedule,
-chunks of as many whole prompts as CHUNK tokens hold, one at least. An engine without a canary takes turns with one of
-``content=write`` and one of the default rolling check; a prefill is timed from the host, with the device idle before
-the first chunk and after the last.
+chunks of as many whole prompts as CHUNK tokens hold, or of CHUNK tokens of a longer one. An engine without a canary
+takes turns with one of the default rolling check, in cases of few tokens with one of ``content=write`` too; a prefill
+is timed from the host, with the device idle before the first chunk and after the last.
+Rows of other cases that the record has from the same machine stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import sys
 import time
@@ -19,6 +21,7 @@ from statistics import median
 import torch
 
 from kvcanary import CanaryConfig
+from kvcanary_tools.bench import common
 from kvcanary_tools.bench.common import machine, progress, save, spread, told
 from kvcanary_tools.bench.gpu import device
 from kvcanary_tools.bench.step import CANARIES, LLAMA_8B, PAGE_SIZE, random_decoder
@@ -26,31 +29,45 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.decoder import Decoder
 
-CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each
+CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
 CHUNK = 8192
-MOST_ROUNDS, TOKENS_TIMED = 12, 1 << 16  # rounds of a case: as many as its tokens allow, one at least
+LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 2, 40, 1 << 17  # rounds of a case: as many as its tokens allow
+FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
+FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
+NAME = "gpu_prefill"
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
-def main(cases: Sequence[tuple[int, int]] = CASES) -> None:
+def main(cases: Sequence[tuple[int, int]] = CASES, rounds: int | None = None) -> None:
+    """`rounds`: of each case; None: as many as its tokens allow."""
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.prefill measures a CUDA device, and there is none here")
     longest = max(tokens for _, tokens in cases) + 2 * PARAMS.max_new_tokens
     model = random_decoder(LLAMA_8B | {"max_position_embeddings": longest})
-    rows = [_one_case(size, tokens, model) for size, tokens in cases]
+    rows = [_one_case(size, tokens, model, rounds) for size, tokens in cases]
     result = {
         "what": "milliseconds of a prefill, Llama-3-8B's shape, bf16, overlap; canary on / off",
         "machine": machine() | device(),
         "chunk_tokens": CHUNK,
         "rows": rows,
     }
-    save("gpu_prefill", result)
+    save(NAME, result | {"rows": joined(result)})
     for row in rows:
         print(f"{row['requests']} x {row['tokens']}: off {row['off_ms']:.1f} ms{told(row['over_off'])}")
 
 
-def _one_case(size: int, tokens: int, model: Decoder) -> dict:
-    rounds = max(1, min(MOST_ROUNDS, TOKENS_TIMED // (size * tokens)))
+def joined(result: dict) -> list[dict]:
+    """The rows of a result, and those of other cases that the record has of the same measurement; by tokens."""
+    path = common.RESULTS / f"{NAME}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    is_same = all(before.get(key) == value for key, value in result.items() if key != "rows")
+    rows = {(row["requests"], row["tokens"]): row for row in (before["rows"] if is_same else [])}
+    rows |= {(row["requests"], row["tokens"]): row for row in result["rows"]}
+    return [rows[case] for case in sorted(rows)]
+
+
+def _one_case(size: int, tokens: int, model: Decoder, rounds: int | None) -> dict:
+    rounds = rounds or max(LEAST_ROUNDS, min(MOST_ROUNDS, TOKENS_TIMED // (size * tokens)))
     seconds, certificates = _turns(size, tokens, model, rounds)
     return {
         "requests": size,
@@ -64,11 +81,12 @@ def _one_case(size: int, tokens: int, model: Decoder) -> dict:
 
 
 def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Seconds of a prefill by round, of every engine of CANARIES, and the certificates; their pools fit together."""
-    engines = {name: _engine(size, tokens, model, canary) for name, canary in CANARIES.items()}
+    """Seconds of a prefill by round, of every engine, and the certificates; their pools fit together."""
+    names = MANY if size * tokens > FEW_TOKENS else FEW
+    engines = {name: _engine(size, tokens, model, CANARIES[name]) for name in names}
     draws = random.Random(0)
-    for engine in engines.values():
-        _timed(engine, min(size, CHUNK // tokens + 1), tokens, draws)  # compiles, and fills the allocator
+    for engine in engines.values():  # compiles, and fills the allocator
+        _timed(engine, min(size, CHUNK // tokens + 1), min(tokens, 2 * CHUNK), draws)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
         progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
@@ -92,10 +110,10 @@ def _engine(size: int, tokens: int, model: Decoder, canary: CanaryConfig) -> Eng
         attention_backend="triton",
         schedule="overlap",
         prefix_cache=False,
-        max_total_tokens=size * (room + 4 * PAGE_SIZE),
+        max_total_tokens=size * (room + 4 * PAGE_SIZE) * (2 if size * tokens <= FEW_TOKENS else 1),
         max_running_requests=size,
         context_length=room,
-        prefill_chunk_tokens=tokens * max(1, CHUNK // tokens),
+        prefill_chunk_tokens=tokens * (CHUNK // tokens) or CHUNK,
         canary=canary,
     )
     return Engine(config, model=model, tokenizer=MockTokenizer())
@@ -127,4 +145,6 @@ def _case(text: str) -> tuple[int, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", type=_case, action="append", help="REQUESTSxTOKENS, such as 1x131072")
-    main(parser.parse_args().case or CASES)
+    parser.add_argument("--rounds", type=int, help="of each case, in place of as many as its tokens allow")
+    asked = parser.parse_args()
+    main(asked.case or CASES, asked.rounds)

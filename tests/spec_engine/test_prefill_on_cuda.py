@@ -1,0 +1,86 @@
+"""Prefills on a GPU with a canary: the host waits for nothing but declared copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary_kernels.record import CHAIN
+from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.models.embedded import load_excerpts
+from spec_engine.request import TokenEvent
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [excerpt.prompt[:150] for excerpt in load_excerpts()[20:24]]
+GREEDY = SamplingParams(max_new_tokens=4, ignore_eos=True)
+SHAPES = [{}, {"page_size": 1}, {"kv_cache_dtype": "fp8_e4m3"}, {"graphs": "on"}]
+
+
+def make(mode: str = "raise", **settings: object) -> Engine:
+    common = {"draft": "none", "dtype": "float32", "device": "cuda", "schedule": "overlap", "page_size": 4}
+    common |= {
+        "attention_backend": "triton",
+        "prefix_cache": False,
+        "max_total_tokens": 4096,
+        "context_length": 256,
+        "prefill_chunk_tokens": 24,
+    }
+    return Engine(EngineConfig(canary=CanaryConfig(mode=mode), **common | settings))
+
+
+def run(engine: Engine, events: list[TokenEvent]) -> None:
+    """To the end, or to what stops the engine; ``events`` are those that left."""
+    while engine.has_work:
+        events += engine.step()
+
+
+@pytest.mark.parametrize("mode", ["off", "raise"])
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_a_step_of_prefills_waits_for_nothing_but_copies(settings, mode):
+    """Whole steps, admission and pages too, behind one that has compiled and allocated all; the tokens stay."""
+    engine = make(mode, **settings)
+    truths = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    events, num_strict = [], 0
+    wanted = engine.metrics.prefill_tokens + sum(len(request.prompt_ids) for request in engine.scheduler.waiting)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while engine.metrics.prefill_tokens < wanted:
+            events += engine.step()
+            num_strict += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.has_work:
+        events += engine.step()
+    left = [tuple(token for event in events if event.request_id == name for token in event.token_ids) for name in names]
+    assert left == truths
+    assert num_strict > 3
+    assert engine.canary is None or engine.canary.certificate()["findings"] == []
+
+
+def test_no_token_leaves_a_prefill_that_read_damage():
+    """The flight of the step that reads it stops the engine, and so nothing that was launched behind it counts."""
+    engine = make()
+    engine.submit(PROMPTS[0], GREEDY)
+    engine.step()
+    slot = int(engine.request_table.table[engine.running[0].row, 1])
+    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    events: list[TokenEvent] = []
+    with pytest.raises(KVCorruptionError) as caught:
+        run(engine, events)
+    assert events == []
+    assert [(finding.code, finding.slot) for finding in caught.value.findings] == [("R3", slot)]
+
+
+def test_memory_does_not_grow():
+    """What a forward needs comes back when it was heard."""
+    engine = make(prefix_cache=True)
+    for _ in range(3):
+        engine.generate(PROMPTS, GREEDY)
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    for _ in range(5):
+        engine.generate(PROMPTS, GREEDY)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == allocated
