@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.beside import Beside
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.captured_move import StaticMove
 from kvcanary.errors import HookOrderError, PlanError
@@ -62,7 +63,7 @@ class SubstepBank:
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
-        self._shared = Shared(state, self.step, claims)
+        self._shared = Shared(state, self.step, claims, Beside(device))
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
@@ -104,6 +105,10 @@ class SubstepBank:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
         self.moves.append(StaticMove(self._shared, self._state.by_name[pool], size))
         return self.moves[-1]
+
+    def join(self) -> None:
+        """What is launched from now on follows all that substeps have launched beside it."""
+        self._shared.beside.join()
 
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""

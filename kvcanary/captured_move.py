@@ -44,6 +44,7 @@ class StaticMove:
         Every source was read before any destination was written; destinations are distinct.
         """
         state, pool = self._shared.state, self.pool
+        self._shared.beside.join()  # records that are moved have been judged
         self.src.copy_(torch.where(moves, source, NOWHERE))
         self.dst.copy_(torch.where(moves, destination, NOWHERE))
         pages = torch.where(moves, destination, 0).clamp(0, pool.view.num_slots - 1) // state.page_size

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.beside import Beside
 from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
+from kvcanary_kernels.attest import kept_rows
 from kvcanary_kernels.count import NUM_BITS, unset_first
 from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
 from kvcanary_kernels.record import signed
@@ -32,11 +34,13 @@ class Shared:
 
     step:   [1] int64, the running engine step
     claims: by pool, [num_slots] int64 (plan)
+    beside: where operations run for which no body waits
     """
 
     state: CanaryState
     step: Tensor
     claims: dict[str, Tensor]
+    beside: Beside
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +68,8 @@ class Workspace:
     codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     row_violations: [rows] int64, entries of each row with a finding in the last forward
+    kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where the
+                    engine stores
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     """
 
@@ -86,6 +92,9 @@ class Workspace:
         stored = entries if settings.engine_stores else 0
         self.stored, self.lane_b = filled(0, stored, 2), filled(0, stored)
         self.lane_a = filled(0, pool.view.num_layers, stored)
+        kept = pool.view.num_layers, entries - stored
+        self.times = filled(0, *kept)
+        self.kept = torch.zeros(*kept, pool.rows.words_per_row, dtype=torch.int32, device=device)
 
     def forget_firsts(self) -> None:
         """They have been told: the next finding of each check is its first again."""
@@ -136,7 +145,7 @@ class Launches:
         self.poison = partial(self._ops.poison_fill, pool.rows, work.planned.safe_slots, **self._entries)
         self.verify_prefixes = self._verify_prefixes()
         self.store = self._store()
-        self.fingerprint = self._fingerprint()
+        self.attest = self._fingerprint() if settings.engine_stores else self._attest()
         self.verify_own = self._verify_own()
         self.settle = self._settle(header[2 * NUM_BITS :])
         self.count_planned = self._count_planned(counts[PLANNED])
@@ -237,10 +246,22 @@ class Launches:
         return partial(
             self._ops.store,
             self._pool.rows,
+            kept=self._work.kept,
+            times=self._work.times,
+            **self._entries,
+        )
+
+    def _attest(self) -> Launch:
+        work = self._work
+        return partial(
+            self._ops.attest,
+            kept_rows(self._pool.rows, work.kept),
+            work.planned.safe_slots,
             keys=self._pool.keys,
+            times=work.times,
             records=self._pool.records,
             content_a=self._pool.content_a,
-            twice=self._work.twice,
+            twice=work.twice,
             **self._entries,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcanary_kernels.attest import attest, attest_torch
 from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
 from kvcanary_kernels.count import count, count_torch
 from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
@@ -37,6 +38,7 @@ class Ops:
     seal: Operation
     verify: Operation
     store: Operation
+    attest: Operation
     fingerprint: Operation
     finish: Operation
     move: Operation
@@ -54,6 +56,7 @@ KERNELS = Ops(
     seal=seal,
     verify=verify,
     store=store,
+    attest=attest,
     fingerprint=fingerprint,
     finish=finish,
     move=move,
@@ -70,6 +73,7 @@ REFERENCES = Ops(
     seal=seal_torch,
     verify=verify_torch,
     store=store_torch,
+    attest=attest_torch,
     fingerprint=fingerprint_torch,
     finish=finish_torch,
     move=move_torch,

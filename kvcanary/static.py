@@ -51,7 +51,7 @@ class StaticSubstep:
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
             self.work = Workspace(self.forward, pool, settings)
-        self._claims = shared.claims[pool.name]
+        self._claims, self._beside = shared.claims[pool.name], shared.beside
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth = settings.width, settings.max_depth
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
@@ -59,6 +59,7 @@ class StaticSubstep:
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
         self._is_open = False
+        self._planned: torch.cuda.Event | None = None  # what the body's first store waits for
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -73,15 +74,19 @@ class StaticSubstep:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open = True
         self.layers.clear()
-        launch = self._launch
-        self.work.row_violations.zero_()
-        launch.plan()
-        launch.note_ancestors()
-        launch.chain()
-        launch.seal()
+        launch, beside = self._launch, self._beside
+        with beside.behind():
+            self.work.row_violations.zero_()
+            launch.plan()
+            if self._engine_stores:
+                launch.poison()
+            self._planned = beside.mark()
+            launch.note_ancestors()
+            launch.chain()
+            launch.seal()
+            launch.verify_prefixes()
         if self._engine_stores:
-            launch.poison()
-        launch.verify_prefixes()
+            beside.reach(self._planned)
 
     def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, *extras: Tensor) -> None:
         """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
@@ -97,21 +102,29 @@ class StaticSubstep:
             return
         if k is None:
             raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-        self._launch.store(layer, self.work.planned.safe_slots, k, v, extras=extras)
+        is_first = len(self.layers) == 1
+        if is_first:
+            self._beside.reach(self._planned)
+        self._launch.store(layer, self.work.planned.safe_slots, k, v, extras=extras, overlaps=not is_first)
 
-    def close(self) -> None:
-        """After the body: judge layers and own entries, count what fired and what has run."""
+    def close(self, joins: bool = True) -> None:
+        """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
+
+        joins: what is launched next follows that; else `SubstepBank.join` must come, and before a graph's end
+        """
         if not self._is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
         self._is_open = False
         launch = self._launch
-        if self._engine_stores:
-            launch.fingerprint()
-        launch.verify_own()
-        launch.settle()
-        launch.count_planned()
-        launch.count_read()
-        self.written.pack()
+        with self._beside.behind():
+            launch.attest()
+            launch.verify_own()
+            launch.settle()
+            launch.count_planned()
+            launch.count_read()
+            self.written.pack()
+        if joins:
+            self._beside.join()
 
     def abandon(self) -> None:
         """The body raised: the forward is not judged, and the next open() starts afresh.
@@ -120,8 +133,9 @@ class StaticSubstep:
         """
         if self._is_open:
             self._is_open = False
+            self._beside.join()
             self._claims.fill_(NO_CLAIM)
-            self.work.twice.zero_()
+            self.work.times.zero_()
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
         plan = self.forward

@@ -144,7 +144,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import attention, chain, content, count, finish, fingerprint, finite, move, poison
+from kvcanary_kernels import attention, attest, chain, content, count, finish, fingerprint, finite, move, poison
 from kvcanary_kernels import seal, store, verify
 from kvcanary_kernels.record import make_keys
 

@@ -1,0 +1,42 @@
+"""Beside: a stream on which operations run while a forward goes on, in a captured step a branch of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Beside:
+    """On a GPU a second stream, in whose order all runs that is launched `behind`; on a CPU all runs at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_ahead = False
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is launched within follows everything that was launched so far, there and here, and nobody waits."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._is_ahead = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Within `behind`: the point that it has reached; None where nothing runs beside."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def reach(self, mark: torch.cuda.Event | None) -> None:
+        """What is launched from now on follows that point."""
+        if mark is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+    def join(self) -> None:
+        """What is launched from now on follows all that runs beside."""
+        if self._is_ahead and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._is_ahead = False
