@@ -68,6 +68,7 @@ class Workspace:
     codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     row_violations: [rows] int64, entries of each row with a finding in the last forward
+    arrivals:       [1] int64, of count
     kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where the
                     engine stores
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
@@ -82,7 +83,7 @@ class Workspace:
         self.planned: Planned = new_planned(forward)
         self.codes = filled(0, forward.capacity * (1 if forward.table.rows is None else rows))
         self.firsts = unset_first(device), unset_first(device)
-        self.row_violations = filled(0, rows)
+        self.row_violations, self.arrivals = filled(0, rows), filled(0, 1)
         self.chains, self.twice = filled(0, entries), filled(0, entries)
         self.no_predecessors, self.no_seeds = filled(NO_PREDECESSOR, entries), filled(0, entries)
         self.no_positions, self.roots = filled(0, rows), filled(ROOT, rows)
@@ -311,6 +312,7 @@ class Launches:
             first=self._work.firsts[PLANNED],
             step=self._shared.step,
             row_violations=self._work.row_violations,
+            arrivals=self._work.arrivals,
         )
 
     def _count_read(self, counts: Tensor) -> Launch:
@@ -325,6 +327,7 @@ class Launches:
             first=work.firsts[READ],
             step=self._shared.step,
             row_violations=work.row_violations,
+            arrivals=work.arrivals,
             **self._rows,
         )
 

@@ -127,6 +127,7 @@ def _store_kernel(
     is_stored = (i_n < live_count(num_live, n, HAS_LIVE)) & (slot >= 0) & (slot < num_slots)
     i_layer = tl.zeros([], tl.int64) + layer
     i_kept = i_layer * n + i_n
+    b_times = tl.load(times + i_kept)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         if tl.program_id(1) == i_piece:
             base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
@@ -134,7 +135,7 @@ def _store_kernel(
             source = values[i_piece] + i_n * value_strides[i_piece]
             _store_piece(base, slot, source, kept + i_kept * WORDS, is_stored, PIECES, i_piece)
     if tl.program_id(1) == 0:
-        tl.store(times + i_kept, tl.load(times + i_kept) + 1, mask=is_stored)
+        tl.store(times + i_kept, b_times + 1, mask=is_stored)
 
 
 @triton.jit
