@@ -24,6 +24,7 @@ from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.plan import NO_CLAIM
+from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 
 CAPACITY = 256  # substeps: kinds and indices times buckets
@@ -45,13 +46,16 @@ class Snapshot(NamedTuple):
 
 
 class SubstepBank:
-    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows. `moves`: as they were added."""
+    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
+
+    moves: as they were added;  turn: how many steps have begun
+    """
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise PlanError(f"capacity must be at least 1, got {capacity}: a bank holds every bucket's substeps")
         device = state.records.device
-        self._state, self._capacity = state, capacity
+        self._state, self._capacity, self.turn = state, capacity, 0
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
         self.moves: list[StaticMove] = []
@@ -133,7 +137,8 @@ class SubstepBank:
 
     def begin_step(self, step: int) -> None:
         """The number that records and findings carry from here on, on the stream of the forwards."""
-        self.step.fill_(step)
+        self.turn += 1
+        self.step.fill_(self.turn << 32 | step & MASK_32)
 
     def expect(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None = None) -> None:
         """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
@@ -203,7 +208,7 @@ class SubstepBank:
     def _collect(
         self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
     ) -> None:
-        harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step, ran)
+        harvest.hits += read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site

@@ -36,7 +36,7 @@ class StaticMove:
             self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
             self._site = torch.tensor([pack_site("move", 0)], device=device)
             self._tokens = torch.zeros_like(self.dst)
-            self.moved = Packed((self.dst, self._tokens, self.src))
+            self.moved = Packed((self.dst, self._tokens, self.src), shared.step, self._ops.post)
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.

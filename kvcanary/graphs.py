@@ -81,6 +81,7 @@ class StaticChecks:
     ) -> RowTruth:
         """These requests are the live rows of a forward that runs next, and each of their rows writes so much."""
         self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, reads)
+        substep.written.expect(self.bank.turn)
         self.launched.append(Launched(substep, requests, [request.committed_len for request in requests], step))
         truth, pool_id = RowTruth([request.uid for request in requests], [], []), substep.pool.pool_id
         for request, count in zip(requests, written, strict=True):
@@ -93,15 +94,20 @@ class StaticChecks:
             request.in_the_air += 1
         return truth
 
+    def launch_move(self, move: StaticMove) -> None:
+        """This move runs next."""
+        move.moved.expect(self.bank.turn)
+        self.moves.append(move)
+
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
         launched, self.launched = self.launched, []
         moves, self.moves = self.moves, []
-        forwards = [(run, run.substep.written.send(), _masks(run.substep)) for run in launched]
+        forwards = [(run, run.substep.written.read(), _masks(run.substep)) for run in launched]
         headers = {run.substep.number: written[-1] for run, written, _ in forwards}
         runs = {run.substep.number: Ran(written[ROW_STARTS], run.requests) for run, written, _ in forwards}
         snapshot = self.bank.snapshot(headers or None, runs)
-        return Told(step, forwards, [(move, move.moved.send()) for move in moves], snapshot)
+        return Told(step, forwards, [(move, move.moved.read()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:
         """Forwards for the rules; pages are written, and the mirror knows where new records lie. Copies are over."""

@@ -32,7 +32,7 @@ Launch = Callable[..., None]
 class Shared:
     """What all substeps of a bank use.
 
-    step:   [1] int64, the running engine step
+    step:   [1] int64, the running engine step in the low 32 bits, and above them the turn: how many have begun
     claims: by pool, [num_slots] int64 (plan)
     beside: where operations run for which no body waits
     """
@@ -151,6 +151,7 @@ class Launches:
         self.settle = self._settle(header[2 * NUM_BITS :])
         self.count_planned = self._count_planned(counts[PLANNED])
         self.count_read = self._count_read(counts[READ])
+        self.post = self._ops.post
 
     def _plan(self, site: tuple[str, int]) -> Launch:
         return partial(

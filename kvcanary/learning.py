@@ -35,7 +35,7 @@ class Learned:
     refused, has_starts = None, False
 
     def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
-        """`written`: as `StaticSubstep.written` sends it."""
+        """`written`: as `StaticSubstep.written` tells it."""
         substep = run.substep
         bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, _ = written
         self.kind, self.index = self.site = substep.site

@@ -20,6 +20,7 @@ from kvcanary_kernels.finite import finite_check, finite_check_torch
 from kvcanary_kernels.move import move, move_torch
 from kvcanary_kernels.plan import plan, plan_torch
 from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
+from kvcanary_kernels.post import post, post_torch
 from kvcanary_kernels.seal import seal, seal_torch
 from kvcanary_kernels.settle import settle, settle_torch
 from kvcanary_kernels.store import store, store_torch
@@ -47,6 +48,7 @@ class Ops:
     finite_check: Operation
     settle: Operation
     count: Operation
+    post: Operation
 
 
 KERNELS = Ops(
@@ -65,6 +67,7 @@ KERNELS = Ops(
     finite_check=finite_check,
     settle=settle,
     count=count,
+    post=post,
 )
 REFERENCES = Ops(
     plan=plan_torch,
@@ -82,6 +85,7 @@ REFERENCES = Ops(
     finite_check=finite_check_torch,
     settle=settle_torch,
     count=count_torch,
+    post=post_torch,
 )
 
 

@@ -55,7 +55,7 @@ class StaticSubstep:
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth = settings.width, settings.max_depth
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
-        self.written = Packed(self._parts(header))
+        self.written = Packed(self._parts(header), shared.step, self._launch.post)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
         self._is_open = False
