@@ -31,15 +31,6 @@ class Beside:
         with torch.cuda.stream(self._stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Within `behind`: the point that it has reached; None where nothing runs beside."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def reach(self, mark: torch.cuda.Event | None) -> None:
-        """What is launched from now on follows that point."""
-        if mark is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(mark)
-
     def join(self) -> None:
         """What is launched from now on follows all that runs beside."""
         if self._is_ahead and self._stream is not None:

@@ -58,8 +58,7 @@ class StaticSubstep:
         self.written = Packed(self._parts(header), shared.step, self._launch.post)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
-        self._is_open = False
-        self._planned: torch.cuda.Event | None = None  # what the body's first store waits for
+        self._is_open = self._has_looked = False
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -69,24 +68,15 @@ class StaticSubstep:
         return self._is_open
 
     def open(self) -> None:
-        """Before the body: judge and seal what the forward writes, judge what its rows read of earlier forwards."""
+        """Before the body: judge what the forward writes, and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
-        self._is_open = True
+        self._is_open, self._has_looked = True, False
         self.layers.clear()
-        launch, beside = self._launch, self._beside
-        with beside.behind():
-            self.work.row_violations.zero_()
-            launch.plan()
-            if self._engine_stores:
-                launch.poison()
-            self._planned = beside.mark()
-            launch.note_ancestors()
-            launch.chain()
-            launch.seal()
-            launch.verify_prefixes()
+        self._beside.join()  # the plan reads what the forward before it has sealed
+        self._launch.plan()
         if self._engine_stores:
-            beside.reach(self._planned)
+            self._launch.poison()
 
     def store(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, *extras: Tensor) -> None:
         """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
@@ -98,14 +88,12 @@ class StaticSubstep:
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
         self.layers.append(layer)
-        if self._engine_stores:
-            return
-        if k is None:
-            raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-        is_first = len(self.layers) == 1
-        if is_first:
-            self._beside.reach(self._planned)
-        self._launch.store(layer, self.work.planned.safe_slots, k, v, extras=extras, overlaps=not is_first)
+        if not self._engine_stores:
+            if k is None:
+                raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
+            self._launch.store(layer, self.work.planned.safe_slots, k, v, extras=extras)
+        if layer == self._num_layers // 2:  # a graph that begins with branches begins late
+            self._look()
 
     def close(self, joins: bool = True) -> None:
         """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
@@ -114,6 +102,7 @@ class StaticSubstep:
         """
         if not self._is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
+        self._look()
         self._is_open = False
         launch = self._launch
         with self._beside.behind():
@@ -133,9 +122,23 @@ class StaticSubstep:
         """
         if self._is_open:
             self._is_open = False
+            self._look()
             self._beside.join()
             self._claims.fill_(NO_CLAIM)
             self.work.times.zero_()
+
+    def _look(self) -> None:
+        """Once, beside the body: seal what the forward writes, judge what its rows read of earlier forwards."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        launch = self._launch
+        with self._beside.behind():
+            self.work.row_violations.zero_()
+            launch.note_ancestors()
+            launch.chain()
+            launch.seal()
+            launch.verify_prefixes()
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
         plan = self.forward

@@ -15,7 +15,8 @@ from kvcanary_kernels.table import PageTable, as_table, device_slot_at, expect_t
 NUM_BITS = 64
 ENTRY, SLOT, ROW, STEP = range(4)  # columns of `first`
 UNSET = (2**63 - 1, -1, -1, -1)  # of a check that never fired: the entry is where a minimum starts
-BLOCK_N = 64  # entries beside 64 bits in one tile
+SCAN_N = 512  # entries that are asked at once whether anything fired
+BLOCK_N = 64  # of them beside 64 bits in one tile
 DEVICE_NUM_BITS = tl.constexpr(NUM_BITS)
 DEVICE_ENTRY = tl.constexpr(ENTRY)
 DEVICE_SLOT = tl.constexpr(SLOT)
@@ -79,6 +80,7 @@ def count(
         PAGE=table.page_size,
         HAS_ROWS=table.rows is not None,
         HAS_ROW_IDS=row_ids is not None,
+        SCAN_N=SCAN_N,
         BLOCK_N=BLOCK_N,
         HAS_LIVE=num_live is not None,
     )
@@ -148,6 +150,7 @@ def _count_kernel(
     PAGE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_ROW_IDS: tl.constexpr,
+    SCAN_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
@@ -159,21 +162,27 @@ def _count_kernel(
     m_live = i_segment < live
     code_start = tl.load(code_starts + i_segment, mask=m_live, other=0)
     length = tl.load(lengths + i_segment, mask=m_live, other=0)
-    for i_block in range(tl.program_id(1).to(tl.int64) * BLOCK_N, length, tl.num_programs(1) * BLOCK_N):
-        o_j = i_block + tl.arange(0, BLOCK_N)
+    for i_scan in range(tl.program_id(1).to(tl.int64) * SCAN_N, length, tl.num_programs(1) * SCAN_N):
+        o_j = i_scan + tl.arange(0, SCAN_N)
         o_n = code_start + o_j
         m_n = (o_j < length) & (o_n >= 0) & (o_n < num_codes)
-        code = tl.load(codes + o_n, mask=m_n, other=0)
-        num_hits = tl.sum((code != 0).to(tl.int64))
-        if num_hits > 0:
+        is_hit = tl.load(codes + o_n, mask=m_n, other=0) != 0
+        if tl.max(is_hit.to(tl.int32)) > 0:
             row_id = _row_of(row_ids, i_segment, HAS_ROW_IDS)
-            tl.atomic_add(row_violations + row_id, num_hits, mask=(row_id >= 0) & (row_id < num_row_ids))
-            fired = ((code[None, :] >> o_bit[:, None]) & 1) != 0  # [64, BLOCK_N]
-            bit_hits = tl.sum(fired.to(tl.int64), 1)
-            tl.atomic_add(counts + o_bit, bit_hits, mask=bit_hits > 0)
-            smallest = tl.min(tl.where(fired, o_n[None, :], NO_ENTRY), 1)
+            m_row = (row_id >= 0) & (row_id < num_row_ids)
+            tl.atomic_add(row_violations + row_id, tl.sum(is_hit.to(tl.int64)), mask=m_row)
             is_new = tl.load(row_first + DEVICE_STEP) < 0
-            tl.atomic_min(row_first + DEVICE_ENTRY, smallest, mask=is_new & (smallest < NO_ENTRY))
+            for i_block in range(0, SCAN_N, BLOCK_N):
+                o_hit = i_scan + i_block + tl.arange(0, BLOCK_N)
+                m_hit = o_hit < length
+                o_hit += code_start
+                m_hit &= (o_hit >= 0) & (o_hit < num_codes)
+                code = tl.load(codes + o_hit, mask=m_hit, other=0)
+                fired = ((code[None, :] >> o_bit[:, None]) & 1) != 0  # [64, BLOCK_N]
+                bit_hits = tl.sum(fired.to(tl.int64), 1)
+                tl.atomic_add(counts + o_bit, bit_hits, mask=bit_hits > 0)
+                smallest = tl.min(tl.where(fired, o_hit[None, :], NO_ENTRY), 1)
+                tl.atomic_min(row_first + DEVICE_ENTRY, smallest, mask=is_new & (smallest < NO_ENTRY))
 
     if tl.atomic_add(arrivals, 1) < tl.num_programs(0) * tl.num_programs(1) - 1:
         return

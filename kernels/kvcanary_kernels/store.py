@@ -41,7 +41,6 @@ def store(
     kept: Tensor,
     times: Tensor,
     num_live: Tensor | None = None,
-    overlaps: bool = True,
 ) -> None:
     """Write values into the rows of `slots` in one layer, and keep them. May be captured.
 
@@ -51,7 +50,6 @@ def store(
     kept:     [layers, n, words_per_row] int32 out, the rows' words as they were stored last
     times:    [layers, n] int64, += 1 where this layer was stored
     num_live: [1] int64, entries at and after it write nothing; None: all live
-    overlaps: the launch may come before the one that it follows has ended, where a GPU can
     """
     values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     n = slots.numel()
@@ -74,7 +72,7 @@ def store(
         ALIGNMENT=rows.alignment,
         HAS_LIVE=num_live is not None,
         num_warps=TILE_WARPS,
-        **(overlap_options(slots.device) if overlaps else {"OVERLAPS": False}),
+        **overlap_options(slots.device),
     )
 
 
@@ -89,7 +87,6 @@ def store_torch(
     kept: Tensor,
     times: Tensor,
     num_live: Tensor | None = None,
-    overlaps: bool = True,
 ) -> None:
     """The torch reference of `store`."""
     values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)

@@ -32,7 +32,7 @@ HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, 
 CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
 CONSTEXPRS |= {"FORMATS": (1, 2, 3, 4, 1 << 31) * 2}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
-CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8, "LAYERS": 16}
+CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8, "LAYERS": 16, "SCAN_N": 256}
 CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8}
 ATTENTION = {"HEADS": 8, "FOLD": 4, "DIM": 80, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_S": 8, "PAGE": 16}
 ATTENTION |= {"BLOCK_N": 64, "NODES": 9 if FLAGS else 0, "BLOCK_NODES": 16, "WINDOW": 5 if FLAGS else 0}

@@ -1,4 +1,4 @@
-"""Beside: what runs there follows what was launched before it, and is followed by what comes after a mark or a join."""
+"""Beside: what runs there follows what was launched before it, and is followed by what comes after a join."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ def slow_add(total: torch.Tensor, value: int) -> None:
 
 
 def test_order(device):
-    """There after here, here after a mark, and here after all of it; a join without anything ahead is nothing."""
+    """There after here, and here after all of it behind a join; a join without anything ahead is nothing."""
     beside, total = Beside(device), torch.zeros(1, device=device)
-    marked, joined = torch.zeros_like(total), torch.zeros_like(total)
+    seen, joined = torch.zeros_like(total), torch.zeros_like(total)
     slow_add(total, 1)
     with beside.behind():
         slow_add(total, 10)
-        mark = beside.mark()
-    beside.reach(mark)
-    marked.copy_(total)
     with beside.behind():
+        seen.copy_(total)
         slow_add(total, 100)
     beside.join()
     joined.copy_(total)
     beside.join()
-    assert (marked.item(), joined.item()) == (11, 111)
+    assert (seen.item(), joined.item()) == (11, 111)
 
 
 @pytest.mark.gpu
@@ -49,21 +47,10 @@ def test_a_branch_of_a_graph():
         slow_add(total, 1)
         with beside.behind():
             slow_add(total, 10)
-            mark = beside.mark()
-        beside.reach(mark)
-        seen[0].copy_(total[0])
         with beside.behind():
+            seen[0].copy_(total[0])
             slow_add(total, 100)
         beside.join()
         seen[1].copy_(total[0])
     graph.replay()
     assert seen.tolist() == [11, 111]
-
-
-def test_everything_at_once_on_a_cpu():
-    """No stream, no mark."""
-    beside = Beside(torch.device("cpu"))
-    with beside.behind():
-        assert beside.mark() is None
-    beside.reach(None)
-    beside.join()
