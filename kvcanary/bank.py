@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcanary.beside import Beside
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.captured_move import StaticMove
 from kvcanary.errors import HookOrderError, PlanError
@@ -23,6 +24,7 @@ from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.plan import NO_CLAIM
+from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 
 CAPACITY = 256  # substeps: kinds and indices times buckets
@@ -48,7 +50,7 @@ class Snapshot(NamedTuple):
 class SubstepBank:
     """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
 
-    moves:  as they were added
+    moves:  as they were added;  turn: how many steps have begun
     shared: what all substeps use, those of forwards that come once too
     """
 
@@ -56,7 +58,7 @@ class SubstepBank:
         if capacity < 1:
             raise PlanError(f"capacity must be at least 1, got {capacity}: a bank holds every bucket's substeps")
         device = state.records.device
-        self._state, self._capacity = state, capacity
+        self._state, self._capacity, self.turn = state, capacity, 0
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
         self.moves: list[StaticMove] = []
@@ -68,7 +70,7 @@ class SubstepBank:
                 pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
                 for pool in state.pools
             }
-        self.shared = Shared(state, self.step, claims)
+        self.shared = Shared(state, self.step, claims, Beside(device))
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
@@ -114,6 +116,10 @@ class SubstepBank:
         self.moves.append(StaticMove(self.shared, self._state.by_name[pool], size))
         return self.moves[-1]
 
+    def join(self) -> None:
+        """What is launched from now on follows all that substeps have launched beside it."""
+        self.shared.beside.join()
+
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""
         self._expect_closed("arm()")
@@ -137,7 +143,8 @@ class SubstepBank:
 
     def begin_step(self, step: int) -> None:
         """The number that records and findings carry from here on, on the stream of the forwards."""
-        self.step.fill_(step)
+        self.turn += 1
+        self.step.fill_(self.turn << 32 | step & MASK_32)
 
     def expect(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None = None) -> None:
         """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
@@ -239,7 +246,7 @@ class SubstepBank:
     def _collect(
         self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
     ) -> None:
-        harvest.hits += read_hits(substep, new_counts, int(substep.step) if step is None else step, ran)
+        harvest.hits += read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site

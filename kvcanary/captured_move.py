@@ -36,7 +36,7 @@ class StaticMove:
             self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
             self._site = torch.tensor([pack_site("move", 0)], device=device)
             self._tokens = torch.zeros_like(self.dst)
-            self.moved = Packed((self.dst, self._tokens, self.src))
+            self.moved = Packed((self.dst, self._tokens, self.src), shared.step, self._ops.post)
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
@@ -44,6 +44,7 @@ class StaticMove:
         Every source was read before any destination was written; destinations are distinct.
         """
         state, pool = self._shared.state, self.pool
+        self._shared.beside.join()  # records that are moved have been judged
         self.src.copy_(torch.where(moves, source, NOWHERE))
         self.dst.copy_(torch.where(moves, destination, NOWHERE))
         pages = torch.where(moves, destination, 0).clamp(0, pool.view.num_slots - 1) // state.page_size

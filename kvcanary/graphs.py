@@ -117,18 +117,24 @@ class StaticChecks:
 
     def _note(self, substep: StaticSubstep, requests: list[Request], step: int, written: Sequence[int]) -> None:
         """It runs next."""
+        substep.written.expect(self.bank.turn)
         self.launched.append(Launched(substep, requests, [request.committed_len for request in requests], step))
         pool_id = substep.pool.pool_id
         for request, count in zip(requests, written, strict=True):
             note_row(request, substep.site[0], pool_id, request.final_len(pool_id) + count)
             request.in_the_air += 1
 
+    def launch_move(self, move: StaticMove) -> None:
+        """This move runs next."""
+        move.moved.expect(self.bank.turn)
+        self.moves.append(move)
+
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
         launched, self.launched = self.launched, [run for run in self.launched if run.substep.is_open]
         launched = [run for run in launched if not run.substep.is_open]
         moves, self.moves = self.moves, []
-        forwards = [(run, run.substep.written.send(), _masks(run.substep)) for run in launched]
+        forwards = [(run, run.substep.written.read(), _masks(run.substep)) for run in launched]
         headers, runs, singles = dict[int, Ints](), dict[int, Ran](), list[tuple[StaticSubstep, Ints]]()
         for run, written, _ in forwards:
             if (number := run.substep.number) is None:
@@ -136,7 +142,7 @@ class StaticChecks:
             else:
                 headers[number], runs[number] = written[-1], Ran(written[ROW_STARTS], run.requests)
         snapshot = self.bank.snapshot(headers or None, runs, singles)
-        return Told(step, forwards, [(move, move.moved.send()) for move in moves], snapshot)
+        return Told(step, forwards, [(move, move.moved.read()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:
         """Forwards for the rules; pages are written, and the mirror knows where new records lie. Copies are over."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcanary.beside import Beside
 from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
+from kvcanary_kernels.attest import kept_rows
 from kvcanary_kernels.count import NUM_BITS, unset_first
 from kvcanary_kernels.forward import ForwardPlan, Planned, Room, new_planned, room_on
 from kvcanary_kernels.record import signed
@@ -30,13 +32,15 @@ Launch = Callable[..., None]
 class Shared:
     """What all substeps of a bank use.
 
-    step:   [1] int64, the running engine step
+    step:   [1] int64, the running engine step in the low 32 bits, and above them the turn: how many have begun
     claims: by pool, [num_slots] int64 (plan)
+    beside: where operations run for which no body waits
     """
 
     state: CanaryState
     step: Tensor
     claims: dict[str, Tensor]
+    beside: Beside
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +53,8 @@ class Settings:
                    None: R7 is judged by the states of pages alone
     engine_stores: the engine writes K and V by itself: slots are poisoned at open and read at close
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
+    puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
+                   what may be many entries
     """
 
     width: int = 1
@@ -56,6 +62,7 @@ class Settings:
     grants: Tensor | None = None
     engine_stores: bool = False
     tree_mask: Tensor | None = None
+    puts: bool = False
 
 
 class Workspace:
@@ -64,6 +71,9 @@ class Workspace:
     codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
     firsts:         first findings of both sides, [64, 4] int64 each (count)
     row_violations: [rows] int64, entries of each row with a finding in the last forward
+    arrivals:       [1] int64, of count
+    kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where the
+                    engine stores, and where values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     """
@@ -80,17 +90,20 @@ class Workspace:
         self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
         firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
-        self.row_violations = new(rows)
+        self.row_violations, self.arrivals = new(rows), new(1)
         self.chains, self.twice = new(entries), new(entries)
         self.no_predecessors = new(entries).fill_(NO_PREDECESSOR)
         self.no_seeds, self.no_positions = new(entries), new(rows)
         self.roots = filled(ROOT, rows)
         self.root_seeds = filled(signed(pool.root), rows) if forward.roots is None else forward.roots
-        n = forward.ancestors
+        n, layers = forward.ancestors, pool.view.num_layers
         self.ancestor_places, self.ancestors = (new(rows * n).view(rows, n) for _ in range(2))
         stored = entries if settings.engine_stores else 0
         self.stored, self.lane_b = new(2 * stored).view(stored, 2), new(stored)
-        self.lane_a = new(pool.view.num_layers * stored).view(pool.view.num_layers, stored)
+        self.lane_a = new(layers * stored).view(layers, stored)
+        kept = 0 if settings.engine_stores or settings.puts else entries
+        self.times = new(layers * kept).view(layers, kept)
+        self.kept = torch.zeros(layers, kept, pool.rows.words_per_row, dtype=torch.int32, device=pool.records.device)
 
     def forget_firsts(self) -> None:
         """They have been told: the next finding of each check is its first again."""
@@ -141,11 +154,13 @@ class Launches:
         self.poison = partial(self._ops.poison_fill, pool.rows, work.planned.safe_slots, **self._entries)
         self.verify_prefixes = self._verify_prefixes()
         self.store = self._store()
-        self.fingerprint = self._fingerprint()
+        self.put = self._put()
+        self.attest = self._attest()
         self.verify_own = self._verify_own()
         self.settle = self._settle(header[2 * NUM_BITS :])
         self.count_planned = self._count_planned(counts[PLANNED])
         self.count_read = self._count_read(counts[READ])
+        self.post = self._ops.post
 
     def _plan(self, site: tuple[str, int]) -> Launch:
         return partial(
@@ -242,10 +257,38 @@ class Launches:
         return partial(
             self._ops.store,
             self._pool.rows,
+            kept=self._work.kept,
+            times=self._work.times,
+            **self._entries,
+        )
+
+    def _put(self) -> Launch:
+        return partial(
+            self._ops.put,
+            self._pool.rows,
             keys=self._pool.keys,
             records=self._pool.records,
             content_a=self._pool.content_a,
             twice=self._work.twice,
+            **self._entries,
+        )
+
+    def _attest(self) -> Launch:
+        """Fingerprints of what was stored, and not put."""
+        work = self._work
+        if self._settings.engine_stores:
+            return self._fingerprint()
+        if self._settings.puts:
+            return _nothing
+        return partial(
+            self._ops.attest,
+            kept_rows(self._pool.rows, work.kept),
+            work.planned.safe_slots,
+            keys=self._pool.keys,
+            times=work.times,
+            records=self._pool.records,
+            content_a=self._pool.content_a,
+            twice=work.twice,
             **self._entries,
         )
 
@@ -295,6 +338,7 @@ class Launches:
             first=self._work.firsts[PLANNED],
             step=self._shared.step,
             row_violations=self._work.row_violations,
+            arrivals=self._work.arrivals,
         )
 
     def _count_read(self, counts: Tensor) -> Launch:
@@ -309,6 +353,7 @@ class Launches:
             first=work.firsts[READ],
             step=self._shared.step,
             row_violations=work.row_violations,
+            arrivals=work.arrivals,
             **self._rows,
         )
 

@@ -37,7 +37,7 @@ class Learned:
     refused, has_starts = None, False
 
     def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
-        """`written`: as `StaticSubstep.written` sends it."""
+        """`written`: as `StaticSubstep.written` tells it."""
         substep = run.substep
         bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, header = written
         self.has_read_hits = bool(header[NUM_BITS : 2 * NUM_BITS].any())

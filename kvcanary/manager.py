@@ -136,7 +136,7 @@ class CanaryManager(Lifecycle):
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
         self.recorder.launched_move(self._static.bank.moves.index(move))
-        self._static.moves.append(move)
+        self._static.launch_move(move)
 
     def substep(self, kind: str, index: int, pool: str, puts: bool = False) -> SubstepCanary | WarmupSubstep:
         """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group.

@@ -52,7 +52,7 @@ def once(
         room(torch.tensor([rows])),
         roots=room(roots),
     )
-    substep = StaticSubstep(shared, pool, site, plan, room(HEADER), None, Settings(), room)
+    substep = StaticSubstep(shared, pool, site, plan, room(HEADER), None, Settings(puts=True), room)
     room.send()
     return substep
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcanary_kernels.attest import attest, attest_torch
 from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
 from kvcanary_kernels.count import count, count_torch
 from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
@@ -19,6 +20,8 @@ from kvcanary_kernels.finite import finite_check, finite_check_torch
 from kvcanary_kernels.move import move, move_torch
 from kvcanary_kernels.plan import plan, plan_torch
 from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
+from kvcanary_kernels.post import post, post_torch
+from kvcanary_kernels.put import put, put_torch
 from kvcanary_kernels.seal import seal, seal_torch
 from kvcanary_kernels.settle import settle, settle_torch
 from kvcanary_kernels.store import store, store_torch
@@ -37,6 +40,8 @@ class Ops:
     seal: Operation
     verify: Operation
     store: Operation
+    put: Operation
+    attest: Operation
     fingerprint: Operation
     finish: Operation
     move: Operation
@@ -45,6 +50,7 @@ class Ops:
     finite_check: Operation
     settle: Operation
     count: Operation
+    post: Operation
 
 
 KERNELS = Ops(
@@ -54,6 +60,8 @@ KERNELS = Ops(
     seal=seal,
     verify=verify,
     store=store,
+    put=put,
+    attest=attest,
     fingerprint=fingerprint,
     finish=finish,
     move=move,
@@ -62,6 +70,7 @@ KERNELS = Ops(
     finite_check=finite_check,
     settle=settle,
     count=count,
+    post=post,
 )
 REFERENCES = Ops(
     plan=plan_torch,
@@ -70,6 +79,8 @@ REFERENCES = Ops(
     seal=seal_torch,
     verify=verify_torch,
     store=store_torch,
+    put=put_torch,
+    attest=attest_torch,
     fingerprint=fingerprint_torch,
     finish=finish_torch,
     move=move_torch,
@@ -78,6 +89,7 @@ REFERENCES = Ops(
     finite_check=finite_check_torch,
     settle=settle_torch,
     count=count_torch,
+    post=post_torch,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -37,24 +37,37 @@ class Outbox:
 
 
 class Packed:
-    """Several int64 tensors that go together: `pack` within a captured body, `send` behind its run."""
+    """Several int64 tensors that go together within a captured body, into memory of the host: no copy behind its run.
 
-    def __init__(self, tensors: Sequence[Tensor], turns: int = IN_THE_AIR) -> None:
-        """`turns`: as of `Outbox`."""
-        self._flat = [tensor.view(-1) for tensor in tensors]
+    step: [1] int64 (`launches.Shared`), whose turn says where they go;  post: the operation
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], turns: int = IN_THE_AIR + 1
+    ) -> None:
+        """`turns`: that may be read; one of a body that runs once."""
+        self._flat, self._step, self._post = [tensor.view(-1) for tensor in tensors], step, post
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
         self._where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
-            self._outbox = Outbox(tensors[0].new_zeros(ends[-1]), turns)
+            self._packed = step.new_zeros(ends[-1])
+            self._box = torch.zeros(turns, ends[-1], dtype=torch.int64, pin_memory=step.is_cuda)
+        self._lines = self._box.numpy()
+        self._turn = 0
 
     def pack(self) -> None:
-        """One launch, at fixed addresses."""
-        torch.cat(self._flat, out=self._outbox.device)
+        """Within the body, at fixed addresses."""
+        torch.cat(self._flat, out=self._packed)
+        self._post(self._packed, self._step, box=self._box)
 
-    def send(self) -> list[NDArray[np.int64]]:
-        """The tensors as they were packed, flat, in host memory once the copy is over."""
-        numbers = self._outbox.send()
-        return [numbers[where] for where in self._where]
+    def expect(self, turn: int) -> None:
+        """The body runs in this turn."""
+        self._turn = turn
+
+    def read(self) -> list[NDArray[np.int64]]:
+        """The tensors as they were packed in that turn, flat: there when the run is over, for IN_THE_AIR turns."""
+        line = self._lines[self._turn % len(self._lines)]
+        return [line[where] for where in self._where]
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcanary.buffers import StaticBuffers
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
-from kvcanary.outbox import IN_THE_AIR, Outbox, Packed
+from kvcanary.outbox import Outbox, Packed
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan, Room
@@ -52,14 +52,15 @@ class StaticSubstep:
         self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
         with torch.inference_mode(False):
             self.work = Workspace(self.forward, pool, settings, room)
-        self._claims = shared.claims[pool.name]
+        self._claims, self._beside = shared.claims[pool.name], shared.beside
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
-        self.width, self.depth = settings.width, settings.max_depth
+        self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
-        self.written = Packed(self._parts(header), IN_THE_AIR if number is not None else 1)
+        turns = {} if number is not None else {"turns": 1}
+        self.written = Packed(self._parts(header), shared.step, self._launch.post, **turns)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
-        self._is_open = False
+        self._is_open = self._has_looked = False
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -69,20 +70,18 @@ class StaticSubstep:
         return self._is_open
 
     def open(self) -> None:
-        """Before the body: judge and seal what the forward writes, judge what its rows read of earlier forwards."""
+        """Before the body: judge what the forward writes, and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
-        self._is_open = True
+        self._is_open, self._has_looked = True, False
         self.layers.clear()
-        launch = self._launch
-        self.work.row_violations.zero_()
-        launch.plan()
-        launch.note_ancestors()
-        launch.chain()
-        launch.seal()
+        self._beside.join()  # the plan reads what the forward before it has sealed
+        self._launch.plan()
         if self._engine_stores:
-            launch.poison()
-        launch.verify_prefixes()
+            self._launch.poison()
+        if self._puts:
+            self._look()
+            self._beside.join()
 
     def store(
         self,
@@ -102,25 +101,33 @@ class StaticSubstep:
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
         self.layers.append(layer)
-        if self._engine_stores:
-            return
-        if k is None:
-            raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-        self._launch.store(layer, self.work.planned.safe_slots if slots is None else slots, k, v, extras=extras)
+        if not self._engine_stores:
+            if k is None:
+                raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
+            write = self._launch.put if self._puts else self._launch.store
+            write(layer, self.work.planned.safe_slots if slots is None else slots, k, v, extras=extras)
+        if layer == self._num_layers // 2:  # a graph that begins with branches begins late
+            self._look()
 
-    def close(self) -> None:
-        """After the body: judge layers and own entries, count what fired and what has run."""
+    def close(self, joins: bool = True) -> None:
+        """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
+
+        joins: what is launched next follows that; else `SubstepBank.join` must come, and before a graph's end
+        """
         if not self._is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
+        self._look()
         self._is_open = False
         launch = self._launch
-        if self._engine_stores:
-            launch.fingerprint()
-        launch.verify_own()
-        launch.settle()
-        launch.count_planned()
-        launch.count_read()
-        self.written.pack()
+        with self._beside.behind():
+            launch.attest()
+            launch.verify_own()
+            launch.settle()
+            launch.count_planned()
+            launch.count_read()
+            self.written.pack()
+        if joins:
+            self._beside.join()
 
     def abandon(self) -> None:
         """The body raised: the forward is not judged, and the next open() starts afresh.
@@ -129,8 +136,23 @@ class StaticSubstep:
         """
         if self._is_open:
             self._is_open = False
+            self._look()
+            self._beside.join()
             self._claims.fill_(NO_CLAIM)
-            self.work.twice.zero_()
+            self.work.times.zero_()
+
+    def _look(self) -> None:
+        """Once, beside the body: seal what the forward writes, judge what its rows read of earlier forwards."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        launch = self._launch
+        with self._beside.behind():
+            self.work.row_violations.zero_()
+            launch.note_ancestors()
+            launch.chain()
+            launch.seal()
+            launch.verify_prefixes()
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
         plan = self.forward

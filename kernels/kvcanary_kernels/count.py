@@ -15,7 +15,8 @@ from kvcanary_kernels.table import PageTable, as_table, device_slot_at, expect_t
 NUM_BITS = 64
 ENTRY, SLOT, ROW, STEP = range(4)  # columns of `first`
 UNSET = (2**63 - 1, -1, -1, -1)  # of a check that never fired: the entry is where a minimum starts
-BLOCK_N = 64  # entries beside 64 bits in one tile
+SCAN_N = 512  # entries that are asked at once whether anything fired
+BLOCK_N = 64  # of them beside 64 bits in one tile
 DEVICE_NUM_BITS = tl.constexpr(NUM_BITS)
 DEVICE_ENTRY = tl.constexpr(ENTRY)
 DEVICE_SLOT = tl.constexpr(SLOT)
@@ -34,6 +35,7 @@ def count(
     counts: Tensor,
     first: Tensor,
     row_violations: Tensor,
+    arrivals: Tensor,
     row_ids: Tensor | None = None,
     num_live: Tensor | None = None,
 ) -> None:
@@ -47,40 +49,41 @@ def count(
                      finding: the smallest entry of the first launch that had one, never overwritten. UNSET before
                      (unset_first). A slot outside the pool is the one that was asked for
     row_violations:  [rows] int64, += entries of the row with any bit
+    arrivals:        [1] int64, zero before and afterwards; a launch's own
     row_ids:         [segments] int64, row of each segment, one that is not in [0, rows) is counted for none; None:
                      segment s is row s
     num_live:        [1] int64, segments at and after it are padding; None: all live
     """
-    table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, row_ids, num_live)
+    table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
     if starts.numel() == 0:
         return
-    for pass_id in (0, 1):
-        _count_kernel[(starts.numel(), PROGRAMS_PER_SEGMENT)](
-            codes,
-            table.pages,
-            starts if table.rows is None else table.rows,
-            starts if table.code_starts is None else table.code_starts,
-            starts,
-            lengths,
-            step,
-            counts,
-            first,
-            row_violations,
-            starts if row_ids is None else row_ids,
-            starts if num_live is None else num_live,
-            starts.numel(),
-            codes.numel(),
-            row_violations.numel(),
-            table.pages.shape[0],
-            table.pages.shape[1],
-            table.pages.stride(0),
-            PAGE=table.page_size,
-            SETTLES=pass_id == 1,
-            HAS_ROWS=table.rows is not None,
-            HAS_ROW_IDS=row_ids is not None,
-            BLOCK_N=BLOCK_N,
-            HAS_LIVE=num_live is not None,
-        )
+    _count_kernel[(starts.numel(), PROGRAMS_PER_SEGMENT)](
+        codes,
+        table.pages,
+        starts if table.rows is None else table.rows,
+        starts if table.code_starts is None else table.code_starts,
+        starts,
+        lengths,
+        step,
+        counts,
+        first,
+        row_violations,
+        arrivals,
+        starts if row_ids is None else row_ids,
+        starts if num_live is None else num_live,
+        starts.numel(),
+        codes.numel(),
+        row_violations.numel(),
+        table.pages.shape[0],
+        table.pages.shape[1],
+        table.pages.stride(0),
+        PAGE=table.page_size,
+        HAS_ROWS=table.rows is not None,
+        HAS_ROW_IDS=row_ids is not None,
+        SCAN_N=SCAN_N,
+        BLOCK_N=BLOCK_N,
+        HAS_LIVE=num_live is not None,
+    )
 
 
 def count_torch(
@@ -93,11 +96,12 @@ def count_torch(
     counts: Tensor,
     first: Tensor,
     row_violations: Tensor,
+    arrivals: Tensor,
     row_ids: Tensor | None = None,
     num_live: Tensor | None = None,
 ) -> None:
     """The torch reference of `count`."""
-    table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, row_ids, num_live)
+    table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
     live = starts.numel() if num_live is None else max(int(num_live), 0)
     starts, lengths = starts[:live], lengths[:live]
     code_starts = starts if table.code_starts is None else table.code_starts[:live]
@@ -134,6 +138,7 @@ def _count_kernel(
     counts,
     first,
     row_violations,
+    arrivals,
     row_ids,
     num_live,
     num_segments,
@@ -143,52 +148,72 @@ def _count_kernel(
     width,
     page_stride,
     PAGE: tl.constexpr,
-    SETTLES: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_ROW_IDS: tl.constexpr,
+    SCAN_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
-    """Pass 0 finds the smallest entry of each new bit, and touches nothing else; pass 1 completes it, and counts."""
+    """Every program counts, and lowers the entry of each new bit; the one that comes last completes what is new."""
     i_segment = tl.program_id(0).to(tl.int64)
-    if i_segment >= live_count(num_live, num_segments, HAS_LIVE):
-        return
-    i_row = tl.zeros([], tl.int64)
-    if HAS_ROWS:
-        i_row = tl.load(rows + i_segment)
-    row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
-    row_id = i_segment
-    if HAS_ROW_IDS:
-        row_id = tl.load(row_ids + i_segment)
-    start = tl.load(starts + i_segment)
-    code_start = tl.load(code_starts + i_segment)
-    length = tl.load(lengths + i_segment)
+    live = live_count(num_live, num_segments, HAS_LIVE).to(tl.int64)
     o_bit = tl.arange(0, DEVICE_NUM_BITS)
     row_first = first + o_bit * 4
-    i_first = tl.program_id(1).to(tl.int64) * BLOCK_N
-    for i_block in range(i_first, length, tl.num_programs(1) * BLOCK_N):
-        o_j = i_block + tl.arange(0, BLOCK_N)
+    m_live = i_segment < live
+    code_start = tl.load(code_starts + i_segment, mask=m_live, other=0)
+    length = tl.load(lengths + i_segment, mask=m_live, other=0)
+    for i_scan in range(tl.program_id(1).to(tl.int64) * SCAN_N, length, tl.num_programs(1) * SCAN_N):
+        o_j = i_scan + tl.arange(0, SCAN_N)
         o_n = code_start + o_j
         m_n = (o_j < length) & (o_n >= 0) & (o_n < num_codes)
-        code = tl.load(codes + o_n, mask=m_n, other=0)
-        num_hits = tl.sum((code != 0).to(tl.int64))
-        if num_hits > 0:
-            fired = ((code[None, :] >> o_bit[:, None]) & 1) != 0  # [64, BLOCK_N]
+        is_hit = tl.load(codes + o_n, mask=m_n, other=0) != 0
+        if tl.max(is_hit.to(tl.int32)) > 0:
+            row_id = _row_of(row_ids, i_segment, HAS_ROW_IDS)
+            m_row = (row_id >= 0) & (row_id < num_row_ids)
+            tl.atomic_add(row_violations + row_id, tl.sum(is_hit.to(tl.int64)), mask=m_row)
             is_new = tl.load(row_first + DEVICE_STEP) < 0
-            if SETTLES:
-                tl.atomic_add(row_violations + row_id, num_hits, mask=(row_id >= 0) & (row_id < num_row_ids))
+            for i_block in range(0, SCAN_N, BLOCK_N):
+                o_hit = i_scan + i_block + tl.arange(0, BLOCK_N)
+                m_hit = o_hit < length
+                o_hit += code_start
+                m_hit &= (o_hit >= 0) & (o_hit < num_codes)
+                code = tl.load(codes + o_hit, mask=m_hit, other=0)
+                fired = ((code[None, :] >> o_bit[:, None]) & 1) != 0  # [64, BLOCK_N]
                 bit_hits = tl.sum(fired.to(tl.int64), 1)
                 tl.atomic_add(counts + o_bit, bit_hits, mask=bit_hits > 0)
-                is_first = fired & (o_n[None, :] == tl.load(row_first + DEVICE_ENTRY)[:, None])
-                m_bit = is_new & (tl.sum(is_first.to(tl.int64), 1) > 0)  # this program alone has that entry
-                slot = device_slot_at(pages + i_row * page_stride, start + o_j, m_n, row_width, PAGE)
-                tl.store(row_first + DEVICE_SLOT, tl.sum(tl.where(is_first, slot[None, :], 0), 1), mask=m_bit)
-                tl.store(row_first + DEVICE_ROW, tl.zeros([DEVICE_NUM_BITS], tl.int64) + row_id, mask=m_bit)
-                b_step = tl.zeros([DEVICE_NUM_BITS], tl.int64) + low_word(tl.load(step))
-                tl.store(row_first + DEVICE_STEP, b_step, mask=m_bit)
-            else:
-                smallest = tl.min(tl.where(fired, o_n[None, :], NO_ENTRY), 1)
+                smallest = tl.min(tl.where(fired, o_hit[None, :], NO_ENTRY), 1)
                 tl.atomic_min(row_first + DEVICE_ENTRY, smallest, mask=is_new & (smallest < NO_ENTRY))
+
+    if tl.atomic_add(arrivals, 1) < tl.num_programs(0) * tl.num_programs(1) - 1:
+        return
+    tl.store(arrivals, 0)
+    entry = tl.load(row_first + DEVICE_ENTRY)
+    m_bit = (entry < NO_ENTRY) & (tl.load(row_first + DEVICE_STEP) < 0)
+    if tl.max(m_bit.to(tl.int32)) == 0:
+        return
+    segment = tl.zeros([DEVICE_NUM_BITS], tl.int64)
+    for i_block in range(0, live, BLOCK_N):
+        o_s = i_block + tl.arange(0, BLOCK_N)
+        o_n = entry[:, None] - tl.load(code_starts + o_s, mask=o_s < live, other=0)[None, :]
+        is_in = (o_n >= 0) & (o_n < tl.load(lengths + o_s, mask=o_s < live, other=0)[None, :])
+        segment += tl.sum(tl.where(is_in, o_s[None, :], 0), 1)
+    i_row = tl.zeros([DEVICE_NUM_BITS], tl.int64)
+    if HAS_ROWS:
+        i_row = tl.load(rows + segment, mask=m_bit, other=0)
+    row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
+    place = tl.load(starts + segment, mask=m_bit, other=0) + entry
+    place -= tl.load(code_starts + segment, mask=m_bit, other=0)
+    slot = device_slot_at(pages + i_row * page_stride, place, m_bit, row_width, PAGE)
+    tl.store(row_first + DEVICE_SLOT, slot, mask=m_bit)
+    tl.store(row_first + DEVICE_ROW, _row_of(row_ids, segment, HAS_ROW_IDS), mask=m_bit)
+    tl.store(row_first + DEVICE_STEP, tl.zeros([DEVICE_NUM_BITS], tl.int64) + low_word(tl.load(step)), mask=m_bit)
+
+
+@triton.jit
+def _row_of(row_ids, segment, HAS_ROW_IDS: tl.constexpr):
+    if HAS_ROW_IDS:
+        segment = tl.load(row_ids + segment)
+    return segment
 
 
 def unset_first(device: torch.device | str = "cpu") -> Tensor:
@@ -205,6 +230,7 @@ def _check(
     counts: Tensor,
     first: Tensor,
     row_violations: Tensor,
+    arrivals: Tensor,
     row_ids: Tensor | None,
     num_live: Tensor | None,
 ) -> PageTable:
@@ -213,7 +239,7 @@ def _check(
     expect_table(table, n)
     expect_int64(codes.numel() if table is indices else table.pages.numel(), codes=codes)
     expect_int64(n, starts=starts, lengths=lengths, row_ids=row_ids)
-    expect_int64(1, step=step, num_live=num_live)
+    expect_int64(1, step=step, arrivals=arrivals, num_live=num_live)
     expect_int64(NUM_BITS, counts=counts)
     expect_int64(row_violations.numel(), row_violations=row_violations)
     if first.shape != (NUM_BITS, 4) or first.dtype is not torch.int64 or not first.is_contiguous():

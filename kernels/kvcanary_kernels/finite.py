@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcanary_kernels.bitmap import layers_at_once, layers_where
 from kvcanary_kernels.checks import expect_bitmap, expect_int64, live_indices
-from kvcanary_kernels.device import BLOCK_FIELD, PIECE_FIELDS, WORDS_FIELD, live_count, tl, triton
-from kvcanary_kernels.device import MASK_32 as DEVICE_MASK_32
-from kvcanary_kernels.fingerprint import word_offsets
+from kvcanary_kernels.device import live_count, low_word, tl, triton
 from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.rows import WORD_BYTES, PoolRows
 
@@ -88,6 +87,9 @@ def finite_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, num_live: T
         rows.num_layers,
         PIECES=rows.constants,
         FORMATS=tuple(number for form in formats_of(rows) for number in form),
+        ALIGNMENT=rows.alignment,
+        LAYERS=layers_at_once(rows.num_layers),
+        CHUNK=rows.chunk,
         HAS_LIVE=num_live is not None,
     )
 
@@ -118,6 +120,9 @@ def _finite_check_kernel(
     num_layers,
     PIECES: tl.constexpr,
     FORMATS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    LAYERS: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
@@ -126,39 +131,23 @@ def _finite_check_kernel(
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
-    low = tl.zeros([], tl.int64)
-    high = tl.zeros([], tl.int64)
-    for i_layer in range(num_layers):
-        found = tl.zeros([], tl.int64)
-        for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
-            base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
-            found = tl.maximum(found, _piece_is_not_finite(base, slot, PIECES, FORMATS, i_piece))
-        low |= tl.where(i_layer < 64, found << (i_layer % 64), 0)
-        high |= tl.where(i_layer < 64, 0, found << (i_layer % 64))
+    low, high = layers_where(_is_not_finite, slot, ptrs, num_layers, FORMATS, PIECES, ALIGNMENT, LAYERS, CHUNK)
     tl.store(mismatch + 2 * i_n, low)
     tl.store(mismatch + 2 * i_n + 1, high)
 
 
 @triton.jit
-def _piece_is_not_finite(base, slot, PIECES: tl.constexpr, FORMATS: tl.constexpr, I_PIECE: tl.constexpr):
-    """1 where an element of a slot's piece is not finite, else 0."""
-    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
-    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+def _is_not_finite(b_x, slot, o_layer, o_w, FORMATS: tl.constexpr, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
+    """Whether a word has an element that is not finite (bitmap.layers_where)."""
     EVEN: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS]
     ODD: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 1]
     VALUE: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 2]
     LOWS: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 3]
     HIGHS: tl.constexpr = FORMATS[I_PIECE * FORMAT_FIELDS + 4]
-    b_found = tl.zeros([BLOCK], tl.int64)
-    for i_word in range(0, WORDS, BLOCK):
-        o_w = (i_word + tl.arange(0, BLOCK)).to(tl.int64)
-        m_w = o_w < WORDS
-        b_x = tl.load(base + word_offsets(slot, o_w, PIECES, I_PIECE), mask=m_w, other=0).to(tl.int64) & DEVICE_MASK_32
-        b_mask = tl.where(o_w % 2 == 0, tl.full([BLOCK], EVEN, tl.int64), tl.full([BLOCK], ODD, tl.int64))
-        b_lanes = (b_x & b_mask) ^ tl.full([BLOCK], VALUE, tl.int64)
-        b_zero = (b_lanes - tl.full([BLOCK], LOWS, tl.int64)) & (b_lanes ^ -1) & tl.full([BLOCK], HIGHS, tl.int64)
-        b_found |= (m_w & (b_zero != 0)).to(tl.int64)
-    return tl.max(b_found)
+    b_mask = tl.where(o_w % 2 == 0, tl.full([], EVEN, tl.int64), tl.full([], ODD, tl.int64))
+    b_lanes = (low_word(b_x.to(tl.int64)) & b_mask) ^ tl.full([], VALUE, tl.int64)
+    b_zero = (b_lanes - tl.full([], LOWS, tl.int64)) & (b_lanes ^ -1) & tl.full([], HIGHS, tl.int64)
+    return b_zero != 0
 
 
 def _by_word(rows: PoolRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

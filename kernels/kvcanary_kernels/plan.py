@@ -33,11 +33,13 @@ from kvcanary_kernels.device import (
     W8,
     W9,
     WRITTEN,
+    follow,
     live_count,
     tl,
     triton,
 )
 from kvcanary_kernels.forward import NO_PARENT, NO_SLOT, ROOT, ForwardPlan, Planned
+from kvcanary_kernels.overlap import overlap_options
 from kvcanary_kernels.record import CODE_BITS
 from kvcanary_kernels.table import device_slot_at, segment_entries, slot_at
 
@@ -90,6 +92,7 @@ def plan(
             records.shape[0],
             null_slots,
             BLOCK_N=BLOCK,
+            **overlap_options(claims.device),
         )
     if rows == 0:
         return
@@ -145,6 +148,7 @@ def plan(
         HAS_ROWS=table.rows is not None,
         IS_TREE=forward.parents is not None,
         BLOCK_N=BLOCK,
+        **overlap_options(claims.device),
     )
 
 
@@ -221,8 +225,10 @@ def _claim_kernel(
     num_slots,
     null_slots,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Let the first entry of each slot claim it; padding entries must lie in null slots."""
+    follow(OVERLAPS)
     live_rows = tl.maximum(live_count(num_live, num_rows, True), 0)
     num_entries = tl.zeros([], tl.int64) + num_entries
     live = tl.minimum(tl.maximum(tl.load(bounds + live_rows), 0), num_entries)
@@ -293,7 +299,9 @@ def _plan_kernel(
     HAS_ROWS: tl.constexpr,
     IS_TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    follow(OVERLAPS)
     i_row = tl.program_id(0).to(tl.int64)
     i_part = tl.program_id(1).to(tl.int64)
     is_live = i_row < live_count(num_live, num_rows, True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels import record
+from kvcanary_kernels.bitmap import layers_at_once, layers_where
 from kvcanary_kernels.checks import expect_bitmap, expect_int64, live_indices
 from kvcanary_kernels.device import (
     BLOCK_FIELD,
@@ -95,6 +96,9 @@ def poison_check(
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
         NAN=nan,
+        ALIGNMENT=rows.alignment,
+        LAYERS=layers_at_once(rows.num_layers),
+        CHUNK=rows.chunk,
         HAS_LIVE=num_live is not None,
     )
 
@@ -163,6 +167,9 @@ def _poison_check_kernel(
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     NAN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    LAYERS: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
@@ -171,33 +178,17 @@ def _poison_check_kernel(
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
-    low = tl.zeros([], tl.int64)
-    high = tl.zeros([], tl.int64)
-    for i_layer in range(num_layers):
-        differs = tl.zeros([], tl.int64)
-        for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
-            base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
-            first = i_layer * WORDS + tl.zeros([], tl.int64)
-            differs = tl.maximum(differs, _piece_differs(base, slot, first, PIECES, i_piece, NAN))
-        low |= tl.where(i_layer < 64, differs << (i_layer % 64), 0)
-        high |= tl.where(i_layer < 64, 0, differs << (i_layer % 64))
+    low, high = layers_where(_differs, slot, ptrs, num_layers, (WORDS, NAN), PIECES, ALIGNMENT, LAYERS, CHUNK)
     tl.store(mismatch + 2 * i_n, low)
     tl.store(mismatch + 2 * i_n + 1, high)
 
 
 @triton.jit
-def _piece_differs(base, slot, first, PIECES: tl.constexpr, I_PIECE: tl.constexpr, NAN: tl.constexpr):
-    """1 where any word of a slot's piece is not the pattern, else 0."""
-    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+def _differs(b_x, slot, o_layer, o_w, WORDS_NAN: tl.constexpr, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
+    """Whether a word is not the pattern (bitmap.layers_where)."""
+    WORDS: tl.constexpr = WORDS_NAN[0]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
-    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
-    b_differs = tl.zeros([BLOCK], tl.int64)
-    for i_word in range(0, WORDS, BLOCK):
-        o_w = i_word + tl.arange(0, BLOCK)
-        m_w = o_w < WORDS
-        b_x = tl.load(base + word_offsets(slot, o_w, PIECES, I_PIECE), mask=m_w, other=0)
-        b_differs |= (m_w & (b_x != _pattern(slot, first + FIRST + o_w, NAN))).to(tl.int64)
-    return tl.max(b_differs)
+    return b_x != _pattern(slot, o_layer * WORDS + FIRST + o_w, WORDS_NAN[1])
 
 
 @triton.jit

@@ -68,12 +68,11 @@ def _scatter_kernel(
     follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + i_n * slots_stride)
-    if (slot < 0) | (slot >= num_slots):
-        return
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < SIZE
-    b_k = tl.load(k + i_n * k_stride + o_d, mask=m_d)
+    b_k = tl.load(k + i_n * k_stride + o_d, mask=m_d)  # on its way with the slot
     b_v = tl.load(v + i_n * v_stride + o_d, mask=m_d)
+    m_d &= (slot >= 0) & (slot < num_slots)
     tl.store(k_pool + slot * k_pool_stride + o_d, b_k, mask=m_d)
     tl.store(v_pool + slot * v_pool_stride + o_d, b_v, mask=m_d)
 

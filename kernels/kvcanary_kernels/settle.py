@@ -58,7 +58,7 @@ def settle(
     expected:   [num_slots, 8] int64, the entries' records are copied there
     layers:     [2] int64, bitmap of all layers
     claims:     [num_slots] int64, claims of this forward are withdrawn
-    twice:      [entries] int64, as store left it; zero again afterwards
+    twice:      [entries] int64, as attest left it; zero again afterwards
     codes:      [nnz] int64, read codes as verify left them. R5 is added where a row reads, as its own entry, a slot
                 with another chain; R6 at the last entry of a prefix that is not the row's truth
     runs:       [NUM_RUNS] int64, += rows, entries written, entries read of live rows

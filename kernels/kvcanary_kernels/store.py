@@ -1,4 +1,8 @@
-"""Store: write one layer's K and V into the pool and fingerprint them from the same registers."""
+"""Store: write one layer's K and V into the pool, and keep a copy for `attest` from the same registers.
+
+Attention waits for the whole of this launch, so that nothing is done here that can be done later: no product, no sum
+across threads, no atomic operation.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -9,34 +13,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import record
-from kvcanary_kernels.checks import expect_int64, expect_layered, expect_records, live_indices
+from kvcanary_kernels.checks import expect_int64, expect_layered, live_indices
 from kvcanary_kernels.device import (
     BLOCK_FIELD,
-    COLUMNS,
-    CONTENT_B,
     FIRST_FIELD,
-    LAYERS_LOW,
     PIECE_FIELDS,
-    START_B,
     TILE_WARPS,
     WORDS_FIELD,
     follow,
     live_count,
-    low_word,
     tl,
     triton,
 )
-from kvcanary_kernels.fingerprint import (
-    TEMPORARY_BYTES,
-    expect_keys,
-    join,
-    keyed_sums,
-    layer_lanes,
-    word_offsets,
-)
+from kvcanary_kernels.fingerprint import word_offsets
 from kvcanary_kernels.overlap import overlap_options
-from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import PoolRows, dense_words
 
 
@@ -48,49 +38,35 @@ def store(
     v: Tensor | None = None,
     *,
     extras: Sequence[Tensor] = (),
-    keys: Keys,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
+    kept: Tensor,
+    times: Tensor,
     num_live: Tensor | None = None,
 ) -> None:
-    """Write values into the rows of `slots` in one layer, with lane a, their part of lane b and the layer's bit.
+    """Write values into the rows of `slots` in one layer, and keep them. May be captured.
 
-    After every layer was stored once since `seal`, the records are what `fingerprint` and `finish` would have made
-    them. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes and both lanes
-    are those of the new values. Entries of one call that share a slot are taken in order by the reference; on a GPU
-    they race, and then only the report is certain, one for each entry beyond the first.
-
-    slots:     [n] int64; a slot outside the pool is refused, nothing is written for it
-    k, v:      [n, ...] values, each row dense in the pool's element size, any row stride; v None for latent rows
-    extras:    [n, ...] each, values of the pool's extras
-    records:   [num_slots, 8] int64, sealed; content_b and layers are added to
-    content_a: [layers, num_slots] int64, lane a of this layer is written
-    twice:     [n] int64 out, 1 where the layer's bit was set already (W4); other entries stay as they are
-    num_live:  [1] int64, entries at and after it write nothing; None: all live
+    slots:    [n] int64, distinct; a slot outside the pool is refused, nothing is written for it
+    k, v:     [n, ...] values, each row dense in the pool's element size, any row stride; v None for latent rows
+    extras:   [n, ...] each, values of the pool's extras
+    kept:     [layers, n, words_per_row] int32 out, the rows' words as they were stored last
+    times:    [layers, n] int64, += 1 where this layer was stored
+    num_live: [1] int64, entries at and after it write nothing; None: all live
     """
-    values = _check(rows, layer, slots, k, v, extras, keys, records, content_a, twice, num_live)
+    values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     n = slots.numel()
     if n == 0:
         return
-    _store_kernel[(n,)](
+    _store_kernel[(n, len(values))](
         rows.ptrs,
         values,
         tuple(value.stride(0) for value in values),
         slots,
-        keys.lane_a,
-        keys.lane_b,
-        keys.start_a,
-        keys.constants,
-        records,
-        content_a,
-        twice,
+        kept,
+        times,
         slots if num_live is None else num_live,
         n,
         rows.num_slots,
         rows.num_layers,
         layer,
-        content_a.stride(0),
         WORDS=rows.words_per_row,
         PIECES=rows.constants,
         ALIGNMENT=rows.alignment,
@@ -108,37 +84,18 @@ def store_torch(
     v: Tensor | None = None,
     *,
     extras: Sequence[Tensor] = (),
-    keys: Keys,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
+    kept: Tensor,
+    times: Tensor,
     num_live: Tensor | None = None,
 ) -> None:
     """The torch reference of `store`."""
-    values = _check(rows, layer, slots, k, v, extras, keys, records, content_a, twice, num_live)
+    values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     entries = live_indices(slots, rows.num_slots, num_live)
-    if entries is not None:
-        slots = slots[entries]
-    column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
-    stored = (records[:, column].index_select(0, slots) & bit).bool()  # by an earlier launch
-    repeated, replaced = _shared_slots(slots)
-    again = stored if repeated is None else stored | repeated
-    if bool(again.any()):
-        twice[again.nonzero().squeeze(1) if entries is None else entries[again]] = 1
-    if replaced is not None:
-        entries = (~replaced).nonzero().squeeze(1) if entries is None else entries[~replaced]
-        slots, stored = slots[~replaced], stored[~replaced]
     words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
-    lane_a, lane_b = _lanes(words, layer, keys)
-    if layer == 0:
-        lane_b += record.signed(keys.start_b)
-    if bool(stored.any()):  # by difference: what the slot holds now is in lane b, the starting constant with it
-        _, old_b = _lanes(rows.gather_layer(layer, slots[stored]), layer, keys)
-        lane_b[stored] -= old_b + (record.signed(keys.start_b) if layer == 0 else 0)
-    rows.scatter_layer(layer, slots, words)
-    content_a[layer].index_copy_(0, slots, lane_a)
-    records[:, record.CONTENT_B].index_add_(0, slots, lane_b)
-    records[:, column].index_add_(0, slots, torch.where(stored, 0, bit))
+    rows.scatter_layer(layer, slots if entries is None else slots[entries], words)
+    which = slice(None) if entries is None else entries
+    kept[layer, which] = words
+    times[layer, which] += 1
 
 
 @triton.jit(do_not_specialize=["n", "layer"])
@@ -147,79 +104,50 @@ def _store_kernel(
     values,
     value_strides,
     slots,
-    key_a,
-    key_b,
-    start_a,
-    constants,
-    records,
-    content_a,
-    twice,
+    kept,
+    times,
     num_live,
     n,
     num_slots,
     num_layers,
     layer,
-    content_stride,
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """A program a piece of a row: nothing that it reads depends on anything else that it reads."""
     follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
-    if i_n >= live_count(num_live, n, HAS_LIVE):
-        return
     slot = tl.load(slots + i_n)
-    if (slot < 0) | (slot >= num_slots):
-        return
+    is_stored = (i_n < live_count(num_live, n, HAS_LIVE)) & (slot >= 0) & (slot < num_slots)
     i_layer = tl.zeros([], tl.int64) + layer
-    key_a += i_layer * WORDS
-    key_b += i_layer * WORDS
-    row = records + slot * COLUMNS
-    bit = tl.full([], 1, tl.int64) << (i_layer % 64)
-    total_b = tl.zeros([], tl.int64)
-    if tl.atomic_or(row + LAYERS_LOW + i_layer // 64, bit, sem="relaxed") & bit != 0:
-        tl.store(twice + i_n, 1)
-        b_slot = tl.zeros([1], tl.int64) + slot
-        m_slot = b_slot >= 0
-        _, b_old = layer_lanes(
-            ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, PIECES[BLOCK_FIELD], True
-        )
-        total_b -= tl.sum(b_old)
-        tl.debug_barrier()  # every thread has read before any writes
-    elif layer == 0:
-        total_b += tl.load(constants + START_B)
-    total_a = tl.load(start_a + i_layer)
+    i_kept = i_layer * n + i_n
+    b_times = tl.load(times + i_kept)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
-        base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
-        base = tl.multiple_of(base, ALIGNMENT)
-        source = values[i_piece] + i_n * value_strides[i_piece]
-        a, b = _store_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
-        total_a += a
-        total_b += b
-    tl.store(content_a + i_layer * content_stride + slot, total_a)
-    tl.atomic_add(row + CONTENT_B, total_b, sem="relaxed")
+        if tl.program_id(1) == i_piece:
+            base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
+            base = tl.multiple_of(base, ALIGNMENT)
+            source = values[i_piece] + i_n * value_strides[i_piece]
+            _store_piece(base, slot, source, kept + i_kept * WORDS, is_stored, PIECES, i_piece)
+    if tl.program_id(1) == 0:
+        tl.store(times + i_kept, b_times + 1, mask=is_stored)
 
 
 @triton.jit
-def _store_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
-    """Copy one piece of a row into the pool; both keyed sums of it."""
+def _store_piece(base, slot, source, kept, is_stored, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
+    """Copy one piece of a row into the pool and beside it."""
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
     BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
-    b_a = tl.zeros([BLOCK], tl.int64)
-    b_b = tl.zeros([BLOCK], tl.int64)
     for i_word in range(0, WORDS, BLOCK):
         o_w = i_word + tl.arange(0, BLOCK)
         m_w = o_w < WORDS
-        o_key = FIRST + o_w
         b_value = tl.load(source + o_w, mask=m_w, other=0)
+        m_w &= is_stored
         tl.store(base + word_offsets(slot, o_w, PIECES, I_PIECE), b_value, mask=m_w)
-        b_x = low_word(b_value.to(tl.int64))
-        b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
-        b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
-    return tl.sum(b_a), tl.sum(b_b)
+        tl.store(kept + FIRST + o_w, b_value, mask=m_w)
 
 
 def _check(
@@ -229,23 +157,20 @@ def _check(
     k: Tensor,
     v: Tensor | None,
     extras: Sequence[Tensor],
-    keys: Keys,
-    records: Tensor,
-    content_a: Tensor,
-    twice: Tensor,
+    kept: Tensor,
+    times: Tensor,
     num_live: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The values as [n, words] int32 views, by piece."""
     n = slots.numel()
-    expect_keys(rows, keys)
     if not 0 <= layer < rows.num_layers:
         raise ValueError(f"layer must be 0 to {rows.num_layers - 1}, got {layer}")
-    expect_int64(n, slots=slots, twice=twice)
+    expect_int64(n, slots=slots)
     expect_int64(1, num_live=num_live)
-    expect_records(records)
-    if records.shape[0] != rows.num_slots:
-        raise ValueError(f"records must have a row a slot, got {records.shape[0]} for {rows.num_slots} slots")
-    expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
+    expect_layered(rows.num_layers, n, times=times)
+    shape = rows.num_layers, n, rows.words_per_row
+    if kept.shape != shape or kept.dtype is not torch.int32 or not kept.is_contiguous():
+        raise ValueError(f"kept must be contiguous {list(shape)} int32, got {list(kept.shape)} {kept.dtype}")
     given = [("k", k), *([] if v is None else [("v", v)]), *((f"extras[{i}]", e) for i, e in enumerate(extras))]
     if len(given) != len(rows.pieces):
         names = ", ".join(name for name, _ in given)
@@ -260,24 +185,3 @@ def _check(
             )
         words.append(dense_words(value, name))
     return tuple(words)
-
-
-def _lanes(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Lane a with its starting constant and this layer's part of lane b of rows [n, words_per_row] int32."""
-    chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
-    columns = keys.pieces[layer : layer + 1]
-    sums = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
-    both = torch.cat(sums) if len(sums) > 1 else sums[0]
-    lane_a, lane_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
-    return lane_a + keys.start_a[layer], lane_b
-
-
-def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """[n] bool each: entries whose slot an earlier entry has, and whose slot a later one has; None where none has."""
-    ordered, order = slots.sort(stable=True)
-    same = ordered[1:] == ordered[:-1]
-    if not bool(same.any()):
-        return None, None
-    repeated, replaced = torch.zeros_like(slots, dtype=torch.bool), torch.zeros_like(slots, dtype=torch.bool)
-    repeated[order[1:]], replaced[order[:-1]] = same, same
-    return repeated, replaced

@@ -77,3 +77,4 @@ class DecodeProgram(StepProgram):
         counts = {"num_live": self._feed["live"], "decides": self._feed["decides"]}
         leave_rows(rows, relay.lens, relay.bonus, lens=self._lens, chosen=self._chosen, **counts)
         self._results.put(bonus=self._chosen)
+        self._forwards.join()

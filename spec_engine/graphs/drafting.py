@@ -123,6 +123,7 @@ class DraftProgram(StepProgram):
             nodes=accepted.nodes,
             lens=accepted.lens,
         )
+        self._target.join()
 
     @property
     def compacts(self) -> bool:

@@ -75,3 +75,4 @@ class ExtendProgram:
         with self._drafts.open(self._hooked) as attention:
             hidden = drafter.head(forward.tokens, features, forward.positions, attention)
         drafter.propose_from(rows, hidden[(ends - 1).clamp_min(0)], counts > 0)
+        self._drafts.join()

@@ -130,7 +130,12 @@ class StaticForwards:
             substep.open()
         yield StaticAttention(self, hooked)
         if substep is not None:
-            substep.close()
+            substep.close(joins=False)
+
+    def join(self) -> None:
+        """Within a program, behind its forwards: what the canary does beside them is over when the program is."""
+        if self.canary is not None:
+            self.canary.bank.join()
 
 
 class StaticAttention:

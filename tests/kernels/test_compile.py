@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 NUMBERS = {"n", "num_slots", "num_layers", "num_segments", "num_codes", "num_rows", "num_row_ids", "max_depth", "layer"}
 NUMBERS |= {"phase", "stride", "window", "at_step", "width", "page_size", "null_slots", "pool_id", "parts"}
 NUMBERS |= {"num_entries", "num_table_rows", "table_width", "ancestors", "site", "max_tail", "m", "num_q_heads"}
-NUMBERS |= {"size", "parts", "num_heads"}
+NUMBERS |= {"size", "parts", "num_heads", "num_lines", "ring"}
 FLOATS = {"qkv", "cos", "sin", "q_norm", "k_norm", "gate_up", "hidden", "delta", "weight", "total", "normed"}
 FLOATS |= {"x", "bias", "residual", "logits"}
 FLAGS = sys.argv[1] == "with"
@@ -32,7 +32,7 @@ HEADS = Piece(words=10, first=12, page_size=16, page_stride=320, slot_stride=5, 
 CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS), "BLOCK_N": 128}
 CONSTEXPRS |= {"FORMATS": (1, 2, 3, 4, 1 << 31) * 2}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
-CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8}
+CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8, "LAYERS": 16, "SCAN_N": 256}
 CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8}
 ATTENTION = {"HEADS": 8, "FOLD": 4, "DIM": 80, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_S": 8, "PAGE": 16}
 ATTENTION |= {"BLOCK_N": 64, "NODES": 9 if FLAGS else 0, "BLOCK_NODES": 16, "WINDOW": 5 if FLAGS else 0}
@@ -144,7 +144,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import attention, chain, content, count, finish, fingerprint, finite, move, poison
+from kvcanary_kernels import attention, attest, chain, content, count, finish, fingerprint, finite, move, poison
 from kvcanary_kernels import seal, store, verify
 from kvcanary_kernels.record import make_keys
 

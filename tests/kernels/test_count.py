@@ -48,15 +48,17 @@ class Device:
     def __init__(self, num_rows: int, device: str) -> None:
         self.counts = torch.zeros(64, dtype=torch.int64, device=device)
         self.first = unset_first(device)
+        self.arrivals = torch.zeros(1, dtype=torch.int64, device=device)
         self.around = torch.full((num_rows + 2,), POISON, dtype=torch.int64, device=device)
         self.rows = self.around[1:-1]
         self.rows.zero_()
 
     def outputs(self) -> dict[str, Tensor]:
-        return {"counts": self.counts, "first": self.first, "row_violations": self.rows}
+        return {"counts": self.counts, "first": self.first, "row_violations": self.rows, "arrivals": self.arrivals}
 
     def equals(self, header: Header) -> bool:
         first = [header.first.get(bit, list(UNSET)) for bit in range(64)]
+        assert not self.arrivals.any()
         found = self.counts.tolist(), self.first.tolist(), self.around.tolist()
         return found == (header.counts, first, [POISON, *header.rows, POISON])
 

@@ -1,4 +1,4 @@
-"""Store: bytes, lanes and layer bits of one layer's values, in one go, and nothing else."""
+"""Store and attest: bytes of one layer's values at once, lanes and layer bits of all behind it, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import store as module
+from kvcanary_kernels import attest as module
+from kvcanary_kernels.attest import attest, attest_torch, kept_rows
 from kvcanary_kernels.content import check_content_torch
 from kvcanary_kernels.fingerprint import fingerprint_torch
 from kvcanary_kernels.finish import finish_torch
@@ -19,7 +20,8 @@ from kvcanary_kernels.store import store, store_torch
 
 MASK = 2**64 - 1
 POISON = -77
-both = pytest.mark.parametrize("operation", [store, store_torch], ids=["triton", "torch"])
+OPERATIONS = (store, attest), (store_torch, attest_torch)
+both = pytest.mark.parametrize("operation", OPERATIONS, ids=["triton", "torch"])
 CONTENT_B, LOW, HIGH = 4, 5, 6
 
 
@@ -65,22 +67,29 @@ def from_projection(part: Tensor, place: int = 1) -> Tensor:
     return wide[:, place * width : (place + 1) * width].view(n, *part.shape[1:])
 
 
-def put(operation, pool: Pool, layer: int, slots: list[int], values, **options) -> list[int]:
-    """Store a layer of `values`, content of len(slots) slots; what the call reports."""
-    twice = torch.full((len(slots),), POISON, device=pool.records.device)
-    operation(
-        pool.rows,
-        layer,
-        torch.tensor(slots, dtype=torch.int64, device=twice.device),
-        from_projection(values.k[layer]),
-        from_projection(values.v[layer], 2) if values.v else None,
-        extras=[extra[layer] for extra in values.extras],
-        keys=pool.keys,
-        records=pool.records,
-        content_a=pool.content_a,
-        twice=twice,
-        **options,
-    )
+def put(operations, pool: Pool, layers: int | list[int], slots: list[int], values, **options) -> list[int]:
+    """Store layers of `values`, content of len(slots) slots, and attest them; what the calls report."""
+    store, attest = operations
+    n, num_layers, device = len(slots), pool.rows.num_layers, pool.records.device
+    twice = torch.full((n,), POISON, device=device)
+    slot_ids = torch.tensor(slots, dtype=torch.int64, device=device)
+    kept = torch.full((num_layers, n, pool.rows.words_per_row), POISON, dtype=torch.int32, device=device)
+    times = torch.zeros(num_layers, n, dtype=torch.int64, device=device)
+    for layer in [layers] if isinstance(layers, int) else layers:
+        store(
+            pool.rows,
+            layer,
+            slot_ids,
+            from_projection(values.k[layer]),
+            from_projection(values.v[layer], 2) if values.v else None,
+            extras=[extra[layer] for extra in values.extras],
+            kept=kept,
+            times=times,
+            **options,
+        )
+    tables = {"records": pool.records, "content_a": pool.content_a}
+    attest(kept_rows(pool.rows, kept), slot_ids, keys=pool.keys, times=times, **tables, twice=twice, **options)
+    assert not times.any()
     return twice.tolist()
 
 
@@ -170,11 +179,8 @@ def test_store_of_rows_longer_than_a_block(operation, layout: str, make, make_co
 def test_store_sets_the_bits_of_all_128_layers(operation, make, make_content, lay_out) -> None:
     """Bits 63, 64 and 127 in their words."""
     pool, values = make(4, dim=2, layers=128), make_content(1, dim=2, layers=128, seed=1)
-    for layer in (62, 63, 64, 127):
-        assert put(operation, pool, layer, [2], values) == [POISON]
+    assert put(operation, pool, [62, 63, 64, 127], [2], values) == [POISON]
     check(pool, [2], values, [62, 63, 64, 127], lay_out, "nhd_fused", 4)
-    assert put(operation, pool, 63, [2], values) == [1]
-    assert put(operation, pool, 127, [2], values) == [1]
 
 
 @both
@@ -199,29 +205,18 @@ def test_store_equals_fingerprint_and_finish(operation, make, make_content) -> N
 @both
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make, make_content, lay_out) -> None:
-    """Its slots alone are reported; bytes and lanes are those of the new values, the start is not doubled."""
-    pool, first, second = make(12, "hnd", 4), make_content(2, seed=1), make_content(3, seed=2)
-    for either in (0, 1):
-        assert put(operation, pool, either, [5, 10], first) == [POISON] * 2
-    assert put(operation, pool, layer, [10, 3, 5], second) == [1, POISON, 1]
-    assert put(operation, pool, 1 - layer, [10, 3, 5], second) == [1, POISON, 1]
-    check(pool, [10, 3, 5], second, [0, 1], lay_out, "hnd", 4)
+    """For every slot; bytes and lanes are those of the new values, and nothing is added twice."""
+    pool, first, second = make(12, "hnd", 4), make_content(2, seed=1), make_content(2, seed=2)
+    second.k[1 - layer], second.v[1 - layer] = first.k[1 - layer], first.v[1 - layer]
+    store, attest = operation
+    calls = iter([first, first, second])
 
+    def store_next(rows, layer, slots, *_, **options) -> None:
+        values = next(calls)
+        store(rows, layer, slots, values.k[layer], values.v[layer], **options)
 
-@both
-@pytest.mark.parametrize("stored", [False, True])
-def test_entries_that_share_a_slot_are_reported(operation, stored: bool, device, make, make_content, lay_out) -> None:
-    """All but the first of them; one after the other, the last one's values stay."""
-    pool, values = make(12, "hnd", 4), make_content(6, seed=1)
-    if stored:
-        assert put(operation, pool, 0, [5], make_content(1, seed=2)) == [POISON]
-    twice = put(operation, pool, 0, [5, 3, 5, -1, 3, 5], values, num_live=torch.tensor([6], device=device))
-    if device == "cpu":  # on a GPU they race: which one is first, and whose bytes stay, is open
-        assert twice == [1 if stored else POISON, POISON, 1, POISON, 1, 1]
-        for part in (values.k, values.v):
-            part[:] = [t[[5, 4]] for t in part]
-        check(pool, [5, 3], values, [0], lay_out, "hnd", 4)
-    assert twice.count(1) == 3 + stored
+    assert put((store_next, attest), pool, [layer, 1 - layer, layer], [10, 5], first) == [1, 1]
+    check(pool, [10, 5], second, [0, 1], lay_out, "hnd", 4)
 
 
 @both
@@ -249,7 +244,7 @@ def test_store_torch_bounds_its_temporaries(make, make_content, lay_out, monkeyp
     """Many rows are summed in chunks, with the same result."""
     pool, values = make(), make_content(7, seed=1)
     monkeypatch.setattr(module, "TEMPORARY_BYTES", 3 * 8 * 24)
-    put(store_torch, pool, 1, [*range(5, 12)], values)
+    put((store_torch, attest_torch), pool, 1, [*range(5, 12)], values)
     check(pool, [*range(5, 12)], values, [1], lay_out, "nhd_fused", 4)
 
 
@@ -269,9 +264,12 @@ def test_store_of_one_row_takes_any_stride(operation, make, make_content, lay_ou
     pool, values = make(), make_content(1, seed=1)
     odd = torch.zeros(99, dtype=torch.bfloat16, device=pool.records.device).as_strided((1, 3, 8), (49, 8, 1))
     values.k[0] = odd.copy_(values.k[0])
-    twice = torch.full((1,), POISON, device=odd.device)
-    tables = {"keys": pool.keys, "records": pool.records, "content_a": pool.content_a, "twice": twice}
-    operation(pool.rows, 0, torch.tensor([4], device=odd.device), odd, values.v[0], **tables)
+    store, attest = operation
+
+    def store_odd(rows, layer, slots, _, v, **options) -> None:
+        store(rows, layer, slots, odd, v, **options)
+
+    put((store_odd, attest), pool, 0, [4], values)
     check(pool, [4], values, [0], lay_out, "nhd_fused", 4)
 
 
@@ -280,12 +278,13 @@ def test_store_refuses_what_does_not_fit(operation, make, make_content) -> None:
     """Each refusal shows what was wanted and what came, and nothing has been written."""
     pool, values = make(), make_content(2, seed=1)
     before, slots = pool.state(), torch.tensor([1, 2], device=pool.records.device)
-    k, v = values.k[0], values.v[0]
-    given = {"keys": pool.keys, "records": pool.records, "content_a": pool.content_a, "twice": slots.clone()}
+    k, v, (store, attest) = values.k[0], values.v[0], operation
+    kept = torch.zeros(2, 2, 24, dtype=torch.int32, device=slots.device)
+    stored = {"kept": kept, "times": torch.zeros(2, 2, dtype=torch.int64, device=slots.device)}
 
     def refused(match: str, k: Tensor = k, v: Tensor | None = v, layer: int = 0, **changed) -> None:
         with pytest.raises(ValueError, match=match):
-            operation(pool.rows, layer, slots, k, v, **{**given, **changed})
+            store(pool.rows, layer, slots, k, v, **{**stored, **changed})
 
     refused(r"k must be \[2, \.\.\.\] with rows of 48 bytes, 2 an element, got \[2, 3, 8\] torch.float32", k.float())
     refused(r"v must be .* 2 an element, got \[2, 3, 4\] torch.float32", v=v.view(torch.float32))
@@ -297,10 +296,22 @@ def test_store_refuses_what_does_not_fit(operation, make, make_content) -> None:
     refused(r"the pool's rows have 2 pieces, got 3: k, v, extras\[0\]", extras=[k])
     refused("layer must be 0 to 1, got 2", layer=2)
     refused("layer must be 0 to 1, got -1", layer=-1)
-    refused(r"twice must be contiguous \[2\] int64", twice=slots[:1])
-    refused("records must have a row a slot, got 11 for 12 slots", records=pool.records[:11])
-    refused(r"content_a must be \[2, 12\] int64", content_a=pool.content_a[:1])
-    refused("keys are for 2 layers of 8 words", keys=make_keys(1, 2, 8))
+    refused(r"times must be \[2, 2\] int64", times=stored["times"][:1])
+    refused(r"kept must be contiguous \[2, 2, 24\] int32, got \[2, 2, 24\] torch.float32", kept=kept.float())
+    assert pool.state() == before
+
+    given = {"keys": pool.keys, "records": pool.records, "content_a": pool.content_a, "twice": slots.clone()}
+    given["times"] = stored["times"]
+
+    def not_attested(match: str, n: int = 2, **changed) -> None:
+        with pytest.raises(ValueError, match=match):
+            attest(kept_rows(pool.rows, kept[:, :n]), slots, **{**given, **changed})
+
+    not_attested("kept must have a row an entry, got 1 for 2 entries", n=1)
+    not_attested(r"times must be \[2, 2\] int64", times=stored["times"][:1])
+    not_attested(r"twice must be contiguous \[2\] int64", twice=slots[:1])
+    not_attested(r"content_a must be \[2, 12\] int64", content_a=pool.content_a[:1])
+    not_attested("keys are for 2 layers of 8 words", keys=make_keys(1, 2, 8))
     assert pool.state() == before
 
 

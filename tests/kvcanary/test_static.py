@@ -496,6 +496,21 @@ def test_a_body_that_raised_is_abandoned(make_static, static_row):
     assert not substep.is_open
 
 
+def test_records_are_sealed_behind_the_store_of_the_middle_layer(make_static, static_row):
+    """Not before: what runs beside a body begins late in its graph. Fingerprints come with close()."""
+    rig = make_static()
+    rig.grant(ANN, 1)
+    substep = rig.add("prefill")
+    rig.bank.load(substep, rig.batch([static_row(ANN, [4, 5], [50, 51])]))
+    record_, seen = rig.pool.records[4], []
+    substep.open()
+    for layer in range(rig.LAYERS):
+        substep.store(layer, *rig.values(layer, substep.forward.tokens, substep.forward.positions))
+        seen.append((int(record_[record.TOKEN_POSITION]) & record.MASK_32, int(record_[record.LAYERS_LOW])))
+    substep.close()
+    assert (seen, int(record_[record.LAYERS_LOW])) == ([(0, 0), (50, 0)], 0b11)
+
+
 def test_a_bank_is_filled_before_it_is_armed(make_static):
     """Substeps are found by pool, kind, index and bucket; a missing, repeated or late one is refused."""
     rig = make_static()

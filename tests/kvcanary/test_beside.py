@@ -1,0 +1,56 @@
+"""Beside: what runs there follows what was launched before it, and is followed by what comes after a join."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary.beside import Beside
+
+CYCLES = 20_000_000  # about 10 ms
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    return torch.device(request.param)
+
+
+def slow_add(total: torch.Tensor, value: int) -> None:
+    if total.is_cuda:
+        torch.cuda._sleep(CYCLES)
+    total.add_(value)
+
+
+def test_order(device):
+    """There after here, and here after all of it behind a join; a join without anything ahead is nothing."""
+    beside, total = Beside(device), torch.zeros(1, device=device)
+    seen, joined = torch.zeros_like(total), torch.zeros_like(total)
+    slow_add(total, 1)
+    with beside.behind():
+        slow_add(total, 10)
+    with beside.behind():
+        seen.copy_(total)
+        slow_add(total, 100)
+    beside.join()
+    joined.copy_(total)
+    beside.join()
+    assert (seen.item(), joined.item()) == (11, 111)
+
+
+@pytest.mark.gpu
+def test_a_branch_of_a_graph():
+    """The order is the graph's; a join before anything was launched beside does not break a capture."""
+    beside, total = Beside(torch.device("cuda")), torch.zeros(1, device="cuda")
+    seen, graph = torch.zeros(2, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        beside.join()
+        slow_add(total, 1)
+        with beside.behind():
+            slow_add(total, 10)
+        with beside.behind():
+            seen[0].copy_(total[0])
+            slow_add(total, 100)
+        beside.join()
+        seen[1].copy_(total[0])
+    graph.replay()
+    assert seen.tolist() == [11, 111]
