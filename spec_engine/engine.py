@@ -13,7 +13,7 @@ import torch
 
 from kvcanary.errors import KVCorruptionError
 from kvcanary.faults import seam
-from kvcanary.invariants import check_commit, check_known_tokens, check_step_estimate
+from kvcanary.invariants import check_commit, check_known_tokens, check_progress, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.acceptance.stops import Kept
 from spec_engine.config import EngineConfig
@@ -54,6 +54,7 @@ class Engine(Intake):
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._step_number = 0
         self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
+        self._still_steps = 0  # since a forward was heard of that had a request
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
 
     # -- what callers use
@@ -105,6 +106,7 @@ class Engine(Intake):
         """
         self._raise_corruption()
         self._step_number += 1
+        self._still_steps += 1
         self.metrics.num_steps += 1
         self.allocator.begin_step(self._step_number)
         if self.canary is not None:
@@ -125,6 +127,7 @@ class Engine(Intake):
             self._stop(error, events)
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
+        check_progress(self._still_steps, [request.request_id for request in self.running], len(self.scheduler.waiting))
         if not self.has_work:
             self._idle()
         return events
@@ -244,14 +247,16 @@ class Engine(Intake):
                 self.runner.doomed = result.doomed
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
+            doomed = [request for request in self.running if request.request_id in result.doomed]
+            events += [self._end(request, KV_CORRUPTION) for request in doomed]  # whoever else the step was of
+            if result.parts:
+                self._still_steps = 0
             for part in result.parts:
                 if part.request.finish_reason is None:
                     events += self._hear(part, result)
 
     def _hear(self, part: Part, result: StepResult) -> list[TokenEvent]:
         request = part.request
-        if request.request_id in result.doomed:
-            return [self._end(request, KV_CORRUPTION)]
         if not result.is_decode:
             return self._emit(request, request.committed_len, part) if part.tokens else []
         before, num_accepted = request.committed_len, len(part.tokens)

@@ -149,5 +149,9 @@ class HostBlockError(InvariantError):
     """A block of the host tier is restored that it does not hold, or into another number of pages."""
 
 
+class StalledError(InvariantError):
+    """Requests run, and no forward has had one of them for many steps: none of them would ever end."""
+
+
 class NotRunningError(InvariantError):
     """A request was finished that does not run; its pages and its row would be released twice."""

@@ -17,6 +17,7 @@ from spec_engine import assembly as assembly_module
 from spec_engine import runner as runner_module
 from spec_engine.drafting import drafter as drafter_module
 from spec_engine.memory import sizes
+from spec_engine.runner import StepResult
 from spec_engine.verify import Accepted
 
 PAGE_SIZE = 4
@@ -154,6 +155,10 @@ def break_the_tree(engine: Engine, node: int = 3, parent: int = 5) -> None:
     )
 
 
+def launch_nothing(engine: Engine) -> None:
+    engine.runner.decode = lambda requests: StepResult(True, (), frozenset())
+
+
 OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given, so that only `to_host` sees the tree
 
 
@@ -181,6 +186,11 @@ OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given,
         (release_a_row_twice, invariants.RowOwnershipError, "of 1 to 8 used, but no request holds it"),
         (drop_a_read_index, invariants.IndexLengthError, "verify[0] of pool 'target': kv_indices has "),
         (write_one_slot_less, invariants.IndexLengthError, "verify[0] of pool 'target': slots has 15 entries"),
+        (
+            launch_nothing,
+            invariants.StalledError,
+            "no forward has had a request for 257 steps, ",
+        ),
         (break_the_tree, invariants.TreeShapeError, "req-1: node 3 of 8 has parent 5, must lie in [-1, 3)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -109,6 +109,24 @@ def test_what_ends_on_damaged_bytes_is_withdrawn(make, monkeypatch):
     assert events[-1].text == text(TRUTH[3:5])
 
 
+def test_who_is_doomed_ends_also_where_the_step_was_not_its_own(make):
+    """Mode abort: damage that a prefill of others finds ends its request there, and nobody waits for it for ever."""
+    engine = make(canary=CanaryConfig(mode="abort", budget=1 << 40))
+    params = SamplingParams(max_new_tokens=24)
+    first = engine.submit(PROMPT, params)
+    while not any(request.output_ids for request in engine.running):
+        engine.step()
+    engine.pools["target"].kv[0, engine.request_table.table[engine.running[0].row, 2]] += 1
+    second = engine.submit([12, *range(50, 70)], params)
+    reasons = {}
+    for _ in range(60):
+        if not engine.has_work:
+            break
+        reasons |= {event.request_id: event.finish_reason for event in engine.step()}
+    assert reasons == {first: "kv_corruption", second: "length"}
+    assert is_idle(engine)
+
+
 # prompts that are refused
 
 

@@ -92,4 +92,11 @@ CASES = [
         invariants.NotRunningError,
         "req-3 finished, but it is none of the 2 running requests",
     ),
+    (
+        invariants.check_progress,
+        (257, ["req-3", "req-4"], 2),
+        (256, ["req-3", "req-4"], 2),
+        invariants.StalledError,
+        "no forward has had a request for 257 steps, at most 256 may pass so: req-3, req-4 running, 2 waiting",
+    ),
 ]
