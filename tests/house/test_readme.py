@@ -181,6 +181,16 @@ def test_readme_quotes_what_the_flight_recorder_costs(root: Path) -> None:
         assert f"| {shares} |" in line
 
 
+def test_readme_quotes_what_was_measured_inside_vllm(root: Path) -> None:
+    """Without and with EAGLE: findings, outputs that are equal, throughput."""
+    results = root / "tools" / "kvcanary_tools" / "bench" / "results"
+    runs = [json.loads((results / name).read_text())["compared"] for name in ("vllm.json", "vllm_eagle.json")]
+    findings = ", ".join(str(run["findings"]) for run in runs)
+    equal = ", ".join(f"{min(pair['share'] for pair in run['on_off']):.0%}".replace("%", " %") for run in runs)
+    throughput = ", ".join(f"{run['throughput_ratio']:.2f}" for run in runs)
+    assert f"| {findings}; {equal}; {throughput} |" in README.read_text(encoding="utf-8")
+
+
 def test_readme_and_docs_quote_what_hashing_inside_attention_costs(root: Path) -> None:
     """Every way that was tried, from the record."""
     record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_fused.json"
