@@ -254,6 +254,11 @@ class CanaryManager(Lifecycle):
     # what was found
 
     @property
+    def doomed(self) -> frozenset[str]:
+        """Mode abort: running requests that must end, as far as was judged; `release` of another may have named them."""
+        return self._doomed
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of device memory that records, fingerprints and page states take; they never grow."""
         return self._state.num_bytes

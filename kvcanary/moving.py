@@ -26,7 +26,7 @@ class Mover:
     def apply(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, lengthens: bool
     ) -> list[Hit]:
-        """T1 where bytes that arrived are not those that were written at the source.
+        """T1 where bytes that arrived are not those that were written at the source; R9 where they lay there so.
 
         Every source was read before any destination was written; destinations are distinct.
         has_lanes: the content of the sources was kept when they were written
@@ -46,7 +46,7 @@ class Mover:
         if lengthens and (furthest == NOT_ALL or not self._ledger.rows_reach(pool.pool_id, furthest)):
             positions = self._mirror.table[pool.base + move.dst, TOKEN_POSITION] >> 32
             self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
-        return self._arrived(pool, moved.dst, moved.dst_names, step) if has_lanes else []
+        return self._arrived(pool, moved.dst, moved.dst_names, step, (origin, moved)) if has_lanes else []
 
     def arrived(self, pool: PoolState, destination: Ints, step: int) -> list[Hit]:
         """T1 for slots into which a captured step has moved entries, records and all; -1: nothing moved."""
@@ -77,20 +77,42 @@ class Mover:
                 damage = found - expected  # a damaged source stays damaged
                 pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
 
-    def _arrived(self, pool: PoolState, places: Ints, names: Ints, step: int) -> list[Hit]:
-        """The destination's bytes, against the lanes of what was written at the source."""
+    def _arrived(
+        self, pool: PoolState, places: Ints, names: Ints, step: int, sent: tuple[PoolState, Move] | None = None
+    ) -> list[Hit]:
+        """The destination's bytes, against the lanes of what was written at the source.
+
+        sent: whence they came, where the host knows: a source that differs as they do was damaged before it was moved.
+        """
         if not self.compares_content or not len(places):
             return []
         slots = torch.from_numpy(places).to(pool.records.device)
         if slots_are_right(pool, slots):
             return []
-        differs = lanes_of_slots(pool, slots)[0] != pool.content_a.index_select(1, slots)
+        differs = _differing(pool, slots)
         wrong = differs.any(0).nonzero().flatten().tolist()
-        return [self._hit(pool, int(slots[n]), int(names[n]), differs[:, n], step) for n in wrong]
+        hits = [self._hit("T1", pool, int(slots[n]), int(names[n]), differs[:, n], step) for n in wrong]
+        if sent is None or not wrong:
+            return hits
+        origin, move = sent
+        sources = torch.from_numpy(move.src[wrong]).to(slots.device)
+        was_so = (_differing(origin, sources) == differs[:, wrong]).all(0).cpu().numpy()
+        if origin is pool:
+            was_so &= ~np.isin(move.src[wrong], move.dst)  # something else lies there now
+        for number in was_so.nonzero()[0].tolist():
+            n = wrong[number]
+            hits[number] = self._hit("R9", origin, int(move.src[n]), int(move.src_names[n]), differs[:, n], step)
+        return hits
 
-    def _hit(self, pool: PoolState, slot: int, name: int, differs: Tensor, step: int) -> Hit:
+    def _hit(self, code: str, pool: PoolState, slot: int, name: int, differs: Tensor, step: int) -> Hit:
         position = int(self._mirror.table[pool.base + slot, TOKEN_POSITION]) >> 32
         layers = tuple(differs.nonzero().flatten().tolist())
         owner = self._ledger.owner_of(name // self._state.page_size)
         named = None if pool.view.slot_map is None else name
-        return Hit("T1", pool, slot, position, owner, ("move", 0), step, layers, named=named)
+        return Hit(code, pool, slot, position, owner, ("move", 0), step, layers, named=named)
+
+
+def _differing(pool: PoolState, slots: Tensor) -> Tensor:
+    """[num_layers, n] bool: layers of these slots in which bytes are not those that were written."""
+    differs: Tensor = lanes_of_slots(pool, slots)[0] != pool.content_a.index_select(1, slots)
+    return differs

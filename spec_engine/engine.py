@@ -15,7 +15,6 @@ from kvcanary.errors import KVCorruptionError
 from kvcanary.faults import seam
 from kvcanary.invariants import check_commit, check_known_tokens, check_progress, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
-from spec_engine.acceptance.stops import Kept
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
 from spec_engine.intake import Intake, output_of
@@ -251,9 +250,27 @@ class Engine(Intake):
             events += [self._end(request, KV_CORRUPTION) for request in doomed]  # whoever else the step was of
             if result.parts:
                 self._still_steps = 0
+            heard: list[TokenEvent] = []  # they leave together: a finding as some end takes back what others have
             for part in result.parts:
                 if part.request.finish_reason is None:
-                    events += self._hear(part, result)
+                    heard += self._hear(part, result)
+            heard = self._clean(heard)
+            if result.is_decode:
+                self.metrics.tokens_emitted += sum(len(event.token_ids) for event in heard)
+            events += heard
+
+    def _clean(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """The same events of a step, without tokens of requests that what was found as others ended touches."""
+        if self.canary is None:
+            return events
+        while touched := self.canary.doomed & {event.request_id for event in events if event.finish_reason is None}:
+            for request in [request for request in self.running if request.request_id in touched]:
+                number = [event.request_id for event in events].index(request.request_id)
+                event = events[number]
+                request.finish_reason = KV_CORRUPTION
+                self._finish(request)
+                events[number] = self._withdraw(request, len(event.token_ids), event.text)
+        return events
 
     def _hear(self, part: Part, result: StepResult) -> list[TokenEvent]:
         request = part.request
@@ -262,10 +279,8 @@ class Engine(Intake):
         before, num_accepted = request.committed_len, len(part.tokens)
         after = seam("lengths.rewound_by_another_count", part.committed_len)
         check_commit(request.request_id, before, after, num_accepted, self.sizes.max_accept)
-        events = self._emit(request, part.committed_len, part)
         self.metrics.verify_forwards += 1
-        self.metrics.tokens_emitted += sum(len(event.token_ids) for event in events)
-        return events
+        return self._emit(request, part.committed_len, part)
 
     def _emit(self, request: Request, committed_len: int, part: Part) -> list[TokenEvent]:
         """[0, committed_len) is final, the part's tokens follow; finishes the request where they end it."""
@@ -278,16 +293,19 @@ class Engine(Intake):
         request.committed_len = min(committed_len, request.prompt_len + num_outputs)
         check_known_tokens(request.request_id, request.committed_len, request.prompt_len, num_outputs, finished)
         if finished and not self._finish(request):
-            return [self._withdraw(request, kept)]
+            return [self._withdraw(request, kept.num_tokens, kept.text)]
         if not tokens and not finished:
             return []
         return [self._event(request, tokens, kept.text, part.logprobs)]
 
-    def _withdraw(self, request: Request, kept: Kept) -> TokenEvent:
-        """End a request whose bytes were damaged as it ended: what it was to keep does not leave, text before does."""
-        del request.output_ids[request.output_len - kept.num_tokens :]
+    def _withdraw(self, request: Request, num_tokens: int, shown: str) -> TokenEvent:
+        """The end of a request whose bytes are damaged: its last tokens and their text do not leave, text before does.
+
+        What it held has come back already.
+        """
+        del request.output_ids[request.output_len - num_tokens :]
         request.finish_reason = KV_CORRUPTION
-        num_shown = self._scans[request.request_id].num_shown - len(kept.text)
+        num_shown = self._scans[request.request_id].num_shown - len(shown)
         scan = self._scan(request.params)
         text = scan.push(request.output_ids).text + scan.close()
         return self._event(request, [], text[num_shown:])

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOISE_BITS = 22  # of each word that changes: what lies there stays finite
-POISON_TURNS = 64  # after which what was freed is poisoned
 CHILD = "child"
 
 
@@ -301,8 +300,9 @@ def recycle(target: Target, page: int) -> None:
     target.canary.admit(CHILD, [1, 2, 3])
     target.canary.on_alloc(CHILD, [page])
     target.canary.on_free(CHILD, [page])
-    for _ in range(POISON_TURNS):
-        target.canary._poisoner.tick()
+    poisoner = target.canary._poisoner
+    while page in poisoner.waiting:
+        poisoner.tick()
 
 
 def recycle_as_it_is(target: Target) -> bool:
