@@ -26,17 +26,16 @@ def _narrow(dtype: Any, *, topk: int) -> Any:
 
 
 def _shift_positions(target: Target) -> bool:
-    """Every entry of the draft forwards one position too far."""
+    """Every entry of the draft forwards one position too far: any of them may be told first."""
 
     def shift(call: Call) -> bool:
         call.write = replace(call.write, positions=call.write.positions + 1)
-        first = int(call.write.positions.argmin())  # positions are told in their order
         target.record(
-            call.read.requests[first // call.read.rows_per_request],
+            frozenset(call.read.requests),
             pool="draft",
             site=("draft", call.index),
-            slot=int(call.write.slots[first]),
-            position=int(call.write.positions[first]),
+            slot=frozenset(call.write.slots.tolist()),
+            position=frozenset(call.write.positions.tolist()),
         )
         return False
 

@@ -46,7 +46,8 @@ class Fault:
     alone: why there can be none.
 
     exposes: whether tokens leave before any check can see it, also where all bytes are read in each forward.
-    within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others.
+    within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others,
+        and where more of them prefill others these are not counted.
     cause: family of the right cause in a report, where it is another than the fault's own: what the canary can know.
     state, reason: "ready", or "pending" and why an engine cannot be made to do this yet.
     """
@@ -124,13 +125,14 @@ class Strike:
     step: first engine step whose tokens it can touch; None where that is not one step, as for a wrong size.
     place: fields of a Finding (pool, slot, layer, position, reader, part, head, dim, bit, site) and their values; a
         frozenset holds all that are right. Of a typed error: "request" must stand in its message.
-    writer: request that the finding must name as the writer, UNDECLARED, or None where there is none to name.
+    writer: request that the finding must name as the writer, a frozenset of those that are right, UNDECLARED, or None
+        where there is none to name.
     code: what must be found here, where it is another than the fault's `expected`; "" in a quiet twin: nothing.
     """
 
     step: int | None
     place: Mapping[str, Any] = field(default_factory=dict)
-    writer: str | None = None
+    writer: str | frozenset[str] | None = None
     code: str | None = None
 
 

@@ -74,7 +74,7 @@ FAULTS = (
         "part right behind a shared prefix the last entry was another prompt's. Acceptance was lower with the cache "
         "than without.",
         expected="R5",
-        also=("R6", "W6"),
+        also=("R6", "W6", "PageOwnerError"),
         applies_to="drafts with a prefix cache, prompts that part at the end of a page",
         needs={"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,

@@ -358,7 +358,8 @@ FAULTS = (
         "books, although the request went on attending to them. One answer in twenty ended in loops of another "
         "prompt's text; the test that would have shown it had been off for six weeks.",
         expected="R7",
-        applies_to="requests of a whole page and more",
+        applies_to="requests of a whole page and more that are not retracted before they read",
+        applies=lambda setup: _has_whole_pages(setup) and setup.pages is None,
         strike=_free_a_page_that_is_read,
         quiet=come_and_go,
     ),

@@ -159,6 +159,13 @@ class Target(Protocol):
         """End a request now."""
         ...
 
-    def record(self, writer: str | None = None, code: str | None = None, *, late: bool = False, **place: Any) -> None:
+    def record(
+        self,
+        writer: str | frozenset[str] | None = None,
+        code: str | None = None,
+        *,
+        late: bool = False,
+        **place: Any,
+    ) -> None:
         """The fault has struck: once, at the moment it strikes. `late`: this step's tokens are sampled already."""
         ...

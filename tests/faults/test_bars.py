@@ -83,6 +83,16 @@ def test_an_idle_run_is_made_up_for_where_the_fault_could_be_made():
     assert runs_instead(right(), PLAN, None) == []
 
 
+def test_the_embedded_model_has_its_own_due():
+    """What it lacks is made up for there, where the whole campaign is wanted and the fault could be made there."""
+    lacking = [*right()[:3], faulty(EMBEDDED, 3, struck=False), faulty("a", 5)]
+    more = runs_instead(lacking, PLAN, None)
+    assert [(run.config, run.seed) for run in more if run.kind == FAULTY] == [(EMBEDDED, 7)]
+    assert runs_instead(lacking, PLAN, 4) == []
+    never = [faulty("a", seed) for seed in (1, 3, 5, 7)] + [faulty(EMBEDDED, 1, struck=False)]
+    assert runs_instead(never, PLAN, None) == []
+
+
 def test_a_row_says_how_many_quiet_twins_were_made():
     [total] = totals_of(right())
     assert isinstance(total, Row)

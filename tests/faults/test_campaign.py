@@ -35,6 +35,33 @@ def test_every_fault_is_found_as_it_says(name):
     assert total.writer_right == total.writers
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "seed"),
+    [
+        ("bits.two_sign_bits", "p4-k4-t5-paged", 1),  # struck where a move takes it along
+        ("bits.flip", "p4-k4-t5-paged", 3),
+        ("bits.flip", "p4-k2-t3-rolling", 3),  # found as one of several requests ends
+        ("draft.compaction_lost", "p16-k2-t2-pressed", 3),
+        ("draft.compaction_lost", "p1-k2-t2-batch64", 1),
+        ("draft.position_off_by_one", "p1-k2-t2-batch64", 13),  # more entries than are told of
+        ("draft.rewind_by_count", "p4-k2-t3-shared", 1),  # three prompts come between
+        ("draft.state_not_restored", "p4-k2-t3-shared", 1),
+        ("identity.plain_key", "p1-k1-t1", 35),
+        ("lifetime.landed_in_a_free_page", "embedded", 1),  # pages of many layers wait for their poison
+        ("uninitialised.nan_behind_the_row", "p4-k2-t3-rolling", 5),
+        ("windows.untranslated", "p4-k2-t3-rolling", 3),
+    ],
+)
+def test_what_a_full_campaign_has_to_get_right(name, config, seed):
+    """Single runs of it that are unlike the others: found at the place, in time, and no token leaves."""
+    plan = PLANS["full"]
+    planned = runner.runs_of([catalogue.find(name)], plan, None, seed=1)
+    [run] = [run for run in planned if (run.kind, run.config, run.seed) == (FAULTY, config, seed)]
+    result = perform(run)
+    assert is_right(result), (result.code, result.place_right, result.leaked, result.steps, result.text)
+    assert result.struck or result.run.setup.content == "rolling"
+
+
 def strike_with(monkeypatch, strike, kind: str = FAULTY, **more) -> runs.Result:
     """One run of a fault made up for the test."""
     fault = Fault("bits.made_up", "Made up.", more.pop("expected", "R9"), "everything", strike=strike, **more)

@@ -66,6 +66,23 @@ def test_json_to_stdout_stands_alone(kvcanary) -> None:
     assert "hooks.wrong_substep" in result.stderr
 
 
+def test_a_record_takes_a_fault_in(kvcanary, tmp_path) -> None:
+    """`--into`: its rows are the new ones, and `meta.rerun` says so; a record of another config is refused at once."""
+    record = tmp_path / "record.json"
+    assert kvcanary("inject", "hooks", "--workers", "1", "--json", str(record)).exit_code == 0
+    before = json.loads(record.read_text())
+    again = kvcanary("inject", "hooks.wrong_substep", "--workers", "1", "--seed", "3", "--into", str(record))
+    assert again.exit_code == 0
+    after = json.loads(record.read_text())
+    assert [row["fault"] for row in after["totals"]] == [row["fault"] for row in before["totals"]]
+    [rerun] = after["meta"]["rerun"]
+    assert (rerun["faults"], rerun["seed"]) == (["hooks.wrong_substep"], 3)
+    assert after["meta"]["num_runs"]["faulty"] == before["meta"]["num_runs"]["faulty"] + 3
+    refused = kvcanary("inject", "hooks.wrong_substep", "--config", "full", "--into", str(record))
+    assert refused.exit_code == 2
+    assert "complete and of config full" in refused.stderr
+
+
 @pytest.mark.parametrize(("name", "hint"), [("bits.flop", "bits.flip"), ("addressing.beams_reordered", "kvcanary")])
 def test_what_cannot_be_run_is_wrong_usage(kvcanary, name: str, hint: str) -> None:
     """An unknown name gets the closest ones, a pending fault the way to its reason."""

@@ -89,7 +89,14 @@ class EngineTarget:
     def cancel(self, request_id: str) -> None:
         self.engine.cancel(request_id)
 
-    def record(self, writer: str | None = None, code: str | None = None, *, late: bool = False, **place: Any) -> None:
+    def record(
+        self,
+        writer: str | frozenset[str] | None = None,
+        code: str | None = None,
+        *,
+        late: bool = False,
+        **place: Any,
+    ) -> None:
         if self.strike is None:
             self.strike = Strike(self.step + late, place, writer, code)
 

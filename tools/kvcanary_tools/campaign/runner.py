@@ -16,7 +16,7 @@ from kvcanary.faults.catalogue import faults, find
 from kvcanary.faults.fault import READY, Fault
 from kvcanary.faults.target import Setup
 from kvcanary_tools import console
-from kvcanary_tools.campaign.configurations import Plan, quiet_setup_for, setup_for
+from kvcanary_tools.campaign.configurations import EMBEDDED, Plan, quiet_setup_for, setup_for
 from kvcanary_tools.campaign.runs import Result, perform
 from kvcanary_tools.campaign.switches import can_switch_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET, Run
@@ -61,7 +61,7 @@ def runs_of(wanted: Sequence[Fault], plan: Plan, runs: int | None, seed: int) ->
 def runs_instead(results: Sequence[Result], plan: Plan, runs: int | None) -> list[Run]:
     """For runs in which their fault could not be made others, with later seeds, in configurations in which it could.
 
-    There is one for each that a fault lacks of what the plan wants.
+    There is one for each that a fault lacks of what the plan wants, of the embedded model too where it wants all.
     """
     wanted = {FAULTY: runs or plan.runs, QUIET: plan.quiet, DISABLED: plan.disabled}
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
@@ -71,12 +71,18 @@ def runs_instead(results: Sequence[Result], plan: Plan, runs: int | None) -> lis
     found: list[Run] = []
     for (_, kind), group in groups.items():
         could = [result.run for result in group if result.struck]
-        missing = min(wanted[kind], len(group)) - len(could)
+        due = {"": min(wanted[kind], len(group)) - len(could)}
+        if kind == FAULTY and runs is None:
+            due[EMBEDDED] = plan.embedded - sum(run.config == EMBEDDED for run in could)
         last = {name: max(result.run.seed for result in group) for name in {run.config for run in could}}
-        ways = list({run.config: run for run in could}.values())
-        for number, run in enumerate(islice(cycle(ways), max(0, missing))):
-            seed = last[run.config] + SEED_STEP * (1 + number // len(ways))
-            found.append(replace(run, seed=seed, turn=len(group) + number))
+        ways = {run.config: run for run in could}
+        turn = len(group)
+        for name, missing in due.items():
+            own = [run for config, run in ways.items() if name in ("", config)]
+            for run in islice(cycle(own), max(0, missing)):
+                last[run.config] += SEED_STEP
+                found.append(replace(run, seed=last[run.config], turn=turn))
+                turn += 1
     return [*_clean_of(found, {(r.run.twin, r.run.seed) for r in results if r.run.kind == CLEAN}), *found]
 
 

@@ -13,6 +13,7 @@ from kvcanary.codes import CONTENT_CODES
 from kvcanary.config import ROTATION_STEPS
 from kvcanary.faults.catalogue import find
 from kvcanary.faults.fault import UNDECLARED, Fault, Strike
+from kvcanary_tools.campaign.switches import can_switch_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, QUIET, Played, Run, play
 
 
@@ -24,7 +25,8 @@ class Result:
         clean or quiet run: whether anything spoke that was not due; disabled: whether the disabled check spoke).
     code: of the first finding, or name of the error; "" for none.
     place_right, writer_right: None where the fault states none, or nothing was found.
-    steps: engine steps from the strike to the finding, the strike's own included; late: more than it may take.
+    steps: engine steps from the strike to the finding, the strike's own included; late: more than it may take, where
+        more than one of them was the prefill of others, without these.
     leaked: tokens that left in or after the step whose check fired, in mode abort of requests that it ends.
     exposed: tokens of its readers since the strike; too_exposed: there may be none, and there are.
     rank: of the right cause, 1 is the first, 0: not named; None for typed errors.
@@ -72,7 +74,8 @@ def judged(run: Run, fault: Fault | None, ended: Played) -> Result:
     if run.kind in (CLEAN, QUIET):
         return replace(result, found=code not in ("", expected))
     if run.kind == DISABLED:
-        return replace(result, found=not _codes(ended).isdisjoint({expected, *(fault.also if fault else ())}))
+        off = {code for code in (expected, *(fault.also if fault else ())) if can_switch_off(code)}
+        return replace(result, found=not _codes(ended).isdisjoint(off))
     if strike is None or fault is None:
         return result
     if not fault.is_seen:
@@ -100,13 +103,14 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
     since = found_step if strike.step is None else strike.step
     steps = None if strike.step is None else found_step - strike.step + 1
     exposed = 0 if is_drafts else _num_tokens(ended, since, found_step, readers)  # a draft's bytes reach no token
+    others = 0 if steps is None else max(0, len(ended.prefills & set(range(since, found_step))) - 1)
     is_rolled = is_content and result.run.setup.content == "rolling"  # bytes are not read whole in each forward
     return replace(
         result,
         place_right=place_right if strike.place else None,
         writer_right=writer_right,
         steps=steps,
-        late=steps is not None and steps > (ROTATION_STEPS if is_rolled else fault.within),
+        late=steps is not None and steps - others > (ROTATION_STEPS if is_rolled else fault.within),
         leaked=_num_leaked(ended, found_step, ends),
         exposed=exposed,
         too_exposed=exposed > 0 and readers is not None and not (is_rolled or fault.exposes),
@@ -169,7 +173,7 @@ def _is_writer(finding: Finding, strike: Strike) -> bool | None:
         return None
     if strike.writer == UNDECLARED:
         return finding.undeclared
-    return not finding.undeclared and finding.writer == strike.writer
+    return not finding.undeclared and _fits(finding.writer, strike.writer)
 
 
 def _rank(finding: Finding, fault: Fault) -> int:

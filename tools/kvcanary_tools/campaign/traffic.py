@@ -65,6 +65,7 @@ class Played:
     error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
     step: in which the first of them was found, or in which all ended; num_steps: of the whole run.
     ended: requests that the canary has ended (mode abort), and in which step.
+    prefills: steps in which prompts were computed.
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
     strike: what the fault did; None where it never could.
     """
@@ -74,6 +75,7 @@ class Played:
     step: int = 0
     num_steps: int = 0
     ended: dict[str, int] = field(default_factory=dict)
+    prefills: set[int] = field(default_factory=set)
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
     strike: Strike | None = None
@@ -210,12 +212,15 @@ def _note(played: Played, target: EngineTarget) -> None:
 
 def _step(target: EngineTarget, armed: Armed | None, played: Played) -> None:
     engine, strikes = target.engine, 0 if armed is None else armed.num_strikes
+    prefilled = engine.metrics.prefill_tokens
     with _stepping(target):
         try:
             events = engine.step()
         finally:
             if armed is not None and armed.num_strikes > strikes == 0:
                 target.record(late=armed.fault.late, **armed.place)
+            if engine.metrics.prefill_tokens > prefilled:
+                played.prefills.add(engine.metrics.num_steps)
     sampled = engine.metrics.num_steps - engine.lag
     played.left += [(sampled, event.request_id, event.token_ids) for event in events]
     corrupted = [event.request_id for event in events if event.finish_reason == KV_CORRUPTION]

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvcanary_tools.campaign.runs import Result
     from kvcanary_tools.campaign.traffic import Run
 
-MOST_ROUNDS = 3  # of runs in the place of such in which a fault could not be made
+MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be made
 KEEP_SECONDS = 30.0
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -43,6 +43,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Of the first run.")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; by default one a core.")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix there; - is stdout.")
+@click.option(
+    "--into",
+    "record_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Replace these faults' rows in that campaign's JSON, which then lists them; the bars are those of the whole.",
+)
 @click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
 @click.option(
     "--dumps",
@@ -61,6 +68,7 @@ def command(
     seed: int,
     workers: int | None,
     json_file: Path | None,
+    record_file: Path | None,
     junit_file: Path | None,
     dumps: Path | None,
     url: str | None,
@@ -85,6 +93,7 @@ def command(
     from kvcanary_tools.campaign.bars import missed
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.matrix import rows_of, totals_of
+    from kvcanary_tools.campaign.merging import merged, rows_and_totals
     from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
     from kvcanary_tools.campaign.runner import chosen, cpu_seconds, default_workers, runs_instead, runs_of
 
@@ -96,15 +105,18 @@ def command(
     if dumps is not None:
         dumps.mkdir(parents=True, exist_ok=True)
         planned = [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
+    record = None if record_file is None else _record(record_file, config)
     plan, began = PLANS[config], cpu_seconds()
     meta = {"config": config, "seed": seed, "runs": runs, "workers": workers or default_workers()}
     to_stdout = json_file is not None and str(json_file) == "-"
 
+    def told(results: list[Result], is_complete: bool) -> dict[str, Any]:
+        spent = {"cpu_seconds": round(cpu_seconds() - began), "complete": is_complete}
+        return as_json(rows_of(results), totals_of(results), results, **meta, **spent)
+
     def keep(results: list[Result], is_complete: bool = False) -> None:
         if json_file is not None and (is_complete or not to_stdout):
-            spent = {"cpu_seconds": round(cpu_seconds() - began), "complete": is_complete}
-            told = as_json(rows_of(results), totals_of(results), results, **meta, **spent)
-            _write(json_file, json.dumps(told, indent=2) + "\n")
+            _write(json_file, json.dumps(told(results, is_complete), indent=2) + "\n")
 
     results: list[Result] = []
     is_complete, rounds = True, 0
@@ -117,7 +129,12 @@ def command(
         (console.say if to_stdout else console.data)(line)
     for line in failures(results):
         console.say(line, fg="red")
-    misses = list(missed(rows, totals, plan if plan.is_measured and runs is None else None))
+    judged = rows, totals
+    if record_file is not None and record is not None and is_complete:
+        whole = merged(record, told(results, is_complete))
+        _write(record_file, json.dumps(whole, indent=2) + "\n")
+        judged = rows_and_totals(whole)
+    misses = list(missed(*judged, plan if plan.is_measured and runs is None else None))
     for miss in misses:
         console.say(f"missed: {miss}", fg="red")
     keep(results, is_complete)
@@ -126,6 +143,18 @@ def command(
     if not is_complete:
         ctx.exit(console.EXIT_INTERRUPTED)
     ctx.exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)
+
+
+def _record(path: Path, config: str) -> dict[str, Any]:
+    """A campaign's JSON into which others go."""
+    from kvcanary_tools.campaign.merging import expect_whole
+
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        expect_whole(record, config)
+    except ValueError as error:
+        raise console.UsageFailure(str(error), "name the record of a campaign that ended, and its --config") from error
+    return record
 
 
 def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None:
