@@ -68,7 +68,7 @@ class StepChecks:
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
         moves = config.content != "write" and "T1" not in config.disable
-        self._mover = Mover(state, self.mirror, ledger, compares_content=moves)
+        self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=self._compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)

@@ -255,7 +255,7 @@ class CanaryManager(Lifecycle):
 
     @property
     def doomed(self) -> frozenset[str]:
-        """Mode abort: running requests that must end, as far as was judged; `release` of another may have named them."""
+        """Mode abort: running requests that must end, by all that was judged; the release of another may name some."""
         return self._doomed
 
     @property

@@ -19,9 +19,17 @@ from kvcanary_kernels.record import CONTENT_B, TOKEN_POSITION
 class Mover:
     """Applies declared moves to records and fingerprints, within a pool or from one to another."""
 
-    def __init__(self, state: CanaryState, mirror: Mirror, ledger: Ledger, compares_content: bool) -> None:
+    def __init__(
+        self,
+        state: CanaryState,
+        mirror: Mirror,
+        ledger: Ledger,
+        compares_content: bool,
+        tells_sources: bool = True,
+    ) -> None:
+        """`tells_sources`: damage that was there before the move is R9, and not T1 as it arrives."""
         self._state, self._mirror, self._ledger = state, mirror, ledger
-        self.compares_content = compares_content
+        self.compares_content, self._tells_sources = compares_content, tells_sources
 
     def apply(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, lengthens: bool
@@ -92,7 +100,7 @@ class Mover:
         differs = _differing(pool, slots)
         wrong = differs.any(0).nonzero().flatten().tolist()
         hits = [self._hit("T1", pool, int(slots[n]), int(names[n]), differs[:, n], step) for n in wrong]
-        if sent is None or not wrong:
+        if sent is None or not wrong or not self._tells_sources:
             return hits
         origin, move = sent
         sources = torch.from_numpy(move.src[wrong]).to(slots.device)

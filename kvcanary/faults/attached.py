@@ -67,7 +67,14 @@ class AttachedTarget:
     def cancel(self, request_id: str) -> None:
         raise _needs_harness("the end of a request")
 
-    def record(self, writer: str | None = None, code: str | None = None, *, late: bool = False, **place: Any) -> None:
+    def record(
+        self,
+        writer: str | frozenset[str] | None = None,
+        code: str | None = None,
+        *,
+        late: bool = False,
+        **place: Any,
+    ) -> None:
         if self.strike is None:
             self.strike = Strike(self.step + late, place, writer, code)
 

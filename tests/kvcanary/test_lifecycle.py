@@ -81,6 +81,21 @@ def test_bytes_that_did_not_arrive_are_found_at_once(make_engine, content):
     assert first_code(engine.canary.drain) == ("T1", destination)
 
 
+@pytest.mark.parametrize(("disable", "code", "is_source"), [((), "R9", True), (("R9",), "T1", False)])
+def test_damage_that_is_moved_along_is_told_where_it_was(make_engine, disable, code, is_source):
+    """The move is right: its source did not hold what was written there. Where nobody asks for R9, it is T1."""
+    engine = make_engine(content="rolling", page_size=1, disable=frozenset(disable))
+    engine.start("one", 9)
+    engine.step()
+    engine.canary.drain()
+    kv, row = engine.pools["target"].kv, engine.rows["one"]
+    source, destination = engine.slot("one", row.committed - 1), row.pages[-1]
+    kv[2, source, 0, 1, 3] += 1
+    kv[:, destination] = kv[:, source]
+    engine.canary.on_move("target", torch.tensor([source]), torch.tensor([destination]))
+    assert first_code(engine.canary.drain) == (code, source if is_source else destination)
+
+
 @pytest.mark.parametrize(("content", "found"), [("rolling", []), ("full", ["T1"])])
 def test_moved_guesses_are_compared_where_their_bytes_were_kept(make_engine, content, found):
     """Under a byte budget nobody keeps the content of draft entries: their records move, their bytes are not judged."""
