@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NEEDS = {
     "on_device": 2,
-    "batch": 4,
+    "batch": 6,
     "topk": 1,
     "num_steps": 2,
     "num_draft_tokens": None,

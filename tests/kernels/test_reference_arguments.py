@@ -80,7 +80,7 @@ CASES = {
     "count": (
         count_torch,
         {"codes": ints(4), "indices": ints(4), "step": ints(1), "counts": ints(NUM_BITS), "first": ints(NUM_BITS, 4)}
-        | {"row_violations": ints(ROWS), "row_ids": ints(ROWS), "num_live": ints(1)}
+        | {"row_violations": ints(ROWS), "row_ids": ints(ROWS), "num_live": ints(1), "arrivals": ints(1)}
         | SEGMENTS,
     ),
     "fingerprint": (

@@ -683,9 +683,8 @@ def test_counters_count_on_beyond_32_bits():
     """Totals of findings are 64-bit: they neither wrap nor point anywhere."""
     counts, rows = torch.full((64,), 2**31 - 1), torch.full((1,), 2**32 - 1)
     one = torch.ones(1, dtype=torch.int64)
-    count_torch(
-        one, one, starts=one - 1, lengths=one, step=one, counts=counts, first=unset_first("cpu"), row_violations=rows
-    )
+    header = {"counts": counts, "first": unset_first("cpu"), "row_violations": rows, "arrivals": one - 1}
+    count_torch(one, one, starts=one - 1, lengths=one, step=one, **header)
     assert (int(counts[0]), int(rows[0])) == (2**31, 2**32)
 
 

@@ -26,6 +26,7 @@ TABLES = {
     "prefill": "a prefill of an 8B model, and the canary on over off; needs a GPU",
     "fused": "hashing inside attention over attention alone; needs a GPU",
     "transformers-cost": "the canary on over off inside transformers' generate",
+    "transformers-clean": "findings in sound generation of transformers",
     "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
 }
 
@@ -58,6 +59,6 @@ def command(name: str | None, out: Path | None) -> None:
     common.RESULTS = out or Path.cwd()
     module = import_module(f"kvcanary_tools.bench.{name.replace('-', '_')}")
     try:
-        module.main([]) if name in ("misses", "false-alarms") else module.main()
+        module.main([]) if name in ("misses", "false-alarms", "transformers-clean") else module.main()
     except SystemExit as absent:  # a device that is not there, in a sentence
         raise click.ClickException(str(absent)) from absent
