@@ -261,15 +261,15 @@ class Engine(Intake):
 
     def _clean(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """The same events of a step, without tokens of requests that what was found as others ended touches."""
-        if self.canary is None:
+        if self.canary is None or not self.canary.doomed:
             return events
-        while touched := self.canary.doomed & {event.request_id for event in events if event.finish_reason is None}:
-            for request in [request for request in self.running if request.request_id in touched]:
-                number = [event.request_id for event in events].index(request.request_id)
-                event = events[number]
+        places = {event.request_id: place for place, event in enumerate(events)}
+        while touched := [one for one in self.running if one.request_id in self.canary.doomed & places.keys()]:
+            for request in touched:
+                event = events[place := places[request.request_id]]
                 request.finish_reason = KV_CORRUPTION
                 self._finish(request)
-                events[number] = self._withdraw(request, len(event.token_ids), event.text)
+                events[place] = self._withdraw(request, len(event.token_ids), event.text)
         return events
 
     def _hear(self, part: Part, result: StepResult) -> list[TokenEvent]:
