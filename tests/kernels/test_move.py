@@ -101,8 +101,9 @@ def test_move_writes_nothing_for_padding_and_bad_slots(operation, device: str, t
     keys = make_keys(2, LAYERS, 4, device)
     records, content_a = sealed_pool(keys, device)
     src, dst, new = [4, -1, 5, 6, 24, 7], [1, 2, 24, 3, 8, 9], {"generation": 1, "step": 2, "site": 3}
-    expected = oracle(records, content_a, [4, 6], [1, 3], [new, new], keys)
+    expected = oracle(records, content_a, [4, 6], [1, 3], [new | {"request": 100}, new | {"request": 103}], keys)
     given = {"generations": tensor([1] * 6), "step": tensor([2]), "sites": tensor([3]), "num_live": tensor([5])}
+    given["requests"] = tensor([100, 101, 102, 103, 104, 105])
     run(operation, records, content_a, tensor(src), tensor(dst), keys, **given)
     assert (records.tolist(), content_a.T.tolist()) == expected
 

@@ -257,10 +257,15 @@ def test_a_row_reads_what_it_writes_at_its_end(operation, device) -> None:
     run_plan(operation, forward, world)
     assert (world.planned.codes.tolist(), world.planned.places.tolist()) == ([0, 0, 0], [0, 1])
     assert world.planned.seeds.tolist() == [99]
+    forward, world = one_row(device, row_ends=[5])
+    run_plan(operation, forward, world)
+    assert (world.planned.places.tolist(), world.planned.code_places.tolist()) == ([-1, -1], [-1, -1])
 
 
 @both
-@pytest.mark.parametrize(("before", "found"), [(9, True), (4, True), (3, False), (63, True), (64, False), (-1, False)])
+@pytest.mark.parametrize(
+    ("before", "found"), [(9, True), (4, True), (3, False), (63, True), (64, False), (-1, False), (-1000, False)]
+)
 def test_a_row_continues_the_entry_before_what_it_writes(operation, device, before: int, found: bool) -> None:
     """Its chain, where that is a slot that may be read."""
     forward, world = one_row(device, ids=[8, before, 10, 11])

@@ -31,12 +31,14 @@ def test_post_writes_the_line_of_its_turn(operation, n: int, device: str, tensor
 
 @both
 def test_post_refuses_what_does_not_fit(operation, device: str, tensor) -> None:
-    """A box of another width or type."""
+    """A box of another width or type, numbers of another type, several turns."""
     numbers, turn = tensor([1, 2]), tensor([0])
     words = r"box must be contiguous \[lines, 2\] int64 in host memory, got"
     with pytest.raises(ValueError, match=words + r" \[3, 1\] torch.int64 on cpu"):
         operation(numbers, turn, box=torch.zeros(3, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=words + r" \[3, 2\] torch.float32 on cpu"):
         operation(numbers, turn, box=torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"numbers must be contiguous \[2\] int64, got \[2\] torch.int32"):
+        operation(numbers.int(), turn, box=torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"turn must be contiguous \[1\] int64"):
         operation(numbers, numbers, box=torch.zeros(3, 2, dtype=torch.int64))

@@ -299,6 +299,7 @@ def test_put_refuses_what_does_not_fit(operation, make, make_content) -> None:
     refused("layer must be 0 to 1, got 2", layer=2)
     refused("layer must be 0 to 1, got -1", layer=-1)
     refused(r"twice must be contiguous \[2\] int64", twice=slots[:1])
+    refused(r"num_live must be contiguous \[1\] int64", num_live=slots)
     refused("records must have a row a slot, got 11 for 12 slots", records=pool.records[:11])
     refused(r"content_a must be \[2, 12\] int64", content_a=pool.content_a[:1])
     refused("keys are for 2 layers of 8 words", keys=make_keys(1, 2, 8))

@@ -233,14 +233,14 @@ def test_relays_refuse_other_shapes() -> None:
     one, table = good[:1], good.view(2, 1)
     taken = {"rows": good, "relay_lens": good, "relay_bonus": good, "table": table}
     taken |= {"lens": good, "bonus": good, "slots": good}
-    for name in ("relay_bonus", "lens", "bonus", "slots"):
+    for name in ("relay_lens", "relay_bonus", "lens", "bonus", "slots"):
         assert refused(take_torch, **taken | {name: good.int()}).startswith(f"{name} must be ")
     for bad in (good, torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64).t()):
         words = f"table must be contiguous [2, width], got {list(bad.shape)}"
         assert refused(take_torch, **taken | {"table": bad}) == words
     left = {"rows": good, "relay_lens": good, "relay_bonus": good, "lens": good, "chosen": good}
     left |= {"num_live": one, "decides": one}
-    for name in ("relay_bonus", "lens", "chosen"):
+    for name in ("relay_lens", "relay_bonus", "lens", "chosen"):
         assert refused(leave_torch, **left | {name: one.expand(3)}).startswith(f"{name} must be ")
     for name in ("num_live", "decides"):
         assert refused(leave_torch, **left | {name: good}).startswith(f"{name} must be ")

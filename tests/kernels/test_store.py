@@ -220,6 +220,24 @@ def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make, m
 
 
 @both
+def test_attest_leaves_padding_as_it_is(operation, make, tensor) -> None:
+    """An entry that is not live keeps its count, and its slot keeps record and lanes."""
+    pool, (_, attest) = make(), operation
+    layers, before = pool.rows.num_layers, (pool.records[2].tolist(), pool.content_a[:, 2].tolist())
+    kept = torch.zeros(layers, 2, pool.rows.words_per_row, dtype=torch.int32, device=pool.records.device)
+    times, tables = (
+        torch.ones_like(kept[..., 0], dtype=torch.int64),
+        {"records": pool.records, "content_a": pool.content_a},
+    )
+    attest(
+        kept_rows(pool.rows, kept), tensor([1, 2]), keys=pool.keys, times=times, **tables, twice=tensor([0, 0]),
+        num_live=tensor([1]),
+    )  # fmt: skip
+    assert times.tolist() == [[0, 1]] * layers
+    assert (pool.records[2].tolist(), pool.content_a[:, 2].tolist()) == before
+
+
+@both
 def test_store_writes_nothing_for_padding_and_bad_slots(operation, make, make_content, lay_out, tensor) -> None:
     """Refused slots and padding leave no byte, no lane, no bit and no report."""
     pool, values = make(12, "nhd_pages", 4), make_content(7, seed=1)

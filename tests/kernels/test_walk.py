@@ -192,7 +192,7 @@ def test_what_nobody_wrote_and_what_lies_outside(rig: Rig) -> None:
     """R12 at an unwritten slot, R2 in the null block, R1 behind the pool, R3 where the record was hit."""
     for row in range(4):
         rig.forward({row: list(range(10))})
-    rig.table[0, 1], rig.table[1, 1], rig.table[2, 1] = 89, 0, BLOCKS + 7
+    rig.table[0, 1], rig.table[1, 1], rig.table[2, 1] = 89, 0, BLOCKS
     rig.records[rig.slot(3, 5), CHAIN] ^= 4
     walked, _, _ = rig.forward({row: [1] for row in range(4)})
     assert walked == [("R12", 4), ("R2", 4), ("R1", 4), ("R3", 5)]
@@ -229,6 +229,7 @@ def test_rows_that_nobody_follows_are_left_alone(rig: Rig) -> None:
     rig.truth.ends[1] = NOT_FOLLOWED
     assert rig.forward({1: list(range(9)), 0: [1, 2]}) == CLEAN
     assert not rig.records[rig.slot(1, 0)].any()
+    assert rig.slots[rig.step % RING, :11].tolist() == [-1] * 9 + [rig.slot(0, 0), rig.slot(0, 1)]
     assert rig.forward({1: [1], 0: [1]}) == CLEAN
 
 
@@ -266,6 +267,7 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
     block, offset = divmod(rig.slot(1, 6), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
     assert rig.forward({0: [1], 1: [2]})[1] == [None, (1, 6)]
+    assert int(rig.total) == 1
     rows = Rows(torch.tensor([1, 0], dtype=torch.int32, device=rig.device), rig.table[[1, 0]], rig.table, rig.table)
     hits = torch.full((1, 2), NO_HIT, dtype=torch.int64, device=rig.device)
     content = {"lanes": rig.lanes, "stamps": rig.stamps, "ends": rig.truth.ends}
@@ -273,6 +275,7 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
              stride=1, window=0, block_size=BLOCK_SIZE, whole=True, hits=hits, total=rig.total,
              counted=rig.counted[1:])  # fmt: skip
     assert rig.named(hits[0], None, 128) == [(1, 6), None]
+    assert int(rig.total) == 2
 
 
 def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:

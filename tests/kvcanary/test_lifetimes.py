@@ -161,6 +161,7 @@ def test_duplicates_of_cached_pages_are_replaced():
     assert (request.pages, request.final_pages) == ([5, 3, 9], 2)
     assert states(ledger, 7, 8, 5) == ["FREE", "FREE", "SHARED"]
     assert ledger.refcounts[[5, 3]].tolist() == [2, 2]
+    assert str(ledger.pages.history.of(5)[-1]) == "acquired by 'b' at step 4"
     with pytest.raises(LifetimeError, match="each page must have one that replaces it, got 1 and 0 pages"):
         ledger.deduplicate("b", [9], [], 5)
     ledger.commit("b", 3 * SIZE, 6)
@@ -180,6 +181,8 @@ def test_a_fork_shares_and_a_write_needs_a_copy():
     assert ledger.pages.write_codes(np.array([3]), np.array([uid])) == {0: "W3"}
     generation = ledger.generations[3]
     ledger.copy_on_write("b", 3, 9, 4)
+    last = [str(event) for event in ledger.pages.history.of(3)[-2:]]
+    assert last == ["released by 'b' at step 4", "taken back by 'a' at step 4"]
     assert ledger.request("b").pages == [5, 9]
     assert [ledger.owner_of(page) for page in (5, 3, 9)] == [None, "a", "b"]
     assert states(ledger, 5, 3, 9) == ["SHARED", "WRITTEN", "WRITTEN"]

@@ -356,6 +356,11 @@ SAID = [
     (bytes_.written_when_free, shown(), Cause("lifetime", FREE_WRITE, "inferred")),
     (
         bytes_.written_when_free,
+        shown(events=A_FREE),
+        Cause("lifetime", FREE_WRITE, "inferred", ("freed by 'old' at step 4",)),
+    ),
+    (
+        bytes_.written_when_free,
         shown(events=(PageEvent("freed", 2, "older"), *A_FREE)),
         Cause("lifetime", FREE_WRITE, "inferred", ("freed by 'old' at step 4",)),
     ),

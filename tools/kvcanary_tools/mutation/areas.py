@@ -21,9 +21,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "references": tuple(
         f"kvcanary_kernels/{name}.py"
         for name in (
-            "attention/paged", "chain", "content", "count", "fingerprint", "finish", "finite", "index", "layers",
-            "likeliest", "move", "plan", "poison", "product", "relay", "reread", "scatter", "seal", "settle", "store",
-            "verify", "walk",
+            "attention/paged", "attest", "chain", "content", "count", "fingerprint", "finish", "finite", "index",
+            "layers", "likeliest", "move", "plan", "poison", "post", "product", "put", "relay", "reread", "scatter",
+            "seal", "settle", "store", "verify", "walk",
         )
     ),
 }  # fmt: skip
