@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IN_THE_AIR = 4  # steps of which the host may not have heard: buffers of every outbox
+LINES = IN_THE_AIR + 1  # of a body that runs step by step: those, and the one that it writes
 
 
 class Outbox:
@@ -42,16 +43,14 @@ class Packed:
     step: [1] int64 (`launches.Shared`), whose turn says where they go;  post: the operation
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], turns: int = IN_THE_AIR + 1
-    ) -> None:
-        """`turns`: that may be read; one of a body that runs once."""
+    def __init__(self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], lines: int = LINES) -> None:
+        """`lines`: turns that may be read; one for a body that runs once."""
         self._flat, self._step, self._post = [tensor.view(-1) for tensor in tensors], step, post
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
         self._where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
             self._packed = step.new_zeros(ends[-1])
-            self._box = torch.zeros(turns, ends[-1], dtype=torch.int64, pin_memory=step.is_cuda)
+            self._box = torch.zeros(lines, ends[-1], dtype=torch.int64, pin_memory=step.is_cuda)
         self._lines = self._box.numpy()
         self._turn = 0
 

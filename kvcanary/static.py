@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcanary.buffers import StaticBuffers
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
-from kvcanary.outbox import Outbox, Packed
+from kvcanary.outbox import LINES, Outbox, Packed
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan, Room
@@ -56,8 +56,8 @@ class StaticSubstep:
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
         self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
-        turns = {} if number is not None else {"turns": 1}
-        self.written = Packed(self._parts(header), shared.step, self._launch.post, **turns)
+        lines = 1 if number is None else LINES
+        self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
         self._is_open = self._has_looked = False

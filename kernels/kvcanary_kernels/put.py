@@ -37,7 +37,7 @@ from kvcanary_kernels.fingerprint import (
 )
 from kvcanary_kernels.overlap import overlap_options
 from kvcanary_kernels.record import Keys
-from kvcanary_kernels.rows import PoolRows, dense_words
+from kvcanary_kernels.rows import PoolRows, dense_values
 
 
 def put(
@@ -195,7 +195,7 @@ def _put_kernel(
         base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
         base = tl.multiple_of(base, ALIGNMENT)
         source = values[i_piece] + i_n * value_strides[i_piece]
-        a, b = _store_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
+        a, b = _put_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
         total_a += a
         total_b += b
     tl.store(content_a + i_layer * content_stride + slot, total_a)
@@ -203,7 +203,7 @@ def _put_kernel(
 
 
 @triton.jit
-def _store_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
+def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
     """Copy one piece of a row into the pool; both keyed sums of it."""
     WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
     FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
@@ -246,20 +246,7 @@ def _check(
     if records.shape[0] != rows.num_slots:
         raise ValueError(f"records must have a row a slot, got {records.shape[0]} for {rows.num_slots} slots")
     expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
-    given = [("k", k), *([] if v is None else [("v", v)]), *((f"extras[{i}]", e) for i, e in enumerate(extras))]
-    if len(given) != len(rows.pieces):
-        names = ", ".join(name for name, _ in given)
-        raise ValueError(f"the pool's rows have {len(rows.pieces)} pieces, got {len(given)}: {names}")
-    words = []
-    for (name, value), piece, size in zip(given, rows.pieces, rows.element_sizes, strict=True):
-        row_bytes = value.shape[1:].numel() * value.element_size()
-        if value.shape[0] != n or row_bytes != 4 * piece.words or value.element_size() != size:
-            raise ValueError(
-                f"{name} must be [{n}, ...] with rows of {4 * piece.words} bytes, {size} an element, "
-                f"got {list(value.shape)} {value.dtype}"
-            )
-        words.append(dense_words(value, name))
-    return tuple(words)
+    return dense_values(rows, n, k, v, extras)
 
 
 def _lanes(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,24 @@ def pool_rows(
     )
 
 
+def dense_values(rows: PoolRows, n: int, k: Tensor, v: Tensor | None, extras: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Values of n slots [n, ...], v None for latent rows, as [n, words] int32 views by piece of the rows."""
+    given = [("k", k), *([] if v is None else [("v", v)]), *((f"extras[{i}]", e) for i, e in enumerate(extras))]
+    if len(given) != len(rows.pieces):
+        names = ", ".join(name for name, _ in given)
+        raise ValueError(f"the pool's rows have {len(rows.pieces)} pieces, got {len(given)}: {names}")
+    words = []
+    for (name, value), piece, size in zip(given, rows.pieces, rows.element_sizes, strict=True):
+        row_bytes = value.shape[1:].numel() * value.element_size()
+        if value.shape[0] != n or row_bytes != 4 * piece.words or value.element_size() != size:
+            raise ValueError(
+                f"{name} must be [{n}, ...] with rows of {4 * piece.words} bytes, {size} an element, "
+                f"got {list(value.shape)} {value.dtype}"
+            )
+        words.append(dense_words(value, name))
+    return tuple(words)
+
+
 def dense_words(values: Tensor, name: str) -> Tensor:
     """[n, words] int32 view of values [n, ...] whose rows are dense, whole, aligned words; any row stride."""
     try:

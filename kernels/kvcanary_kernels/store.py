@@ -27,7 +27,7 @@ from kvcanary_kernels.device import (
 )
 from kvcanary_kernels.fingerprint import word_offsets
 from kvcanary_kernels.overlap import overlap_options
-from kvcanary_kernels.rows import PoolRows, dense_words
+from kvcanary_kernels.rows import PoolRows, dense_values
 
 
 def store(
@@ -171,17 +171,4 @@ def _check(
     shape = rows.num_layers, n, rows.words_per_row
     if kept.shape != shape or kept.dtype is not torch.int32 or not kept.is_contiguous():
         raise ValueError(f"kept must be contiguous {list(shape)} int32, got {list(kept.shape)} {kept.dtype}")
-    given = [("k", k), *([] if v is None else [("v", v)]), *((f"extras[{i}]", e) for i, e in enumerate(extras))]
-    if len(given) != len(rows.pieces):
-        names = ", ".join(name for name, _ in given)
-        raise ValueError(f"the pool's rows have {len(rows.pieces)} pieces, got {len(given)}: {names}")
-    words = []
-    for (name, value), piece, size in zip(given, rows.pieces, rows.element_sizes, strict=True):
-        row_bytes = value.shape[1:].numel() * value.element_size()
-        if value.shape[0] != n or row_bytes != 4 * piece.words or value.element_size() != size:
-            raise ValueError(
-                f"{name} must be [{n}, ...] with rows of {4 * piece.words} bytes, {size} an element, "
-                f"got {list(value.shape)} {value.dtype}"
-            )
-        words.append(dense_words(value, name))
-    return tuple(words)
+    return dense_values(rows, n, k, v, extras)

@@ -31,6 +31,14 @@ def test_a_line_a_fault_and_the_sums(campaign):
     assert sums["faults, each in up to 3 configurations"] == "1"
     assert sums["findings in clean twins; in quiet ones"] == "0 of 3; 0 of 1"
     assert sums["minutes on 2 cores"] == "5"
+    assert sums["faults run again into the record, after they or a check were mended"] == "0"
+
+
+def test_a_fault_run_again_twice_is_one(campaign):
+    """The record says how many of its faults are younger than the rest."""
+    again = [{"faults": ["hooks.wrong_substep", "bits.flip"]}, {"faults": ["bits.flip"]}]
+    lines = list(pages.summary_lines(campaign | {"meta": campaign["meta"] | {"rerun": again}}))
+    assert "| faults run again into the record, after they or a check were mended | 2 |" in lines
 
 
 def test_they_go_between_their_marks(campaign, tmp_path):

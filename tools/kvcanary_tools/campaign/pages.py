@@ -63,6 +63,8 @@ def summary_lines(campaign: Mapping[str, Any]) -> Iterator[str]:
     yield f"| found by a check that was switched off | {of('disabled_found', 'disabled')} |"
     first, best = (_share(_sum(totals, name), _sum(totals, "verdicts")) for name in ("verdict_first", "verdict_top3"))
     yield f"| right cause first; among the first {BEST} | {first}; {best} |"
+    rerun = {name for each in meta.get("rerun", ()) for name in each["faults"]}
+    yield f"| faults run again into the record, after they or a check were mended | {len(rerun)} |"
     yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"
 
 
