@@ -76,6 +76,7 @@ class RequestState:
     released: bool
     owned_len: int | None
     growth: tuple[tuple[int, int], ...]
+    is_damaged: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,4 +175,5 @@ def _request(request: Request, epoch: int) -> RequestState:
         request.released,
         request.owned_len,
         tuple(request.growth),
+        request.is_damaged,
     )

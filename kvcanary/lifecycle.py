@@ -124,8 +124,9 @@ class Lifecycle:
         if self.config.content == "write":
             self._coverage.freed_unread_bytes += self._unread_bytes(request, pages)
         self.tickets.freed(pages)
+        is_damaged = request.is_damaged
         self._ledger.free(request_id, pages, self.step)
-        self._leave(pages)
+        self._leave(pages, is_damaged)
         request.judged = [Judged()] * len(request.judged)
         if request.released and not request.pages:
             self._ledger.forget(request_id)
@@ -185,7 +186,7 @@ class Lifecycle:
         self._ledger.deduplicate(request_id, [page], [kept], self.step)
         self.tickets.freed([page])
         self._checks.look_at_pages([kept], self.step)
-        self._leave([page])
+        self._leave([page], request.is_damaged)
         request.judged = [Judged()] * len(request.judged)
 
     @recorded
@@ -361,11 +362,14 @@ class Lifecycle:
         if waiting:
             self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 
-    def _leave(self, pages: Sequence[int]) -> None:
-        """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten."""
+    def _leave(self, pages: Sequence[int], is_damaged: bool = False) -> None:
+        """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten.
+
+        `is_damaged`: something was found in what their owner held; what the last look at them found says so too
+        """
         freed = [page for page in pages if page != NO_PAGE and self._ledger.states[page] == FREE]
         self._checks.forget(freed)
-        self._poisoner.freed(freed)
+        self._poisoner.freed(freed, is_damaged or len(self._checks.hits) > 0)
         if self._mapped and self.config.poison != "off":
             untold = sum(len(self._state.pools_of(group)) for group, is_untold in self._untold.items() if is_untold)
             self._coverage.skip("freed pages behind a slot map, not poisoned", untold * len(freed))

@@ -247,9 +247,9 @@ class CanaryManager(Lifecycle):
         """
         poisoner = self._of_group(group)
         self._checks.settle()
-        if self._checks.look_at_leaving(group, pages, self.step):
+        if fired := self._checks.look_at_leaving(group, pages, self.step):
             self._act()
-        poisoner.freed(own_pages)
+        poisoner.freed(own_pages, fired or self._are_damaged(pages))
 
     # what was found
 
@@ -397,6 +397,13 @@ class CanaryManager(Lifecycle):
             "O1": self.tickets.is_used,
         }
         return (FED | {"W9"}) - {code for code, is_fed in feeds.items() if not is_fed}
+
+    def _are_damaged(self, pages: Sequence[int]) -> bool:
+        """Whether something was found in what a request holds that has one of these pages."""
+        if not self._response.log.findings:
+            return False
+        holders = map(self._ledger.holder, pages)
+        return any(request is not None and request.is_damaged for request in holders)
 
     def _refresh(self) -> None:
         """Bring the coverage up to now."""

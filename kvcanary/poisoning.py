@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -52,10 +52,18 @@ class Poisoner:
         self.waiting: dict[int, None] = {}  # freed pages, oldest first
         self.poisoned: set[int] = set()
 
-    def freed(self, pages: Iterable[int]) -> None:
-        """These pages belong to nobody; `tick` will fill them."""
+    def freed(self, pages: Sequence[int], is_damaged: bool = False) -> None:
+        """These pages belong to nobody; `tick` will fill them.
+
+        `is_damaged`: at once, whatever the budget, or zero them where nothing is poisoned: NaN that was computed from
+        damage must not meet their next owner, who reads whole pages
+        """
+        if not self._pools:
+            return
         if not self._is_off:
-            self.waiting.update(dict.fromkeys(pages if self._pools else ()))
+            self.waiting.update(dict.fromkeys(pages))
+        if is_damaged:
+            (self._zero if self._is_off else self.fill)(pages)
 
     def tick(self) -> None:
         """A step has passed: fill what its budget, and what was saved of it, allow."""

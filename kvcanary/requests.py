@@ -161,6 +161,7 @@ class Request:
     growth:        (step, tokens known after it)
     addresses:     of `row` and `tokens`, for the compiled loops
     in_the_air:    captured forwards with its rows of which the host has not learned yet
+    is_damaged:    something was found in what it holds, and it may have computed NaN from that
     """
 
     request_id: str
@@ -181,6 +182,7 @@ class Request:
     growth: list[tuple[int, int]] = field(default_factory=list)
     addresses: Addresses = field(default_factory=Addresses)
     in_the_air: int = 0
+    is_damaged: bool = False
 
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
@@ -204,6 +206,7 @@ class Request:
         for queue in self.reads:
             queue.clear()
         self.judged = [Judged()] * len(self.judged)
+        self.is_damaged = False
 
     def tokens_since(self, step: int) -> int:
         """Tokens appended in steps after `step`."""

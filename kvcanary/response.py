@@ -40,7 +40,10 @@ class Response:
         if not groups:
             return frozenset()
         coverage.count_hits(groups)
-        mode, doomed = self._config.mode, self._touched(groups) if self._config.mode == "abort" else frozenset()
+        mode, touched = self._config.mode, self._touched(groups)
+        doomed = touched if mode == "abort" else frozenset[str]()
+        for name in touched:
+            self._ledger.requests[name].is_damaged = True
         is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
         stops = mode == "raise" or is_blind  # a canary that does not run protects nobody
         if stops:

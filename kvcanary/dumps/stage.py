@@ -171,6 +171,7 @@ class Stage:
         for name in ("committed_len", "final_pages", "commit_step", "released", "owned_len"):
             setattr(request, name, line[name])
         request.growth = [(at, count) for at, count in line["growth"]]
+        request.is_damaged = line.get("is_damaged", False)
         self._set_looks(request, line)
 
     def _set_looks(self, request: Request, line: dict[str, Any]) -> None:

@@ -215,6 +215,7 @@ class Writer:
             "released": request.released,
             "owned_len": request.owned_len,
             "growth": [list(entry) for entry in request.growth],
+            "is_damaged": request.is_damaged,
         }
 
     def _told(self) -> Iterator[dict[str, Any]]:

@@ -104,6 +104,34 @@ def test_clean_requests_never_end_as_corrupted(clean: dict[str, list]) -> None:
     assert {name: tokens(own) for name, own in events.items()} == {name: tokens(own) for name, own in clean.items()}
 
 
+@pytest.mark.parametrize(
+    ("mode", "poison", "schedule"),
+    [("abort", "finite", "overlap"), ("abort", "nan", "sync"), ("abort", "off", "sync"), ("log", "finite", "overlap")],
+)
+def test_what_was_computed_from_damage_meets_nobody(mode: str, poison: str, schedule: str) -> None:
+    """NaN in the first layer is NaN in all that is stored after it; whoever gets those pages next is served as ever."""
+    prompt, other = (excerpt.prompt[-200:] for excerpt in load_excerpts()[:2])
+    canary = CanaryConfig(mode=mode, content="full", poison=poison, quarantine=2)
+    settings = {"page_size": 16, "max_total_tokens": 288, "max_running_requests": 1, "prefix_cache": False}
+    engine = Engine(EngineConfig(canary=canary, schedule=schedule, **settings))
+    [clean] = engine.generate([other], PARAMS)
+    first, second = engine.submit(prompt, PARAMS), engine.submit(other, PARAMS)
+    outputs: dict[str, list[int]] = {first: [], second: []}
+    reasons = {}
+    for number in range(200):
+        if number == 4:
+            slot = int(engine.request_table.table[engine.running[0].row, 20])
+            engine.pools["target"].kv[0, slot, 1, 0, 5] = float("nan")
+        for event in engine.step():
+            outputs[event.request_id] += event.token_ids
+            reasons[event.request_id] = event.finish_reason
+        if not engine.has_work:
+            break
+    assert reasons == {first: "kv_corruption" if mode == "abort" else "length", second: "length"}
+    assert outputs[second] == list(clean.token_ids)
+    assert {name for finding in engine.canary.findings for name in finding.readers} == {first}
+
+
 @pytest.mark.parametrize("steps", [3, 4, 5, 6])
 def test_nothing_is_moved_for_a_request_that_has_ended(steps: int) -> None:
     """Its pages are free already: compaction writes only into rows that go on."""

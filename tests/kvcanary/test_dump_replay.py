@@ -200,3 +200,24 @@ def test_abort_goes_on_as_the_engine_did(make_engine, tmp_path):
     outcome = replay(dump)
     assert outcome.missing == []
     assert outcome.step == engine.step_number
+
+
+def test_damage_older_than_the_recording_is_remembered(make_engine, tmp_path):
+    """Pages of a request that was found damaged before it begins are filled when they are freed, in the replay too."""
+    engine = make_engine(mode="log", content="full", dump_dir=str(tmp_path), ring=8)
+    engine.start("only", 16)
+    engine.start("other", 16)
+    element = engine.pools["target"].bits(1, engine.slot("only", 3), "V")[2:3]
+    for _ in range(2):  # and back: nothing is found of it as the request ends
+        element ^= 1 << 9
+        engine.step()
+    for _ in range(30):
+        engine.step()
+    dump = read_dump(engine.canary.dump(tmp_path / "before.kvdump"))
+    assert {line["request_id"]: line["is_damaged"] for line in dump.start} == {"only": True, "other": False}
+    for name in ("only", "other"):
+        engine.finish(name)
+    replayer = Replayer(read_dump(engine.canary.dump(tmp_path / "later.kvdump")))
+    replayer.run(None, None)
+    poisoner, again = engine.canary._poisoner, replayer.manager._poisoner
+    assert (again.poisoned, again.waiting) == (poisoner.poisoned, poisoner.waiting)

@@ -100,6 +100,60 @@ def test_the_budget_is_kept(make_engine, monkeypatch):
     assert filled == [0, 64, 64, 128, 128, 192, 192, 256]
 
 
+def damaged_page(engine, name: str) -> int:
+    """A page of the request, after a byte of it has changed."""
+    page = engine.rows[name].pages[1]
+    engine.pools["target"].bits(0, engine.slot(name, 5), "V")[3] ^= 1 << 7
+    return page
+
+
+@pytest.mark.parametrize("mode", ["abort", "log"])
+def test_pages_of_a_damaged_request_are_filled_when_they_are_freed(make_engine, mode):
+    """Whatever the budget is: all that it holds, and nothing of requests in which nothing was found."""
+    engine = make_engine(page_size=4, num_pages=64, mode=mode, content="full")
+    poisoner = engine.canary._poisoner
+    poisoner.budget = 0
+    engine.start("one", 12)
+    engine.start("other", 12)
+    page = damaged_page(engine, "one")
+    engine.decode("one")
+    pages, others = (list(engine.rows[name].pages) for name in ("one", "other"))
+    for name in ("one", "other"):
+        engine.finish(name)
+    assert page in pages
+    assert poisoner.poisoned == set(pages)
+    assert list(poisoner.waiting) == others
+
+
+def test_without_poison_they_are_zeroed(make_engine):
+    """The next owner reads whole pages."""
+    engine = make_engine(page_size=4, num_pages=64, mode="abort", content="full", poison="off")
+    engine.start("one", 12)
+    page = damaged_page(engine, "one")
+    engine.decode()
+    engine.finish("one")
+    slots = slice(page * 4, page * 4 + 4)
+    for pool in engine.pools.values():
+        assert (pool.kv[:, slots] == 0).all()
+
+
+def test_a_damaged_page_of_a_cache_is_filled_when_it_is_evicted(make_engine):
+    """The last look at its bytes finds the damage; a clean one waits for the budget."""
+    engine = make_engine(page_size=4, num_pages=64, mode="abort")
+    poisoner = engine.canary._poisoner
+    poisoner.budget = 0
+    engine.start("one", 12)
+    clean, page = engine.rows["one"].pages[:2]
+    engine.canary.on_share("one", [clean, page])
+    engine.finish("one")
+    engine.pools["target"].bits(0, 4 * page, "V")[3] ^= 1 << 7
+    before = set(poisoner.waiting)
+    engine.canary.on_evict([clean])
+    engine.canary.on_evict([page])
+    assert poisoner.poisoned == {page}
+    assert set(poisoner.waiting) - before == {clean}
+
+
 @pytest.mark.parametrize("nan", [False, True])
 def test_the_loop_fills_and_reads_the_pattern_of_the_reference(layout, make_fake_pool, nan):
     """In every layout: what one fills the other finds whole, and both see every word that was changed."""
