@@ -189,15 +189,6 @@ class Lifecycle:
         self._leave([page], request.is_damaged)
         request.judged = [Judged()] * len(request.judged)
 
-    @recorded
-    def on_evict(self, pages: Sequence[int]) -> None:
-        """A prefix cache gives up pages that no row names."""
-        self._checks.settle()
-        self._checks.look_at_pages(pages, self.step)
-        self.tickets.freed(pages)
-        self._ledger.evict(pages, self.step)
-        self._leave(pages)
-
     # pages of a group behind a slot map
 
     @recorded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,18 @@ class CanaryManager(Lifecycle):
         return is_intact
 
     @recorded
+    def on_evict(self, pages: Sequence[int]) -> None:
+        """A prefix cache gives up pages that no row names; what a last look finds is not their next owner's."""
+        self._checks.settle()
+        self._checks.look_at_pages(pages, self.step)
+        self.tickets.freed(pages)
+        self._ledger.evict(pages, self.step)
+        self._leave(pages)
+        self._response.damaged_pages.difference_update(pages)
+        if self.config.mode != "raise":  # else the check of the step stops the engine
+            self._act()
+
+    @recorded
     def on_unmap(self, group: str, pages: Sequence[int], own_pages: Sequence[int]) -> None:
         """The group gives up its own pages, the full ones may stay. Told while the map still leads there.
 
@@ -257,6 +269,14 @@ class CanaryManager(Lifecycle):
     def doomed(self) -> frozenset[str]:
         """Mode abort: running requests that must end, by all that was judged; the release of another may name some."""
         return self._doomed
+
+    @property
+    def damaged_pages(self) -> Set[int]:
+        """Mode abort: pages of the prefix cache in which damage was found; it must give them up, and those behind them.
+
+        `on_evict` tells when it has.
+        """
+        return self._response.damaged_pages if self.config.mode == "abort" else frozenset()
 
     @property
     def num_bytes(self) -> int:

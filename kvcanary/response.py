@@ -33,6 +33,7 @@ class Response:
         self._dump = dump
         self._config, self._ledger, self._describer = config, ledger, describer
         self._incidents: dict[tuple[int, int], int] = {}
+        self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
 
     def act(self, groups: Sequence[HitGroup], step: int, coverage: Coverage) -> frozenset[str]:
@@ -44,6 +45,7 @@ class Response:
         doomed = touched if mode == "abort" else frozenset[str]()
         for name in touched:
             self._ledger.requests[name].is_damaged = True
+        self.damaged_pages |= self._cached(groups)
         is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
         stops = mode == "raise" or is_blind  # a canary that does not run protects nobody
         if stops:
@@ -70,9 +72,14 @@ class Response:
         return frozenset(name for name in touched if name in self._ledger.requests)
 
     def _holders(self, hit: Hit) -> list[str]:
-        if hit.code not in DAMAGE or not 0 <= hit.slot < hit.pool.view.num_slots:
+        if not _is_damage(hit):
             return []
         return [name for name, request in self._ledger.requests.items() if hit.page in request.pages]
+
+    def _cached(self, groups: Sequence[HitGroup]) -> set[int]:
+        """Pages with damage that a prefix cache has."""
+        damaged = {hit.page for group in groups for hit in group.kept if _is_damage(hit)}
+        return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
 
     def _number(self, incident: Sequence[Hit]) -> int:
         """The number of an incident; a slot that was seen before keeps its number."""
@@ -86,3 +93,7 @@ class Response:
 
 #: Findings about what lies in a page, whoever reads it.
 DAMAGE = frozenset({"R3", "R9", "R12", "T1"})
+
+
+def _is_damage(hit: Hit) -> bool:
+    return hit.code in DAMAGE and 0 <= hit.slot < hit.pool.view.num_slots

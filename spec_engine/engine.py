@@ -124,6 +124,7 @@ class Engine(Intake):
             self._deliver(self.lag if self.running else 0, events)
         except KVCorruptionError as error:
             self._stop(error, events)
+        self.memory.drop_damaged()
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
         check_progress(self._still_steps, [request.request_id for request in self.running], len(self.scheduler.waiting))

@@ -118,6 +118,13 @@ class KVMemory:
             self.canary.on_evict(evicted)
         return count <= self.allocator.num_ready
 
+    def drop_damaged(self) -> None:
+        """Nobody begins with pages in which the canary has found damage, nor with what was computed from them."""
+        if self.canary is None or not (damaged := self.canary.damaged_pages):
+            return
+        if dropped := self.cache.drop(damaged):
+            self.canary.on_evict(dropped)
+
     def release(self, request: Request, publish: bool) -> bool:
         """Take everything back; whether its bytes were to the end what had been written.
 

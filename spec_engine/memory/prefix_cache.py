@@ -6,7 +6,7 @@ row that names a page holds one reference of it, the tree holds one more for eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from kvcanary.faults import seam
@@ -111,6 +111,12 @@ class PrefixCache:
             self.allocator.free(pages)
             evicted += pages
         return evicted
+
+    def drop(self, pages: Collection[int]) -> list[int]:
+        """Forget these pages and those behind them, but what a request holds; returns the pages that are free now."""
+        dropped = self.tree.drop(pages)
+        self.allocator.free(dropped)
+        return dropped
 
     def accounting(self, requests: Iterable[PageHolder]) -> PoolAccounting:
         """Where all pages are; ``requests`` are all that hold some."""

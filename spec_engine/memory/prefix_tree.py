@@ -157,6 +157,35 @@ class PrefixTree:
         self._cached.difference_update(evicted)
         return evicted
 
+    def drop(self, pages: Collection[int]) -> list[int]:
+        """Give up these pages, and those behind them, which were computed from them; what is locked stays.
+
+        The caller drops the tree's references of the pages that are returned.
+        """
+        dropped: list[int] = []
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            count = next((place for place, page in enumerate(node.pages) if page in pages), None)
+            if count is None or node.num_locks:
+                nodes += node.children.values()
+            else:
+                dropped += self._prune(node, count)
+        self._cached.difference_update(dropped)
+        return dropped
+
+    def _prune(self, node: Node, count: int) -> list[int]:
+        """Leave the first ``count`` pages of a node and nothing below it; the pages of all the rest."""
+        pages, below = node.pages[count:], list(node.children.values())
+        while below:
+            child = below.pop()
+            below += child.children.values()
+            pages += child.pages
+            child.parent = None
+        node.children.clear()
+        self._cut(node, count)
+        return pages
+
     def _has(self, node: Node) -> bool:
         return node is self._root or node.parent is not None
 

@@ -132,6 +132,39 @@ def test_what_was_computed_from_damage_meets_nobody(mode: str, poison: str, sche
     assert {name for finding in engine.canary.findings for name in finding.readers} == {first}
 
 
+def flip_a_cached_bit(engine: Engine, pages: list[int]) -> None:
+    """In the second page of these, which the prefix cache holds."""
+    engine.pools["target"].kv.view(torch.int32)[11, 16 * pages[1], 1, 0, 5] ^= 1 << 9
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_damaged_page_leaves_the_prefix_cache(is_read: bool, schedule: str, monkeypatch) -> None:
+    """Who reads it ends, or nobody where the cache alone holds it; the next one computes it and all behind it again."""
+    prompt, other = (excerpt.prompt[-200:] for excerpt in load_excerpts()[:2])
+    monkeypatch.setattr("kvcanary.config.ROTATION_STEPS", 8)
+    settings = {"page_size": 16, "max_total_tokens": 2048, "max_running_requests": 2}
+    engine = Engine(EngineConfig(canary=CanaryConfig(mode="abort", budget=1 << 40), schedule=schedule, **settings))
+    [clean, _] = engine.generate([prompt, other], PARAMS)
+    pages = engine.memory.cache.tree.match(engine.tokenizer.encode(prompt)).pages
+    names = [engine.submit(prompt if is_read else other, PARAMS), engine.submit(other, PARAMS)]
+    reasons = {}
+    for number in range(200):
+        if number == 3:
+            flip_a_cached_bit(engine, pages)
+        reasons.update({event.request_id: event.finish_reason for event in engine.step()})
+        if not engine.has_work:
+            break
+    assert [reasons[name] for name in names] == ["kv_corruption" if is_read else "length", "length"]
+    assert [finding.page for finding in engine.canary.findings] == [pages[1]]
+    assert engine.memory.cache.tree.match(engine.tokenizer.encode(prompt)).pages == pages[:1]
+    assert not engine.canary.damaged_pages
+    engine.memory.cache.check_references([])
+    [again] = engine.generate([prompt], PARAMS)
+    assert (again.finish_reason, again.token_ids) == ("length", clean.token_ids)
+    assert len(engine.canary.findings) == 1
+
+
 @pytest.mark.parametrize("steps", [3, 4, 5, 6])
 def test_nothing_is_moved_for_a_request_that_has_ended(steps: int) -> None:
     """Its pages are free already: compaction writes only into rows that go on."""

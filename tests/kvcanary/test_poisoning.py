@@ -154,6 +154,24 @@ def test_a_damaged_page_of_a_cache_is_filled_when_it_is_evicted(make_engine):
     assert set(poisoner.waiting) - before == {clean}
 
 
+@pytest.mark.parametrize("mode", ["abort", "log"])
+def test_damage_of_an_evicted_page_is_not_its_next_owner_s(make_engine, mode):
+    """Granted again in the same step: the finding names nobody, and abort ends nobody."""
+    engine = make_engine(page_size=4, num_pages=64, mode=mode)
+    engine.start("one", 12)
+    page = engine.rows["one"].pages[0]
+    engine.canary.on_share("one", [page])
+    engine.finish("one")
+    engine.pools["target"].bits(0, 4 * page, "V")[3] ^= 1 << 7
+    engine.canary.on_evict([page])
+    engine.canary.admit("new", [1, 2, 3])
+    engine.canary.on_alloc("new", [page])
+    assert engine.canary.check() == frozenset()
+    [finding] = engine.canary.findings
+    assert (finding.code, finding.page, finding.owner, finding.readers) == ("R9", page, None, ())
+    assert not engine.canary._ledger.request("new").is_damaged
+
+
 @pytest.mark.parametrize("nan", [False, True])
 def test_the_loop_fills_and_reads_the_pattern_of_the_reference(layout, make_fake_pool, nan):
     """In every layout: what one fills the other finds whole, and both see every word that was changed."""

@@ -124,6 +124,18 @@ def test_a_lock_survives_the_splitting_of_its_node():
         tree.lock(other)
 
 
+def test_a_dropped_page_takes_along_what_was_computed_from_it():
+    """All that follows it on its paths, but nothing that is locked, and nothing before it or beside it."""
+    tree = tree_of(([1, 2, 3, 4, 5, 6], [7, 8, 9]), ([1, 2, 3, 4, 8, 8], [7, 8, 10]), ([5, 5], [11]))
+    node = tree.match([1, 2, 3, 4, 8, 8]).node
+    tree.lock(node)
+    assert tree.drop({8, 9}) == [9]
+    tree.unlock(node)
+    assert sorted(tree.drop({8})) == [8, 10]
+    assert sorted(tree.pages) == [7, 11]
+    assert tree.match([1, 2, 3, 4]).pages == [7]
+
+
 def test_an_unlock_without_a_lock_is_refused():
     """A second unlock would leave another request's prefix unprotected."""
     tree = tree_of(([1, 2], [1]))
@@ -198,6 +210,15 @@ class Model:
             evicted.append(self.entries.pop(min(leaves)[1]).page)
         return evicted
 
+    def drop(self, pages: set[int]) -> list[int]:
+        roots = [prefix for prefix, entry in self.entries.items() if entry.page in pages and not entry.locks]
+        gone = [
+            other
+            for other in self.entries
+            if any(other[0] == root[0] and other[2 : len(root)] == root[2:] for root in roots)
+        ]
+        return [self.entries.pop(prefix).page for prefix in gone]
+
     def is_free(self, prefix: tuple) -> bool:
         return not self.entries[prefix].locks and not any(self.continues(other, prefix) for other in self.entries)
 
@@ -215,6 +236,7 @@ STEPS = st.lists(
         st.tuples(st.just("lock"), RUNS, SALTS),
         st.tuples(st.just("unlock"), st.integers(0, 3)),
         st.tuples(st.just("evict"), st.integers(0, 4)),
+        st.tuples(st.just("drop"), st.sets(st.integers(1, 12), max_size=2)),
     ),
     max_size=25,
 )
@@ -257,6 +279,9 @@ class Pair:
     def evict(self, count):
         assert self.tree.evict(count) == self.model.evict(count)
 
+    def drop(self, pages):
+        assert sorted(self.tree.drop(pages)) == sorted(self.model.drop(pages))
+
     def agree(self):
         entries = self.model.entries.values()
         assert sorted(self.tree.pages) == sorted(entry.page for entry in entries)
@@ -279,7 +304,7 @@ def run(page_size, bigram, steps) -> None:
 @settings(max_examples=150, deadline=None)
 @given(page_size=st.integers(1, 3), bigram=st.booleans(), steps=STEPS)
 def test_tree_and_dictionary_agree(page_size, bigram, steps):
-    """Whatever is matched, inserted, locked, unlocked and evicted, in the order of eviction too."""
+    """Whatever is matched, inserted, locked, unlocked, evicted and dropped, in the order of eviction too."""
     run(page_size, bigram, steps)
 
 
