@@ -129,7 +129,7 @@ class SubstepBank:
         self._take_planned()
         self._expected.clear()
         for substep in self._in_order:
-            substep.work.forget_firsts()
+            substep.work.forget_firsts(int(self.step) & MASK_32)
 
     def get(self, pool: str, kind: str, index: int, bucket: int) -> StaticSubstep:
         """The substep of this bucket."""

@@ -21,7 +21,7 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import once
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import ROW_STARTS, StaticSubstep
+from kvcanary.static import ROW_STARTS, VIOLATIONS, StaticSubstep
 from kvcanary.truths import note_row
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.record import signed
@@ -118,7 +118,8 @@ class StaticChecks:
     def _note(self, substep: StaticSubstep, requests: list[Request], step: int, written: Sequence[int]) -> None:
         """It runs next."""
         substep.written.expect(self.bank.turn)
-        self.launched.append(Launched(substep, requests, [request.committed_len for request in requests], step))
+        committed = [request.committed_len for request in requests]
+        self.launched.append(Launched(substep, requests, committed, step, self.bank.turn))
         pool_id = substep.pool.pool_id
         for request, count in zip(requests, written, strict=True):
             note_row(request, substep.site[0], pool_id, request.final_len(pool_id) + count)
@@ -140,7 +141,8 @@ class StaticChecks:
             if (number := run.substep.number) is None:
                 singles.append((run.substep, written[-1]))
             else:
-                headers[number], runs[number] = written[-1], Ran(written[ROW_STARTS], run.requests)
+                headers[number] = written[-1]
+                runs[number] = Ran(run.turn, written[ROW_STARTS], written[VIOLATIONS], run.requests)
         snapshot = self.bank.snapshot(headers or None, runs, singles)
         return Told(step, forwards, [(move, move.moved.read()) for move in moves], snapshot)
 
@@ -200,7 +202,8 @@ class StaticChecks:
         pool = self._state.by_name[hit.pool]
         position = hit.place if hit.place >= 0 else None
         name = self._ledger.name(hit.uid) if hit.uid >= 0 else None
-        return Hit(hit.code, pool, hit.slot, position, name, hit.site, hit.step)
+        others = tuple(other for uid in hit.others if (other := self._ledger.name(uid)) is not None)
+        return Hit(hit.code, pool, hit.slot, position, name, hit.site, hit.step, others=others)
 
     def _gap(self, gap: CoverageGap, step: int) -> Hit:
         expected = {"rows": gap.planned_rows, "entries": gap.planned_entries, "reads": gap.planned_reads}

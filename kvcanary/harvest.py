@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.launches import PLANNED, READ
+from kvcanary.launches import PLANNED, READ, is_later
 from kvcanary.ledger import Request
 from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import ENTRY, ROW, SLOT, STEP
@@ -34,6 +34,8 @@ class StaticHit:
     slot:     as the plan or the index array named it, in the pool or not
     uid:      of the row's request; NOWHERE for padding
     step:     low 32 bits of the engine step
+    is_exact: the place is that of this step; else a later run's, in which the same check fired
+    others:   uids of more requests in whose rows something fired, at places that nobody tells
     """
 
     code: str
@@ -45,6 +47,8 @@ class StaticHit:
     place: int
     slot: int
     uid: int = NOWHERE
+    is_exact: bool = True
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +90,47 @@ class Harvest:
 class Ran(NamedTuple):
     """A run of a substep that the host launched, of which the buffers may hold a later one by now.
 
+    turn:       in which it ran
     row_starts: [rows] int64, where its rows began in the index array
+    violations: [rows] int64, entries of its rows at which something fired
     """
 
+    turn: int
     row_starts: NDArray[np.int64]
+    violations: NDArray[np.int64]
     requests: Sequence[Request]
 
 
-def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> Iterator[StaticHit]:
-    """The hits of a step behind `new_counts` [2, 64]: from codes of the last forward, else from the first one kept.
+def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> list[StaticHit]:
+    """The hits of a step behind `new_counts` [2, 64]: from codes of the last forward, and from the first ones kept.
 
     A later forward of the same substep overwrites codes; the first finding of each check outlives it, and is one of
-    `ran`; None: of the last run.
+    `ran`; None: of the last run. Every row at which something fired is named by one of them.
     """
+    is_last, hits = ran is None or ran.turn == substep.written.turn, list[StaticHit]()
     planned, read = _planned_hits(substep, new_counts[PLANNED], step), _read_hits(substep, new_counts[READ], step)
-    for side, hits in ((PLANNED, planned), (READ, read)):
-        found = list(hits)
-        yield from found
-        unseen = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
-        unseen -= {hit.code for hit in found}
-        if unseen:
-            yield from _first_hits(substep, side, unseen, ran)
-    substep.work.forget_firsts()
+    for side, found in ((PLANNED, list(planned)), (READ, list(read))):
+        wanted = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}
+        if is_last:
+            hits += found
+            wanted -= {hit.code for hit in found}
+        firsts = list(_first_hits(substep, side, wanted, step, ran)) if wanted else []
+        hits += firsts
+        if not is_last:
+            told = {(hit.code, hit.row, hit.entry, hit.place) for hit in firsts}
+            others = [hit for hit in found if (hit.code, hit.row, hit.entry, hit.place) not in told]
+            hits += [replace(hit, is_exact=False) for hit in others]
+    substep.work.forget_firsts(step)
+    return _with_all_rows(substep, hits, ran)
+
+
+def _with_all_rows(substep: StaticSubstep, hits: list[StaticHit], ran: Ran | None) -> list[StaticHit]:
+    """The first of these hits speaks for the rows at which something fired and that none of them names."""
+    violations = substep.work.row_violations.cpu().numpy() if ran is None else ran.violations
+    named = {hit.uid for hit in hits}
+    uids = dict.fromkeys(_uid(substep, row, ran) for row in np.flatnonzero(violations).tolist())
+    others = tuple(uid for uid in uids if uid not in named and uid != NOWHERE)
+    return [replace(hits[0], others=others), *hits[1:]] if others and hits else hits
 
 
 def _planned_hits(substep: StaticSubstep, new_counts: Tensor, step: int) -> Iterator[StaticHit]:
@@ -176,10 +199,10 @@ def _first_places(
         yield CODES_BY_BIT[bit], where
 
 
-def _first_hits(substep: StaticSubstep, side: int, codes: set[str], ran: Ran | None) -> Iterator[StaticHit]:
+def _first_hits(substep: StaticSubstep, side: int, codes: set[str], step: int, ran: Ran | None) -> Iterator[StaticHit]:
     forward = substep.forward
     for bit, first in enumerate(substep.work.firsts[side].tolist()):
-        if CODES_BY_BIT.get(bit) in codes and first[STEP] >= 0:
+        if CODES_BY_BIT.get(bit) in codes and first[STEP] >= 0 and not is_later(first[STEP], step):
             entry, row = first[ENTRY], first[ROW]
             place = NOWHERE
             if side == READ:
@@ -200,10 +223,13 @@ def _code_start(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
 def _hit(
     substep: StaticSubstep, code: str, row: int, entry: int, place: int, slot: int, step: int, ran: Ran | None = None
 ) -> StaticHit:
-    if row == NOWHERE:
-        uid = NOWHERE
-    elif ran is not None and row // substep.width < len(ran.requests):
-        uid = ran.requests[row // substep.width].uid
-    else:
-        uid = int(substep.forward.uids[row])
+    uid = _uid(substep, row, ran)
     return StaticHit(code, substep.pool.name, substep.site, step & MASK_32, row, entry, place, slot, uid)
+
+
+def _uid(substep: StaticSubstep, row: int, ran: Ran | None) -> int:
+    if row == NOWHERE:
+        return NOWHERE
+    if ran is not None and row // substep.width < len(ran.requests):
+        return ran.requests[row // substep.width].uid
+    return int(substep.forward.uids[row])

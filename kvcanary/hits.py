@@ -31,7 +31,7 @@ class Hit:
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
     is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
-    others:    requests besides whose rows read the same place, with the same result
+    others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
     expected, found: what the report should say, where the code alone does not tell it
     """
 

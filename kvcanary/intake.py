@@ -117,8 +117,7 @@ class HitLog:
         group.count, group.last = group.count + 1, hit
         if len(group.kept) < KEPT_HITS:
             group.kept.append(hit)
-        if hit.request_id is not None:
-            group.request_ids.update((hit.request_id, *hit.others))
+        group.request_ids.update(name for name in (hit.request_id, *hit.others) if name is not None)
 
     def add_batch(self, batch: HitBatch) -> None:
         """Any number of entries at once; only those that are kept become objects."""

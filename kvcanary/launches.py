@@ -15,9 +15,9 @@ from kvcanary.ops import ops_for
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.attest import kept_rows
-from kvcanary_kernels.count import NUM_BITS, unset_first
+from kvcanary_kernels.count import NUM_BITS, STEP, unset_first
 from kvcanary_kernels.forward import ForwardPlan, Planned, Room, new_planned, room_on
-from kvcanary_kernels.record import signed
+from kvcanary_kernels.record import MASK_32, signed
 from kvcanary_kernels.settle import NUM_RUNS
 from kvcanary_kernels.table import PageTable
 from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT
@@ -105,10 +105,11 @@ class Workspace:
         self.times = new(layers * kept).view(layers, kept)
         self.kept = torch.zeros(layers, kept, pool.rows.words_per_row, dtype=torch.int32, device=pool.records.device)
 
-    def forget_firsts(self) -> None:
-        """They have been told: the next finding of each check is its first again."""
+    def forget_firsts(self, step: int) -> None:
+        """Those up to this step have been told: the next finding of each check is its first again."""
         for first in self.firsts:
-            first.copy_(unset_first(first.device))
+            is_untold = is_later(first[:, STEP, None], step) & (first[:, STEP, None] >= 0)
+            first.copy_(torch.where(is_untold, first, unset_first(first.device)))
 
 
 class Launches:
@@ -356,6 +357,11 @@ class Launches:
             arrivals=work.arrivals,
             **self._rows,
         )
+
+
+def is_later(step: Any, other: int) -> Any:
+    """Whether a step, or each of a tensor of them, comes after another; of both the low words count."""
+    return ((step - other - 1) & MASK_32) < 1 << 31
 
 
 def _nothing() -> None:

@@ -18,12 +18,16 @@ from kvcanary_kernels.count import NUM_BITS
 
 
 class Launched(NamedTuple):
-    """A captured forward that the host has launched and knows nothing more of; committed: by request, at that time."""
+    """A captured forward that the host has launched in this turn and knows nothing more of.
+
+    committed: by request, at that time
+    """
 
     substep: StaticSubstep
     requests: list[Request]
     committed: list[int]
     step: int
+    turn: int
 
 
 class Learned:
@@ -39,7 +43,7 @@ class Learned:
     def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
         """`written`: as `StaticSubstep.written` tells it."""
         substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, header = written
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, _, header = written
         self.has_read_hits = bool(header[NUM_BITS : 2 * NUM_BITS].any())
         self._indices, self._spans = substep.forward.table.pages, (starts, ends)
         self.kind, self.index = self.site = substep.site

@@ -41,6 +41,7 @@ class Packed:
     """Several int64 tensors that go together within a captured body, into memory of the host: no copy behind its run.
 
     step: [1] int64 (`launches.Shared`), whose turn says where they go;  post: the operation
+    turn: in which the body runs, or has run last
     """
 
     def __init__(self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], lines: int = LINES) -> None:
@@ -52,7 +53,7 @@ class Packed:
             self._packed = step.new_zeros(ends[-1])
             self._box = torch.zeros(lines, ends[-1], dtype=torch.int64, pin_memory=step.is_cuda)
         self._lines = self._box.numpy()
-        self._turn = 0
+        self.turn = 0
 
     def pack(self) -> None:
         """Within the body, at fixed addresses."""
@@ -61,11 +62,11 @@ class Packed:
 
     def expect(self, turn: int) -> None:
         """The body runs in this turn."""
-        self._turn = turn
+        self.turn = turn
 
     def read(self) -> list[NDArray[np.int64]]:
         """The tensors as they were packed in that turn, flat: there when the run is over, for IN_THE_AIR turns."""
-        line = self._lines[self._turn % len(self._lines)]
+        line = self._lines[self.turn % len(self._lines)]
         return [line[where] for where in self._where]
 
 

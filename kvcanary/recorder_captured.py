@@ -98,7 +98,7 @@ class CapturedEvents:
             segment.array_bytes += src.nbytes + dst.nbytes
 
     def noticed(self, hit: StaticHit) -> None:
-        for launch in self._launches.get((hit.pool, hit.site, hit.step), ())[-1:]:
+        for launch in self._launches.get((hit.pool, hit.site, hit.step), ())[-1:] if hit.is_exact else ():
             if hit.code == "W9":
                 launch.recorded.padding.append((hit.row, hit.entry, hit.slot))
             elif hit.row >= 0 and hit.place >= 0:

@@ -18,7 +18,7 @@ from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan, Room
 from kvcanary_kernels.plan import NO_CLAIM
 
-ROW_STARTS = 1  # of what `StaticSubstep.written` sends, where rows begin in the index array
+ROW_STARTS, VIOLATIONS = 1, -2  # of what `StaticSubstep.written` sends: where rows begin, entries that are wrong
 
 
 class StaticSubstep:
@@ -30,7 +30,7 @@ class StaticSubstep:
     layers:  that the body has stored, in its order
     width:   rows a request
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
-    written: what the host learns of a run: of its plan what `Learned` takes, then its header
+    written: what the host learns of a run: of its plan what `Learned` takes, then `row_violations` and its header
     """
 
     def __init__(
@@ -158,4 +158,4 @@ class StaticSubstep:
         plan = self.forward
         parents = plan.slots[:0] if plan.parents is None else plan.parents
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
-        return *own, self.work.planned.safe_slots, self.work.ancestors, header
+        return *own, self.work.planned.safe_slots, self.work.ancestors, self.work.row_violations, header

@@ -112,6 +112,8 @@ LAGGING = [
     ("R9", {"draft": "none"}, "log"),
     ("W9", {"draft": "none"}, "abort"),
     ("R10", {"draft": "none"}, "abort"),
+    ("R10", {"draft": "none"}, "log"),
+    ("R8", TREES, "log"),
 ]
 
 
@@ -154,3 +156,32 @@ def test_a_lagging_host_tells_places_as_the_run_had_them(make):
             int(text.partition("position ")[2].partition(",")[0]) for text in finding.evidence if "R4" in text
         ]
         assert all(slot_of(engine, 2, place) == finding.slot for place in places)
+
+
+def test_hearing_of_a_step_loses_nothing_of_the_next_one(make):
+    """A row that is too long reads behind its pages in step two, which has run when the host hears of step one."""
+    engine = make(schedule="overlap", ring=7, draft="none")
+    listener, told = engine.canary._checks.static.listener, []
+    noticed = listener.noticed
+    listener.noticed = lambda hit: (told.append((hit.step, hit.code, hit.slot, hit.is_exact)), noticed(hit))
+    lengthen_a_row(engine)
+    for _ in range(4):
+        engine.step()
+    assert {hit for hit in told if hit[1] == "R2"} == {(7, "R2", 0, True)}
+    assert (6, "R12", slot_of(engine, 2, 6), True) in told
+
+
+def test_a_lagging_host_ends_all_rows_of_a_fault_that_passes(make):
+    """Two rows read another's slot in one step; the buffers hold the next step's codes when the host hears of it."""
+    engine = make(schedule="overlap", mode="abort", ring=7, draft="none")
+    table, rows = engine.request_table.table, [request.row for request in engine.running[1:]]
+    names = [request.request_id for request in engine.running]
+    right = table[rows, 2].clone()
+    table[rows, 2] = slot_of(engine, 0, 2)
+    events = engine.step()
+    table[rows, 2] = right
+    while engine.has_work:
+        events += engine.step()
+    reasons = {event.request_id: event.finish_reason for event in events if event.finish_reason is not None}
+    assert reasons == dict(zip(names, ["length", "kv_corruption", "kv_corruption"], strict=True))
+    assert {finding.step for finding in engine.canary.findings} == {6}
