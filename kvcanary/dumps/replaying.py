@@ -185,7 +185,9 @@ class Replayer:
         target = self._stage.pool(event.get("to") or event["pool"])
         src, dst = slots_in(source.view, event["src"]), slots_in(target.view, event["dst"])
         lies = (src >= 0) & (dst >= 0) & (src < source.view.num_slots) & (dst < target.view.num_slots)
-        self._move(source, target, src[lies], dst[lies])
+        src, dst = src[lies], dst[lies]
+        self._damage({"damage": _taken_along(event, source, np.setdiff1d(src, dst) if source is target else src)})
+        self._move(source, target, src, dst)
         self._damage(event)
         self.manager.on_move(
             event["pool"], _tensor(event["src"]), _tensor(event["dst"]), event.get("to"), event.get("guesses", False)
@@ -334,6 +336,12 @@ class Replayer:
     def _is_same(self, told: dict[str, Any], here: dict[str, Any]) -> bool:
         keys = (*PLACE, *WORD) if self._stage.is_exact else PLACE
         return all(_plain(told.get(key)) == _plain(here[key]) for key in keys)
+
+
+def _taken_along(event: Call, source: PoolState, leaving: Ints) -> list[dict[str, Any]]:
+    """Damage in slots that a move reads, and does not write, was there before it."""
+    told = (damage for damage in event.get("damage", ()) if (damage["code"], damage["pool"]) == ("R9", source.name))
+    return [damage for damage in told if damage["slot"] in leaving]
 
 
 class _Open(NamedTuple):

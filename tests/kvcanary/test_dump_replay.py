@@ -41,6 +41,11 @@ def draft_on(engine: ToyEngine) -> None:
         engine.draft()
 
 
+def step_on(engine) -> None:
+    for _ in range(30):
+        engine.step()
+
+
 def flip_a_bit(engine: ToyEngine) -> None:
     slot = int(engine.rows["one"].slots[7])
     engine.pools["target"].kv.view(torch.int32)[1, slot, 1, 0, 2] ^= 1 << 9
@@ -221,3 +226,23 @@ def test_damage_older_than_the_recording_is_remembered(make_engine, tmp_path):
     replayer.run(None, None)
     poisoner, again = engine.canary._poisoner, replayer.manager._poisoner
     assert (again.poisoned, again.waiting) == (poisoner.poisoned, poisoner.waiting)
+
+
+def test_damage_that_a_move_has_taken_along_is_there_before_it(make_engine, tmp_path):
+    """An accepted node is damaged where the forward wrote it: found as it arrives at the end of its row."""
+    engine = make_engine(content="rolling", dump_dir=str(tmp_path), ring=64)
+    pool = engine.pools["target"]
+    move = pool.move
+
+    def damage_and_move(src: torch.Tensor, dst: torch.Tensor) -> None:
+        leaving = [slot for slot in src.tolist() if slot not in dst]
+        pool.kv[1, leaving[:1], 1, 0, 2] += 1.0
+        move(src, dst)
+
+    pool.move = damage_and_move
+    engine.start("only", 16)
+    with pytest.raises(KVCorruptionError) as caught:
+        step_on(engine)
+    [finding] = caught.value.findings
+    assert (finding.code, finding.site) == ("R9", ("move", 0))
+    assert replay(read_dump(caught.value.report.dump)).missing == []
