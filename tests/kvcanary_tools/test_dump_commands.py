@@ -16,6 +16,7 @@ from kvcanary.errors import DumpError
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.dumps.bisecting import first_bad
 from kvcanary_tools.dumps.diffing import diff
+from kvcanary_tools.dumps.story import story_of
 
 BIT = 9
 
@@ -82,6 +83,22 @@ def test_explain_tells_the_story(kvcanary, bad, clean):
     nothing = kvcanary("explain", clean)
     assert (nothing.exit_code, nothing.stdout) == (0, "")
     assert "--finding must be in 1 to 1, got 4" in kvcanary("explain", bad, "--finding", "4").stderr
+
+
+def test_a_story_tells_a_step_in_its_order(tmp_path):
+    """A page is granted, written, committed, freed and held back, all in one step; then it has its next owner."""
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full"))
+        engine.start("first", 13)
+        [page, *_] = engine.rows["first"].pages
+        engine.finish("first")
+        while page not in [owned for row in engine.rows.values() for owned in row.pages]:
+            engine.start(f"more {len(engine.rows)}", 13)
+        dump = read_dump(engine.canary.dump(tmp_path / "all.kvdump"))
+    told = [line.text.split(" ") for line in story_of(dump, "target", page * engine.shape.page_size)]
+    verbs = [words[2] for words in told]
+    expected = ["granted", "written", "committed", "freed", "quarantined", "left", "granted", "written"]
+    assert [verb for verb in verbs if verb in expected] == expected
 
 
 def test_replay_reaches_the_finding(kvcanary, bad, clean):

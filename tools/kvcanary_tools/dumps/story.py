@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,27 +25,44 @@ class Line(NamedTuple):
 def story_of(dump: Dump, pool: str, slot: int) -> list[Line]:
     """Everything that the dump knows of a slot and its page, oldest first; reads in a row are told once."""
     page = slot // dump.manifest["page_size"]
-    lines = [
-        Line(
-            step,
-            "born" if kind in ("granted", "set aside", "copied") else "page",
-            _page_event(page, kind, request, place),
-        )
-        for kind, step, request, place in dump.history.get(page, ())
-    ]
-    known = {(line.step, line.text.split(" (")[0]) for line in lines}
     own = _Follower(dump, pool, slot, page)
-    for step, event in dump.stepped():
-        for line in own.lines(step, event):
-            if (line.step, line.text.split(" (")[0]) not in known:
-                lines.append(line)
-    lines += [
+    events = [(event["n"], line) for step, event in dump.stepped() for line in own.lines(step, event)]
+    numbers = {_head(line): number for number, line in events} | {
+        (step, f"page {page} committed by {event['request_id']!r}"): event["n"]
+        for step, event in dump.stepped()
+        if event["call"] == "commit"
+    }
+    history = _placed(dump.history.get(page, ()), page, numbers)
+    known = {_head(line) for _, line in history}
+    lines = history + [(number, line) for number, line in events if _head(line) not in known]
+    lines.sort(key=lambda placed: (placed[1].step, placed[0]))
+    found = [
         Line(finding["step"], "found", f"{finding['code']} {finding['name']}: {finding['sentence']}")
         for finding in dump.findings
         if finding["pool"] == pool and finding["slot"] == slot
     ]
-    lines.sort(key=lambda line: (line.step, _ORDER.get(line.kind, 1)))
-    return lines
+    return sorted([line for _, line in lines] + found, key=lambda line: line.step)
+
+
+def _placed(
+    history: Sequence[Sequence[Any]], page: int, events: Mapping[tuple[int, str], int]
+) -> list[tuple[int, Line]]:
+    """What is remembered of a page, each line with the number of the event that it was, or that it followed in its step.
+
+    -1: nothing of it was recorded before in this step
+    """
+    placed: list[tuple[int, Line]] = []
+    for kind, step, request, place in history:
+        is_birth = kind in ("granted", "set aside", "copied")
+        line = Line(step, "born" if is_birth else "page", _page_event(page, kind, request, place))
+        before = placed[-1][0] if placed and placed[-1][1].step == step else -1
+        placed.append((events.get(_head(line), before), line))
+    return placed
+
+
+def _head(line: Line) -> tuple[int, str]:
+    """What is the same in history and events: all but the place in the code."""
+    return line.step, line.text.split(" (")[0]
 
 
 def truth_of(dump: Dump, pool: str, slot: int) -> dict[str, Any]:
@@ -176,4 +193,3 @@ _WORDS = {
     "on_swap_out": ("sent to the host", ""),
     "on_swap_in": ("brought back from the host", ""),
 }
-_ORDER = {"born": 0, "page": 1, "wrote": 2, "moved": 3, "read": 4, "found": 9}
