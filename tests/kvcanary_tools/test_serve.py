@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -122,6 +123,10 @@ def test_inject_reaches_a_running_server(served, kvcanary) -> None:
         (["bits.flip", "--url", url], "the debug pages need the API key"),
         (["bits.flip", "--url", "http://127.0.0.1:9"], "nobody takes faults at http://127.0.0.1:9/debug"),
         (["--url", url], "--url takes the name of one fault, got 0"),
+        (
+            ["bits.flip", "--url", url, "--runs", "3"],
+            "--url strikes once, in a running server, --runs is for campaigns",
+        ),
     ):
         refused = kvcanary("inject", *arguments)
         assert refused.exit_code == 2
@@ -147,7 +152,9 @@ def test_dump_commands_take_a_running_server(served, kvcanary, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("127.0.0.1:8000", "a URL begins with http://, got '127.0.0.1:8000'"),
+        ("127.0.0.1:8000", "a server's URL is http:// and its host, got '127.0.0.1:8000'"),
+        ("http://[::1", "a server's URL is http:// and its host, got 'http://[::1'"),
+        ("http://", "a server's URL is http:// and its host, got 'http://'"),
         ("http://127.0.0.1:9", "nobody answers at http://127.0.0.1:9/metrics"),
     ],
 )
@@ -156,6 +163,32 @@ def test_top_refuses_what_is_no_server(kvcanary, url: str, words: str) -> None:
     result = kvcanary("top", url, "--once")
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("inject", "bits.flip", "--url", "foo"), ("explain", "http://[::1")])
+def test_what_is_no_url_is_one_sentence(kvcanary, arguments: tuple[str, ...]) -> None:
+    """Whoever asks a server."""
+    result = kvcanary(*arguments)
+    assert result.exit_code == 2
+    assert f"a server's URL is http:// and its host, got '{arguments[-1]}'" in result.stderr
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"no HTTP\r\n\r\n"])
+def test_a_server_of_somebody_else_is_one_sentence(kvcanary, answer: bytes) -> None:
+    """It answers, but not as ours does; or not in HTTP at all."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        threading.Thread(target=_answer_once, args=(listening, answer), daemon=True).start()
+        result = kvcanary("inject", "bits.flip", "--url", url)
+    assert result.exit_code == 2
+    assert f"nobody takes faults at {url}/debug/kvcanary/faults" in result.stderr
+
+
+def _answer_once(listening: socket.socket, answer: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(answer)
 
 
 def test_a_signal_ends_it_cleanly(served) -> None:

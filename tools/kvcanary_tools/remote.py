@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from kvcanary.dumps.container import MOST_FILE_BYTES
@@ -14,15 +16,30 @@ TIMEOUT_SECONDS = 60
 FAULTS, DEBUG = "--allow-faults", "--debug"  # what a server must have been started with
 
 
+def server_at(url: str) -> str:
+    """The root of a server, of its URL or of that of its API. UsageFailure for what is no URL."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # brackets that do not close, a port that is no number
+        is_url = False
+    if not is_url:
+        raise UsageFailure(
+            f"a server's URL is http:// and its host, got {url!r}", "kvcanary serve says its URL when it starts"
+        )
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def arm(url: str, name: str, api_key: str | None) -> dict[str, Any]:
-    """Arm one fault of the catalogue there; what is armed, waits and has struck. UsageFailure where that is refused."""
+    """Arm one fault of the catalogue there; which of them wait for a request. UsageFailure where that is refused."""
     address = _debug_page(url, "faults")
     request = Request(address, json.dumps({"name": name}).encode(), {"Content-Type": "application/json"})
     try:
-        return json.loads(_answer(request, api_key))
+        told = json.loads(_answer(request, api_key))
+        return {"waiting": told["waiting"]}
     except HTTPError as error:
         raise UsageFailure(f"{address} refuses {name!r}: {_reason(error)}", _hint(error.code, FAULTS)) from error
-    except (URLError, OSError, ValueError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         reason = getattr(error, "reason", error)
         raise UsageFailure(f"nobody takes faults at {address}: {reason}", _hint(404, FAULTS)) from error
 
@@ -34,13 +51,13 @@ def fetch_dump(url: str, api_key: str | None) -> bytes:
         return _answer(Request(address), api_key)
     except HTTPError as error:
         raise UsageFailure(f"{address} gives no dump: {_reason(error)}", _hint(error.code, DEBUG)) from error
-    except (URLError, OSError) as error:
+    except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise UsageFailure(f"nobody gives a dump at {address}: {reason}", _hint(404, DEBUG)) from error
 
 
 def _debug_page(url: str, name: str) -> str:
-    return f"{url.rstrip('/').removesuffix('/v1')}/debug/kvcanary/{name}"
+    return f"{server_at(url)}/debug/kvcanary/{name}"
 
 
 def _answer(request: Request, api_key: str | None) -> bytes:

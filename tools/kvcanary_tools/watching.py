@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcanary_tools.console import UsageFailure, size
+from kvcanary_tools.remote import server_at
 
 TIMEOUT_SECONDS = 10
 SHOWN_REQUESTS, SHOWN_FINDINGS = 12, 6
@@ -56,9 +56,7 @@ class Look:
 
 def look(url: str, api_key: str | None = None) -> Look:
     """Ask a server. UsageFailure where nobody answers, or somebody else."""
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise UsageFailure(f"a URL begins with http://, got {url!r}", "kvcanary top http://127.0.0.1:8000")
-    url = url.rstrip("/").removesuffix("/v1")
+    url = server_at(url)
     text = _fetch(f"{url}/metrics", api_key)
     metrics: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     try:

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT, usage_failures
@@ -88,6 +89,7 @@ def command(
     Exit codes: 0 everything was found and nothing else, 1 otherwise, 2 wrong usage, 130 interrupted.
     """
     if url is not None:
+        _expect_no_campaign(ctx)
         _inject_there(url, names, api_key)
         return
     from kvcanary_tools.campaign.bars import missed
@@ -155,6 +157,15 @@ def _record(path: Path, config: str) -> dict[str, Any]:
     except ValueError as error:
         raise console.UsageFailure(str(error), "name the record of a campaign that ended, and its --config") from error
     return record
+
+
+def _expect_no_campaign(ctx: click.Context) -> None:
+    """A server takes a fault; a campaign has engines of its own."""
+    given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    for option in (one for one in ctx.command.params if one.name in set(given) - {"names", "url", "api_key"}):
+        raise console.UsageFailure(
+            f"--url strikes once, in a running server, {option.opts[0]} is for campaigns", "leave one of them out"
+        )
 
 
 def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None:

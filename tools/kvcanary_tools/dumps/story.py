@@ -47,7 +47,7 @@ def story_of(dump: Dump, pool: str, slot: int) -> list[Line]:
 def _placed(
     history: Sequence[Sequence[Any]], page: int, events: Mapping[tuple[int, str], int]
 ) -> list[tuple[int, Line]]:
-    """What is remembered of a page, each line with the number of the event that it was, or that it followed in its step.
+    """What is remembered of a page, each with the number of the event that it was, or that it followed in its step.
 
     -1: nothing of it was recorded before in this step
     """
