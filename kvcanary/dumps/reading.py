@@ -36,6 +36,7 @@ DTYPES |= {"uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 
 class Dump:
     """What a dump says.
 
+    path:     of the file, or the URL that gave it
     manifest: what, when, of which pools, under which settings
     findings: as their events have them
     events:   in order, by the fields of `CALLS`, integers as arrays; `n` counts them, `damage` came just before
@@ -44,7 +45,7 @@ class Dump:
     arrays:   by name, `start.NAME` and `now.NAME`
     """
 
-    path: Path
+    path: Path | str
     manifest: dict[str, Any]
     findings: list[dict[str, Any]]
     events: list[Call]

@@ -45,12 +45,10 @@ def faults() -> list[Fault]:
 
 
 def find(name: str) -> Fault:
-    """The fault of that name; UnknownFaultError with the closest ones when there is none."""
+    """The fault of that name; UnknownFaultError with the closest ones, or the families, when there is none."""
     known = {fault.name: fault for fault in faults()}
     if name not in known:
-        raise UnknownFaultError(
-            f"fault must be one of the catalogue, got {name!r}: did you mean {_closest(name, known)}?"
-        )
+        raise UnknownFaultError(f"fault must be one of the catalogue, got {name!r}: {_closest(name, known)}")
     return known[name]
 
 
@@ -62,4 +60,5 @@ def _own() -> Iterator[tuple[str, tuple[Fault, ...]]]:
 
 
 def _closest(name: str, known: dict[str, Fault]) -> str:
-    return " or ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known)
+    close = get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(close)}?" if close else f"its families are {', '.join(families())}"

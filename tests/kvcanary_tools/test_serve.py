@@ -141,7 +141,9 @@ def test_dump_commands_take_a_running_server(served, kvcanary, monkeypatch: pyte
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "gives no dump: the debug pages need the API key" in refused.stderr
     monkeypatch.setenv("KVCANARY_API_KEY", "k")
-    assert "because of a command, steps 0 to" in kvcanary("inspect", url).stdout
+    shown = kvcanary("inspect", url).stdout
+    assert shown.startswith(f"{url}: version ")
+    assert "because of a command, steps 0 to" in shown
     same = kvcanary("diff", url, url)
     assert (same.exit_code, same.stdout) == (0, "the runs are the same, event by event\n")
     nobody = kvcanary("diff", url, "http://127.0.0.1:9")

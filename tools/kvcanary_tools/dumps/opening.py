@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def _fetched(url: str) -> Dump:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "running.kvdump"
         path.write_bytes(fetch_dump(url, os.environ.get("KVCANARY_API_KEY")))
-        return read_dump(path)
+        return replace(read_dump(path), path=url)
 
 
 def write_text(path: Path, text: str) -> None:

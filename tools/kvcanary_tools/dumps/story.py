@@ -35,13 +35,19 @@ def story_of(dump: Dump, pool: str, slot: int) -> list[Line]:
     history = _placed(dump.history.get(page, ()), page, numbers)
     known = {_head(line) for _, line in history}
     lines = history + [(number, line) for number, line in events if _head(line) not in known]
-    lines.sort(key=lambda placed: (placed[1].step, placed[0]))
-    found = [
-        Line(finding["step"], "found", f"{finding['code']} {finding['name']}: {finding['sentence']}")
-        for finding in dump.findings
-        if finding["pool"] == pool and finding["slot"] == slot
-    ]
-    return sorted([line for _, line in lines] + found, key=lambda line: line.step)
+    judged = _judged(dump)
+    for finding in dump.findings:
+        if finding["pool"] == pool and finding["slot"] == slot:
+            text = f"{finding['code']} {finding['name']}: {finding['sentence']}"
+            step = finding["step"]
+            lines.append((judged.get(step, len(dump.events)), Line(step, "found", text)))
+    return [line for _, line in sorted(lines, key=lambda placed: (placed[1].step, placed[0]))]
+
+
+def _judged(dump: Dump) -> dict[int, int]:
+    """By step, the event in which the engine heard what was found in it; whoever ends then ends behind it."""
+    heard = {event["step"]: event["n"] for event in dump.events if event["call"] == "hear"}
+    return {step: event["n"] for step, event in dump.stepped() if event["call"] == "check"} | heard
 
 
 def _placed(
