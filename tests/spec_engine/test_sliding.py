@@ -204,3 +204,24 @@ def test_a_window_pool_holds_a_row_and_a_chunk(monkeypatch):
     with pytest.raises(ConfigError, match="max_window_tokens must be at least 40, got 36: a window of 10 positions"):
         window_engine(monkeypatch, max_window_tokens=36)
     window_engine(monkeypatch, max_window_tokens=40)
+
+
+def test_window_pages_of_a_damaged_request_are_filled_as_it_ends(monkeypatch):
+    """NaN that it has computed meets no next owner, whatever the budget; what others give back waits for that."""
+    canary = CanaryConfig(mode="abort", content="full")
+    engine = window_engine(monkeypatch, canary=canary, prefix_cache=False)
+    [poisoner] = engine.canary._mapped.values()
+    poisoner.budget = 0
+    for prompt in PROMPTS[:2]:
+        engine.submit(prompt, GREEDY)
+    while len(engine.running) < 2 or not engine.running[1].output_ids:
+        engine.step()
+    request = engine.running[1]
+    last = engine.request_table.table[request.row, request.committed_len - 1 : request.committed_len]
+    slot = int(engine.windows.translate(last))
+    engine.pools["target"].kv[0, slot, 1, 0, 5] = float("nan")
+    while engine.has_work:
+        engine.step()
+    assert {name for finding in engine.canary.findings for name in finding.readers} == {request.request_id}
+    assert slot // 4 in poisoner.poisoned
+    assert poisoner.waiting
