@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcanary.faults.target import Setup
-from kvcanary_tools.campaign import dumps
+from kvcanary_tools.campaign import dumps, report
 from kvcanary_tools.campaign.bars import missed
 from kvcanary_tools.campaign.configurations import EMBEDDED, QUICK, Plan, setup_for
 from kvcanary_tools.campaign.matrix import Row, rows_of, totals_of
@@ -107,7 +107,8 @@ def test_dumps_are_explained_and_replayed(tmp_path):
     scores = [dumps.score(path) for path in sorted(tmp_path.iterdir())]
     told = dumps.as_json(scores)
     assert [row["fault"] for row in told["rows"]] == ["bits.flip", "lifetime.freed_and_granted_while_read"]
-    assert told["meta"] == {"faults": 2, "dumps": 2, "cause_first": 2, "cause_named": 2, "replayed": 2}
+    sums = {"faults": 2, "dumps": 2, "cause_first": 2, "cause_named": 2, "replayed": 2}
+    assert told["meta"] == sums | report.versions()
     assert list(dumps.missed(told)) == []
     worse = dumps.as_json([replace(scores[0], rank=2, missing=("R9 at slot 1",)), *scores[1:]])
     assert len(list(dumps.missed(worse))) == 2

@@ -1,7 +1,7 @@
 """What dumps of a campaign are worth: whether `explain` names the right cause first, and `replay` ends as they did.
 
 `kvcanary inject all --config full --runs 20 --dumps DIR`, then
-`python -m kvcanary_tools.campaign.dumps DIR --json dumps.json` tells of each fault how many of its dumps do.
+`python -m kvcanary_tools.campaign.dumps DIR --json FILE` tells of each fault how many of its dumps do.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvcanary.errors import KVCanaryError
 from kvcanary.faults.catalogue import find
 from kvcanary_tools import console
 from kvcanary_tools.campaign.bars import FIRST
+from kvcanary_tools.campaign.report import versions
 from kvcanary_tools.campaign.runner import begin_worker, default_workers
 from kvcanary_tools.dumps.explaining import explain
 
@@ -72,7 +73,7 @@ def as_json(scores: Iterable[Score]) -> dict[str, Any]:
     rows = [{"fault": fault} | _sums(group) for fault, group in sorted(groups.items())]
     every = [one for group in groups.values() for one in group]
     wrong = [asdict(one) for one in every if one.rank != 1 or not one.is_same]
-    return {"meta": {"faults": len(groups)} | _sums(every), "rows": rows, "wrong": wrong}
+    return {"meta": {"faults": len(groups)} | _sums(every) | versions(), "rows": rows, "wrong": wrong}
 
 
 def _sums(scores: Sequence[Score]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What the pages say of the last full campaign: the matrix in docs/faults.md, its sums in the README, from its JSON.
 
 `kvcanary inject all --config full --json tools/kvcanary_tools/campaign/results/full.json`, then
-`python -m kvcanary_tools.campaign.pages` writes both.
+`python -m kvcanary_tools.campaign.pages` writes both. What dumps are worth, `campaign.dumps` has put beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from kvcanary_tools.campaign.matrix import BEST
 
 ROOT = Path(__file__).parents[3]
-RESULT = Path(__file__).parent / "results" / "full.json"
+RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
 Totals = Sequence[Mapping[str, Any]]
 
@@ -42,8 +42,8 @@ def matrix_lines(totals: Totals) -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def summary_lines(campaign: Mapping[str, Any]) -> Iterator[str]:
-    """The sums, as Markdown."""
+def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iterator[str]:
+    """The sums, as Markdown; `dumps`: what `campaign.dumps` has told."""
     totals, meta = campaign["totals"], campaign["meta"]
 
     def of(part: str, whole: str) -> str:
@@ -63,14 +63,18 @@ def summary_lines(campaign: Mapping[str, Any]) -> Iterator[str]:
     yield f"| found by a check that was switched off | {of('disabled_found', 'disabled')} |"
     first, best = (_share(_sum(totals, name), _sum(totals, "verdicts")) for name in ("verdict_first", "verdict_top3"))
     yield f"| right cause first; among the first {BEST} | {first}; {best} |"
+    worth, dumped = dumps["meta"], [row["dumps"] for row in dumps["rows"]]
+    yield f"| dumps that were scored, fewest and most a fault | {min(dumped)} and {max(dumped)} |"
+    yield f"| dumps in which `explain` names the right cause first | {worth['cause_first']:,} of {worth['dumps']:,} |"
+    yield f"| dumps whose `replay` reaches the same finding | {worth['replayed']:,} of {worth['dumps']:,} |"
     rerun = {name for each in meta.get("rerun", ()) for name in each["faults"]}
     yield f"| faults run again into the record, after they or a check were mended | {len(rerun)} |"
     yield f"| minutes on 2 cores | {meta['cpu_seconds'] / 120:.0f} |"
 
 
-def write_pages(campaign: Mapping[str, Any], root: Path = ROOT) -> None:
+def write_pages(campaign: Mapping[str, Any], dumps: Mapping[str, Any], root: Path = ROOT) -> None:
     """Put both tables between their marks; ValueError for a page without them."""
-    for page, lines in pages(campaign).items():
+    for page, lines in pages(campaign, dumps).items():
         path = root / page
         before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
         _, end, after = rest.partition(END)
@@ -79,17 +83,15 @@ def write_pages(campaign: Mapping[str, Any], root: Path = ROOT) -> None:
         path.write_text("\n".join((before + BEGIN, *lines, END + after)), encoding="utf-8")
 
 
-def pages(campaign: Mapping[str, Any]) -> dict[str, list[str]]:
+def pages(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> dict[str, list[str]]:
     """By page, the lines between its marks."""
-    return {
-        "docs/faults.md": [*summary_lines(campaign), "", *matrix_lines(campaign["totals"])],
-        "README.md": list(summary_lines(campaign)),
-    }
+    sums = list(summary_lines(campaign, dumps))
+    return {"docs/faults.md": [*sums, "", *matrix_lines(campaign["totals"])], "README.md": sums}
 
 
-def load() -> dict[str, Any]:
-    """What the last full campaign wrote."""
-    return json.loads(RESULT.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+def load(name: str) -> dict[str, Any]:
+    """A record: `full` of the last full campaign, `dumps` of what its dumps are worth."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def _sum(totals: Totals, name: str) -> int:
@@ -106,4 +108,4 @@ def _share(count: int, total: int) -> str:
 
 
 if __name__ == "__main__":
-    write_pages(load())
+    write_pages(load("full"), load("dumps"))

@@ -79,12 +79,16 @@ def as_json(rows: Sequence[Row], totals: Sequence[Row], results: Sequence[Result
         "clean_findings": alarms[CLEAN],
         "quiet_findings": alarms[QUIET],
     }
-    versions = {"kvcanary": kvcanary.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return {
-        "meta": meta | counts | versions,
+        "meta": meta | counts | versions(),
         "rows": [row.as_dict() for row in rows],
         "totals": [row.as_dict() for row in totals],
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what has measured."""
+    return {"kvcanary": kvcanary.__version__, "python": platform.python_version(), "machine": platform.machine()}
 
 
 def as_junit(rows: Sequence[Row], results: Sequence[Result]) -> str:
