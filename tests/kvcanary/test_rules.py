@@ -328,7 +328,7 @@ SAID = [
     (
         bytes_.late_write,
         shown(a_hit(step=12), events=A_FREE, owner="me"),
-        Cause("lifetime", LATE, "inferred", ("the page was freed by 'old' at step 4", "that was 8 steps before")),
+        Cause("lifetime", LATE, "inferred", ("the page was freed by 'old' at step 4, 8 steps before",)),
     ),
     (
         bytes_.late_write,
