@@ -9,8 +9,8 @@ from __future__ import annotations
 MOST_SECONDS = 3.0
 KERNELS = (
     "attention", "chain", "content", "count", "fingerprint", "finite", "index", "move", "plan", "poison", "post",
-    "put", "record", "reference_arguments", "references", "relay", "scatter", "seal", "store", "verify", "verify_truth",
-    "walk",
+    "put", "record", "reference_arguments", "references", "relay", "scatter", "seal", "store", "stored", "verify",
+    "verify_truth", "walk",
 )  # fmt: skip
 CANARY = ("facts", "finding_log", "ledger", "lifetimes", "pages", "row_book", "rules", "static", "uids")
 TESTS = (
