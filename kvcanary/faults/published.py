@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcanary.faults.fault import READY, Fault
 
 NO_RECURRENCE = "models with recurrent state run without a prefix cache: no state is ever cached"
-READERS_SCALE = "a wrong scale of the reader changes no byte, and the engine's readers have none: scales lie beside the rows"
+READERS_SCALE = "a wrong scale of the reader changes no byte, and readers here have none: scales lie beside the rows"
 
 #: One thread for each bug, by the number of the injection that brings it back.
 PUBLISHED: Mapping[str, tuple[str, ...]] = {
