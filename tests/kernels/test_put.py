@@ -41,6 +41,19 @@ def test_entries_that_share_a_slot_are_reported(operation, stored: bool, device,
 
 
 @both
+def test_the_entries_of_one_slot_alone(operation, device, make_stored, make_content) -> None:
+    """Nothing else is stored: the later one is reported, and stays."""
+    pool, values = make_stored(12, "hnd", 4), make_content(2, seed=1)
+    twice = by_put(operation)(pool, 0, [5, 5], values)
+    if device == "cpu":  # on a GPU they race
+        assert twice == [POISON, 1]
+        for part in (values.k, values.v):
+            part[:] = [t[[1]] for t in part]
+        pool.expect([5], values, [0])
+    assert twice.count(1) == 1
+
+
+@both
 def test_a_layer_of_the_highest_bits_is_reported(operation, make_stored, make_content) -> None:
     """Bits 63 and 127 of the bitmap are looked at as any other."""
     pool, values = make_stored(4, dim=2, layers=128), make_content(1, dim=2, layers=128, seed=1)
