@@ -144,7 +144,7 @@ def test_only_pages_of_the_row_are_published():
     assert (caught.value.page, caught.value.request_id, caught.value.owner) == (5, "b", "a")
     ledger.share("a", [5], 3)
     ledger.free("a", [5], 4)
-    with pytest.raises(PageOwnerError, match="page 5, named by 'b', must be .*, it is in the row of nobody: commit it"):
+    with pytest.raises(PageOwnerError, match=r"named by 'b', must be .*, it is in the row of nobody: commit"):
         ledger.share("b", [5], 5)
 
 
