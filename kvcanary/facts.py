@@ -77,8 +77,11 @@ class Facts:
 
     @property
     def is_first_look(self) -> bool:
-        """Whether the forward that wrote the entry is the one that found it: nothing ran in between."""
-        return (self.hit.site, self.hit.step) == (self.write_site, self.write_step)
+        """Whether the forward that wrote the entry is the one that found it, and nothing ran in between.
+
+        A forward is judged before the tokens of its step leave; extend runs behind that, and waits for the next step.
+        """
+        return (self.hit.site, self.hit.step) == (self.write_site, self.write_step) and self.hit.site[0] != "extend"
 
     @cached_property
     def granted_slot(self) -> int | None:

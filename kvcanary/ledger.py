@@ -197,14 +197,12 @@ class Ledger(RowBook):
         self.pages.advance(event, where, step, request_id)
 
     def _release(self, request: Request, pages: Array, step: int) -> None:
-        """One reference fewer: with none left a page that no cache holds is free, with one it is private again."""
+        """One reference fewer; with one left, a page that no cache holds is private again: two rows had it before."""
         if not pages.size:
             return
         self.pages.drop_reference(pages, request.uid)
         self.pages.advance("released", pages, step, request.request_id)
-        loose = pages[~self.pages.published[pages]]
-        self.pages.free("freed", loose[self.refcounts[loose] == 0], step, request.request_id)
-        for page in loose[self.refcounts[loose] == 1]:
+        for page in pages[~self.pages.published[pages] & (self.refcounts[pages] == 1)]:
             self._take_back(page.reshape(1), step)
 
     def _take_back(self, page: Array, step: int) -> None:

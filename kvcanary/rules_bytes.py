@@ -154,10 +154,11 @@ def late_write(facts: Facts) -> Cause | None:
     former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
     if not former or facts.word is not None:
         return None
-    evidence = [f"the page was freed by {former[-1].request_id!r} at step {former[-1].step}"]
-    if facts.hit.step - former[-1].step <= LATE_STEPS:
-        evidence.append(f"that was {facts.hit.step - former[-1].step} steps before")
-    return Cause("lifetime", "a write of the page's former owner that came late", "inferred", tuple(evidence))
+    last = former[-1]
+    steps = facts.hit.step - last.step
+    since = f", {steps} steps before" if steps <= LATE_STEPS else ""
+    evidence = (f"the page was freed by {last.request_id!r} at step {last.step}{since}",)  # one event, however late
+    return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
 
 
 def overwritten(facts: Facts) -> Cause | None:

@@ -104,7 +104,7 @@ def shifted_row(facts: Facts) -> Cause | None:
     if len(misplaced) < 2 or len(offsets) > 1:
         return None
     offset = offsets.pop()
-    evidence = (f"{len(misplaced)} entries hold their position {offset:+d}", *_granted(facts)[:1])
+    evidence = (f"{len(misplaced)} entries hold their position {offset:+d}", *_granted(facts))
     if offset > 0 and min(misplaced)[0] == window_start(facts.hit.pool.view, facts.hit.until or 0):
         first = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
         return Cause("windows", first, "inferred", evidence)

@@ -192,8 +192,7 @@ FAULTS = (
         k="K17",
         bugs=("sgl-project/sglang#31218", "sgl-project/sglang#31215", "sgl-project/sglang#31060"),
         story="The move of accepted tokens addressed a page-major side buffer by token numbers: the bytes of a page "
-        "were "
-        "all there, in another order. No sum over a page can see it.",
+        "were all there, in another order. No sum over a page can see it.",
         expected="R9",
         applies_to="page_size > 1",
         applies=lambda setup: setup.page_size > 1 and setup.prompt_len >= setup.page_size,
@@ -205,8 +204,7 @@ FAULTS = (
         k="K20",
         bugs=("huggingface/text-generation-inference#2711",),
         story="Slots of drafted tokens were taken to follow each other: slot + 1, slot + 2. With a prefix cache they "
-        "do "
-        "not, and the writes went into whatever page came next.",
+        "do not, and the writes went into whatever page came next.",
         expected="W2",
         applies_to="drafts, several requests whose pages lie side by side",
         applies=lambda setup: setup.drafts and setup.batch > 1 and setup.pages is None,
@@ -232,8 +230,7 @@ FAULTS = (
         k="K20",
         bugs=("vllm-project/vllm#36580",),
         story="With prompts in chunks the slots of a chunk were computed from positions within it: the second chunk "
-        "was "
-        "written over the first.",
+        "was written over the first.",
         expected="W8",
         applies_to="prompts in chunks",
         needs={"chunk": CHUNK},
@@ -274,8 +271,7 @@ FAULTS = (
             "ggml-org/llama.cpp#14059",
         ),
         story="Cells were moved together, and the bytes of quantised types stayed where they were, or the plan was "
-        "used "
-        "after it had been given away.",
+        "used after it had been given away.",
         expected="T1",
         applies_to="caches that are defragmented",
         state="pending",

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.errors import KVCanaryError
-from kvcanary.faults.fault import Strike
-from kvcanary.faults.target import Hook, MoveHook, Running, Setup
+from kvcanary.faults.target import Hook, MoveHook, Running, Setup, Target
 
 if TYPE_CHECKING:
     from kvcanary.manager import CanaryManager
@@ -19,7 +18,7 @@ class NeedsHarnessError(KVCanaryError, NotImplementedError):
     """The fault needs what only an engine's own harness can give."""
 
 
-class AttachedTarget:
+class AttachedTarget(Target):
     """What the canary itself knows of its engine. Rows are its own copies: faults of index tables need a harness."""
 
     def __init__(self, canary: CanaryManager, seed: int = 0, chosen: Mapping[str, Any] | None = None) -> None:
@@ -27,7 +26,7 @@ class AttachedTarget:
         self.pools: Mapping[str, PoolView] = {pool.name: pool.view for pool in canary._state.pools}
         self.setup = Setup(page_size=canary._state.page_size, drafts="draft" in self.pools)
         self.prompts: list[Sequence[int]] = []
-        self.strike: Strike | None = None
+        self.strike = None
 
     @property
     def step(self) -> int:
@@ -66,17 +65,6 @@ class AttachedTarget:
 
     def cancel(self, request_id: str) -> None:
         raise _needs_harness("the end of a request")
-
-    def record(
-        self,
-        writer: str | frozenset[str] | None = None,
-        code: str | None = None,
-        *,
-        late: bool = False,
-        **place: Any,
-    ) -> None:
-        if self.strike is None:
-            self.strike = Strike(self.step + late, place, writer, code)
 
 
 def _needs_harness(what: str) -> NeedsHarnessError:

@@ -249,8 +249,7 @@ FAULTS = (
         k="K06",
         bugs=("sgl-project/sglang#26329", "ModelTC/LightLLM#1079", "NVIDIA/TensorRT-LLM#18295"),
         story="The drafter's entry at the end of a prompt chunk needs the next prompt token. Where the chunk is not "
-        "the "
-        "last one it got the token that was just sampled. Three engines made this mistake within ten months.",
+        "the last one it got the token that was just sampled. Three engines made this mistake within ten months.",
         expected="W6",
         applies_to="drafts, prompts in chunks",
         needs={"chunk": CHUNK},
@@ -364,8 +363,7 @@ FAULTS = (
         name="draft.tail_copy_lost",
         k="K04",
         story="Branches on pages of their own need the entries of the prefix's last page in front of them. The copy "
-        "was "
-        "not made, and branches but the first attended whatever lay there.",
+        "was not made, and branches but the first attended whatever lay there.",
         expected="T1",
         applies_to="topk > 1 with page_size > 1, attention by whole pages",
         needs={"backend": "paged"},
@@ -380,9 +378,8 @@ FAULTS = (
         k="K22",
         bugs=("vllm-project/vllm#14649",),
         story="Entries that the drafter wrote from its own guessed features were kept after the verify, and not "
-        "written "
-        "again from the target's: 8 to 15 % less acceptance. The bytes are what the code meant to write, so that no "
-        "check of bytes or identity can see it.",
+        "written again from the target's: 8 to 15 % less acceptance. The bytes are what the code meant to write, so "
+        "that no check of bytes or identity can see it.",
         expected="shorter accepted lengths",
         applies_to="drafts that take features",
         applies=lambda setup: setup.drafts,

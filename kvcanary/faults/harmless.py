@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcanary.faults.reach import SPREAD_BITS, any_layer, change, root_forward, submit_prompt
+from kvcanary.faults.recycling import grant_again, recycle
 from kvcanary.faults.target import Call, Move, Target
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ def never_granted(target: Target) -> int | None:
     """The last of the free pages, if nobody has ever had it."""
     free = target.free_pages()
     return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
+
+
+def recycle_as_it_is(target: Target) -> bool:
+    """A page that nobody has had is granted, given back, poisoned and granted again, and nobody touches it."""
+    page = never_granted(target)
+    if page is None:
+        return False
+    target.record(code="")
+    recycle(target, page)
+    grant_again(target, page)
+    return True
 
 
 def come_and_go(target: Target, pages: int = 1) -> bool:

@@ -12,10 +12,11 @@ from kvcanary.faults.harmless import (
     edit_behind_the_end,
     hit_and_give_back,
     lengthen_plans,
-    never_granted,
     noise_in_a_free_page,
+    recycle_as_it_is,
 )
 from kvcanary.faults.reach import any_layer, any_reader, change, is_private, redirect, root_forward, written_of
+from kvcanary.faults.recycling import grant_again, recycle, wait_out
 from kvcanary.faults.target import Call, Running, Setup, Target
 
 if TYPE_CHECKING:
@@ -57,16 +58,10 @@ def _grant_a_page_that_is_read(target: Target) -> bool:
     target.record(reader=reader.request_id, pool="target", position=position, slot=slot)
     canary = target.canary
     canary.on_free(reader.request_id, [page])
-    _wait_out(target)
+    wait_out(target)
     canary.admit(CHILD, [1, 2, 3])
     canary.on_alloc(CHILD, [page])
     return True
-
-
-def _wait_out(target: Target) -> None:
-    """What was freed has waited long enough."""
-    steps = target.canary.config.quarantine
-    target.canary._ledger.leave_quarantine(target.step + steps, steps)
 
 
 def _whole_page(target: Target) -> tuple[Running | None, int, int]:
@@ -293,34 +288,6 @@ def _land_in_a_freed_page(target: Target) -> bool:
     target.record(pool="target", slot=slot)
     grant_again(target, page)
     return True
-
-
-def recycle(target: Target, page: int) -> None:
-    """A request has had this page, and it was poisoned when it came back."""
-    target.canary.admit(CHILD, [1, 2, 3])
-    target.canary.on_alloc(CHILD, [page])
-    target.canary.on_free(CHILD, [page])
-    poisoner = target.canary._poisoner
-    while page in poisoner.waiting:
-        poisoner.tick()
-
-
-def recycle_as_it_is(target: Target) -> bool:
-    """A page that nobody has had is granted, given back, poisoned and granted again, and nobody touches it."""
-    page = never_granted(target)
-    if page is None:
-        return False
-    target.record(code="")
-    recycle(target, page)
-    grant_again(target, page)
-    return True
-
-
-def grant_again(target: Target, page: int) -> None:
-    """The next one has it."""
-    _wait_out(target)
-    target.canary.admit("next", [1, 2, 3])
-    target.canary.on_alloc("next", [page])
 
 
 def _noise(target: Target, words: Tensor) -> Tensor:

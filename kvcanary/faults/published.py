@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvcanary.faults.fault import READY, Fault
 
 NO_RECURRENCE = "models with recurrent state run without a prefix cache: no state is ever cached"
-NO_QUANTISED_POOL = "a wrong scale of the reader changes no byte, and the engine has no quantised pool to read with one"
+READERS_SCALE = "a wrong scale of the reader changes no byte, and readers here have none: scales lie beside the rows"
 
 #: One thread for each bug, by the number of the injection that brings it back.
 PUBLISHED: Mapping[str, tuple[str, ...]] = {
@@ -224,9 +224,9 @@ PUBLISHED: Mapping[str, tuple[str, ...]] = {
 #: Of those that no fault names, why.
 UNREACHED: Mapping[str, str] = {
     "vllm-project/vllm#47861": NO_RECURRENCE,
-    "vllm-project/vllm#55559": NO_QUANTISED_POOL,
-    "NVIDIA/TensorRT-LLM#16916": NO_QUANTISED_POOL,
-    "sgl-project/sglang#20705": NO_QUANTISED_POOL,
+    "vllm-project/vllm#55559": READERS_SCALE,
+    "NVIDIA/TensorRT-LLM#16916": READERS_SCALE,
+    "sgl-project/sglang#20705": READERS_SCALE,
 }
 
 

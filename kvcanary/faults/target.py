@@ -1,6 +1,6 @@
 """What a fault may use of the engine that it strikes: pools, rows, lifecycle calls, and hooks around forwards.
 
-Faults of any engine need no more than this. An engine's harness implements `Target`; kvcanary imports no engine.
+Faults of any engine need no more than this. An engine's harness is a `Target`; kvcanary imports no engine.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvcanary.faults.fault import Strike
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.faults.fault import Strike
     from kvcanary.manager import CanaryManager
     from kvcanary.views import PoolView, ReadPlan, WritePlan
 
@@ -167,5 +168,6 @@ class Target(Protocol):
         late: bool = False,
         **place: Any,
     ) -> None:
-        """The fault has struck: once, at the moment it strikes. `late`: this step's tokens are sampled already."""
-        ...
+        """The fault has struck: the first time counts. `late`: this step's tokens are sampled already."""
+        if self.strike is None:
+            self.strike = Strike(self.step + late, place, writer, code)

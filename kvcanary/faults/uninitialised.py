@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import come_and_go, edit_behind_the_end, hit_and_give_back
-from kvcanary.faults.lifetime import grant_again, recycle, recycle_as_it_is
+from kvcanary.faults.harmless import come_and_go, edit_behind_the_end, hit_and_give_back, recycle_as_it_is
 from kvcanary.faults.reach import (
     any_layer,
     any_part,
@@ -21,6 +20,7 @@ from kvcanary.faults.reach import (
     part_of,
     root_forward,
 )
+from kvcanary.faults.recycling import grant_again, recycle
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

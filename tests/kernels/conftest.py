@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvcanary_kernels import record
 from kvcanary_kernels.rows import PoolRows, pool_rows
+from stored_pool import StoredPool
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")
 
@@ -146,3 +148,19 @@ def lay_out() -> Callable[..., tuple]:
         return k, v, {"layout": "HND", "page_size": page_size, "extras": extras}
 
     return arrange
+
+
+@pytest.fixture
+def make_stored(make_content: Callable[..., Content], lay_out: Callable[..., tuple]) -> Callable[..., StoredPool]:
+    """make_stored(slots, layout, page_size, dtype, ...) -> a pool of random bytes, all of whose records are sealed."""
+
+    def make(
+        slots: int = 12,
+        layout: str = "nhd_fused",
+        page_size: int = 4,
+        dtype: torch.dtype = torch.bfloat16,
+        **content: int,
+    ) -> StoredPool:
+        return StoredPool(make_content(slots, dtype, **content), partial(lay_out, layout=layout, page_size=page_size))
+
+    return make

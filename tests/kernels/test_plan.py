@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -311,3 +311,39 @@ def test_a_row_reads_as_its_own_what_it_wrote(operation, device, read: int, wron
         world.records[read, 1] = world.records[10, 1]
         run_settle(operation, forward, world)
         assert not world.codes.any()
+
+
+@both
+def test_a_row_that_writes_nothing_reads_all_of_itself(operation, device) -> None:
+    """Its prefix is the whole row; the entry behind it is padding."""
+    forward, world = one_row(device, bounds=[0, 0], slots=[0], tokens=[0], positions=[0], prefix_lens=[4])
+    run_plan(operation, forward, world)
+    assert (world.planned.read_lengths.tolist(), world.planned.codes.tolist()) == ([4], [0, 0])
+
+
+@both
+def test_a_padding_row_is_looked_at_from_its_first_place(operation, device) -> None:
+    """Also where it begins before the table does."""
+    forward, world = one_row(device, num_live=[0], slots=[0, 0], row_starts=[-2], row_ends=[1], ids=[9, 0, 1, 2])
+    run_plan(operation, forward, world)
+    assert world.planned.codes.tolist() == [0, 0, CODE_BITS["W9"]]
+
+
+@both
+@pytest.mark.parametrize(("row", "code"), [(0, 0), (1, CODE_BITS["R10"]), (-1, CODE_BITS["R10"])])
+def test_a_row_that_no_table_has_is_no_row(operation, device, row: int, code: int) -> None:
+    """R10: it has no place for a single entry."""
+    forward, world = one_row(device)
+    pages, rows = (torch.tensor(values, device=device) for values in ([[2, 3]], [row]))
+    forward = replace(forward, table=PageTable(pages, PAGE_SIZE, rows, torch.zeros_like(rows)))
+    run_plan(operation, forward, world)
+    assert world.planned.codes.tolist() == [0, 0, code]
+
+
+@settles
+def test_a_missing_layer_is_that_of_its_entry(operation, device) -> None:
+    """R12 where a layer has not stored, and nowhere else."""
+    forward, world = settled(operation, device)
+    world.records[10, 5] = 0
+    run_settle(operation, forward, world)
+    assert world.planned.codes.tolist() == [CODE_BITS["R12"], 0, 0]

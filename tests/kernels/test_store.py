@@ -1,212 +1,24 @@
-"""Store and attest: bytes of one layer's values at once, lanes and layer bits of all behind it, and nothing else."""
+"""Store and attest: what is reported of slots that are stored twice, and what is refused."""
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
 
-from kvcanary_kernels import attest as module
 from kvcanary_kernels.attest import attest, attest_torch, kept_rows
-from kvcanary_kernels.content import check_content_torch
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.finish import finish_torch
-from kvcanary_kernels.record import Keys, layers_bitmap, make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.record import make_keys
 from kvcanary_kernels.store import store, store_torch
+from stored_pool import by_store
 
-MASK = 2**64 - 1
-POISON = -77
 OPERATIONS = (store, attest), (store_torch, attest_torch)
 both = pytest.mark.parametrize("operation", OPERATIONS, ids=["triton", "torch"])
-CONTENT_B, LOW, HIGH = 4, 5, 6
-
-
-@dataclass
-class Pool:
-    """A pool of known content with its records: sealed ones, whose content columns are zero."""
-
-    content: object
-    tensors: list[list[Tensor]]  # k, v and extras as the layout has them
-    rows: PoolRows
-    keys: Keys
-    records: Tensor
-    content_a: Tensor
-
-    def state(self) -> list:
-        """Every byte of the pool's tensors, and both tables."""
-        parts = [t.flatten().view(torch.uint8).tolist() for part in self.tensors for t in part]
-        return [parts, self.records.tolist(), self.content_a.tolist()]
-
-
-@pytest.fixture
-def make(make_content, lay_out, device: str):
-    """make(slots, layout, page_size, ...) -> a pool, all of whose records are sealed."""
-
-    def make(slots: int = 12, layout: str = "nhd_fused", page_size: int = 4, dtype=torch.bfloat16, **options) -> Pool:
-        content = make_content(slots, dtype, **options)
-        k, v, arranged = lay_out(content, layout, page_size)
-        rows = pool_rows(k, v, **arranged)
-        records = torch.full((slots, 8), POISON, device=device)
-        records[:, CONTENT_B : HIGH + 1] = 0
-        content_a = torch.full((rows.num_layers, slots), POISON, device=device)
-        keys = make_keys(5, rows.num_layers, rows.words_per_row, device)
-        return Pool(content, [k, v, *arranged["extras"]], rows, keys, records, content_a)
-
-    return make
-
-
-def from_projection(part: Tensor, place: int = 1) -> Tensor:
-    """The same values [n, heads, dim] as a split of wider rows, as a fused projection gives them."""
-    n, width = part.shape[0], part.shape[1:].numel()
-    wide = torch.zeros(n, 3 * width + 4, dtype=part.dtype, device=part.device)
-    wide[:, place * width : (place + 1) * width] = part.view(n, width)
-    return wide[:, place * width : (place + 1) * width].view(n, *part.shape[1:])
-
-
-def put(operations, pool: Pool, layers: int | list[int], slots: list[int], values, **options) -> list[int]:
-    """Store layers of `values`, content of len(slots) slots, and attest them; what the calls report."""
-    store, attest = operations
-    n, num_layers, device = len(slots), pool.rows.num_layers, pool.records.device
-    twice = torch.full((n,), POISON, device=device)
-    slot_ids = torch.tensor(slots, dtype=torch.int64, device=device)
-    kept = torch.full((num_layers, n, pool.rows.words_per_row), POISON, dtype=torch.int32, device=device)
-    times = torch.zeros(num_layers, n, dtype=torch.int64, device=device)
-    for layer in [layers] if isinstance(layers, int) else layers:
-        store(
-            pool.rows,
-            layer,
-            slot_ids,
-            from_projection(values.k[layer]),
-            from_projection(values.v[layer], 2) if values.v else None,
-            extras=[extra[layer] for extra in values.extras],
-            kept=kept,
-            times=times,
-            **options,
-        )
-    tables = {"records": pool.records, "content_a": pool.content_a}
-    attest(kept_rows(pool.rows, kept), slot_ids, keys=pool.keys, times=times, **tables, twice=twice, **options)
-    assert not times.any()
-    return twice.tolist()
-
-
-def keyed_sum(row: bytes, keys: Tensor) -> int:
-    words = struct.unpack(f"<{len(row) // 4}I", row)
-    return sum((k & 0xFFFFFFFF) * w for k, w in zip(keys.tolist(), words, strict=True))
-
-
-def check(pool: Pool, slots: list[int], values, layers: list[int], lay_out, layout: str, page_size: int) -> None:
-    """The pool holds `values` at slots in these layers, and every other byte and number is as it was."""
-    keys, expected, others = pool.keys, pool.content, [s for s in range(pool.rows.num_slots) if s not in slots]
-    pairs = zip((values.k, values.v, *values.extras), (expected.k, expected.v, *expected.extras), strict=True)
-    for given, part in pairs:
-        for layer in layers if part else ():
-            part[layer][slots] = given[layer]
-    k, v, arranged = lay_out(expected, layout, page_size)
-    bits = [[t.flatten().view(torch.uint8).tolist() for t in part] for part in (k, v, *arranged["extras"])]
-    assert bits == [[t.flatten().view(torch.uint8).tolist() for t in part] for part in pool.tensors]
-    records, content_a = pool.records.tolist(), pool.content_a.tolist()
-    bitmap = sum(1 << layer for layer in layers)
-    for i, slot in enumerate(slots):
-        lane_b = (keys.start_b if 0 in layers else 0) + sum(keyed_sum(values.row(j, i), keys.lane_b[j]) for j in layers)
-        found = [value & MASK for value in records[slot]]
-        assert found == [POISON & MASK] * 4 + [lane_b & MASK, bitmap & MASK, bitmap >> 64, POISON & MASK]
-        for layer in range(pool.rows.num_layers):
-            lane_a = int(keys.start_a[layer]) + keyed_sum(values.row(layer, i), keys.lane_a[layer])
-            assert content_a[layer][slot] & MASK == (lane_a if layer in layers else POISON) & MASK
-    assert all(records[slot] == [POISON] * 4 + [0, 0, 0, POISON] for slot in others)
-    assert all(lane[slot] == POISON for lane in content_a for slot in others)
-
-
-@both
-@pytest.mark.parametrize("layout", ["nhd", "nhd_fused", "nhd_pages", "hnd", "hnd_fused", "hnd_sides"])
-@pytest.mark.parametrize("extras", [0, 2])
-def test_store_writes_bytes_lanes_and_bits_in_every_layout(
-    operation, layout: str, extras: int, make, make_content, lay_out
-) -> None:
-    """Values at strides of a projection: the pool's bytes, both lanes and the bitmap, and not a byte beside them."""
-    pool, slots = make(15, layout, 5, extras=extras), [14, 0, 9, 5, 6]
-    values = make_content(5, extras=extras, seed=1)
-    for layer in (1, 0):  # any order
-        assert put(operation, pool, layer, slots, values) == [POISON] * 5
-    check(pool, slots, values, [0, 1], lay_out, layout, 5)
-
-
-@both
-@pytest.mark.parametrize("layers", [[0], [2], [0, 2]])
-@pytest.mark.parametrize("n", [0, 1])
-def test_store_of_some_layers(operation, n: int, layers: list[int], make, make_content, lay_out) -> None:
-    """A layer's store leaves other layers alone; the starting constant of lane b comes with layer 0, once."""
-    pool, values = make(layers=3), make_content(n, layers=3, seed=1)
-    for layer in layers:
-        assert put(operation, pool, layer, [11][:n], values) == [POISON][:n]
-    check(pool, [11][:n], values, layers, lay_out, "nhd_fused", 4)
-
-
-@both
-def test_store_of_latent_rows(operation, make, make_content, lay_out) -> None:
-    """One latent row with a scale, no V."""
-    pool = make(8, "hnd", 4, torch.float16, latent=True, extras=1)
-    values = make_content(3, torch.float16, latent=True, extras=1, seed=1)
-    for layer in range(2):
-        assert put(operation, pool, layer, [7, 0, 4], values) == [POISON] * 3
-    check(pool, [7, 0, 4], values, [0, 1], lay_out, "hnd", 4)
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str)
-def test_store_of_every_element_size(operation, dtype: torch.dtype, make, make_content, lay_out) -> None:
-    """1, 4 and 8 bytes an element (2 elsewhere)."""
-    pool, values = make(8, "hnd_fused", 4, dtype, layers=1), make_content(2, dtype, layers=1, seed=1)
-    assert put(operation, pool, 0, [7, 1], values) == [POISON] * 2
-    check(pool, [7, 1], values, [0], lay_out, "hnd_fused", 4)
-
-
-@both
-@pytest.mark.parametrize("layout", ["nhd", "hnd"])
-def test_store_of_rows_longer_than_a_block(operation, layout: str, make, make_content, lay_out) -> None:
-    """3 heads of 600 words: two blocks of 1024, the second one not full."""
-    pool = make(4, layout, 2, dim=1200, layers=1)
-    values = make_content(1, dim=1200, layers=1, seed=1)
-    assert put(operation, pool, 0, [3], values) == [POISON]
-    check(pool, [3], values, [0], lay_out, layout, 2)
-
-
-@both
-def test_store_sets_the_bits_of_all_128_layers(operation, make, make_content, lay_out) -> None:
-    """Bits 63, 64 and 127 in their words."""
-    pool, values = make(4, dim=2, layers=128), make_content(1, dim=2, layers=128, seed=1)
-    assert put(operation, pool, [62, 63, 64, 127], [2], values) == [POISON]
-    check(pool, [2], values, [62, 63, 64, 127], lay_out, "nhd_fused", 4)
-
-
-@both
-def test_store_equals_fingerprint_and_finish(operation, make, make_content) -> None:
-    """After all layers the tables are those of the separate operations, and the content check agrees."""
-    pool, values = make(12, "hnd", 4), make_content(3, seed=1)
-    device = pool.records.device
-    slots = torch.tensor([11, 4, 0], device=device)
-    records, content_a = pool.records.clone(), pool.content_a.clone()
-    for layer in range(2):
-        put(operation, pool, layer, slots.tolist(), values)
-    lane_a, lane_b = torch.empty(2, 3, dtype=torch.int64, device=device), torch.empty_like(slots)
-    fingerprint_torch(pool.rows, slots, pool.keys, lane_a=lane_a, lane_b=lane_b)
-    finish_torch(records, content_a, slots, lane_a=lane_a, lane_b=lane_b, layers=layers_bitmap(2, device))
-    assert torch.equal(records, pool.records)
-    assert torch.equal(content_a, pool.content_a)
-    mismatch = torch.full((3, 2), POISON, device=device)
-    check_content_torch(pool.rows, slots, pool.keys, pool.content_a, mismatch=mismatch)
-    assert mismatch.tolist() == [[0, 0]] * 3
 
 
 @both
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make, make_content, lay_out) -> None:
+def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make_stored, make_content) -> None:
     """For every slot; bytes and lanes are those of the new values, and nothing is added twice."""
-    pool, first, second = make(12, "hnd", 4), make_content(2, seed=1), make_content(2, seed=2)
+    pool, first, second = make_stored(12, "hnd", 4), make_content(2, seed=1), make_content(2, seed=2)
     second.k[1 - layer], second.v[1 - layer] = first.k[1 - layer], first.v[1 - layer]
     store, attest = operation
     calls = iter([first, first, second])
@@ -215,133 +27,46 @@ def test_a_layer_that_is_stored_again_is_reported(operation, layer: int, make, m
         values = next(calls)
         store(rows, layer, slots, values.k[layer], values.v[layer], **options)
 
-    assert put((store_next, attest), pool, [layer, 1 - layer, layer], [10, 5], first) == [1, 1]
-    check(pool, [10, 5], second, [0, 1], lay_out, "hnd", 4)
+    assert by_store(store_next, attest)(pool, [layer, 1 - layer, layer], [10, 5], first) == [1, 1]
+    pool.expect([10, 5], second, [0, 1])
 
 
 @both
-def test_attest_leaves_padding_as_it_is(operation, make, tensor) -> None:
+def test_attest_leaves_padding_as_it_is(operation, make_stored, tensor) -> None:
     """An entry that is not live keeps its count, and its slot keeps record and lanes."""
-    pool, (_, attest) = make(), operation
+    pool, (_, attest) = make_stored(), operation
     layers, before = pool.rows.num_layers, (pool.records[2].tolist(), pool.content_a[:, 2].tolist())
-    kept = torch.zeros(layers, 2, pool.rows.words_per_row, dtype=torch.int32, device=pool.records.device)
-    times, tables = (
-        torch.ones_like(kept[..., 0], dtype=torch.int64),
-        {"records": pool.records, "content_a": pool.content_a},
-    )
-    attest(
-        kept_rows(pool.rows, kept), tensor([1, 2]), keys=pool.keys, times=times, **tables, twice=tensor([0, 0]),
-        num_live=tensor([1]),
-    )  # fmt: skip
+    kept = torch.zeros(layers, 2, pool.rows.words_per_row, dtype=torch.int32, device=pool.device)
+    times = torch.ones_like(kept[..., 0], dtype=torch.int64)
+    given = {"times": times, "twice": tensor([0, 0]), "num_live": tensor([1]), **pool.tables}
+    attest(kept_rows(pool.rows, kept), tensor([1, 2]), **given)
     assert times.tolist() == [[0, 1]] * layers
     assert (pool.records[2].tolist(), pool.content_a[:, 2].tolist()) == before
 
 
 @both
-def test_store_writes_nothing_for_padding_and_bad_slots(operation, make, make_content, lay_out, tensor) -> None:
-    """Refused slots and padding leave no byte, no lane, no bit and no report."""
-    pool, values = make(12, "nhd_pages", 4), make_content(7, seed=1)
-    slots = [-1, 3, 12, 2**40, 7, 5, 3]
-    assert put(operation, pool, 0, slots, values, num_live=tensor([5])) == [POISON] * 7
-    for part in (values.k, values.v):
-        part[:] = [t[[1, 4]] for t in part]
-    check(pool, [3, 7], values, [0], lay_out, "nhd_pages", 4)
-
-
-@both
-@pytest.mark.parametrize("live", [0, -1])
-def test_store_with_nothing_live_writes_nothing(operation, live: int, make, make_content, tensor) -> None:
-    """A replay without live rows."""
-    pool, values = make(), make_content(2, seed=1)
-    before = pool.state()
-    assert put(operation, pool, 0, [1, 2], values, num_live=tensor([live])) == [POISON] * 2
-    assert pool.state() == before
-
-
-def test_store_torch_bounds_its_temporaries(make, make_content, lay_out, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows are summed in chunks, with the same result."""
-    pool, values = make(), make_content(7, seed=1)
-    monkeypatch.setattr(module, "TEMPORARY_BYTES", 3 * 8 * 24)
-    put((store_torch, attest_torch), pool, 1, [*range(5, 12)], values)
-    check(pool, [*range(5, 12)], values, [1], lay_out, "nhd_fused", 4)
-
-
-@both
-def test_store_takes_other_types_of_the_same_size(operation, make, make_content, lay_out) -> None:
-    """Bytes are stored as they are: a float16 pool may be given the bits as int16."""
-    pool, values = make(), make_content(2, seed=1)
-    values.k[0] = values.k[0].view(torch.int16)
-    assert put(operation, pool, 0, [4, 9], values) == [POISON] * 2
-    values.k[0] = values.k[0].view(torch.bfloat16)
-    check(pool, [4, 9], values, [0], lay_out, "nhd_fused", 4)
-
-
-@both
-def test_store_of_one_row_takes_any_stride(operation, make, make_content, lay_out) -> None:
-    """The stride of a dimension of one means nothing, and need not be whole words."""
-    pool, values = make(), make_content(1, seed=1)
-    odd = torch.zeros(99, dtype=torch.bfloat16, device=pool.records.device).as_strided((1, 3, 8), (49, 8, 1))
-    values.k[0] = odd.copy_(values.k[0])
-    store, attest = operation
-
-    def store_odd(rows, layer, slots, _, v, **options) -> None:
-        store(rows, layer, slots, odd, v, **options)
-
-    put((store_odd, attest), pool, 0, [4], values)
-    check(pool, [4], values, [0], lay_out, "nhd_fused", 4)
-
-
-@both
-def test_store_refuses_what_does_not_fit(operation, make, make_content) -> None:
+def test_store_refuses_what_does_not_fit(operation, make_stored, make_content) -> None:
     """Each refusal shows what was wanted and what came, and nothing has been written."""
-    pool, values = make(), make_content(2, seed=1)
-    before, slots = pool.state(), torch.tensor([1, 2], device=pool.records.device)
-    k, v, (store, attest) = values.k[0], values.v[0], operation
-    kept = torch.zeros(2, 2, 24, dtype=torch.int32, device=slots.device)
-    stored = {"kept": kept, "times": torch.zeros(2, 2, dtype=torch.int64, device=slots.device)}
+    pool, values = make_stored(), make_content(2, seed=1)
+    before, slots = pool.state(), torch.tensor([1, 2], device=pool.device)
+    store, attest = operation
+    kept = torch.zeros(2, 2, 24, dtype=torch.int32, device=pool.device)
+    times = torch.zeros(2, 2, dtype=torch.int64, device=pool.device)
 
-    def refused(match: str, k: Tensor = k, v: Tensor | None = v, layer: int = 0, **changed) -> None:
+    def not_stored(match: str, **changed) -> None:
         with pytest.raises(ValueError, match=match):
-            store(pool.rows, layer, slots, k, v, **{**stored, **changed})
-
-    refused(r"k must be \[2, \.\.\.\] with rows of 48 bytes, 2 an element, got \[2, 3, 8\] torch.float32", k.float())
-    refused(r"v must be .* 2 an element, got \[2, 3, 4\] torch.float32", v=v.view(torch.float32))
-    refused(r"v must be .*got \[1, 3, 8\]", v=v[:1])
-    refused(r"k rows must be dense, got strides", k.transpose(1, 2).contiguous().transpose(1, 2))
-    odd = torch.zeros(2, 25, dtype=torch.bfloat16, device=slots.device)[:, :24].view(2, 3, 8)
-    refused("k rows must be whole aligned 32-bit words, got 48 bytes at strides of .50. bytes", odd)
-    refused(r"the pool's rows have 2 pieces, got 1: k", v=None)
-    refused(r"the pool's rows have 2 pieces, got 3: k, v, extras\[0\]", extras=[k])
-    refused("layer must be 0 to 1, got 2", layer=2)
-    refused("layer must be 0 to 1, got -1", layer=-1)
-    refused(r"times must be \[2, 2\] int64", times=stored["times"][:1])
-    refused(r"kept must be contiguous \[2, 2, 24\] int32, got \[2, 2, 24\] torch.float32", kept=kept.float())
-    assert pool.state() == before
-
-    given = {"keys": pool.keys, "records": pool.records, "content_a": pool.content_a, "twice": slots.clone()}
-    given["times"] = stored["times"]
+            store(pool.rows, 0, slots, values.k[0], values.v[0], **{"kept": kept, "times": times, **changed})
 
     def not_attested(match: str, n: int = 2, **changed) -> None:
+        given = {**pool.tables, "times": times, "twice": slots.clone(), **changed}
         with pytest.raises(ValueError, match=match):
-            attest(kept_rows(pool.rows, kept[:, :n]), slots, **{**given, **changed})
+            attest(kept_rows(pool.rows, kept[:, :n]), slots, **given)
 
+    not_stored(r"times must be \[2, 2\] int64", times=times[:1])
+    not_stored(r"kept must be contiguous \[2, 2, 24\] int32, got \[2, 2, 24\] torch.float32", kept=kept.float())
     not_attested("kept must have a row an entry, got 1 for 2 entries", n=1)
-    not_attested(r"times must be \[2, 2\] int64", times=stored["times"][:1])
+    not_attested(r"times must be \[2, 2\] int64", times=times[:1])
     not_attested(r"twice must be contiguous \[2\] int64", twice=slots[:1])
     not_attested(r"content_a must be \[2, 12\] int64", content_a=pool.content_a[:1])
     not_attested("keys are for 2 layers of 8 words", keys=make_keys(1, 2, 8))
     assert pool.state() == before
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("layout", ["nhd", "nhd_fused", "nhd_pages", "hnd", "hnd_fused", "hnd_sides"])
-@pytest.mark.parametrize(("page_size", "dtype"), [(1, torch.float32), (8, torch.float8_e5m2), (128, torch.bfloat16)])
-def test_store_of_every_other_slot(operation, layout: str, page_size: int, dtype, make, make_content, lay_out) -> None:
-    """Half of a pool's slots in one launch, in each layout, at some page and element sizes."""
-    pool = make(2 * page_size, layout, page_size, dtype, extras=2)
-    slots = list(range(2 * page_size))[::-2]
-    values = make_content(len(slots), dtype, extras=2, seed=1)
-    for layer in range(2):
-        assert put(operation, pool, layer, slots, values) == [POISON] * len(slots)
-    check(pool, slots, values, [0, 1], lay_out, layout, page_size)

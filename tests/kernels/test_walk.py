@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvcanary_kernels import reread as lanes_of
 from kvcanary_kernels import walk as rows_of
-from kvcanary_kernels.record import CHAIN, Keys, chain_host, make_keys, signed, unsigned
+from kvcanary_kernels.fingerprint import fingerprint_torch
+from kvcanary_kernels.record import CHAIN, MASK_32, REQUEST_GENERATION, Keys, chain_host, make_keys, signed, unsigned
 from kvcanary_kernels.rows import PoolRows, pool_rows
 from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth
 
@@ -249,7 +250,9 @@ def test_wrong_writes_are_found(rig: Rig) -> None:
     known = [row + [0] * (width - len(row)) for row in known]
     batch = {0: [5, 6, 7], 1: [5, 6, 7]}
     assert rig.forward(batch, slots={1: rig.slot(0, 2)})[2] == [("W5", 1), None]
+    before = int(rig.total)
     assert rig.forward({2: [1, 1], 3: [1, 1]}, slots={0: BLOCKS * BLOCK_SIZE, 3: 2})[2] == [("W1", 0), ("W1", 1)]
+    assert int(rig.total) == before + 2
     assert rig.forward({0: [8, 3]}, known=known)[2] == [("W6", 4)]
 
 
@@ -334,3 +337,20 @@ def test_a_block_below_all_blocks_is_outside(rig: Rig) -> None:
     rig.forward({0: list(range(9))})
     rig.table[0, 1] = -1000
     assert rig.forward({0: [1]})[0] == [("R1", 4)]
+
+
+def test_a_table_ends_behind_its_last_block() -> None:
+    """A position that no block of the row has is no slot."""
+    positions = torch.tensor([[0, 3, 4]])
+    assert rows_of.table_slots(torch.tensor([[3]]), positions, BLOCK_SIZE).tolist() == [[12, 15, -1]]
+
+
+def test_what_is_kept_of_an_entry(rig: Rig) -> None:
+    """Who wrote it, and both lanes of every layer as the fingerprint has them."""
+    rig.forward({0: [5, 6, 7], 1: [8]})
+    slots = torch.tensor([rig.slot(0, 2), rig.slot(1, 0)], device=rig.device)
+    assert (rig.records[slots, REQUEST_GENERATION] & MASK_32).tolist() == rig.truth.uids[:2].tolist()
+    lane_a, lane_b = torch.empty(LAYERS, 2, dtype=torch.int64, device=rig.device), torch.empty_like(slots)
+    fingerprint_torch(rig.pool, slots, rig.keys, lane_a=lane_a, lane_b=lane_b)
+    assert torch.equal(rig.lanes[0][:, slots], lane_a)
+    assert torch.equal(rig.lanes[1][:, slots].sum(0) + signed(rig.keys.start_b), lane_b)

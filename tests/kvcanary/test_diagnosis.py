@@ -18,6 +18,7 @@ from kvcanary.facts import Facts
 from kvcanary.findings import FAMILIES, Cause, Finding
 from kvcanary.history import PageEvent
 from kvcanary.hits import Hit
+from kvcanary.sites import pack_site
 from kvcanary.whose import Whose
 from kvcanary_kernels.record import Record
 
@@ -217,12 +218,37 @@ def test_bytes_that_were_never_right_were_never_stored(engine):
     )
 
 
-def test_the_former_owner_of_a_page_is_suspected(engine):
-    """Where somebody else had the page before, its late write is a cause with the free as evidence."""
+@pytest.mark.parametrize(
+    ("whose", "first"),
+    [
+        ((), ("bits", ("one row changed to bytes that nobody has written here",))),
+        (
+            (Whose("not_finite", "NaN or Inf in 3 elements of K", "inferred"),),
+            ("bits", ("NaN or Inf in 3 elements of K",)),
+        ),
+        (
+            (Whose("zero_part", "K is all zero", "inferred"),),
+            ("order", ("K is all zero, and the rest of the row is not",)),
+        ),
+    ],
+    ids=["strange", "not finite", "cleared"],
+)
+def test_what_the_bytes_are_goes_before_who_had_the_page(engine, whose, first):
+    """A page soon granted again makes a late write of its former owner possible: a second cause, of one event."""
     events = (PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old"), PageEvent("granted", 4, "first"))
-    cause, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), events=events, owner="first"))
-    freed = ("the page was freed by 'old' at step 3", "that was 6 steps before")
-    assert (cause.family, cause.evidence) == ("lifetime", freed)
+    told, late, *_ = rank_causes(facts(engine, "R9", layers=(LAYER,), events=events, owner="first", whose=whose))
+    assert (told.family, told.evidence) == first
+    assert (late.family, late.evidence) == ("lifetime", ("the page was freed by 'old' at step 3, 6 steps before",))
+
+
+def test_damage_behind_an_extend_is_not_its_store(engine):
+    """Extend is judged a step later: only behind other forwards can nobody have come between write and look."""
+    families = {}
+    for kind in ("draft", "verify", "extend"):
+        read = facts(engine, "R9", layers=(LAYER,), record=a_record(step=9, site=pack_site(kind, 0)))
+        read.hit.site = (kind, 0)
+        families[kind] = [cause.family for cause in rank_causes(read)]
+    assert families == {"draft": ["uninitialised"], "verify": ["uninitialised"], "extend": ["bits"]}
 
 
 def test_minus_one_is_a_mark_of_padding(engine):

@@ -85,10 +85,19 @@ def test_bytes_were_never_right_until_somebody_has_seen_them(last_good, never):
     assert facts("R9", {"last_good": last_good}, record=a_record()).was_never_right is never
 
 
-@pytest.mark.parametrize(("site", "step", "first"), [(("draft", 1), 7, True), (("draft", 1), 8, False)])
-def test_the_first_look_is_that_of_the_writer(site, step, first):
-    """The forward that wrote the entry is the one that found it."""
-    assert facts("R9", {"site": site, "step": step}, record=a_record()).is_first_look is first
+@pytest.mark.parametrize(
+    ("kind", "site", "step", "first"),
+    [
+        ("draft", ("draft", 1), 7, True),
+        ("draft", ("draft", 1), 8, False),
+        ("draft", ("verify", 1), 7, False),
+        ("extend", ("extend", 1), 7, False),
+    ],
+)
+def test_the_first_look_is_that_of_the_writer(kind, site, step, first):
+    """The forward that wrote the entry is the one that found it; an extend is looked at in the next step only."""
+    found = facts("R9", {"site": site, "step": step}, record=a_record(site=pack_site(kind, 1)))
+    assert found.is_first_look is first
 
 
 def test_the_slot_of_a_position_is_the_one_that_was_granted():

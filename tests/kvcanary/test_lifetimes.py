@@ -35,6 +35,10 @@ def states(ledger: Ledger, *pages: int) -> list[str]:
     return [STATE_NAMES[int(ledger.states[page])] for page in pages]
 
 
+def last_events(ledger: Ledger, page: int, count: int = 2) -> list[str]:
+    return [str(event) for event in ledger.pages.history.of(page)[-count:]]
+
+
 # what is final
 
 
@@ -138,6 +142,10 @@ def test_only_pages_of_the_row_are_published():
     with pytest.raises(PageOwnerError, match="page 5, named by 'b', must be one of the 0 final") as caught:
         ledger.share("b", [5], 2)
     assert (caught.value.page, caught.value.request_id, caught.value.owner) == (5, "b", "a")
+    ledger.share("a", [5], 3)
+    ledger.free("a", [5], 4)
+    with pytest.raises(PageOwnerError, match=r"named by 'b', must be .*, it is in the row of nobody: commit"):
+        ledger.share("b", [5], 5)
 
 
 def test_cached_pages_come_before_granted_ones():
@@ -160,13 +168,34 @@ def test_duplicates_of_cached_pages_are_replaced():
     request = ledger.request("b")
     assert (request.pages, request.final_pages) == ([5, 3, 9], 2)
     assert states(ledger, 7, 8, 5) == ["FREE", "FREE", "SHARED"]
-    assert ledger.refcounts[[5, 3]].tolist() == [2, 2]
-    assert str(ledger.pages.history.of(5)[-1]) == "acquired by 'b' at step 4"
+    assert {page: int(count) for page, count in enumerate(ledger.refcounts) if count} == {3: 2, 5: 2, 9: 1}
+    assert last_events(ledger, 5) == ["published by 'a' at step 3", "acquired by 'b' at step 4"]
+    assert last_events(ledger, 7, 1) == ["freed by 'b' at step 4"]
     with pytest.raises(LifetimeError, match="each page must have one that replaces it, got 1 and 0 pages"):
         ledger.deduplicate("b", [9], [], 5)
     ledger.commit("b", 3 * SIZE, 6)
+    with pytest.raises(PageStateError, match="page 2 must be SHARED to be acquired by 'b', it is FREE"):
+        ledger.deduplicate("b", [9], [2], 7)
     with pytest.raises(PageOwnerError, match="page 5, named by 'b', must be new to its row"):
         ledger.deduplicate("b", [9], [5], 7)
+
+
+def test_a_duplicate_that_others_hold_too_is_released():
+    """A page that a fork shares leaves the row, and is its other holder's alone again."""
+    ledger = with_row(make_ledger("a", "b", "c"), "a", [5], final=1)
+    ledger.share("a", [5], 3)
+    with_row(ledger, "b", [7], final=1)
+    ledger.fork("b", "c", [7], 3)
+    ledger.deduplicate("b", [7], [5], 4)
+    told = ["released by 'b' at step 4", "taken back by 'c' at step 4", "committed by 'c' at step 4"]
+    assert last_events(ledger, 7, 3) == told
+
+
+def test_an_event_of_no_page_changes_nothing():
+    """A free of nothing is legal, and the row stays."""
+    ledger = with_row(make_ledger("a"), "a", [5, 3], final=1)
+    ledger.free("a", [], 3)
+    assert (ledger.request("a").pages, last_events(ledger, 5, 1)) == ([5, 3], ["committed by 'a' at step 2"])
 
 
 # forks
@@ -181,8 +210,8 @@ def test_a_fork_shares_and_a_write_needs_a_copy():
     assert ledger.pages.write_codes(np.array([3]), np.array([uid])) == {0: "W3"}
     generation = ledger.generations[3]
     ledger.copy_on_write("b", 3, 9, 4)
-    last = [str(event) for event in ledger.pages.history.of(3)[-2:]]
-    assert last == ["released by 'b' at step 4", "taken back by 'a' at step 4"]
+    assert last_events(ledger, 3) == ["released by 'b' at step 4", "taken back by 'a' at step 4"]
+    assert last_events(ledger, 9, 1) == ["copied to 'b' at step 4"]
     assert ledger.request("b").pages == [5, 9]
     assert [ledger.owner_of(page) for page in (5, 3, 9)] == [None, "a", "b"]
     assert states(ledger, 5, 3, 9) == ["SHARED", "WRITTEN", "WRITTEN"]

@@ -1,4 +1,4 @@
-"""The configurations of a campaign: `quick` for every commit, `full` for the matrix in the README."""
+"""The configurations of a campaign: `quick` for every commit, `full` for the matrix of docs/faults.md."""
 
 from __future__ import annotations
 

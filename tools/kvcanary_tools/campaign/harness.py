@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryManager, PoolView, ReadPlan, WritePlan
-from kvcanary.faults.fault import Strike
-from kvcanary.faults.target import Call, Hook, Move, MoveHook, Running, Setup
+from kvcanary.faults.target import Call, Hook, Move, MoveHook, Running, Setup, Target
 from spec_engine import Engine, SamplingParams
 from spec_engine.core import ForwardBatch
 from spec_engine.hooks import Forwards, read_plan, write_plan
 from spec_engine.models.decoder import KVAccess
 
 
-class EngineTarget:
-    """`kvcanary.faults.target.Target` over a spec_engine Engine with a canary."""
+class EngineTarget(Target):
+    """A spec_engine Engine with a canary."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class EngineTarget:
         self.canary: CanaryManager = engine.canary
         self.pools: Mapping[str, PoolView] = {name: engine._view(pool) for name, pool in engine.pools.items()}
         self.prompts: list[Sequence[int]] = []
-        self.strike: Strike | None = None
+        self.strike = None
         self.is_stepping = False
         self._before: list[tuple[str, Hook]] = []
         self._after: list[tuple[str, Hook]] = []
@@ -88,17 +87,6 @@ class EngineTarget:
 
     def cancel(self, request_id: str) -> None:
         self.engine.cancel(request_id)
-
-    def record(
-        self,
-        writer: str | frozenset[str] | None = None,
-        code: str | None = None,
-        *,
-        late: bool = False,
-        **place: Any,
-    ) -> None:
-        if self.strike is None:
-            self.strike = Strike(self.step + late, place, writer, code)
 
     # called by what is watched
 

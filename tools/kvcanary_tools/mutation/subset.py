@@ -9,16 +9,19 @@ from __future__ import annotations
 MOST_SECONDS = 3.0
 KERNELS = (
     "attention", "chain", "content", "count", "fingerprint", "finite", "index", "move", "plan", "poison", "post",
-    "put", "record", "reference_arguments", "references", "relay", "scatter", "seal", "store", "verify", "verify_truth",
-    "walk",
+    "put", "record", "reference_arguments", "references", "relay", "scatter", "seal", "store", "stored", "verify",
+    "verify_truth", "walk",
 )  # fmt: skip
-CANARY = ("facts", "finding_log", "ledger", "lifetimes", "pages", "row_book", "rules", "static", "uids")
+CANARY = (
+    "facts", "finding_log", "ledger", "lifetimes", "pages", "row_book", "rules_bytes", "rules_rows", "rules_writes",
+    "static", "uids",
+)  # fmt: skip
 TESTS = (
     *(f"tests/kernels/test_{name}.py" for name in KERNELS),
     *(f"tests/kvcanary/test_{name}.py" for name in CANARY),
 )
 #: Left to the whole suite: large operands and whole engines take too long, and a mutated module has other names and
-#: frames than those that three tests look at.
+#: frames than those that some tests look at.
 LEFT_OUT = (
     "tests/kernels/test_attention.py::test_chains",
     "tests/kernels/test_attention.py::test_operands_that_do_not_fit",
@@ -32,7 +35,9 @@ LEFT_OUT = (
     "tests/kvcanary/test_ledger.py::test_the_manager_refuses",
     "tests/kvcanary/test_pages.py::test_every_event_in_every_state",
     "tests/kvcanary/test_pages.py::test_history_knows_the_line_of_the_caller",
-    "tests/kvcanary/test_rules.py::test_every_rule_is_in_the_table",
+    "tests/kvcanary/test_rules_bytes.py::test_every_rule_is_in_the_table",
+    "tests/kvcanary/test_rules_rows.py::test_every_rule_is_in_the_table",
+    "tests/kvcanary/test_rules_writes.py::test_every_rule_is_in_the_table",
     "tests/kvcanary/test_static.py::test_hooks_run_no_torch_operation_but_launches",
     "tests/kvcanary/test_static.py::test_interpreted_kernels_tell_the_same",
 )

@@ -1,0 +1,31 @@
+"""Recycling: a page lives twice, as those of a busy pool do: it is granted, given back, waits, and is granted again."""
+
+from __future__ import annotations
+
+from kvcanary.faults.target import Target
+
+FORMER, NEXT = "former", "next"
+TOKENS = (1, 2, 3)
+
+
+def recycle(target: Target, page: int) -> None:
+    """A request has had this page, and it was poisoned when it came back."""
+    target.canary.admit(FORMER, TOKENS)
+    target.canary.on_alloc(FORMER, [page])
+    target.canary.on_free(FORMER, [page])
+    poisoner = target.canary._poisoner
+    while page in poisoner.waiting:
+        poisoner.tick()
+
+
+def wait_out(target: Target) -> None:
+    """What was freed has waited long enough."""
+    steps = target.canary.config.quarantine
+    target.canary._ledger.leave_quarantine(target.step + steps, steps)
+
+
+def grant_again(target: Target, page: int) -> None:
+    """The next one has it."""
+    wait_out(target)
+    target.canary.admit(NEXT, TOKENS)
+    target.canary.on_alloc(NEXT, [page])

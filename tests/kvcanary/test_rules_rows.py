@@ -1,0 +1,427 @@
+"""Each rule about rows by itself: what it is shown, and the one cause that it names, word for word; or none."""
+
+from __future__ import annotations
+
+from kvcanary import rules_rows as rows
+from kvcanary.findings import Cause
+from kvcanary.history import PageEvent
+from kvcanary.sites import pack_site
+from rule_facts import A_FREE, a_hit, a_reader, a_record, expect_said, shown, silent_rules
+
+WRONG_SLOT = "an entry of the table or index array names the wrong slot"
+PAST = "the index array or its builder ran past the end of what it holds"
+NO_INDEX = "an offset that does not fit 32 bits, or no index at all"
+KEPT = "entries were kept by their number, not by the accepted path, or their move went wrong"
+GIVEN_BACK = "the page was given back while the row still pointed at it"
+LOAD = "a load failed, still runs or brought less, and its hit was counted"
+OWN_GRANT = "the entry is of this grant, layer {} is not marked as stored"
+TWO_ROWS = (a_hit(position=8, found_position=9), a_hit(position=9, found_position=10))
+WINDOW = {"view": {"window": 8}, "until": 15}
+GONE = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
+
+SAID = [
+    *(
+        (rows.out_of_bounds, shown(a_hit(slot=slot)), Cause("bounds", text, "inferred", (f"slot {slot} of 64",)))
+        for slot, text in ((70, PAST), (-(2**31), PAST), (2**31 - 1, PAST), (2**31, NO_INDEX), (-(2**31) - 1, NO_INDEX))
+    ),
+    (rows.padding_mark, shown(a_hit(slot=1)), None),
+    (
+        rows.padding_mark,
+        shown(a_hit(slot=-1)),
+        Cause("graphs", "-1 is a mark of padding: a padded row counts as live", "inferred", ("the slot is -1",)),
+    ),
+    (rows.empty_entry, shown(a_hit(slot=1)), None),
+    (
+        rows.empty_entry,
+        shown(a_hit(slot=0)),
+        Cause(
+            "uninitialised",
+            "a table entry was never filled",
+            "inferred",
+            ("it names slot 0, as an entry that nothing has filled",),
+        ),
+    ),
+    (
+        rows.padding,
+        shown(),
+        Cause("graphs", "rows of padding count as live, or a live row was padded", "inferred"),
+    ),
+    (rows.wrong_entry, shown(is_own_place=True), None),
+    (rows.wrong_entry, shown(), Cause("addressing", WRONG_SLOT, "inferred")),
+    (rows.wrong_entry, shown(a_hit(code="R2"), granted_slot=33), Cause("addressing", WRONG_SLOT, "inferred")),
+    (
+        rows.wrong_entry,
+        shown(a_hit(code="R4"), granted_slot=33),
+        Cause("addressing", WRONG_SLOT, "inferred", ("position 5 was granted slot 33, the row looks in 21",)),
+    ),
+    (rows.more_entries, shown(a_hit(code="R4")), None),
+    (rows.more_entries, shown(a_hit(code="R10"), a_hit(code="R4")), None),
+    (
+        rows.more_entries,
+        shown(a_hit(code="R4"), a_hit(code="R10"), granted_slot=33),
+        Cause(
+            "lengths",
+            "the row counts entries that the request does not have",
+            "inferred",
+            ("the row's length is not the request's (R10)", "position 5 was granted slot 33, the row looks in 21"),
+        ),
+    ),
+    (rows.kept_other_nodes, shown(a_hit(code="R4"), reader=a_reader(), record=a_record()), None),
+    (rows.kept_other_nodes, shown(a_hit(code="R4"), record=a_record(), is_own_place=True), None),
+    (
+        rows.kept_other_nodes,
+        shown(a_hit(code="R4"), reader=a_reader(uid=4), record=a_record(), is_own_place=True),
+        None,
+    ),
+    (
+        rows.kept_other_nodes,
+        shown(a_hit(code="R4"), reader=a_reader(), record=a_record(site=pack_site("prefill", 0)), is_own_place=True),
+        None,
+    ),
+    *(
+        (
+            rows.kept_other_nodes,
+            shown(a_hit(code=code), reader=a_reader(), is_own_place=own, record=record, different_record=other),
+            Cause(
+                "draft",
+                KEPT,
+                "derived",
+                (
+                    "the row looks in the slot that it was granted",
+                    "draft[2], step 7, wrote what lies there",
+                ),
+            ),
+        )
+        for code, own, record, other in (
+            ("R5", True, a_record(site=pack_site("draft", 2)), None),
+            ("R6", False, None, a_record(site=pack_site("draft", 2))),
+        )
+    ),
+    (rows.exchange, shown(*TWO_ROWS), None),
+    (rows.exchange, shown(a_hit(position=5, found_position=13)), None),
+    (
+        rows.exchange,
+        shown(a_hit(position=5, found_position=13), a_hit(position=12, found_position=4)),
+        Cause(
+            "addressing",
+            "entries 1 and 3 of the row's page table are exchanged",
+            "inferred",
+            (
+                "page 1 of the row holds the positions of page 3, and the other way round",
+                "the records themselves are intact",
+            ),
+        ),
+    ),
+    (
+        rows.wrong_entry,
+        shown(a_hit(position=5, found_position=13), a_hit(position=12, found_position=4)),
+        None,
+    ),
+    (rows.shifted_row, shown(TWO_ROWS[0]), None),
+    (rows.shifted_row, shown(*TWO_ROWS, a_hit(position=10, found_position=10)), None),
+    (rows.shifted_row, shown(TWO_ROWS[0], a_hit(position=9, found_position=10, row=(0, "you"))), None),
+    (
+        rows.shifted_row,
+        shown(*TWO_ROWS, granted_slot=33),
+        Cause(
+            "lengths",
+            "the row is shifted: a length or an offset is wrong by that much",
+            "inferred",
+            ("2 entries hold their position +1", "position 8 was granted slot 33, the row looks in 21"),
+        ),
+    ),
+    (
+        rows.shifted_row,
+        shown(a_hit(position=9, found_position=10, **WINDOW), a_hit(position=8, found_position=9, **WINDOW)),
+        Cause("windows", GONE, "inferred", ("2 entries hold their position +1",)),
+    ),
+    (
+        rows.shifted_row,
+        shown(a_hit(position=8, found_position=6, **WINDOW), a_hit(position=9, found_position=7, **WINDOW)),
+        Cause(
+            "lengths",
+            "the row is shifted: a length or an offset is wrong by that much",
+            "inferred",
+            ("2 entries hold their position -2",),
+        ),
+    ),
+    (rows.tree_path, shown(), None),
+    (rows.tree_path, shown(a_hit(site=("decode", 0)), write_site=("draft", 1)), None),
+    (rows.tree_path, shown(write_site=("prefill", 0)), None),
+    (
+        rows.tree_path,
+        shown(a_hit(site=("draft", 2)), write_site=("draft", 1), last_write="draft[1], step 7"),
+        Cause(
+            "draft",
+            "a tree node attends a node that is not its ancestor, or a branch was rejected",
+            "inferred",
+            ("read by draft[2]", "written by draft[1], step 7"),
+        ),
+    ),
+    (
+        rows.later_write,
+        shown(),
+        Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred"),
+    ),
+    (rows.foreign_token, shown(), None),
+    (rows.foreign_token, shown(writer="me"), None),
+    (rows.foreign_token, shown(a_hit(code="R4"), writer="you", own_position=3), None),
+    *(
+        (
+            rows.foreign_token,
+            shown(a_hit(code=code), writer="you", own_position=own),
+            Cause("identity", "the slot holds a token of another sequence", "derived", ("the record names 'you'",)),
+        )
+        for code, own in (("R4", None), ("R5", 3))
+    ),
+    (
+        rows.row_mixed_up,
+        shown(),
+        Cause("identity", "the row is complete, but of other tokens: a row or prefix mix-up", "inferred"),
+    ),
+    (
+        rows.row_mixed_up,
+        shown(
+            a_hit(row_slots=(20, 21)),
+            first_difference=1,
+            reader=a_reader(),
+            different_record=a_record(request=4),
+            write_site=("verify", 0),
+            last_write="verify, step 7",
+        ),
+        Cause(
+            "identity",
+            "the row is complete, but of other tokens, last written by verify, step 7: a row or prefix mix-up",
+            "inferred",
+            (
+                "its tokens differ from position 1 on, of 2",
+                "another request has written the entry of position 1",
+            ),
+        ),
+    ),
+    *(
+        (
+            rows.row_mixed_up,
+            shown(a_hit(row_slots=(20, 21)), first_difference=at, reader=a_reader(), different_record=a_record()),
+            Cause(family, text, "inferred", (f"its tokens differ from position {at} on, of 2",)),
+        )
+        for at, family, text in (
+            (0, "identity", "the row is complete, but of other tokens: a row or prefix mix-up"),
+            (1, "order", "the last token fed is not the one that was accepted"),
+        )
+    ),
+    (rows.read_after_free, shown(events=A_FREE[:1]), None),
+    (rows.read_after_free, shown(a_hit(code="W2"), events=A_FREE), None),
+    (
+        rows.read_after_free,
+        shown(a_hit(code="R7"), events=(PageEvent("freed", 2, "older"), *A_FREE)),
+        Cause("lifetime", GIVEN_BACK, "derived", ("freed by 'old' at step 4",)),
+    ),
+    *(
+        (
+            rule,
+            shown(a_hit(code=code, request_id="old"), events=A_FREE, owner="new"),
+            Cause(
+                "lifetime",
+                GIVEN_BACK,
+                "derived",
+                ("freed by 'old' at step 4", "the reader had it before", "granted to 'new' since"),
+            ),
+        )
+        for rule, code in (
+            (rows.read_after_free, "R7"),
+            (rows.read_after_free, "W2"),
+            (rows.freed_too_early, "R8"),
+        )
+    ),
+    (rows.freed_too_early, shown(a_hit(code="R8"), events=A_FREE), None),
+    (rows.never_granted, shown(granted=2), None),
+    (rows.never_granted, shown(granted=0, owner="you"), None),
+    (
+        rows.never_granted,
+        shown(granted=0),
+        Cause(
+            "uninitialised",
+            "the table entry was never written",
+            "derived",
+            ("generation 0: nobody was ever granted this page",),
+        ),
+    ),
+    (rows.neighbours_row, shown(a_hit(code="R8", run=4, until=8)), None),
+    (rows.neighbours_row, shown(a_hit(code="R8", run=4, until=6), reader=a_reader()), None),
+    (rows.neighbours_row, shown(a_hit(code="R8", position=7), reader=a_reader()), None),
+    *(
+        (
+            rows.neighbours_row,
+            shown(*incident, reader=reader, owner="you"),
+            Cause(
+                "identity",
+                "the row of 'you' was read in the place of this one",
+                "inferred",
+                (f"{entries} entries lie on pages of others", "the first page is of 'you'"),
+            ),
+        )
+        for entries, reader, incident in (
+            (5, None, [a_hit(code="R8", run=5, until=9)]),
+            (2, a_reader(), [a_hit(code="R8", run=2, until=7)]),
+            (2, a_reader(), [a_hit(code="R8", position=6), a_hit(code="R8", position=7), a_hit(code="R5")]),
+        )
+    ),
+    (
+        rows.neighbours_row,
+        shown(a_hit(code="R8"), a_hit(code="R8", position=7, row=(0, "you")), reader=a_reader()),
+        None,
+    ),
+    (rows.neighbours_row, shown(a_hit(code="R8", run=5, until=9), own_position=5, owner="you"), None),
+    (rows.neighbours_prefix, shown(a_hit(code="R8")), None),
+    (rows.neighbours_prefix, shown(a_hit(code="R8"), owner="you", own_position=5), None),
+    (rows.neighbours_prefix, shown(a_hit(code="R8"), a_hit(code="R4"), owner="you"), None),
+    (
+        rows.neighbours_prefix,
+        shown(a_hit(code="R8"), a_hit(code="R4", row=(0, "other")), owner="you"),
+        Cause(
+            "identity",
+            "the row of 'you' was read, as far as it differs",
+            "inferred",
+            ("what lies there is of the same position of 'you'",),
+        ),
+    ),
+    (rows.place_of_two, shown(a_hit(code="R8")), None),
+    (
+        rows.place_of_two,
+        shown(a_hit(code="R8"), own_position=0),
+        Cause(
+            "addressing",
+            "two pages of the row lead to one place: the map, or its translation, is older than the grant",
+            "derived",
+            ("the page is 'me''s own, for others of its positions",),
+        ),
+    ),
+    (
+        rows.foreign_page,
+        shown(owner="you"),
+        Cause("addressing", "the row points at a page of 'you'", "derived", ("the reader never had this page",)),
+    ),
+    (
+        rows.foreign_page,
+        shown(owner="you", events=(PageEvent("granted", 1, "me"),)),
+        Cause("addressing", "the row points at a page of 'you'", "derived"),
+    ),
+    (rows.missing_layer, shown(), None),
+    (rows.missing_layer, shown(record=a_record(), granted=2), None),
+    (rows.missing_layer, shown(record=a_record(layers=1), granted=3), None),
+    *(
+        (
+            rows.missing_layer,
+            shown(a_hit(layers=layers), record=a_record(layers=written), granted=2),
+            Cause(
+                "uninitialised",
+                "a layer did not store its K and V for this entry",
+                "derived",
+                (OWN_GRANT.format(named),),
+            ),
+        )
+        for layers, written, named in (
+            ((), 0b011, "some"),
+            ((2,), 0b111, "2"),
+            ((0, 1, 2, 3, 4), 0, "0, 1, 2, 3"),
+        )
+    ),
+    (rows.not_loaded, shown(events=A_FREE), None),
+    (rows.not_loaded, shown(events=(PageEvent("set aside", 3, "me"),), record=a_record(), granted=2), None),
+    *(
+        (
+            rows.not_loaded,
+            shown(
+                events=(PageEvent("set aside", 3, "me"), PageEvent("marked loading", 5, "me")), record=record, granted=2
+            ),
+            Cause(
+                "transfer",
+                LOAD,
+                "derived",
+                (
+                    "the page was granted for a load",
+                    "its last event: marked loading by 'me' at step 5",
+                    "nobody has written the entry since",
+                ),
+            ),
+        )
+        for record in (None, a_record(generation=1), a_record(site=0))
+    ),
+    (rows.without_hooks, shown(record=a_record(site=0), is_own_place=True), None),
+    (rows.without_hooks, shown(reader=a_reader(), is_own_place=True), None),
+    (rows.without_hooks, shown(reader=a_reader(), record=a_record(site=0)), None),
+    (rows.without_hooks, shown(reader=a_reader(committed_len=5), record=a_record(site=0), is_own_place=True), None),
+    (rows.without_hooks, shown(reader=a_reader(), record=a_record(), granted=2, is_own_place=True), None),
+    *(
+        (
+            rows.without_hooks,
+            shown(reader=a_reader(committed_len=6), record=record, granted=2, is_own_place=True),
+            Cause(
+                "hooks",
+                "a forward ran without the canary's hooks",
+                "inferred",
+                (
+                    "position 5 is final, and in its own place",
+                    "no forward has declared that it writes here since the page was granted",
+                ),
+            ),
+        )
+        for record in (a_record(site=0), a_record(generation=1))
+    ),
+    (rows.refused_load, shown(), None),
+    (rows.refused_load, shown(reader=a_reader(pages=[5, -1])), None),
+    (
+        rows.refused_load,
+        shown(reader=a_reader(pages=[5, 6, -1])),
+        Cause(
+            "transfer",
+            "a load was refused or still runs, and its tokens were counted",
+            "derived",
+            ("1 pages of the row wait for a load, page 6 first",),
+        ),
+    ),
+    (rows.never_written, shown(), None),
+    (rows.never_written, shown(record=a_record()), None),
+    (
+        rows.never_written,
+        shown(record=a_record(site=0)),
+        Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",)),
+    ),
+    (rows.past_the_end, shown(), None),
+    (rows.past_the_end, shown(owner="you"), None),
+    (
+        rows.past_the_end,
+        shown(owner="me"),
+        Cause(
+            "lengths",
+            "the row reaches past what was written in the request's own pages",
+            "inferred",
+            ("the page is 'me''s own",),
+        ),
+    ),
+    (rows.old_record, shown(), None),
+    (rows.old_record, shown(record=a_record(site=0), granted=3), None),
+    (rows.old_record, shown(record=a_record(), granted=2), None),
+    *(
+        (
+            rows.old_record,
+            shown(record=a_record(), granted=3, owner=owner),
+            Cause("lifetime", text, "derived", ("the record is of grant 2, the page is at 3",)),
+        )
+        for owner, text in (
+            (None, "stale: the page was freed, and the row still points at it"),
+            ("me", "stale: the record is from before the page was granted again"),
+        )
+    ),
+]
+
+
+def test_each_rule_names_its_cause():
+    """Family, words, basis and evidence are those of the table; where the table has none, the rule is silent."""
+    expect_said(SAID)
+
+
+def test_every_rule_is_in_the_table():
+    """No rule is left out above, nor one that is silent wherever it is asked."""
+    assert silent_rules(rows, SAID) == set()

@@ -1,0 +1,70 @@
+"""What a rule of the diagnosis is shown, built by hand: an incident, and the facts that were read about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+
+from kvcanary.findings import Cause
+from kvcanary.history import PageEvent
+from kvcanary.sites import pack_site
+from kvcanary.whose import Whose
+from kvcanary_kernels.record import LOADING, WRITTEN, Record
+
+PAGE_SIZE = 4
+A_FREE = (PageEvent("granted", 1, "old"), PageEvent("freed", 4, "old"))
+Said = tuple[Callable[[SimpleNamespace], Cause | None], SimpleNamespace, Cause | None]
+
+
+def a_hit(**told) -> SimpleNamespace:
+    """A verify forward of step 9 found it at position 5 of `me`, slot 21."""
+    view = {"num_slots": 64, "page_size": PAGE_SIZE, "num_layers": 3, "null_slots": 4, "token_offset": 0}
+    view |= {"vocab_size": 100, "slot_map": None, "window": None} | told.pop("view", {})
+    pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0)
+    hit = {"code": "R9", "slot": 21, "position": 5, "request_id": "me", "site": ("verify", 0), "step": 9, "layers": ()}
+    hit |= {"last_good": None, "until": None, "parent_position": None, "found_position": None, "row_slots": ()}
+    hit |= {"fingerprint_hit": False, "named": None, "found": None, "run": 1, "row": (0, "me"), "pool": pool, "page": 5}
+    return SimpleNamespace(**hit | told)
+
+
+def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
+    """What a rule sees of an incident: nothing but `read`."""
+    facts = {"record": None, "writer": None, "word": None, "source": None, "source_is_damaged": False, "owner": None}
+    facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "whose": ()}
+    facts |= {"last_write": "nobody", "was_never_right": False, "is_first_look": False, "granted_slot": None}
+    facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}
+    facts |= {"incident": incident or (a_hit(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
+    seen = SimpleNamespace(**facts | read)
+    seen.hit = seen.incident[0]
+    seen.whose_is = lambda *kinds: next((answer for answer in seen.whose if answer.kind in kinds), None)
+    return seen
+
+
+def whose(kind: str, text: str = "what they are") -> tuple[Whose, ...]:
+    return (Whose(kind, text, "inferred", 9, 1),)
+
+
+def a_record(**told) -> Record:
+    fields = {"token": 1, "position": 5, "chain": 0, "request": 3, "generation": 2, "step": 7, "content_b": 0}
+    return Record(**{"site": pack_site("verify", 0), "layers": 0b111, "seal": 0} | fields | told)
+
+
+def a_word(bit: int | None = 6, part: str = "K") -> SimpleNamespace:
+    return SimpleNamespace(bit=bit, part=part)
+
+
+def a_reader(**told) -> SimpleNamespace:
+    return SimpleNamespace(**{"uid": 3, "committed_len": 8, "pages": [5, 6]} | told)
+
+
+def expect_said(said: Sequence[Said]) -> None:
+    """Each rule names its cause for what it is shown, word for word, or none."""
+    for rule, facts, cause in said:
+        assert (rule.__name__, rule(facts)) == (rule.__name__, cause)
+
+
+def silent_rules(module: ModuleType, said: Sequence[Said]) -> set[str]:
+    """Rules of the module that name a cause nowhere there."""
+    named = {rule.__name__ for rule, _, cause in said if cause is not None}
+    public = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
+    return {rule.__name__ for rule in public if rule.__annotations__.get("return") == "Cause | None"} - named
