@@ -16,10 +16,12 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.paged_state import LOOKS, RING, SPLITS, Event, Forward, Group, Layers, Looked, Step
+from kvcanary.adapters.paged_state import LOOKS, RING, SPLITS, Event, Forward, Group, Layers, Step
+from kvcanary.adapters.prefixes import Prefixes
 from kvcanary.adapters.replays import Replays
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
@@ -28,13 +30,12 @@ from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.sites import pack_site
 from kvcanary.views import PoolView
 from kvcanary_kernels import reread, walk
-from kvcanary_kernels.chain import chain_scan_torch
-from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32, STEP_SITE, chain_root, make_keys, seed_id, signed
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_WIDTH, Fed, Rows, Truth
+from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32, STEP_SITE, make_keys, seed_id
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_ROWS, NOW_STEP, NOW_WIDTH, Fed, Rows, Truth
 
 #: What an engine that is only watched can feed: it tells of no grants and frees (R7, R8, W2, W3, P1).
 PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
-NAMED_WRITERS, KEPT_CHAINS = 1 << 16, 1 << 10
+NAMED_WRITERS = 1 << 16
 UPLOADS = 64  # that may be on their way: more than a few of each of the last steps
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
@@ -63,7 +64,7 @@ class PagedCanary:
         self.num_rows, self.max_tokens = num_rows, max_tokens
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.identity = make_keys(self.seed, 1, 1, self.device)
-        self._host_keys = make_keys(self.seed, 1, 1)
+        self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
         self.groups: list[Group] = []
         ends, known, roots, uids = self._state = self._zeros(4, num_rows)
         self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._zeros(num_rows, max_rejected + 2), roots, uids)
@@ -73,12 +74,12 @@ class PagedCanary:
         self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.total = self._zeros(1)
         self.events: list[Event] = []  # of what happened since the last forward
-        self._looked: list[Looked] = []
+        self._looked: list[tuple[str, ...]] = []
         self._uid = 0
-        self._chains: OrderedDict[tuple[str, tuple[int, ...]], int] = OrderedDict()
         self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
         self._now = self._zeros(NOW_WIDTH + num_rows)  # what the running step is, and the numbers of its rows
-        self._counts = self._pinned(RING, 1)
+        self._looking = self._zeros(NOW_WIDTH + 2 * num_rows)  # the same of a look, and where their lines are
+        self._totals, self._counts = self._zeros(RING), self._pinned(RING)  # what was found, as of the last steps
         lines = self._pinned(RING, len(self._now))
         self._lines = list(zip(lines, lines.numpy(), strict=True))
         self._replays = Replays(self.device)
@@ -124,34 +125,17 @@ class PagedCanary:
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root = signed(chain_root(self._host_keys, "paged", salt))
+            root = self.prefixes.root(salt)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
                 lines.append((number, NOT_FOLLOWED, 0, root, self._uid, root))
                 continue
-            tail = self._chain_of(tuple(tokens[:length]), salt) if length else root
+            tail = self.prefixes.end(tokens[:length], salt) if length else root
             lines.append((number, length, 1, root, self._uid, tail))
         table = self.upload(torch.tensor(lines).T.contiguous())
         numbers, tails = table[0], table[5]
         self._state.index_copy_(1, numbers, table[1:5])
         self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
-
-    def _chain_of(self, prefix: tuple[int, ...], salt: str) -> int:
-        """Of a prefix; kept, since what is shared comes often."""
-        held = self._chains.get((salt, prefix))
-        if held is None:
-            held = self._chains[salt, prefix] = int(self.prefix_chains(prefix, salt)[-1])
-            if len(self._chains) > KEPT_CHAINS:
-                self._chains.popitem(last=False)
-        return held
-
-    def prefix_chains(self, tokens: Sequence[int], salt: str = "") -> Tensor:
-        """[n] int64 on the host: chain of every prefix of these tokens."""
-        values = torch.tensor(tokens, dtype=torch.int64)
-        out, seed = torch.empty_like(values), signed(chain_root(self._host_keys, "paged", salt))
-        ends, positions = torch.tensor([0, len(values)]), torch.arange(len(values))
-        chain_scan_torch(values, positions, ends, torch.tensor([seed]), keys=self._host_keys, out=out)
-        return out
 
     # one forward
 
@@ -194,10 +178,11 @@ class PagedCanary:
         self.admit([(0, "_", [0, 0], 2, "")])
         self.forget()
         self._now.zero_()
+        self._looking.zero_()
         for _ in range(2):  # as they are, captured
-            self.look(forward.lines or forward.tables, [0], [0], ["_"], 1)
             for rows in {min(size, self.num_rows) for size in _sizes(FEWEST_ROWS, self.num_rows)}:
                 for entries in _sizes(FEWEST_ENTRIES, forward.max_length):
+                    self._launch_look(forward.lines or forward.tables, rows, entries)
                     self._launch_before(forward, rows, entries)
             for tokens in {min(size, self.max_tokens) for size in _sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self._launch_after(tokens)
@@ -221,20 +206,17 @@ class PagedCanary:
         if len(self._looked) == LOOKS:
             self.coverage.skip("rows that went without a last look", len(numbers))
             return
-        chosen, rows = self.upload(torch.tensor([places, numbers]))
-        hits = self._hits["look"][(self.step + 1) % RING, len(self._looked)]
-        lines = [table.index_select(0, chosen) for table in tables]
-        self._looked.append(Looked(tuple(requests), lines))
-        hits.fill_(NO_HIT)
-        for group, table in zip(self.groups, lines, strict=True):
-            row = Rows(rows, table, rows, rows)
-            for column, layers in self._columns(group):
-                self._reread(group, layers, row, max_length, 1, hits[None], column, whole=True)
+        n, size = len(numbers), _at_least(len(numbers), FEWEST_ROWS, self.num_rows)
+        line = np.zeros(NOW_WIDTH + 2 * size, dtype=np.int64)
+        line[NOW_ROWS], line[NOW_STEP] = n, (self.step + 1) % RING * LOOKS + len(self._looked)
+        line[NOW_WIDTH : NOW_WIDTH + n], line[NOW_WIDTH + size : NOW_WIDTH + size + n] = numbers, places
+        self._looked.append(tuple(requests))
+        self.upload(torch.from_numpy(line), self._looking)
+        self._launch_look(tables, size, max_length)
 
     def count_to_host(self) -> Callable[[], int]:
-        """What waits for the counter of findings, as it is after what was launched so far."""
+        """What waits for the counter of findings as it was after `wrote`, and gives it."""
         place = self.step % RING
-        self._counts[place].copy_(self.total, non_blocking=True)
         event = self._arrivals[place] if self.uses_kernels else None
         if event is not None:
             event.record()
@@ -275,7 +257,10 @@ class PagedCanary:
         place = step.number % RING
         if self.uses_kernels:
             torch.cuda.synchronize(self.device)  # whatever thread and stream this is
-        return {name: cells[place].cpu() for name, cells in self._hits.items()}
+        hits = {name: cells[place] for name, cells in self._hits.items() if name in ("walk", "write")}
+        hits["read"] = self._hits["read"][:, place]
+        hits["look"] = self._hits["look"][:, place * LOOKS : (place + 1) * LOOKS]
+        return {name: cells.cpu() for name, cells in hits.items()}
 
     def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:
         """[n] slots and chains of what a step stored."""
@@ -299,6 +284,11 @@ class PagedCanary:
         launch = functools.partial(self._before, forward, most_rows, most_entries)
         self._replays.run(("before", most_rows, most_entries, *places), launch)
 
+    def _launch_look(self, tables: Sequence[Tensor], most_rows: int, max_length: int) -> None:
+        most_entries = _at_least(max_length, FEWEST_ENTRIES)
+        launch = functools.partial(self._look, tables, most_rows, most_entries)
+        self._replays.run(("look", most_rows, most_entries, *[table.data_ptr() for table in tables]), launch)
+
     def _launch_after(self, most: int) -> None:
         self._replays.run(("after", most), functools.partial(self._after, most))
 
@@ -310,7 +300,7 @@ class PagedCanary:
     def _before(self, forward: Forward, most_rows: int, most_entries: int) -> None:
         content = self.config.content
         place = self._now[NOW_STEP : NOW_STEP + 1] % RING
-        self._hits["read"].index_fill_(0, place, NO_HIT)
+        self._hits["read"].index_fill_(1, place, NO_HIT)
         numbers = self._now[NOW_WIDTH : NOW_WIDTH + most_rows]
         for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
             rows = Rows(numbers, table, forward.lengths, forward.starts)
@@ -328,7 +318,15 @@ class PagedCanary:
             )  # fmt: skip
             for column, layers in self._columns(group) if content != "write" else ():
                 stride = 1 if content == "full" else ROTATION_STEPS
-                self._reread(group, layers, rows, most_entries, stride, self._hits["read"][:, column], column)
+                self._reread(group, layers, rows, most_entries, stride, column, self._now, "read")
+
+    def _look(self, tables: Sequence[Tensor], most_rows: int, most_entries: int) -> None:
+        numbers, places = self._looking[NOW_WIDTH : NOW_WIDTH + 2 * most_rows].view(2, most_rows)
+        self._hits["look"].index_fill_(1, self._looking[NOW_STEP : NOW_STEP + 1], NO_HIT)
+        for group, table in zip(self.groups, tables, strict=True):
+            rows = Rows(numbers, table, places, places)
+            for column, layers in self._columns(group):
+                self._reread(group, layers, rows, most_entries, 1, column, self._looking, "look", whole=True)
 
     def _after(self, most: int) -> None:
         for group in self.groups:
@@ -336,6 +334,8 @@ class PagedCanary:
             for layers in group.layers:
                 if not layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
+        self._totals.index_copy_(0, self._now[NOW_STEP : NOW_STEP + 1] % RING, self.total)
+        self._counts.copy_(self._totals, non_blocking=True)
 
     def _late(self, starts: Tensor, most: int) -> None:
         ends = starts[1:].to(torch.int64)
@@ -355,15 +355,17 @@ class PagedCanary:
         now = torch.tensor([0, len(slots), 0, 0], device=self.device)
         self._take(group, layers, slots[None], chains[None], now, len(slots))
 
-    def upload(self, values: Tensor) -> Tensor:
-        """To the device, without a wait. int64 values of at most 8 a row; what was given long ago is overwritten."""
-        if not self.uses_kernels:
-            return values
-        if values.numel() > self._uploads.shape[1]:
-            return values.to(self.device)
-        self._uploaded = (self._uploaded + 1) % UPLOADS
-        place = self._uploads[self._uploaded, : values.numel()].view(values.shape)
-        return place.copy_(values).to(self.device, non_blocking=True)
+    def upload(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """To the device, without a wait, into the beginning of `out` if given; what was given long ago is overwritten.
+
+        values: int64 on the host, at most 8 a row
+        """
+        if self.uses_kernels and values.numel() <= self._uploads.shape[1]:
+            self._uploaded = (self._uploaded + 1) % UPLOADS
+            values = self._uploads[self._uploaded, : values.numel()].view(values.shape).copy_(values)
+        if out is None:
+            return values.to(self.device, non_blocking=True)
+        return out[: len(values)].copy_(values, non_blocking=True)
 
     # helpers
 
@@ -374,14 +376,15 @@ class PagedCanary:
         rows: Rows,
         max_length: int,
         stride: int,
-        hits: Tensor,
         column: int,
+        now: Tensor,
+        kind: str,
         whole: bool = False,
     ) -> None:
         self._run(
-            reread, "reread", layers.rows, group.records, rows, layers.keys, now=self._now, lanes=layers.lanes,
+            reread, "reread", layers.rows, group.records, rows, layers.keys, now=now, lanes=layers.lanes,
             stamps=layers.stamps, ends=self.truth.ends, max_length=max_length, stride=stride, window=group.window,
-            block_size=group.block_size, whole=whole, hits=hits, total=self.total,
+            block_size=group.block_size, whole=whole, hits=self._hits[kind][:, :, column], total=self.total,
             counted=self._counted[1 + column : 2 + column],
         )  # fmt: skip
 
@@ -406,11 +409,12 @@ class PagedCanary:
 
     @cached_property
     def _hits(self) -> dict[str, Tensor]:
-        """By kind, [RING, ..., rows] int64."""
+        """By kind: [RING, groups, shares, rows] and [RING, groups, rows] int64, and as `reread` has them, by pool."""
         groups, pools = len(self.groups), sum(len(group.layers) for group in self.groups)
         rows = self.num_rows
-        shapes = {"walk": (groups, SPLITS, rows), "write": (groups, rows), "read": (pools, rows), "look": (LOOKS, rows)}
-        return {name: self._zeros(RING, *shape) + NO_HIT for name, shape in shapes.items()}
+        shapes = {"walk": (RING, groups, SPLITS, rows), "write": (RING, groups, rows)}
+        shapes |= {"read": (2, RING, pools, rows), "look": (2, RING * LOOKS, pools, rows)}
+        return {name: self._zeros(*shape) + NO_HIT for name, shape in shapes.items()}
 
     @cached_property
     def _counted(self) -> Tensor:

@@ -58,7 +58,7 @@ class Step:
     """What the host must know to tell of a step's hits later.
 
     lines:   by group, [rows, width] block tables of the batch, or of all rows by number where `by_number`
-    looked:  requests whose rows were read before this step, with their lines by group
+    looked:  requests whose rows were read before this step, look by look
     """
 
     number: int
@@ -68,15 +68,9 @@ class Step:
     by_number: bool
     site: tuple[str, int]
     events: list[Event]
-    looked: list[Looked]
+    looked: list[tuple[str, ...]]
     count: int = 0
     is_settled: bool = False
-
-
-@dataclass(eq=False)
-class Looked:
-    requests: tuple[str, ...]
-    lines: list[Tensor]
 
 
 @dataclass(eq=False)

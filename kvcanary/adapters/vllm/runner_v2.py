@@ -86,7 +86,8 @@ class HandleV2(Handle):
         return result
 
     def _forward_of(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> Forward:
-        n, new = batch.num_reqs, int(batch.num_scheduled_tokens.max())
+        n = batch.num_reqs
+        new = 1 if batch.num_tokens == n else int(batch.num_scheduled_tokens.max())  # a live row has one at least
         lengths = batch.seq_lens_cpu_upper_bound.numpy()[:n]
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc

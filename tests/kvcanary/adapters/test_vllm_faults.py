@@ -68,15 +68,15 @@ def test_the_last_look_reads_every_byte(serve, monkeypatch, content: str) -> Non
     served = serve()
     served.ask("a", [(3 * n) % 97 for n in range(30)], 12)
     go_on(served, 4)
-    for position in (3, 19):
+    for position in (19, 3):
         block, offset = served.place("a", position)
         served.caches["l0"].view(torch.int32)[block, 0, offset, 0] ^= 1
     served.run()
     served.ask("b", [1, 2, 3], 2)
     served.run()
     found = served.wrapper.kvcanary_report()["findings"]
-    assert [(f["code"], f["position"], f["site"]) for f in found] == (
-        [("R9", 3, ["release", 0])] if content == "rolling" else []
+    assert [(f["code"], f["position"], f["page"], f["offset"], f["site"]) for f in found] == (
+        [("R9", 3, block, offset, ["release", 0])] if content == "rolling" else []
     )
 
 
