@@ -229,7 +229,8 @@ def command(
     deadline: float,
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    if runner == "v1":  # vLLM takes the other one for this model
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     bench = Bench(work, eagle, deadline, **GRAPHS[graphs])
     result: dict[str, Any] = {"eagle": eagle, "runner": runner, "graphs": graphs, **machine()}
     path = out / f"{name_of(eagle, runner, graphs)}.json"
