@@ -126,9 +126,9 @@ class Finding:
         }
 
 
-def tell(finding: Finding) -> None:
-    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding."""
-    _events.error("kvcanary.finding", **finding.to_dict())
+def tell(finding: Finding, **beside: Any) -> None:
+    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and what is told beside it."""
+    _events.error("kvcanary.finding", **finding.to_dict(), **beside)
 
 
 @dataclass
