@@ -39,13 +39,16 @@ class Prefixes:
                 self._kept.popitem(last=False)
         return held
 
-    def every(self, tokens: Sequence[int], salt: str = "") -> Tensor:
-        """[n] int64: chain of every prefix of these tokens."""
+    def every(self, tokens: Sequence[int], salt: str = "", after: Tensor | None = None) -> Tensor:
+        """[n] int64: chain of every prefix of a row; `after`: the chains of what stands before these tokens, if any."""
+        before = torch.empty(0, dtype=torch.int64) if after is None else after
+        if not len(tokens):
+            return before
+        seed = before[-1:] if len(before) else torch.tensor([self.root(salt)])
         values = torch.tensor(tokens, dtype=torch.int64)
-        out, seed = torch.empty_like(values), torch.tensor([self.root(salt)])
-        ends, positions = torch.tensor([0, len(values)]), torch.arange(len(values))
-        chain_scan_torch(values, positions, ends, seed, keys=self.keys, out=out)
-        return out
+        out, positions = torch.empty_like(values), torch.arange(len(before), len(before) + len(values))
+        chain_scan_torch(values, positions, torch.tensor([0, len(values)]), seed, keys=self.keys, out=out)
+        return torch.cat((before, out))
 
     def _end(self, tokens: NDArray[np.uint64], root: int) -> int:
         """A^n root + the sum of A^(n - 1 - i) mix_i, A the multiplier."""

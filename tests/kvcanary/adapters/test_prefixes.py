@@ -20,6 +20,9 @@ def test_the_end_and_every_chain_are_those_of_plain_integers(count: int, salt: s
     assert held.end(tokens, salt) == wanted[-1]
     assert held.end(tokens[: count // 2], salt) == (wanted[count // 2 - 1] if count > 1 else held.root(salt))
     assert held.every(tokens, salt).tolist() == wanted
+    begun = held.every(tokens[: count // 2], salt)
+    assert len(begun) == count // 2
+    assert held.every(tokens[count // 2 :], salt, begun).tolist() == wanted
 
 
 def test_what_is_kept_is_told_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
