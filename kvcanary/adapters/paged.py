@@ -20,7 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.paged_state import LOOKS, RING, SPLITS, Event, Forward, Group, Layers, Step
+from kvcanary.adapters.paged_state import (
+    COUNT_BITS,
+    HEAD,
+    LOOKS,
+    PLACE,
+    RING,
+    SPLITS,
+    STAMP,
+    Event,
+    Forward,
+    Group,
+    Layers,
+    Step,
+)
 from kvcanary.adapters.prefixes import Prefixes
 from kvcanary.adapters.replays import Replays
 from kvcanary.certificate import Coverage, certificate
@@ -31,11 +44,12 @@ from kvcanary.sites import pack_site
 from kvcanary.views import PoolView
 from kvcanary_kernels import reread, walk
 from kvcanary_kernels.record import CHAIN, COLUMNS, MASK_32, STEP_SITE, make_keys, seed_id
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_ROWS, NOW_STEP, NOW_WIDTH, Fed, Rows, Truth
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_ROWS, NOW_STEP, Fed, Rows, Truth
 
 #: What an engine that is only watched can feed: it tells of no grants and frees (R7, R8, W2, W3, P1).
 PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
 NAMED_WRITERS = 1 << 16
+STAMPS = (1 << 63 - COUNT_BITS) - 1
 UPLOADS = 64  # that may be on their way: more than a few of each of the last steps
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
@@ -77,9 +91,10 @@ class PagedCanary:
         self._looked: list[tuple[str, ...]] = []
         self._uid = 0
         self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
-        self._now = self._zeros(NOW_WIDTH + num_rows)  # what the running step is, and the numbers of its rows
-        self._looking = self._zeros(NOW_WIDTH + 2 * num_rows)  # the same of a look, and where their lines are
-        self._totals, self._counts = self._zeros(RING), self._pinned(RING)  # what was found, as of the last steps
+        self._now = self._zeros(HEAD + num_rows)  # what the running step is, and the numbers of its rows
+        self._looking = self._zeros(HEAD + 2 * num_rows)  # the same of a look, and where their lines are
+        self._totals, self._counts = self._zeros(RING), self._pinned(RING)  # stamps and counts of the last steps
+        self._counts_here = self._counts.numpy()
         lines = self._pinned(RING, len(self._now))
         self._lines = list(zip(lines, lines.numpy(), strict=True))
         self._replays = Replays(self.device)
@@ -132,7 +147,7 @@ class PagedCanary:
                 continue
             tail = self.prefixes.end(tokens[:length], salt) if length else root
             lines.append((number, length, 1, root, self._uid, tail))
-        table = self.upload(torch.tensor(lines).T.contiguous())
+        table = self.upload(torch.from_numpy(np.array(lines).T.copy()))
         numbers, tails = table[0], table[5]
         self._state.index_copy_(1, numbers, table[1:5])
         self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
@@ -143,8 +158,9 @@ class PagedCanary:
         """Record what a forward is about to write, and judge what it is about to read."""
         self.step += 1
         n, (line, host) = len(forward.numbers), self._lines[self.step % RING]
-        host[:NOW_WIDTH] = n, forward.num_tokens, self.step, pack_site(*forward.site)
-        host[NOW_WIDTH : NOW_WIDTH + n] = forward.numbers
+        stamp = (self.step & STAMPS) << COUNT_BITS
+        host[:HEAD] = n, forward.num_tokens, self.step, pack_site(*forward.site), self.step % RING, stamp
+        host[HEAD : HEAD + n] = forward.numbers
         self._now.copy_(line, non_blocking=True)
         lines, by_number = forward.lines or [table[:n].clone() for table in forward.tables], forward.lines is not None
         step = Step(
@@ -207,24 +223,26 @@ class PagedCanary:
             self.coverage.skip("rows that went without a last look", len(numbers))
             return
         n, size = len(numbers), _at_least(len(numbers), FEWEST_ROWS, self.num_rows)
-        line = np.zeros(NOW_WIDTH + 2 * size, dtype=np.int64)
+        line = np.zeros(HEAD + 2 * size, dtype=np.int64)
         line[NOW_ROWS], line[NOW_STEP] = n, (self.step + 1) % RING * LOOKS + len(self._looked)
-        line[NOW_WIDTH : NOW_WIDTH + n], line[NOW_WIDTH + size : NOW_WIDTH + size + n] = numbers, places
+        line[HEAD : HEAD + n], line[HEAD + size : HEAD + size + n] = numbers, places
         self._looked.append(tuple(requests))
         self.upload(torch.from_numpy(line), self._looking)
         self._launch_look(tables, size, max_length)
 
     def count_to_host(self) -> Callable[[], int]:
-        """What waits for the counter of findings as it was after `wrote`, and gives it."""
-        place = self.step % RING
-        event = self._arrivals[place] if self.uses_kernels else None
-        if event is not None:
-            event.record()
+        """What gives the counter of findings as it was after `wrote`.
+
+        It is there when anything is that was launched later; asked for before, it waits for the device.
+        """
+        step = self.step
 
         def count() -> int:
-            if event is not None:
-                event.synchronize()
-            return int(self._counts[place])
+            stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
+            if stamp == step & STAMPS:
+                return total
+            torch.cuda.synchronize(self.device)  # whatever thread and stream this is
+            return int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
 
         return count
 
@@ -299,9 +317,8 @@ class PagedCanary:
 
     def _before(self, forward: Forward, most_rows: int, most_entries: int) -> None:
         content = self.config.content
-        place = self._now[NOW_STEP : NOW_STEP + 1] % RING
-        self._hits["read"].index_fill_(1, place, NO_HIT)
-        numbers = self._now[NOW_WIDTH : NOW_WIDTH + most_rows]
+        self._hits["read"].index_fill_(1, self._now[PLACE : PLACE + 1], NO_HIT)
+        numbers = self._now[HEAD : HEAD + most_rows]
         for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
             rows = Rows(numbers, table, forward.lengths, forward.starts)
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
@@ -321,7 +338,7 @@ class PagedCanary:
                 self._reread(group, layers, rows, most_entries, stride, column, self._now, "read")
 
     def _look(self, tables: Sequence[Tensor], most_rows: int, most_entries: int) -> None:
-        numbers, places = self._looking[NOW_WIDTH : NOW_WIDTH + 2 * most_rows].view(2, most_rows)
+        numbers, places = self._looking[HEAD : HEAD + 2 * most_rows].view(2, most_rows)
         self._hits["look"].index_fill_(1, self._looking[NOW_STEP : NOW_STEP + 1], NO_HIT)
         for group, table in zip(self.groups, tables, strict=True):
             rows = Rows(numbers, table, places, places)
@@ -334,7 +351,7 @@ class PagedCanary:
             for layers in group.layers:
                 if not layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
-        self._totals.index_copy_(0, self._now[NOW_STEP : NOW_STEP + 1] % RING, self.total)
+        self._totals.index_copy_(0, self._now[PLACE : PLACE + 1], self.total + self._now[STAMP : STAMP + 1])
         self._counts.copy_(self._totals, non_blocking=True)
 
     def _late(self, starts: Tensor, most: int) -> None:
@@ -342,7 +359,7 @@ class PagedCanary:
         index = torch.arange(most, device=self.device)
         row = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
         valid = index < (ends - self._rejected[: len(ends)])[row]
-        place = self._now[NOW_STEP : NOW_STEP + 1] % RING
+        place = self._now[PLACE : PLACE + 1]
         for group in self.groups:
             slots, chains = (entries.index_select(0, place) for entries in self._entries[group.number])
             slots[0, :most].masked_fill_(~valid, -1)
@@ -432,10 +449,6 @@ class PagedCanary:
     @cached_property
     def _rejected(self) -> Tensor:
         return self._zeros(self.num_rows)
-
-    @cached_property
-    def _arrivals(self) -> list[torch.cuda.Event]:
-        return [torch.cuda.Event() for _ in range(RING)]
 
     def _pinned(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.uses_kernels)

@@ -94,8 +94,12 @@ class HandleV2(Handle):
         return Forward(
             batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, int(lengths.max()),
             int(lengths.sum()), tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts,
-            batch.input_ids, batch.positions, list(slots), self._known(), self._lines(),
+            batch.input_ids, batch.positions, self._rows_of(slots), self._known(), self._lines(),
         )  # fmt: skip
+
+    def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
+        """By group, where this step writes: nearly always the rows of the runner's own buffer."""
+        return self._slots if slots.data_ptr() == self._slots[0].data_ptr() else list(slots)
 
     def _bind(self) -> PagedCanary:
         runner, canary = self.runner, super()._bind()
@@ -115,7 +119,7 @@ class HandleV2(Handle):
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
-        most = tables.slot_mappings.shape[1]
+        self._slots, most = list(tables.slot_mappings), tables.slot_mappings.shape[1]
         return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device)
 
     def _kernel_block_size(self, group: int) -> tuple[int, int]:
@@ -128,7 +132,7 @@ class HandleV2(Handle):
         tables, held = self.runner.block_tables, self.runner.input_buffers
         return Forward(
             (), np.empty(0, dtype=np.int64), ("decode", 0), 0, self._max_len, 0, tables.input_block_tables,
-            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, list(tables.slot_mappings),
+            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots,
             self._known(), self._lines(),
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters import vllm as plugin
+from kvcanary.adapters.paged_state import RING
 from kvcanary.errors import AdapterError
 
 from .served import go_on, load, without
@@ -71,6 +72,27 @@ def test_a_prefix_that_is_computed_in_the_same_step_is_no_finding(serve) -> None
     report = served.wrapper.kvcanary_report()
     assert report["findings"] == []
     assert report["slots_checked"] > 24
+
+
+def test_a_count_that_is_asked_for_too_early_waits(serve, monkeypatch) -> None:
+    """The counter comes with the step it is of: where it has not arrived, the device is waited for, once."""
+    served = serve()
+    served.ask("a", [1, 2, 3], 5)
+    served.step()
+    canary, waits = served.wrapper.worker.kvcanary.canary, []
+    canary.total += 7
+    canary.wrote()
+    arrived, count = int(canary._counts[canary.step % RING]), canary.count_to_host()
+    assert count() == 7
+    canary._counts[canary.step % RING] = int(canary._counts[(canary.step - 1) % RING])  # of another step
+
+    def wait(device: torch.device) -> None:
+        waits.append(device)
+        canary._counts[canary.step % RING] = arrived
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert count() == 7
+    assert len(waits) == 1
 
 
 def test_sleep_drops_what_was_known(serve) -> None:
