@@ -93,6 +93,7 @@ class PagedCanary:
         self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
         self._now = self._zeros(HEAD + num_rows)  # what the running step is, and the numbers of its rows
         self._looking = self._zeros(HEAD + 2 * num_rows)  # the same of a look, and where their lines are
+        self._admitted = self._zeros(FEWEST_ROWS, 6)  # number, end, known, root, uid and tail of new rows
         self._totals, self._counts = self._zeros(RING), self._pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
         lines = self._pinned(RING, len(self._now))
@@ -147,10 +148,11 @@ class PagedCanary:
                 continue
             tail = self.prefixes.end(tokens[:length], salt) if length else root
             lines.append((number, length, 1, root, self._uid, tail))
-        table = self.upload(torch.from_numpy(np.array(lines).T.copy()))
-        numbers, tails = table[0], table[5]
-        self._state.index_copy_(1, numbers, table[1:5])
-        self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
+        for first in range(0, len(lines), FEWEST_ROWS):
+            chosen = lines[first : first + FEWEST_ROWS]
+            chosen += chosen[:1] * (FEWEST_ROWS - len(chosen))  # twice the same is harmless
+            self.upload(torch.from_numpy(np.array(chosen)), self._admitted)
+            self._replays.run(("admit",), self._admit)
 
     # one forward
 
@@ -191,11 +193,12 @@ class PagedCanary:
 
     def prepare(self, forward: Forward) -> None:
         """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
-        self.admit([(0, "_", [0, 0], 2, "")])
+        for _ in range(2):  # as they are, captured
+            self.admit([(0, "_", [0, 0], 2, "")])
         self.forget()
         self._now.zero_()
         self._looking.zero_()
-        for _ in range(2):  # as they are, captured
+        for _ in range(2):
             for rows in {min(size, self.num_rows) for size in _sizes(FEWEST_ROWS, self.num_rows)}:
                 for entries in _sizes(FEWEST_ENTRIES, forward.max_length):
                     self._launch_look(forward.lines or forward.tables, rows, entries)
@@ -314,6 +317,11 @@ class PagedCanary:
         if any(layers.is_late for group in self.groups for layers in group.layers):
             key = "late", most, starts.data_ptr(), len(starts)
             self._replays.run(key, functools.partial(self._late, starts, most))
+
+    def _admit(self) -> None:
+        numbers, tails = self._admitted[:, 0], self._admitted[:, 5]
+        self._state.index_copy_(1, numbers, self._admitted[:, 1:5].T)
+        self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
 
     def _before(self, forward: Forward, most_rows: int, most_entries: int) -> None:
         content = self.config.content

@@ -91,10 +91,12 @@ class HandleV2(Handle):
         lengths = batch.seq_lens_cpu_upper_bound.numpy()[:n]
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
+        starts = every if every.data_ptr() == starts.data_ptr() else starts
+        longest, entries = int(np.maximum.reduce(lengths)), int(np.add.reduce(lengths))
         return Forward(
-            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, int(lengths.max()),
-            int(lengths.sum()), tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts,
-            batch.input_ids, batch.positions, self._rows_of(slots), self._known(), self._lines(),
+            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, longest, entries, tables,
+            batch.seq_lens, starts, batch.input_ids, batch.positions, self._rows_of(slots), self._known(),
+            self._lines(),
         )  # fmt: skip
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
