@@ -33,13 +33,13 @@ def test_agreement_counts_tokens_and_names_the_first_difference() -> None:
 
 
 def test_throughput_is_that_of_pairs_and_the_noise_that_of_runs_without() -> None:
-    """Ratios of sums within a pair and their median; each side without over the one before it."""
-    found = bench.throughput([[2.0, 2.0], [3.0, 3.0], [2.0, 2.2]], [[2.0, 3.0], [3.0, 3.0], [4.2, 4.2]])
+    """Ratios of sums within a pair and their median; every other run without over the ones between."""
+    found = bench.throughput([[2.0, 2.0], [3.0, 2.0], [2.0, 2.2]], [[2.0, 3.0], [3.0, 2.0], [4.2, 4.2]])
     assert found["ratios"] == pytest.approx([0.8, 1.0, 0.5])
     assert found["throughput_ratio"] == pytest.approx(0.8)
-    assert found["off_over_off"] == pytest.approx([1.5, 0.7])
+    assert found["off_over_off"] == pytest.approx([1.0, 1.5, 1 / 1.1])
     assert found["fastest_runs_ratio"] == 1.0
-    assert found["median_runs_ratio"] == pytest.approx(2.1 / 3.0)
+    assert found["median_runs_ratio"] == pytest.approx(2.0 / 3.0)
 
 
 class Rig(bench.Bench):
@@ -66,14 +66,14 @@ class Rig(bench.Bench):
 
 
 def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
-    """Warm-up runs are discarded, then off on on off off on, each side as many runs as fill the time."""
+    """Warm-up runs are discarded, then without, with, with, without; an even number that fills the time."""
     rig = Rig()
     *_, result = rig.compare(3, 2.5)
-    warm_up = [False, True] * bench.WARM_UPS
-    assert rig.order == warm_up + [is_on for side in (0, 1, 1, 0, 0, 1) for is_on in [bool(side)] * 3]
-    assert result["runs_a_side"] == 3
+    assert rig.order == [False, True] * bench.WARM_UPS + [False, True, True, False] * 6
+    assert result["runs_a_side"] == 4
     assert result["ratios"] == pytest.approx([2 / 3] * 3)
-    assert result["off_over_off"] == [1.0, 1.0]
+    assert result["off_over_off"] == [1.0] * 3
+    assert {len(runs) for name in ("off_s", "on_s", "off_host_s", "on_host_s") for runs in result[name]} == {4}
     assert [entry["share"] for entry in result["on_off"] + result["off_off"]] == [1.0] * 5
     assert result["findings"] == 0
     assert result["largest_gap_where_different"] == 0.0
@@ -124,12 +124,12 @@ def test_a_profile_names_functions() -> None:
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ((False, "v2", "full"), "vllm"),
-        ((True, "v2", "full"), "vllm_eagle"),
-        ((False, "v1", "piecewise"), "vllm_v1_piecewise"),
-        ((False, "v2", "none"), "vllm_eager"),
+        (("1b", False, "v2", "full"), "vllm"),
+        (("7b", True, "v2", "full"), "vllm_7b_eagle"),
+        (("1b", False, "v1", "piecewise"), "vllm_v1_piecewise"),
+        (("1b", False, "v2", "none"), "vllm_eager"),
     ],
 )
-def test_every_setting_has_a_file_of_its_own(settings: tuple[bool, str, str], name: str) -> None:
+def test_every_setting_has_a_file_of_its_own(settings: tuple[str, bool, str, str], name: str) -> None:
     """Results do not overwrite each other."""
     assert bench.name_of(*settings) == name

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvcanary_tools.bench.vllm_model import SHAPE, make_prompts
+from kvcanary_tools.bench.vllm_model import make_prompts
 
 if TYPE_CHECKING:
     from kvcanary_tools.bench.vllm_plugin import Bench
@@ -115,7 +115,8 @@ class Faults:
         if step < STEP or chosen is None:
             return False
         block, caches = int(self.table()[chosen[1], 5]), self.caches()
-        caches[len(caches) // 2].view(torch.int16)[block, 3, 7, SHAPE["head_dim"] + 9] ^= 1 << 6  # type: ignore[operator]
+        cache = caches[len(caches) // 2].view(torch.int16)
+        cache[block, 3, 7, cache.shape[3] // 2 + 9] ^= 1 << 6
         self.touched = chosen[0]
         return True
 

@@ -1,12 +1,13 @@
-"""The model and the requests of the measurements inside vLLM: 1.1 B random parameters, prompts that share prefixes."""
+"""The models and the requests of the measurements inside vLLM: random parameters, prompts that share prefixes."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -18,6 +19,11 @@ SHAPE = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+#: 1.1 B parameters, whose steps the host bounds, and 7.2 B, whose steps the GPU does.
+SHAPES = {
+    "1b": SHAPE,
+    "7b": SHAPE | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
 }
 REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 256
 BLOCKS = 3600  # of 16 tokens: fewer than the requests would fill
@@ -33,13 +39,12 @@ def make_prompts(count: int = REQUESTS, seed: int = 3) -> list[list[int]]:
     ]
 
 
-def write_model(folder: Path, layers: int, is_draft: bool = False) -> Path:
+def write_model(folder: Path, shape: dict[str, Any], is_draft: bool = False) -> Path:
     """A random checkpoint; a draft has what EAGLE adds, and shares the rest with its target."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    shape = SHAPE | {"num_hidden_layers": layers}
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     generator = torch.Generator("cuda").manual_seed(11 + is_draft)
@@ -49,7 +54,7 @@ def write_model(folder: Path, layers: int, is_draft: bool = False) -> Path:
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     before, tensors = "" if is_draft else "model.", {}
-    for layer in range(layers):
+    for layer in range(shape["num_hidden_layers"]):
         name = f"{before}layers.{layer}."
         for part, rows, columns in (
             ("q", heads, hidden),

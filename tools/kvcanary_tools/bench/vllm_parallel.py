@@ -47,7 +47,7 @@ class Bench:
     """One vLLM over two GPUs, with the plug-in from its entry point."""
 
     def __init__(self, work: Path, ranks: int) -> None:
-        model = write_model(work / "model", SHAPE["num_hidden_layers"])  # type: ignore[arg-type]
+        model = write_model(work / "model", SHAPE)
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams

@@ -4,19 +4,18 @@
 
 Needs a GPU and vllm. A Llama of 1.1 B random parameters is written first; requests share prefixes, prompts come in
 chunks, and the pool is small enough that requests are preempted. With and without the plug-in in turn, in one process,
-in the same order; a side of a pair is as many runs of the 256 requests as take the time asked for. What was measured is
-written after every part, so that a run that is cut short leaves what it had.
+in the same order; each side of a pair is as many runs of the 256 requests as take the time asked for. What was measured
+is written after every part, so that a run that is cut short leaves what it had.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import click
 
 from kvcanary_tools.bench.vllm_faults import Faults
-from kvcanary_tools.bench.vllm_model import BLOCKS, OUTPUT_TOKENS, REQUESTS, SHAPE, make_prompts, write_model
+from kvcanary_tools.bench.vllm_model import BLOCKS, OUTPUT_TOKENS, REQUESTS, SHAPES, make_prompts, write_model
 
 GAP = 1e-2  # of the two best logits, below which two runs may differ
 WARM_UPS = 2
@@ -51,25 +50,24 @@ def agreement(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -
 def throughput(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Of pairs, each the seconds of its runs: throughput with over without, and what runs without differ by."""
     ratios = [sum(ours) / sum(theirs) for ours, theirs in zip(off, on, strict=True)]
-    sides = [sum(runs) for runs in off]
     return {
         "ratios": ratios,
         "throughput_ratio": median(ratios),
         "fastest_runs_ratio": min(map(min, off)) / min(map(min, on)),
         "median_runs_ratio": median(s for runs in off for s in runs) / median(s for runs in on for s in runs),
-        "off_over_off": [after / before for before, after in itertools.pairwise(sides)],
+        "off_over_off": [sum(runs[::2]) / sum(runs[1::2]) for runs in off],
     }
 
 
 class Bench:
     """One vLLM in this process, with or without the plug-in."""
 
-    def __init__(self, folder: Path, eagle: bool, deadline: float, **engine: Any) -> None:
+    def __init__(self, folder: Path, size: str, eagle: bool, deadline: float, **engine: Any) -> None:
         self.started, self.deadline = time.perf_counter(), deadline
-        model = write_model(folder / "model", SHAPE["num_hidden_layers"])  # type: ignore[arg-type]
+        model = write_model(folder / "model", SHAPES[size])
         speculative = {}
         if eagle:
-            draft = write_model(folder / "draft", 1, is_draft=True)
+            draft = write_model(folder / "draft", SHAPES[size] | {"num_hidden_layers": 1}, is_draft=True)
             speculative["speculative_config"] = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
         self.say("checkpoint")
         from vllm import LLM, SamplingParams
@@ -126,7 +124,7 @@ class Bench:
     def compare(self, pairs: int, seconds: float) -> Iterator[dict[str, Any]]:
         """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
         prompts, seconds_of_run = make_prompts(), 1.0
-        result: dict[str, Any] = {"requests": REQUESTS, "off_s": [], "on_s": [], "on_off": [], "off_off": []}
+        result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
         if self.is_plugged:  # as users have it: from the start, and it saw warm-up
             self.run(prompts)
             result["plugged_at_start"] = self.worker.kvcanary.report()
@@ -135,21 +133,29 @@ class Bench:
             _, seconds_of_run = self.run(prompts)
             with self.watched(mode="log"):
                 self.run(prompts)
-        result["runs_a_side"] = runs = max(1, math.ceil(seconds / seconds_of_run))
+        result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
         before, tokens = self.preemptions(), {}
         for pair in range(pairs):
-            for is_on in (False, True) if pair % 2 == 0 else (True, False):
-                if is_on:
-                    with self.watched(mode="log") as handle:
-                        tokens[pair, is_on], times = self.side(prompts, runs)
+            for name in ("off_s", "on_s", "off_host_s", "on_host_s"):
+                result.setdefault(name, []).append([])
+            tokens[pair, False], tokens[pair, True] = [], []
+            for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
+                is_on = number % 4 in (1, 2)
+                with self.watched(mode="log") if is_on else nullcontext() as handle:
+                    host = time.thread_time()
+                    outputs, seconds_of_run = self.run(prompts)
+                    host = time.thread_time() - host
+                    if handle is not None:
                         result["certificate"] = handle.report()
-                else:
-                    tokens[pair, is_on], times = self.side(prompts, runs)
-                result["on_s" if is_on else "off_s"].append(times)
+                name = "on" if is_on else "off"
+                result[f"{name}_s"][-1].append(seconds_of_run)
+                result[f"{name}_host_s"][-1].append(host)
+                tokens[pair, is_on] += [list(output.token_ids) for output in outputs]
             result["on_off"].append(agreement(tokens[pair, True], tokens[pair, False]))
             if pair:
                 result["off_off"].append(agreement(tokens[pair, False], tokens.pop((pair - 1, False))))
             result |= throughput(result["off_s"], result["on_s"])
+            result["host"] = throughput(result["off_host_s"], result["on_host_s"])
             result["findings"] = len(result["certificate"]["findings"])
             preempted = self.preemptions()
             result["preemptions"] = None if preempted is None or before is None else preempted - before
@@ -160,15 +166,6 @@ class Bench:
         result["gaps"] = self.gaps(prompts, tokens[0, True], result["on_off"][0]["first_different"])
         result["largest_gap_where_different"] = max(result["gaps"], default=0.0)
         yield result
-
-    def side(self, prompts: Sequence[Sequence[int]], runs: int) -> tuple[list[list[int]], list[float]]:
-        """Tokens of all runs, one behind the other, and the seconds of each."""
-        tokens, times = [], []
-        for _ in range(runs):
-            outputs, seconds = self.run(prompts)
-            tokens += [list(output.token_ids) for output in outputs]
-            times.append(seconds)
-        return tokens, times
 
     def gaps(
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], differs: dict[int, int]
@@ -208,6 +205,7 @@ class Bench:
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("/dev/shm/kvcanary-vllm"), help="Checkpoints go here."
 )
+@click.option("--size", type=click.Choice(list(SHAPES)), default="1b", help="Parameters of the model.")
 @click.option("--eagle", is_flag=True, help="With an EAGLE draft of random weights, which is nearly always rejected.")
 @click.option("--runner", type=click.Choice(["v2", "v1"]), default="v2", help="vLLM's model runner.")
 @click.option("--graphs", type=click.Choice(list(GRAPHS)), default="full", help="CUDA graphs; none is eager.")
@@ -219,6 +217,7 @@ class Bench:
 def command(
     out: Path,
     work: Path,
+    size: str,
     eagle: bool,
     runner: str,
     graphs: str,
@@ -231,9 +230,9 @@ def command(
     out.mkdir(parents=True, exist_ok=True)
     if runner == "v1":  # vLLM takes the other one for this model
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    bench = Bench(work, eagle, deadline, **GRAPHS[graphs])
-    result: dict[str, Any] = {"eagle": eagle, "runner": runner, "graphs": graphs, **machine()}
-    path = out / f"{name_of(eagle, runner, graphs)}.json"
+    bench = Bench(work, size, eagle, deadline, **GRAPHS[graphs])
+    result: dict[str, Any] = {"size": size, "eagle": eagle, "runner": runner, "graphs": graphs, **machine()}
+    path = out / f"{name_of(size, eagle, runner, graphs)}.json"
 
     def keep(name: str, part: Any) -> None:
         result[name] = part
@@ -244,18 +243,18 @@ def command(
     shown = result["compared"]
     print(json.dumps({name: shown.get(name) for name in ("ratios", "off_over_off", "findings", "preemptions")}))
     print([entry["share"] for entry in (*shown["on_off"], *shown["off_off"])], shown.get("largest_gap_where_different"))
-    for name, found in Faults(bench).each() if faults else ():
-        keep("faults", result.get("faults", {}) | {name: found})
-        bench.say(f"{name}: {json.dumps(found)[:700]}")
     for part in bench.profile(out) if profile and not bench.is_late else ():
         keep("profile", part)
         bench.say(f"profile: {json.dumps(part)[:2500]}")
+    for name, found in Faults(bench).each() if faults else ():
+        keep("faults", result.get("faults", {}) | {name: found})
+        bench.say(f"{name}: {json.dumps(found)[:700]}")  # the last one leaves a broken engine
 
 
-def name_of(eagle: bool, runner: str, graphs: str) -> str:
+def name_of(size: str, eagle: bool, runner: str, graphs: str) -> str:
     """Of the file: vllm, and what is not the usual."""
-    unusual = ("eagle" if eagle else "", runner if runner != "v2" else "", "" if graphs == "full" else graphs)
-    return "_".join(("vllm", *filter(None, unusual))).replace("none", "eager")
+    parts = {size: "1b", "eagle" if eagle else "": "", runner: "v2", "eager" if graphs == "none" else graphs: "full"}
+    return "_".join(("vllm", *(part for part, usual in parts.items() if part != usual)))
 
 
 def machine() -> dict[str, Any]:
