@@ -222,7 +222,8 @@ def judge_look(canary: DenseCanary, look: Look, lanes: Tensor, seen: Tensor, ste
     is_right = canary.holds(look.layer, k, v, wanted)
     canary.coverage.bytes_checked += count * canary.entry_bytes
     if is_right:
-        seen[look.low : look.high] = step
+        if look.low < look.before:  # what was stored just now is seen already
+            seen[look.low : look.high] = step
         return []
     found = canary.lanes(look.layer, k, v).to(lanes.device)
     wrong = (found != wanted).any(0)
