@@ -124,9 +124,9 @@ class PagedDevice:
             self._replays.run(key, functools.partial(self._late, starts, most))
 
     def _admit(self) -> None:
-        numbers, tails = self._admitted[:, 0], self._admitted[:, 5]
-        self._state.index_copy_(1, numbers, self._admitted[:, 1:5].T)
-        self.truth.tails.select(1, 0).index_copy_(0, numbers, tails)
+        table = self._admitted.T.contiguous()
+        self._state.index_copy_(1, table[0], table[1:5])
+        self.truth.tails.select(1, 0).index_copy_(0, table[0], table[5])
 
     def _before(self, forward: Forward, most_rows: int, most_entries: int) -> None:
         content = self.config.content
@@ -144,7 +144,7 @@ class PagedDevice:
             )  # fmt: skip
             self._run(
                 walk, "walk", group.records, rows, self.truth, self.identity, window=group.window,
-                hits=self._hits["walk"][:, group.number], counted=self._counted, **common,
+                hits=self._hits["walk"][:, group.number], counted=self._counted[:1], **common,
             )  # fmt: skip
             for column, layers in self._columns(group) if content != "write" else ():
                 stride = 1 if content == "full" else ROTATION_STEPS
