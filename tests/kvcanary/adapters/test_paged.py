@@ -81,7 +81,7 @@ class Engine:
             self.tokens[number] += batch[number]
         return self.canary.count_to_host()()
 
-    def end(self, number: int, line: torch.Tensor | None = None) -> None:
+    def end(self, number: int) -> None:
         self.canary.look([self.table], [number], [number], [f"r{number}"], len(self.tokens[number]) + 1)
 
 
