@@ -126,9 +126,9 @@ class Finding:
         }
 
 
-def tell(finding: Finding) -> None:
-    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding."""
-    _events.error("kvcanary.finding", **finding.to_dict())
+def tell(finding: Finding, rank: int | None = None) -> None:
+    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and the rank that has it."""
+    _events.error("kvcanary.finding", **finding.to_dict(), rank=rank)
 
 
 @dataclass

@@ -27,7 +27,9 @@ from kvcanary_kernels.walk import (
 )
 
 LAYERS_PER_ENTRY = 128  # a hit of `reread` is position * LAYERS_PER_ENTRY + layer
+SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
 PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
+PLACES = tl.constexpr(SLOTS_PER_ENTRY)
 
 
 def take(
@@ -130,9 +132,9 @@ def reread(
     max_length: at least what the longest of them has
     window:     tokens that attention sees, the reader's own included; 0: all
     whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`); then lengths
-                and starts are not read, and no row is padding
-    hits:       [ring, rows] int64, NO_HIT or lower before; in the cell of this step the least of
-                position * LAYERS_PER_ENTRY + layer of each row
+                are not read, and starts [rows] say which line of the table is the row's
+    hits:       [2, ring, rows] int64, NO_HIT or lower before; in the cells of this step the least of
+                position * LAYERS_PER_ENTRY + layer of each row, and of position * SLOTS_PER_ENTRY + slot
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
     """
     n, per_row = rows.numbers.shape[0], -(-max_length // stride)
@@ -152,8 +154,9 @@ def reread(
         hits,
         total,
         counted,
-        hits.shape[0],
+        hits.shape[1],
         hits.stride(0),
+        hits.stride(1),
         pool.num_slots,
         pool.num_layers,
         lanes.stride(1),
@@ -191,13 +194,13 @@ def reread_torch(
     counted: Tensor,
 ) -> None:
     """The torch reference of `reread`."""
-    if not whole:
-        rows = live_rows(rows, now)
+    rows = live_rows(rows, now)
     step, numbers = int(now[NOW_STEP]), rows.numbers.long()
-    n, phase, cell = numbers.shape[0], step % stride, hits[step % hits.shape[0]]
+    n, phase, cells = numbers.shape[0], step % stride, hits[:, step % hits.shape[1]]
     sizes = ends[numbers] if whole else context_lengths(rows)
+    table = rows.table[rows.starts[:n]] if whole else rows.table[:n]
     positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
-    slots = table_slots(rows.table[:n], positions, block_size)
+    slots = table_slots(table, positions, block_size)
     live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
     live &= (ends[numbers] != NOT_FOLLOWED)[:, None]
     if window:
@@ -212,8 +215,10 @@ def reread_torch(
     differs = both_lanes(pool, found, keys)[0] != lanes[0, :, found]
     layer, entry = differs.nonzero(as_tuple=True)
     total += len(entry)
-    hit = positions[row, column][entry] * LAYERS_PER_ENTRY + layer
-    cell[:n] = cell[:n].scatter_reduce(0, row[entry], hit, "amin")
+    position = positions[row, column][entry]
+    found_hits = position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + found[entry]
+    for cell, hit in zip(cells, found_hits, strict=True):
+        cell[:n] = cell[:n].scatter_reduce(0, row[entry], hit, "amin")
 
 
 def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
@@ -273,7 +278,16 @@ def _take_lanes_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["ring", "hits_stride", "stride", "window", "table_stride", "num_slots", "layer_stride"],
+    do_not_specialize=[
+        "ring",
+        "side_stride",
+        "hits_stride",
+        "stride",
+        "window",
+        "table_stride",
+        "num_slots",
+        "layer_stride",
+    ],
     do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "hits", "counted"],
 )
 def _reread_kernel(
@@ -293,6 +307,7 @@ def _reread_kernel(
     total,
     counted,
     ring,
+    side_stride,
     hits_stride,
     num_slots,
     num_layers,
@@ -310,16 +325,17 @@ def _reread_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_layer = tl.program_id(2).to(tl.int64)
-    num_live = tl.load(now + ROWS_NOW)
+    if i_row >= tl.load(now + ROWS_NOW):
+        return
     at_step = tl.load(now + STEP_NOW)
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
         length = tl.load(ends + number)
+        row = table + tl.load(starts + i_row).to(tl.int64) * table_stride
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)
-        length = tl.where(i_row < num_live, length, 0)
-    row = table + i_row * table_stride
+        row = table + i_row * table_stride
     first_n = at_step % stride + tl.program_id(1).to(tl.int64) * TILE * stride
     if first_n >= length:
         return
@@ -342,5 +358,6 @@ def _reread_kernel(
     count = tl.sum(m_differs.to(tl.int64))
     if count > 0:
         tl.atomic_add(total, count, sem="relaxed")
-        cell = hits + at_step % ring * hits_stride
-        tl.atomic_min(cell + i_row, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
+        cell = hits + at_step % ring * hits_stride + i_row
+        tl.atomic_min(cell, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
+        tl.atomic_min(cell + side_stride, tl.min(tl.where(m_differs, o_n * PLACES + b_slot, NONE)), sem="relaxed")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvcanary.adapters.batched_layout import block_of, group_of, layers_of, memory_of, shape_of
 from kvcanary.adapters.judging import DenseCanary, DenseHit, locate
+from kvcanary.adapters.prefixes import Prefixes
 from kvcanary.config import ROTATION_STEPS
-from kvcanary_kernels.chain import chain_scan_torch
-from kvcanary_kernels.record import chain_root, make_keys, signed
+from kvcanary_kernels.record import make_keys
 
 
 @dataclass
@@ -75,8 +75,7 @@ class BatchedCache:
         self.lanes: dict[int, Tensor] = {}
         self.groups = [Group(n, window, *_empty(size, 2)) for n, (window, size) in enumerate(shape_of(cache))]
         self.step = 0
-        self.keys = make_keys(canary.seed, 1, 1)
-        self._root = signed(chain_root(self.keys, "batched"))
+        self.prefixes = Prefixes(make_keys(canary.seed, 1, 1))
         self._queue: list[tuple[Any, list[Part]]] = []
         self._batch: Batch | None = None
 
@@ -84,7 +83,7 @@ class BatchedCache:
 
     def prefix(self, request: str, tokens: Sequence[int], length: int) -> None:
         """The first `length` tokens of a request lie in the cache already."""
-        self.rows[request] = Row(self._continued(None, tokens[:length]))
+        self.rows[request] = Row(self.prefixes.every(tokens[:length]))
 
     def placed(self, request: str, past: int, count: int, batch: Any) -> None:
         """A request comes next in a batch; `batch` is one object a batch."""
@@ -171,7 +170,7 @@ class BatchedCache:
             yield DenseHit("R10", (), number, len(row.chains), _site(part), None, None, *sides, request=part.request)
             row.chains = None
             return
-        row.chains = self._continued(row.chains[: part.past], tokens.tolist())
+        row.chains = self.prefixes.every(tokens.tolist(), after=row.chains[: part.past])
 
     def _judge(
         self, batch: Batch, group: Group, read: Tensor, write: Tensor, offsets: Sequence[int]
@@ -279,17 +278,6 @@ class BatchedCache:
                 )
             )  # fmt: skip
         return hits
-
-    def _continued(self, chains: Tensor | None, tokens: Sequence[int]) -> Tensor:
-        before = torch.empty(0, dtype=torch.int64) if chains is None else chains
-        if not len(tokens):
-            return before
-        seed = before[-1:] if len(before) else torch.tensor([self._root])
-        values = torch.tensor(tokens, dtype=torch.int64)
-        positions = torch.arange(len(before), len(before) + len(values))
-        out = torch.empty_like(values)
-        chain_scan_torch(values, positions, torch.tensor([0, len(values)]), seed, keys=self.keys, out=out)
-        return torch.cat((before, out))
 
 
 def _empty(size: int, count: int) -> list[Tensor]:

@@ -45,10 +45,21 @@ class DenseLayer:
     seen: Tensor
     first: int = 0
     cursor: int = 0
+    _room: tuple[Tensor, Tensor] | None = None  # of which lanes and seen are the beginning, unless they were replaced
 
     @property
     def length(self) -> int:
         return self.lanes.shape[2]
+
+    def append(self, lanes: Tensor, step: int) -> None:
+        """Entries follow, seen in this step; what lies there is copied only when there is no room left."""
+        before, length = self.length, self.length + lanes.shape[2]
+        room = self._room
+        if room is None or room[0].data_ptr() != self.lanes.data_ptr() or room[1].shape[0] < length:
+            room = self._room = lanes.new_empty(2, lanes.shape[1], 2 * length), lanes.new_empty(2 * length)
+            room[0][:, :, :before], room[1][:before] = self.lanes, self.seen
+        room[0][:, :, before:length], room[1][before:length] = lanes, step
+        self.lanes, self.seen = room[0][:, :, :length], room[1][:length]
 
 
 @dataclass
@@ -100,12 +111,10 @@ class DenseRows:
             canary.coverage.forwards += 1
         self.last_layer = layer
         before, lanes = self.length_of(layer), canary.lanes(layer, k, v)
-        seen = torch.full((k.shape[2],), self.step, device=lanes.device)
-        if layer in self.layers:
-            own = self.layers[layer]
-            own.lanes, own.seen = torch.cat((own.lanes, lanes), 2), torch.cat((own.seen, seen))
-        else:
-            own = self.layers[layer] = DenseLayer(lanes, seen)
+        if layer not in self.layers:
+            self.layers[layer] = DenseLayer(lanes[:, :, :0], lanes.new_empty(0))
+        own = self.layers[layer]
+        own.append(lanes, self.step)
         canary.coverage.slots_sealed += lanes.shape[1] * lanes.shape[2]
         site = _site(before, k.shape[2])
         if said != own.length:

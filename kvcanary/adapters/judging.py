@@ -104,15 +104,12 @@ class DenseCanary:
 
     def lanes(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
         """[2, batch, n] int64: both content lanes of the entries of k and v [batch, heads, n, dim]."""
-        heads = _heads_of(k), _heads_of(v)
-        words = sum(int(part[4] * part[5]) for part in heads)
-        self.entry_bytes = words * WORD_BYTES
-        keys = self.keys(layer, words, k.device)
-        if k.is_cpu and k.stride(3) == v.stride(3) == 1:
+        keys = self._keys_of(layer, k, v)
+        if _is_dense(k, v):
             lanes = torch.empty(2, k.shape[0], k.shape[2], dtype=torch.int64)
             if lanes.numel():
-                own, starts = self._loop_keys(keys, words)
-                self._loops.sum_heads(*heads, k.shape[2], own[layer], starts[layer], lanes.view(2, -1).numpy())
+                own = self._loop_keys(keys, layer)
+                self._loops.sum_heads(_heads_of(k), _heads_of(v), k.shape[2], *own, lanes.view(2, -1).numpy())
             return lanes
         rows = words_of(k, v)
         lanes = rows.new_empty((2, len(rows)), dtype=torch.int64)
@@ -122,13 +119,27 @@ class DenseCanary:
             lanes[0, where], lanes[1, where] = lanes_of_words(keys, layer, rows[where])
         return lanes.view(2, k.shape[0], k.shape[2])
 
-    def _loop_keys(self, keys: Keys, words: int) -> tuple[list[int], list[int]]:
-        """By layer, where its keys [2, words] int32 lie, as the compiled loop reads them, and lane a of no bytes."""
-        held = self._stacked.get(words)
+    def holds(self, layer: int, k: Tensor, v: Tensor, lanes: Tensor) -> bool:
+        """Whether the lanes of the entries of k and v [batch, heads, n, dim] are these [2, batch, n], all of them."""
+        if not (_is_dense(k, v) and lanes.is_cpu and lanes.stride(2) == 1):
+            return torch.equal(self.lanes(layer, k, v).to(lanes.device), lanes)
+        keys = self._loop_keys(self._keys_of(layer, k, v), layer)
+        side, row, _ = lanes.stride()
+        place = lanes.data_ptr(), side * lanes.itemsize, row * lanes.itemsize
+        return self._loops.same_heads(_heads_of(k), _heads_of(v), k.shape[0], k.shape[2], *keys, *place)
+
+    def _keys_of(self, layer: int, k: Tensor, v: Tensor) -> Keys:
+        self.entry_bytes = k.shape[1] * k.shape[3] * k.itemsize + v.shape[1] * v.shape[3] * v.itemsize
+        return self.keys(layer, self.entry_bytes // WORD_BYTES, k.device)
+
+    def _loop_keys(self, keys: Keys, layer: int) -> tuple[int, int]:
+        """Where the keys [2, words] int32 of a layer lie, as compiled loops read them, and lane a of no bytes."""
+        held = self._stacked.get(keys.words_per_row)
         if held is None or held[0] is not keys:
             stacked = torch.stack([keys.lane_a, keys.lane_b], 1)
-            held = self._stacked[words] = keys, stacked, [own.data_ptr() for own in stacked], keys.start_a.tolist()
-        return held[2], held[3]
+            places = [own.data_ptr() for own in stacked], keys.start_a.tolist()
+            held = self._stacked[keys.words_per_row] = keys, stacked, *places
+        return held[2][layer], held[3][layer]
 
     @cached_property
     def _loops(self) -> Any:
@@ -173,14 +184,18 @@ class DenseCanary:
         return self._incidents.setdefault((hit.code, hit.reader, hit.position), len(self._incidents) + 1)
 
 
+def _is_dense(k: Tensor, v: Tensor) -> bool:
+    """Whether compiled loops can read them."""
+    return k.is_cpu and k.stride(3) == v.stride(3) == 1
+
+
 def _heads_of(values: Tensor) -> NDArray[np.int64]:
     """[6] int64 of values [batch, heads, n, dim]: `loops.lanes.sum_heads` says what."""
-    size = values.element_size()
-    batch, head, entry, _ = (stride * size for stride in values.stride())
-    head_bytes = values.shape[3] * size
-    if head_bytes % WORD_BYTES:
-        raise PlanError(f"heads must be whole 32-bit words, got {values.shape[3]} elements of {size} B")
-    return np.array([values.data_ptr(), batch, head, entry, head_bytes // WORD_BYTES, values.shape[1]], np.int64)
+    size, (batch, head, entry, _), (_, heads, _, dim) = values.itemsize, values.stride(), values.shape
+    if dim * size % WORD_BYTES:
+        raise PlanError(f"heads must be whole 32-bit words, got {dim} elements of {size} B")
+    fields = values.data_ptr(), batch * size, head * size, entry * size, dim * size // WORD_BYTES, heads
+    return np.array(fields, np.int64)
 
 
 def words_of(k: Tensor, v: Tensor) -> Tensor:
@@ -203,12 +218,15 @@ def judge_look(canary: DenseCanary, look: Look, lanes: Tensor, seen: Tensor, ste
     """
     where = slice(look.low - look.first, look.high - look.first)
     k, v = look.k[:, :, where], look.v[:, :, where]
-    found = canary.lanes(look.layer, k, v).to(lanes.device)
-    canary.coverage.bytes_checked += found.shape[1] * found.shape[2] * canary.entry_bytes
-    wrong = (found != lanes[:, :, look.low : look.high]).any(0)
-    if not wrong.any():
-        seen[look.low : look.high] = step
+    wanted, count = lanes[:, :, look.low : look.high], k.shape[0] * k.shape[2]
+    is_right = canary.holds(look.layer, k, v, wanted)
+    canary.coverage.bytes_checked += count * canary.entry_bytes
+    if is_right:
+        if look.low < look.before:  # what was stored just now is seen already
+            seen[look.low : look.high] = step
         return []
+    found = canary.lanes(look.layer, k, v).to(lanes.device)
+    wrong = (found != wanted).any(0)
     seen[look.low : look.high][~wrong.any(0)] = step
     hits = []
     for row in wrong.any(1).nonzero().flatten().tolist():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.paged import PagedCanary
-from kvcanary.adapters.paged_state import Event, Group, Layers, Looked, Step
+from kvcanary.adapters.paged_state import Event, Group, Layers, Step
 from kvcanary.codes import CODES
 from kvcanary.errors import KVCorruptionError
 from kvcanary.findings import Cause, Finding
@@ -18,7 +18,7 @@ from kvcanary.locate import ChangedWord, describe_word, fitting_words
 from kvcanary.report import Report
 from kvcanary.sites import unpack_site
 from kvcanary_kernels.record import CHAIN, MASK_32, REQUEST_GENERATION, STEP_SITE, TOKEN_POSITION
-from kvcanary_kernels.reread import LAYERS_PER_ENTRY, both_lanes
+from kvcanary_kernels.reread import LAYERS_PER_ENTRY, SLOTS_PER_ENTRY, both_lanes
 from kvcanary_kernels.walk import ADVANCE_CODES, CODES_PER_ENTRY, NO_HIT, WALK_CODES, table_slots
 
 SHOWN = 8  # findings of one step that are told whole
@@ -80,7 +80,6 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
     cells = canary.hits_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        rows = Looked(tuple(step.requests), list(step.lines))
         numbers = step.numbers.tolist() if step.by_number else list(range(len(step.requests)))
         fired = (WALK_CODES, cells["walk"][place].min(0).values), (ADVANCE_CODES, cells["write"][place])
         for codes, hits in fired:
@@ -91,29 +90,21 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
         for slot in canary.written_twice(step, group)[:SHOWN]:
             yield Hit("W4", None, None, slot, group, site=step.site)
         for layers in group.layers:
-            yield from _content(group, layers, cells["read"][column], rows, place, numbers, step.site)
-            for hits, looked in zip(cells["look"], step.looked, strict=False):
-                lines = list(range(len(looked.requests)))
-                yield from _content(group, layers, hits, looked, place, lines, ("release", 0))
+            yield from _content(group, layers, cells["read"][:, column], step.requests, step.site)
+            for number, requests in enumerate(step.looked):
+                yield from _content(group, layers, cells["look"][:, number, column], requests, ("release", 0))
             column += 1
     for event in step.events:
         yield from _of_event(event)
 
 
 def _content(
-    group: Group,
-    layers: Layers,
-    hits: Tensor,
-    rows: Looked,
-    place: int,
-    lines: list[int],
-    site: tuple[str, int],
+    group: Group, layers: Layers, cells: Tensor, requests: Sequence[str], site: tuple[str, int]
 ) -> Iterator[Hit]:
-    for row in (hits[: len(rows.requests)] != NO_HIT).nonzero()[:, 0].tolist():
-        position, layer = divmod(int(hits[row]), LAYERS_PER_ENTRY)
-        if layer < len(layers.names):
-            slot = _slot(rows.lines[place], lines[row], position, group)
-            yield Hit("R9", rows.requests[row], position, slot, group, (layer,), layers, site)
+    """cells: [2, >= rows], as `reread` gives them."""
+    for row in (cells[0, : len(requests)] != NO_HIT).nonzero()[:, 0].tolist():
+        (position, layer), slot = divmod(int(cells[0, row]), LAYERS_PER_ENTRY), int(cells[1, row]) % SLOTS_PER_ENTRY
+        yield Hit("R9", requests[row], position, slot, group, (layer,), layers, site)
 
 
 def _of_event(event: Event) -> Iterator[Hit]:

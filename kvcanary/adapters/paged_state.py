@@ -12,10 +12,14 @@ from torch import Tensor
 from kvcanary.views import PoolView
 from kvcanary_kernels.record import Keys
 from kvcanary_kernels.rows import WORD_BYTES, PoolRows
+from kvcanary_kernels.walk import NOW_WIDTH
 
 RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
 LOOKS = 4  # at rows, between two forwards
 SPLITS = 8  # shares of a row that are judged side by side
+#: Columns behind those of `walk`: the cell of the ring, and the step above the bits of a count that is sent with it.
+PLACE, STAMP, HEAD = NOW_WIDTH, NOW_WIDTH + 1, NOW_WIDTH + 2
+COUNT_BITS = 40
 
 
 @dataclass(eq=False)
@@ -58,7 +62,7 @@ class Step:
     """What the host must know to tell of a step's hits later.
 
     lines:   by group, [rows, width] block tables of the batch, or of all rows by number where `by_number`
-    looked:  requests whose rows were read before this step, with their lines by group
+    looked:  requests whose rows were read before this step, look by look
     """
 
     number: int
@@ -68,15 +72,9 @@ class Step:
     by_number: bool
     site: tuple[str, int]
     events: list[Event]
-    looked: list[Looked]
+    looked: list[tuple[str, ...]]
     count: int = 0
     is_settled: bool = False
-
-
-@dataclass(eq=False)
-class Looked:
-    requests: tuple[str, ...]
-    lines: list[Tensor]
 
 
 @dataclass(eq=False)

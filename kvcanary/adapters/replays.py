@@ -19,10 +19,10 @@ class Replays:
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """`launch()`, whose launches and addresses the key determines."""
-        if self._is_cuda and key in self._graphs:
-            graph = self._graphs[key]
-            if graph is None:
-                graph = self._graphs[key] = self._captured(launch)
+        graph = self._graphs.get(key)
+        if graph is None and key in self._graphs:
+            graph = self._graphs[key] = self._captured(launch)
+        if graph is not None:
             graph.replay()
             return
         if self._is_cuda and len(self._graphs) < MOST_GRAPHS:

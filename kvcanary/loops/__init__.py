@@ -4,7 +4,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.finite import are_finite
-from kvcanary.loops.lanes import keep_lanes, sum_heads, sum_slots, sum_values
+from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.recording import copy_records, keep_plans
@@ -25,6 +25,7 @@ __all__ = [
     "poison",
     "publish_pages",
     "put_values",
+    "same_heads",
     "seal_plan",
     "settle_forwards",
     "sum_heads",

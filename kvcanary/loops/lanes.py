@@ -50,6 +50,21 @@ def sum_values(first, first_step, first_words, second, second_step, second_words
         out[n + row] = b + d
 
 
+@loop()
+def _heads(k, v, row, place, keys, start):
+    """Both lanes of one entry whose heads lie apart."""
+    words = k[5] * k[4] + v[5] * v[4]
+    lane_a, lane_b, key = np.int64(start), np.int64(0), keys
+    for part in (k, v):
+        at = part[0] + row * part[1] + place * part[3]
+        for head in range(part[5]):
+            a, b = keyed(at + head * part[2], part[4], key, key + WORD_BYTES * words)
+            lane_a += a
+            lane_b += b
+            key += WORD_BYTES * part[4]
+    return lane_a, lane_b
+
+
 @loop("void(int64[::1], int64[::1], int64, int64, int64, int64[:, ::1])")
 def sum_heads(k, v, count, keys, start, lanes):
     """Lanes of entries [batch, n] of one layer, whose heads lie apart: K and V are [batch, heads, n, dim].
@@ -59,20 +74,24 @@ def sum_heads(k, v, count, keys, start, lanes):
     count: entries of each row;  keys: address of the layer's keys;  start: of lane a
     lanes: [2, batch * n] int64 out: lane a, and what the layer adds to lane b
     """
-    entries = lanes.shape[1]
-    words = k[5] * k[4] + v[5] * v[4]
-    for entry in range(entries):
-        row, place = entry // count, entry % count
-        lane_a, lane_b, key = np.int64(start), np.int64(0), keys
-        for part in (k, v):
-            at = part[0] + row * part[1] + place * part[3]
-            for head in range(part[5]):
-                a, b = keyed(at + head * part[2], part[4], key, key + WORD_BYTES * words)
-                lane_a += a
-                lane_b += b
-                key += WORD_BYTES * part[4]
-        lanes[0, entry] = lane_a
-        lanes[1, entry] = lane_b
+    for entry in range(lanes.shape[1]):
+        lanes[0, entry], lanes[1, entry] = _heads(k, v, entry // count, entry % count, keys, start)
+
+
+@loop("boolean(int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64)")
+def same_heads(k, v, batch, count, keys, start, lanes, side_bytes, row_bytes):
+    """Whether the lanes of entries [batch, n], as `sum_heads` gives them, are those that lie at `lanes` [2, batch, n].
+
+    side_bytes, row_bytes: from lane a to lane b, and from row to row of the batch
+    """
+    for row in range(batch):
+        wanted_a = longs_at(lanes + row * row_bytes, count)
+        wanted_b = longs_at(lanes + side_bytes + row * row_bytes, count)
+        for place in range(count):
+            lane_a, lane_b = _heads(k, v, row, place, keys, start)
+            if lane_a != wanted_a[place] or lane_b != wanted_b[place]:
+                return False
+    return True
 
 
 @loop()

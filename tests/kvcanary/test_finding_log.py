@@ -64,10 +64,13 @@ def test_a_finding_as_data_is_what_it_says():
 
 
 def test_a_finding_is_told_as_one_event():
-    """`kvcanary.finding`, an error, with the fields as keys."""
+    """`kvcanary.finding`, an error, with the fields as keys, and the rank where there are several workers."""
     with capture_logs() as events:
         tell(a_finding())
-    assert events == [{"event": "kvcanary.finding", "log_level": "error", **AS_DATA}]
+        tell(a_finding(), rank=2)
+    assert events == [
+        {"event": "kvcanary.finding", "log_level": "error", "rank": rank, **AS_DATA} for rank in (None, 2)
+    ]
 
 
 def test_a_cause_has_one_of_the_families():

@@ -218,6 +218,7 @@ def test_event_and_report_json_have_the_keys_of_a_finding(make_engine):
         tell(finding)
     (event,) = events
     assert (event.pop("event"), event.pop("log_level")) == ("kvcanary.finding", "error")
+    assert event.pop("rank") is None
     assert event == finding.to_dict() == Report((finding,), "", {}).to_dict()["findings"][0]
     assert list(event) == [field.name for field in fields(Finding)]
 

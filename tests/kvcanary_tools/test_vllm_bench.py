@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import pytest
+
+from kvcanary_tools.bench import vllm_clock, vllm_faults, vllm_model
 from kvcanary_tools.bench import vllm_plugin as bench
 
 
 def test_prompts_share_prefixes_and_are_the_same_each_time() -> None:
     """Equal order in every run; as many beginnings as prefixes; longer than one chunk together."""
-    prompts = bench.make_prompts()
-    assert prompts == bench.make_prompts()
-    assert len(prompts) == bench.REQUESTS
-    assert len({tuple(prompt[: bench.PREFIX_TOKENS]) for prompt in prompts}) == bench.PREFIXES
-    assert all(bench.PREFIX_TOKENS < len(prompt) < 800 for prompt in prompts)
-    needed = sum(len(prompt) + bench.OUTPUT_TOKENS - bench.PREFIX_TOKENS for prompt in prompts)
-    assert needed > 16 * bench.BLOCKS  # some are preempted
+    prompts = vllm_model.make_prompts()
+    assert prompts == vllm_model.make_prompts()
+    assert len(prompts) == vllm_model.REQUESTS
+    assert len({tuple(prompt[: vllm_model.PREFIX_TOKENS]) for prompt in prompts}) == vllm_model.PREFIXES
+    assert all(vllm_model.PREFIX_TOKENS < len(prompt) < 800 for prompt in prompts)
+    needed = sum(len(prompt) + vllm_model.OUTPUT_TOKENS - vllm_model.PREFIX_TOKENS for prompt in prompts)
+    assert needed > 16 * vllm_model.BLOCKS  # some are preempted
 
 
 def test_agreement_counts_tokens_and_names_the_first_difference() -> None:
@@ -25,17 +32,104 @@ def test_agreement_counts_tokens_and_names_the_first_difference() -> None:
     assert bench.agreement([], []) == {"share": 0.0, "first_different": {}}
 
 
-def test_the_middle_of_an_odd_and_an_even_number() -> None:
-    """The median of three runs, and of two."""
-    assert (bench.median([3.0, 1.0, 2.0]), bench.median([4.0, 1.0])) == (2.0, 2.5)
+def test_throughput_is_that_of_pairs_and_the_noise_that_of_runs_without() -> None:
+    """Ratios of sums within a pair and their median; every other run without over the ones between."""
+    found = bench.throughput([[2.0, 2.0], [3.0, 2.0], [2.0, 2.2]], [[2.0, 3.0], [3.0, 2.0], [4.2, 4.2]])
+    assert found["ratios"] == pytest.approx([0.8, 1.0, 0.5])
+    assert found["throughput_ratio"] == pytest.approx(0.8)
+    assert found["off_over_off"] == pytest.approx([1.0, 1.5, 1 / 1.1])
+    assert found["fastest_runs_ratio"] == 1.0
+    assert found["median_runs_ratio"] == pytest.approx(2.0 / 3.0)
+
+
+class Rig(bench.Bench):
+    """A Bench whose engine takes one second a run, half as long again with the plug-in."""
+
+    is_plugged = is_late = False
+
+    def __init__(self) -> None:
+        self.is_on, self.order, self.shifts, self.started = False, [], itertools.count(), time.perf_counter()
+
+    @contextmanager
+    def watched(self, mode: str = "raise", content: str = "rolling"):
+        self.is_on = True
+        yield SimpleNamespace(report=lambda: {"findings": []})
+        self.is_on = False
+
+    def run(self, prompts, tokens=4, **sampling):
+        self.order.append(self.is_on)
+        outputs = [SimpleNamespace(token_ids=[1, 2, 3], logprobs=[{}]) for _ in prompts]
+        return outputs, 1.5 if self.is_on else 1.0
+
+    def preemptions(self) -> int:
+        return next(self.shifts)
+
+
+def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
+    """Warm-up runs are discarded, then without, with, with, without; an even number that fills the time."""
+    rig = Rig()
+    *_, result = rig.compare(3, 2.5)
+    assert rig.order == [False, True] * bench.WARM_UPS + [False, True, True, False] * 6
+    assert result["runs_a_side"] == 4
+    assert result["ratios"] == pytest.approx([2 / 3] * 3)
+    assert result["off_over_off"] == [1.0] * 3
+    assert {len(runs) for name in ("off_s", "on_s", "off_host_s", "on_host_s") for runs in result[name]} == {4}
+    assert [entry["share"] for entry in result["on_off"] + result["off_off"]] == [1.0] * 5
+    assert result["findings"] == 0
+    assert result["largest_gap_where_different"] == 0.0
+    assert json.dumps(result)
 
 
 def test_a_part_that_breaks_is_written_down() -> None:
     """An error in one fault is a result, and the others go on."""
-    rig = object.__new__(bench.Bench)
+    rig = object.__new__(vllm_faults.Faults)
 
     def breaks() -> dict[str, object]:
         raise RuntimeError("no such block")
 
     assert json.dumps(rig.attempt(breaks)) == '{"raised": "RuntimeError", "message": "no such block"}'
     assert rig.attempt(lambda: {"found": []}) == {"found": []}
+
+
+def test_the_clock_leaves_out_what_the_engine_takes_itself() -> None:
+    """Calls of a hook, and its own time: that of the method it stands before is not the canary's."""
+
+    class Handle:
+        def _replace(self, owner, name, wrapper) -> None:
+            method = getattr(owner, name)
+            setattr(owner, name, lambda *args: wrapper(method, *args))
+
+    def hook(method, *args):
+        time.sleep(0.002)
+        return method(*args)
+
+    right = Handle._replace
+    owner = SimpleNamespace(step=lambda: time.sleep(0.05))
+    with vllm_clock.clocked(Handle) as spent:
+        Handle()._replace(owner, "step", hook)
+    owner.step()
+    owner.step()
+    found = vllm_clock.told(spent, 1.0)
+    assert found["hooks"]["step"]["calls"] == 2
+    assert 2000 <= found["hooks"]["step"]["us"] < 40000
+    assert found["share_of_run"] == pytest.approx(2e-6 * found["hooks"]["step"]["us"])
+    assert Handle._replace is right
+
+
+def test_a_profile_names_functions() -> None:
+    """The text that is written beside the result."""
+    assert "make_prompts" in vllm_clock.functions(lambda: vllm_model.make_prompts(2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (("1b", False, "v2", "full"), "vllm"),
+        (("7b", True, "v2", "full"), "vllm_7b_eagle"),
+        (("1b", False, "v1", "piecewise"), "vllm_v1_piecewise"),
+        (("1b", False, "v2", "none"), "vllm_eager"),
+    ],
+)
+def test_every_setting_has_a_file_of_its_own(settings: tuple[str, bool, str, str], name: str) -> None:
+    """Results do not overwrite each other."""
+    assert bench.name_of(*settings) == name

@@ -33,7 +33,7 @@ class Loads:
         for number, request, tokens, length, salt in new:
             if tokens is not None and length:
                 prefix = list(tokens[:length])
-                self._new.append(((number, request), torch.tensor(prefix), self.canary.prefix_chains(prefix, salt)))
+                self._new.append(((number, request), torch.tensor(prefix), self.canary.prefixes.every(prefix, salt)))
 
     def arrived(self, lines: Sequence[Tensor]) -> None:
         """Loads were started, on the stream of the forward: judge and record what they brought."""

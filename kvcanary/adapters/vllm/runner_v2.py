@@ -86,15 +86,22 @@ class HandleV2(Handle):
         return result
 
     def _forward_of(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> Forward:
-        n, new = batch.num_reqs, int(batch.num_scheduled_tokens.max())
+        n = batch.num_reqs
+        new = 1 if batch.num_tokens == n else int(batch.num_scheduled_tokens.max())  # a live row has one at least
         lengths = batch.seq_lens_cpu_upper_bound.numpy()[:n]
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
+        starts = every if every.data_ptr() == starts.data_ptr() else starts
+        longest, entries = int(np.maximum.reduce(lengths)), int(np.add.reduce(lengths))
         return Forward(
-            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, int(lengths.max()),
-            int(lengths.sum()), tables, batch.seq_lens, every if every.data_ptr() == starts.data_ptr() else starts,
-            batch.input_ids, batch.positions, list(slots), self._known(), self._lines(),
+            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, longest, entries, tables,
+            batch.seq_lens, starts, batch.input_ids, batch.positions, self._rows_of(slots), self._known(),
+            self._lines(),
         )  # fmt: skip
+
+    def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
+        """By group, where this step writes: nearly always the rows of the runner's own buffer."""
+        return self._slots if slots.data_ptr() == self._slots[0].data_ptr() else list(slots)
 
     def _bind(self) -> PagedCanary:
         runner, canary = self.runner, super()._bind()
@@ -114,7 +121,7 @@ class HandleV2(Handle):
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
-        most = tables.slot_mappings.shape[1]
+        self._slots, most = list(tables.slot_mappings), tables.slot_mappings.shape[1]
         return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device)
 
     def _kernel_block_size(self, group: int) -> tuple[int, int]:
@@ -127,7 +134,7 @@ class HandleV2(Handle):
         tables, held = self.runner.block_tables, self.runner.input_buffers
         return Forward(
             (), np.empty(0, dtype=np.int64), ("decode", 0), 0, self._max_len, 0, tables.input_block_tables,
-            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, list(tables.slot_mappings),
+            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots,
             self._known(), self._lines(),
         )  # fmt: skip
 

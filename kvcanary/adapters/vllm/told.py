@@ -28,7 +28,7 @@ class Teller:
     def tell(self, finding: Finding) -> None:
         """Tell of it, unless another worker has."""
         if self._is_alone or self._is_first(finding):
-            tell(finding)
+            tell(finding, rank=self.rank)
             if self._counter is not None:
                 self._counter.labels(code=finding.code).inc()
 

@@ -12,6 +12,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters import vllm as plugin
+from kvcanary.adapters.paged_state import RING
 from kvcanary.errors import AdapterError
 
 from .served import go_on, load, without
@@ -71,6 +72,27 @@ def test_a_prefix_that_is_computed_in_the_same_step_is_no_finding(serve) -> None
     report = served.wrapper.kvcanary_report()
     assert report["findings"] == []
     assert report["slots_checked"] > 24
+
+
+def test_a_count_that_is_asked_for_too_early_waits(serve, monkeypatch) -> None:
+    """The counter comes with the step it is of: where it has not arrived, the device is waited for, once."""
+    served = serve()
+    served.ask("a", [1, 2, 3], 5)
+    served.step()
+    canary, waits = served.wrapper.worker.kvcanary.canary, []
+    canary.total += 7
+    canary.wrote()
+    arrived, count = int(canary._counts[canary.step % RING]), canary.count_to_host()
+    assert count() == 7
+    canary._counts[canary.step % RING] = int(canary._counts[(canary.step - 1) % RING])  # of another step
+
+    def wait(device: torch.device) -> None:
+        waits.append(device)
+        canary._counts[canary.step % RING] = arrived
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert count() == 7
+    assert len(waits) == 1
 
 
 def test_sleep_drops_what_was_known(serve) -> None:
@@ -227,9 +249,10 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
                 block, offset = served.place("b", 3)
                 served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
             go_on(served, 1)
-    told = [(event["code"], event["position"]) for event in events if event["event"] == "kvcanary.finding"]
-    assert told.count(("R4", 8)) == 1
-    assert told.count(("R9", 3)) == 1
+    told = [
+        (event["code"], event["position"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"
+    ]
+    assert [own for own in told if own[:2] in (("R4", 8), ("R9", 3))] == [("R4", 8, 0), ("R9", 3, 1)]
     assert REGISTRY.get_sample_value("kvcanary_findings_total", {"code": "R4"}) == count + 1
     report = merged([served.wrapper.kvcanary_report() for served in ranks])
     found = {(f["code"], f["position"]): f["ranks"] for f in report["findings"]}
@@ -237,3 +260,29 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     assert found[("R9", 3)] == [1]
     assert report["armed"]
     assert [worker["rank"] for worker in report["workers"]] == [0, 1]
+
+
+@pytest.mark.parametrize("struck", [[1], [0, 1]])
+def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypatch, tmp_path, struck) -> None:
+    """A bit of a cached block in one worker or in both: the request that finds the block names those ranks."""
+    from structlog.testing import capture_logs
+
+    from kvcanary.adapters.vllm.told import merged
+    from kvcanary_tools.bench.vllm_parallel import strike
+
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ranks, tokens = [serve(settings={"rank": rank, "world_size": 2}) for rank in range(2)], [3 * n for n in range(30)]
+    with capture_logs() as events:
+        for served in ranks:
+            served.ask("a", tokens, 3)
+            served.run()
+            assert (strike(served.wrapper, struck, 11, 1) is None) == (served.wrapper.rank not in struck)
+            served.ask("b", tokens, 3)
+            served.run()
+            assert served.hits == 3
+    told = [event["rank"] for event in events if event["event"] == "kvcanary.finding"]
+    assert told == struck[:1]
+    found = merged([served.wrapper.kvcanary_report() for served in ranks])["findings"][0]
+    assert (found["code"], found["reader"], found["position"], found["layer"]) == ("R9", "b", 11, 1)
+    assert (found["part"], found["ranks"]) == ("V", struck)

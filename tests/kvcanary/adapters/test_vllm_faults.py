@@ -68,16 +68,36 @@ def test_the_last_look_reads_every_byte(serve, monkeypatch, content: str) -> Non
     served = serve()
     served.ask("a", [(3 * n) % 97 for n in range(30)], 12)
     go_on(served, 4)
-    for position in (3, 19):
+    for position in (19, 3):
         block, offset = served.place("a", position)
         served.caches["l0"].view(torch.int32)[block, 0, offset, 0] ^= 1
     served.run()
     served.ask("b", [1, 2, 3], 2)
     served.run()
     found = served.wrapper.kvcanary_report()["findings"]
-    assert [(f["code"], f["position"], f["site"]) for f in found] == (
-        [("R9", 3, ["release", 0])] if content == "rolling" else []
+    assert [(f["code"], f["position"], f["page"], f["offset"], f["site"]) for f in found] == (
+        [("R9", 3, block, offset, ["release", 0])] if content == "rolling" else []
     )
+
+
+def test_the_last_look_follows_rows_that_move(serve, monkeypatch) -> None:
+    """In runner V1 a request's line of the block table is not its row of the canary: the look reads along the line."""
+    monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = serve(settings={"runner": "v1"})
+    for name, length in (("a", 30), ("b", 12), ("c", 30)):  # the rows turn round in every step, "b" is in the middle
+        served.ask(name, [(3 * n + ord(name)) % 97 for n in range(6)], length)
+    go_on(served, 4)
+    batch, numbers = served.runner.input_batch, served.wrapper.worker.kvcanary._numbers
+    assert (batch.req_id_to_index["b"], numbers["b"]) == (1, 6)
+    line = batch.block_table[0].block_table.gpu[1]
+    block = int(line[0])
+    served.caches["l0"].view(torch.int32)[block, 0, 3, 0] ^= 1
+    served.run()
+    found = served.wrapper.kvcanary_report()["findings"]
+    assert [(f["code"], f["reader"], f["page"], f["offset"], f["site"]) for f in found] == [
+        ("R9", "b", block, 3, ["release", 0])
+    ]
 
 
 def test_a_cached_block_is_read_when_it_is_hit(serve, monkeypatch) -> None:

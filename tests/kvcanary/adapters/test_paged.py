@@ -1,0 +1,160 @@
+"""A watched pool without an engine around it: on the CPU by references, on a GPU by captured launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, PoolView
+from kvcanary.adapters.paged import PagedCanary
+from kvcanary.adapters.paged_report import settle
+from kvcanary.adapters.paged_state import Forward
+
+LAYERS, HEADS, DIM, BLOCK, BLOCKS, ROWS, TOKENS, WIDTH = 2, 2, 8, 4, 60, 20, 64, 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Engine:
+    """Rows that lie where their numbers are; K and V that depend on token and position."""
+
+    def __init__(self, device: str, content: str = "full") -> None:
+        self.device = device
+        self.canary = PagedCanary(CanaryConfig(mode="log", content=content, seed=3), ROWS, 2, TOKENS, device)
+        self.kv = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, device=device).transpose(1, 2) for _ in range(LAYERS)]
+        k, v = [kv[..., :DIM] for kv in self.kv], [kv[..., DIM:] for kv in self.kv]
+        group = self.canary.add_group(0, BLOCK, BLOCKS * BLOCK)
+        self.canary.add_layers(group, PoolView("target", k, v, page_size=BLOCK, layout="HND"), ["l0", "l1"])
+        self.table, self.batch_table = (self.zeros(ROWS, WIDTH, dtype=torch.int32) for _ in range(2))
+        self.lengths, self.starts = self.zeros(ROWS, dtype=torch.int32), self.zeros(ROWS + 1, dtype=torch.int32)
+        self.fed, self.positions = self.zeros(TOKENS, dtype=torch.int32), self.zeros(TOKENS)
+        self.slots = self.zeros(1, TOKENS)
+        self.tokens: dict[int, list[int]] = {}
+        self.free = list(range(1, BLOCKS))
+        self.canary.prepare(self.forward_of([], 0, [0]))
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def forward_of(self, numbers: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Forward:
+        return Forward(
+            [f"r{number}" for number in numbers], np.array(numbers, dtype=np.int32), ("decode", 0), num_tokens,
+            max(lengths, default=0) or WIDTH * BLOCK, sum(lengths), [self.batch_table], self.lengths, self.starts,
+            self.fed, self.positions, list(self.slots), (), [self.table],
+        )  # fmt: skip
+
+    def begin(self, number: int, tokens: list[int], length: int = 0) -> None:
+        """A row with blocks of its own; its first entries may lie there already."""
+        self.tokens[number] = tokens[:length]
+        if not length:
+            blocks, self.free = self.free[:WIDTH], self.free[WIDTH:]
+            self.table[number] = torch.tensor(blocks + [0] * (WIDTH - len(blocks)), dtype=torch.int32)
+        self.canary.admit([(number, f"r{number}", tokens, length, "")])
+
+    def step(self, batch: dict[int, list[int]]) -> int:
+        """One forward; how many wrong entries there were so far."""
+        numbers = list(batch)
+        past = [len(self.tokens[number]) for number in numbers]
+        tokens = [token for number in numbers for token in batch[number]]
+        places = [p for n, before in zip(numbers, past, strict=True) for p in range(before, before + len(batch[n]))]
+        rows = [n for n in numbers for _ in batch[n]]
+        blocks = self.table.cpu()[rows, [p // BLOCK for p in places]].long()
+        slots = blocks * BLOCK + torch.tensor(places) % BLOCK
+        lengths = [before + len(batch[n]) for n, before in zip(numbers, past, strict=True)]
+        starts = np.cumsum([0, *(len(batch[n]) for n in numbers)])
+        for out, values in (
+            (self.fed, tokens), (self.positions, places), (self.slots[0], slots), (self.lengths, lengths),
+            (self.starts, [*starts, *[starts[-1]] * (ROWS - len(numbers))]),
+        ):  # fmt: skip
+            values = torch.as_tensor(values)
+            out[: len(values)] = values.to(out.dtype).to(self.device)
+        self.batch_table[: len(numbers)] = self.table[numbers]
+        self.canary.read(self.forward_of(numbers, len(tokens), lengths))
+        value = torch.tensor(tokens) * 31.0 + torch.tensor(places)
+        for layer, kv in enumerate(self.kv):
+            key = torch.sin(value[:, None, None] * (layer + 1) + torch.arange(HEADS * DIM).view(HEADS, DIM))
+            kv[blocks, :, slots % BLOCK] = torch.cat((key, key.cos()), -1).to(self.device)
+        self.canary.wrote()
+        for number in numbers:
+            self.tokens[number] += batch[number]
+        return self.canary.count_to_host()()
+
+    def end(self, number: int) -> None:
+        self.canary.look([self.table], [number], [number], [f"r{number}"], len(self.tokens[number]) + 1)
+
+
+@pytest.mark.parametrize("content", ["full", "rolling", "write"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_sound_rows_have_no_hit(device: str, content: str) -> None:
+    """Prefill, decode, more rows than one upload takes, an end, a prefix that is resumed; every launch a replay."""
+    engine = Engine(device, content)
+    for number in range(3):
+        engine.begin(number, [])
+    assert engine.step({n: [(7 * n + i) % 50 for i in range(9 + 5 * n)] for n in range(3)}) == 0
+    for step in range(12):
+        assert engine.step({n: [(step + n) % 50] for n in (2, 0, 1)}) == 0
+    engine.end(1)
+    kept = list(engine.tokens[1])
+    engine.begin(1, kept, 8)
+    assert engine.step({1: kept[8:], 0: [3]}) == 0
+    engine.canary.admit([(3 + n, f"n{n}", [], 0, "") for n in range(17)])
+    assert engine.step({1: [4], 2: [5]}) == 0
+    assert engine.canary.truth.ends[3:].tolist() == [0] * 17
+    graphs = engine.canary._replays._graphs
+    assert ("before" in {key[0] for key in graphs}) == (device == "cuda")
+    assert None not in graphs.values()
+    certificate = engine.canary.certificate(range(3))
+    assert certificate["slots_checked"] > 500
+    assert (certificate["bytes_checked"] > 0) == (content != "write")
+    assert [settle(engine.canary, step) for step in engine.canary.steps] == [0] * len(engine.canary.steps)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_changed_bit_counts_in_the_step_that_reads_it(device: str) -> None:
+    """The count is there when the step's launches are; the finding names request, position, layer and word."""
+    engine = Engine(device)
+    for number in range(2):
+        engine.begin(number, [])
+    engine.step({n: list(range(10 + n)) for n in range(2)})
+    block = int(engine.table[1, 1])
+    engine.kv[1].view(torch.int32)[block, 1, 2, DIM + 3] ^= 1 << 9
+    assert engine.step({0: [1]}) == 0
+    assert engine.step({0: [1], 1: [2]}) == 1
+    assert settle(engine.canary, engine.canary.steps[-1]) == 1
+    [found] = engine.canary.log.findings
+    assert (found.code, found.reader, found.position, found.slot) == ("R9", "r1", 6, block * BLOCK + 2)
+    assert (found.layer, found.part, found.head, found.dim, found.bit) == (1, "V", 1, 3, 9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_last_look_names_the_slot_that_the_row_had(device: str) -> None:
+    """The line of the block table is another's when the host hears of it: the slot was noted when it was read."""
+    engine = Engine(device, "rolling")
+    for number in range(2):
+        engine.begin(number, [])
+    engine.step({n: list(range(9)) for n in range(2)})
+    block = int(engine.table[1, 1])
+    engine.kv[0].view(torch.int32)[block, 0, 3, 0] ^= 1 << 30
+    engine.end(0)
+    engine.end(1)
+    engine.table[1] = engine.table[0]
+    engine.begin(1, engine.tokens[0], 8)
+    assert engine.step({1: [8], 0: [5]}) >= 1
+    settle(engine.canary, engine.canary.steps[-1])
+    found = next(found for found in engine.canary.log.findings if found.code == "R9")
+    assert (found.reader, found.position, found.slot, found.site) == ("r1", 7, block * BLOCK + 3, ("release", 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_swapped_table_is_counted(device: str) -> None:
+    """Two blocks exchanged: R4 at the first position of the first, and one count an entry."""
+    engine = Engine(device, "write")
+    engine.begin(0, [])
+    engine.step({0: list(range(13))})
+    engine.table[0, [0, 2]] = engine.table[0, [2, 0]]
+    assert engine.step({0: [7]}) >= 8
+    settle(engine.canary, engine.canary.steps[-1])
+    [found] = engine.canary.log.findings
+    assert (found.code, found.reader, found.position) == ("R4", "r0", 0)

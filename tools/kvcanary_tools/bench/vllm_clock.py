@@ -1,0 +1,86 @@
+"""Where the time of a canary inside vLLM goes: microseconds of each hook, the functions behind them, the kernels."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+OURS = ("_advance_kernel", "_walk_kernel", "_reread_kernel", "_take_lanes_kernel")
+
+
+@contextmanager
+def clocked(kind: type) -> Iterator[dict[str, list[float]]]:
+    """Handles of this kind made meanwhile count, by hook, calls and seconds of their own (without the engine's)."""
+    spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    replace = kind._replace  # type: ignore[attr-defined]
+
+    def _replace(self: Any, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        replace(self, owner, name, _timed(wrapper, spent[name]))
+
+    kind._replace = _replace  # type: ignore[attr-defined]
+    try:
+        yield spent
+    finally:
+        kind._replace = replace  # type: ignore[attr-defined]
+
+
+def _timed(wrapper: Callable[..., Any], cell: list[float]) -> Callable[..., Any]:
+    def around(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inner = 0.0
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inner
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                inner += time.perf_counter() - start
+
+        start = time.perf_counter()
+        try:
+            return wrapper(run, *args, **kwargs)
+        finally:
+            cell[0] += 1
+            cell[1] += time.perf_counter() - start - inner
+
+    return around
+
+
+def told(spent: dict[str, list[float]], seconds: float) -> dict[str, Any]:
+    """Microseconds a call by hook, and the share of the run that all of them took."""
+    calls = {name: {"calls": count, "us": 1e6 * own / count} for name, (count, own) in spent.items() if count}
+    return {"hooks": calls, "share_of_run": sum(own for _, own in spent.values()) / seconds, "run_s": seconds}
+
+
+def functions(run: Callable[[], Any], most: int = 45) -> str:
+    """The functions of the canary that took most, and of all."""
+    made = cProfile.Profile()
+    made.runcall(run)
+    out = io.StringIO()
+    stats = pstats.Stats(made, stream=out).strip_dirs()
+    for order, pattern in (("tottime", ()), ("cumtime", ())):
+        stats.sort_stats(order).print_stats(most, *pattern)
+    full = pstats.Stats(made, stream=out)
+    full.sort_stats("cumtime").print_stats("kvcanary", most)
+    return out.getvalue()
+
+
+def kernels(run: Callable[[], Any]) -> dict[str, Any]:
+    """Microseconds of the GPU by kernel, ours and the ten others that took most, and of all together."""
+    from torch.profiler import ProfilerActivity, profile
+
+    start = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA]) as made:
+        run()
+    seconds = time.perf_counter() - start
+    rows = sorted(((e.key, e.count, e.self_device_time_total) for e in made.key_averages()), key=lambda row: -row[2])
+    ours = [row for row in rows if any(name in row[0] for name in OURS)]
+    others = [row for row in rows if row not in ours]
+    total = sum(row[2] for row in rows)
+    return {"run_s": seconds, "all_us": total, "ours_us": sum(r[2] for r in ours), "ours": ours, "others": others[:10]}

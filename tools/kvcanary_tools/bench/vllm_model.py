@@ -1,0 +1,86 @@
+"""The models and the requests of the measurements inside vLLM: random parameters, prompts that share prefixes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+#: 1.1 B parameters, whose steps the host bounds, and 7.2 B, whose steps the GPU does.
+SHAPES = {
+    "1b": SHAPE,
+    "7b": SHAPE | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
+}
+REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 256
+BLOCKS = 3600  # of 16 tokens: fewer than the requests would fill
+
+
+def make_prompts(count: int = REQUESTS, seed: int = 3) -> list[list[int]]:
+    """Prompts of 260 to 700 tokens; each begins with one of PREFIXES."""
+    draw = random.Random(seed)
+    prefixes = [[draw.randrange(3, 32000) for _ in range(PREFIX_TOKENS)] for _ in range(PREFIXES)]
+    return [
+        prefixes[draw.randrange(PREFIXES)] + [draw.randrange(3, 32000) for _ in range(draw.randrange(20, 460))]
+        for _ in range(count)
+    ]
+
+
+def write_model(folder: Path, shape: dict[str, Any], is_draft: bool = False) -> Path:
+    """A random checkpoint; a draft has what EAGLE adds, and shares the rest with its target."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    generator = torch.Generator("cuda").manual_seed(11 + is_draft)
+
+    def random_weight(rows: int, columns: int, scale: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, device="cuda", generator=generator) * scale).to(torch.bfloat16).cpu()
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    before, tensors = "" if is_draft else "model.", {}
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"{before}layers.{layer}."
+        for part, rows, columns in (
+            ("q", heads, hidden),
+            ("k", kv_heads, hidden),
+            ("v", kv_heads, hidden),
+            ("o", hidden, heads),
+        ):
+            tensors[f"{name}self_attn.{part}_proj.weight"] = random_weight(rows, columns, columns**-0.5)
+        for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            tensors[f"{name}mlp.{part}_proj.weight"] = random_weight(rows, columns, columns**-0.5)
+        tensors[f"{name}post_attention_layernorm.weight"] = ones.clone()
+        if not (is_draft and layer == 0):
+            tensors[f"{name}input_layernorm.weight"] = ones.clone()
+    if is_draft:
+        tensors["fc.weight"] = random_weight(hidden, 2 * hidden, (2 * hidden) ** -0.5)
+    else:
+        tensors["model.embed_tokens.weight"] = random_weight(shape["vocab_size"], hidden, 1.0)
+        tensors["lm_head.weight"] = random_weight(shape["vocab_size"], hidden, 2 * hidden**-0.5)
+        tensors["model.norm.weight"] = ones.clone()
+    save_file(tensors, str(folder / "model.safetensors"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-6,
+    }
+    config |= {"hidden_act": "silu", "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}
+    (folder / "config.json").write_text(json.dumps(shape | config))
+    return folder
