@@ -32,7 +32,7 @@ class TritonAttention(PoolAttention):
         self.operands = {
             "kv_indptr": batch.kv_indptr,
             "kv_indices": indices,
-            "q_indptr": indptr(batch.new_lens, indices.device),
+            "q_indptr": indptr(batch.new_lens, indices.device) if batch.q_indptr is None else batch.q_indptr,
             "tree_mask": None if batch.tree_mask is None else batch.tree_mask.contiguous(),
             "window": batch.window,
             "workspace": attention_workspace(
