@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,30 +11,23 @@ from kvcanary_kernels.attention import attention_workspace, merge_passes, paged_
 from spec_engine.attention.base import PoolAttention
 from spec_engine.attention.page_pass import PagePass
 from spec_engine.attention.paged import PagedAttention
-from spec_engine.core import ForwardBatch, concat, indptr
+from spec_engine.core import ForwardBatch, indptr
 
-LEAST_LONG = 1024  # tokens of a row in one forward, and entries before them; over fewer our kernel takes no longer
-
-
-class Span(NamedTuple):
-    """Rows of a forward that cuDNN attends in one call: equally many tokens, behind equally many earlier entries."""
-
-    tokens: slice  # of the forward's
-    entries: slice  # of its index array
-    num_rows: int
-    num_before: int  # entries of each row that earlier forwards wrote
+LEAST_LONG = 1024  # tokens of a row in one forward; over fewer our kernel takes no longer
 
 
 class TritonAttention(PoolAttention):
     """Attention by token indices: any rows at once. Lengths are read on the device, so the host waits for nothing.
 
-    Long parts of prompts go to cuDNN, where there is one that is faster than our kernel: K and V are read from the
-    pool by the same indices, and behind earlier entries it takes two passes, over these and over what is new.
+    Long chunks of prompts go to cuDNN, where there is one that is faster than our kernel: K and V are read from the
+    pool by the same indices, and behind earlier chunks it takes two passes, over these and over what is new. It takes
+    40 ms of the host to prepare for lengths that are new to it: so rows are alike, and chunks of a prompt equally long.
     """
 
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:
         num_rows, num_heads = len(batch.new_lens), self.kv_heads * self.fold
-        self.spans = _long_spans(batch) if _has_cudnn(self.pool.dtype, indices.device) else []
+        self.num_long = num_rows if _is_long(batch) and _has_cudnn(self.pool.dtype, indices.device) else 0
+        self.num_before = batch.kv_lens[0] - batch.new_lens[0]
         longest = {"max_q_len": max(batch.new_lens), "max_kv_len": max(batch.kv_lens)}
         self.operands = {
             "kv_indptr": batch.kv_indptr,
@@ -58,43 +49,33 @@ class TritonAttention(PoolAttention):
         }
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        if self.spans:
-            kv = self.pool.load(layer, self.operands["kv_indices"])
-            return concat([_attend_span(span, q[span.tokens], kv[span.entries]) for span in self.spans])
+        if self.num_long:
+            return self._read_long(layer, q)
         kv, scales = self.pool.rows(layer)
         k, v = kv.unbind(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged_attention(q, k, v, out=out, **_factors(scales), **self.operands)
         return out
 
-
-def _long_spans(batch: ForwardBatch) -> list[Span]:
-    """All rows, where each has many tokens, and many entries before them or none; else nothing."""
-    before = [length - new for length, new in zip(batch.kv_lens, batch.new_lens, strict=True)]
-    is_long = min(batch.new_lens) >= LEAST_LONG and all(not length or length >= LEAST_LONG for length in before)
-    if batch.tree_mask is not None or batch.window is not None or not is_long:
-        return []
-    if len({*batch.new_lens}) == len({*batch.kv_lens}) == 1:
-        return [Span(slice(None), slice(None), len(before), before[0])]
-    ends, kv_ends = accumulate(batch.new_lens), accumulate(batch.kv_lens)
-    rows = zip(ends, batch.new_lens, kv_ends, batch.kv_lens, before, strict=True)
-    return [
-        Span(slice(end - new, end), slice(kv_end - length, kv_end), 1, num_before)
-        for end, new, kv_end, length, num_before in rows
-    ]
+    def _read_long(self, layer: int, q: Tensor) -> Tensor:
+        """Rows of equally many queries behind equally many earlier entries."""
+        kv = self.pool.load(layer, self.operands["kv_indices"])
+        queries, k, v = (rows.unflatten(0, (self.num_long, -1)).transpose(1, 2) for rows in (q, *kv.unbind(1)))
+        before = self.num_before
+        own, lse = _pass(queries, k[:, :, before:], v[:, :, before:], causal=True)
+        if not before:
+            return own.transpose(1, 2).flatten(0, 1)
+        earlier, earlier_lse = _pass(queries, k[:, :, :before], v[:, :, :before], causal=False)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        merge_passes(own, earlier, lse, earlier_lse, out.view(self.num_long, -1, *q.shape[1:]))
+        return out
 
 
-def _attend_span(span: Span, q: Tensor, kv: Tensor) -> Tensor:
-    """The attention of q ``[n, heads, head_dim]`` over its rows' K and V ``[entries, 2, kv_heads, head_dim]``."""
-    queries, k, v = (values.unflatten(0, (span.num_rows, -1)).transpose(1, 2) for values in (q, *kv.unbind(1)))
-    num_before = span.num_before
-    own, lse = _pass(queries, k[:, :, num_before:], v[:, :, num_before:], causal=True)
-    if not num_before:
-        return own.transpose(1, 2).flatten(0, 1)
-    earlier, earlier_lse = _pass(queries, k[:, :, :num_before], v[:, :, :num_before], causal=False)
-    out = q.new_empty(span.num_rows, *queries.shape[2:0:-1], q.shape[2])
-    merge_passes(own, earlier, lse, earlier_lse, out)
-    return out.flatten(0, 1)
+def _is_long(batch: ForwardBatch) -> bool:
+    """Whether every row is a long chunk of a prompt behind others as long or none, and all rows are alike."""
+    is_plain = batch.tree_mask is None and batch.window is None
+    is_alike = len({*batch.new_lens}) == len({*batch.kv_lens}) == 1
+    return is_plain and is_alike and batch.new_lens[0] >= LEAST_LONG and batch.kv_lens[0] % batch.new_lens[0] == 0
 
 
 def _pass(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -58,17 +58,17 @@ def _merge_passes_kernel(
     second_lse,
     out,
     n,
-    first_batch,
-    first_head,
+    first_batch_stride,
+    first_head_stride,
     first_stride,
-    second_batch,
-    second_head,
+    second_batch_stride,
+    second_head_stride,
     second_stride,
-    first_lse_batch,
-    first_lse_head,
+    first_lse_batch_stride,
+    first_lse_head_stride,
     first_lse_stride,
-    second_lse_batch,
-    second_lse_head,
+    second_lse_batch_stride,
+    second_lse_head_stride,
     second_lse_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -84,11 +84,11 @@ def _merge_passes_kernel(
     m_o = m_r[:, None] & (o_d < DIM)[None, :]
     o_token = o_r // HEADS
     o_head = o_r % HEADS
-    o_first = i_batch * first_batch + o_head * first_head + o_token * first_stride
-    o_second = i_batch * second_batch + o_head * second_head + o_token * second_stride
-    o_lse = i_batch * first_lse_batch + o_head * first_lse_head + o_token * first_lse_stride
+    o_first = i_batch * first_batch_stride + o_head * first_head_stride + o_token * first_stride
+    o_second = i_batch * second_batch_stride + o_head * second_head_stride + o_token * second_stride
+    o_lse = i_batch * first_lse_batch_stride + o_head * first_lse_head_stride + o_token * first_lse_stride
     b_more = -tl.load(first_lse + o_lse, mask=m_r, other=0.0)
-    o_lse = i_batch * second_lse_batch + o_head * second_lse_head + o_token * second_lse_stride
+    o_lse = i_batch * second_lse_batch_stride + o_head * second_lse_head_stride + o_token * second_lse_stride
     b_more += tl.load(second_lse + o_lse, mask=m_r, other=0.0)
     b_less = tl.exp2(-tl.abs(b_more) * LOG2_E)  # the smaller sum over the larger
     b_small = b_less / (1.0 + b_less)

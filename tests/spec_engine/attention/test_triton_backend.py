@@ -28,25 +28,25 @@ def prompts(lens: list[int], new_lens: list[int], device: str, num_slots: int) -
 
 
 CASES = [
-    ([LEAST_LONG], [LEAST_LONG], [0]),
-    ([LEAST_LONG + 77] * 3, [LEAST_LONG + 77] * 3, [0]),
-    ([LEAST_LONG, LEAST_LONG + 1], [LEAST_LONG, LEAST_LONG + 1], [0, 0]),
-    ([2 * LEAST_LONG + 5] * 2, [LEAST_LONG] * 2, [LEAST_LONG + 5]),
-    ([2 * LEAST_LONG, LEAST_LONG + 3], [LEAST_LONG, LEAST_LONG + 3], [LEAST_LONG, 0]),
-    ([LEAST_LONG + 5], [LEAST_LONG], []),
-    ([LEAST_LONG - 1], [LEAST_LONG - 1], []),
-    ([LEAST_LONG, 1], [LEAST_LONG, 1], []),
+    ([LEAST_LONG], [LEAST_LONG], True),
+    ([LEAST_LONG + 77] * 3, [LEAST_LONG + 77] * 3, True),
+    ([2 * LEAST_LONG] * 2, [LEAST_LONG] * 2, True),
+    ([3 * LEAST_LONG], [LEAST_LONG], True),
+    ([LEAST_LONG, LEAST_LONG + 1], [LEAST_LONG, LEAST_LONG + 1], False),
+    ([2 * LEAST_LONG, LEAST_LONG], [LEAST_LONG, LEAST_LONG], False),
+    ([2 * LEAST_LONG + 5], [LEAST_LONG], False),
+    ([LEAST_LONG - 1], [LEAST_LONG - 1], False),
 ]
 
 
-def compare(pool: KVPool, batch: ForwardBatch, num_before: list[int], tolerance: float) -> None:
-    """The attention of random queries over random K and V, with that of float64; by so many calls."""
+def compare(pool: KVPool, batch: ForwardBatch, is_long: bool, tolerance: float) -> None:
+    """The attention of random queries over random K and V, with that of float64."""
     device, dtype = pool.kv.device, pool.dtype
     everywhere = torch.arange(1, pool.num_slots, device=device)
     k, v = torch.randn(2, len(everywhere), KV_HEADS, DIM, device=device, dtype=dtype)
     pool.store(0, everywhere, k, v)
     attention = TritonAttention(pool, batch, HEADS, batch.kv_indices, batch.slots, None)
-    assert [span.num_before for span in attention.spans] == num_before
+    assert bool(attention.num_long) is is_long
     q = torch.randn(sum(batch.new_lens), HEADS, DIM, device=device, dtype=dtype)
     wanted = torch.empty(q.shape, dtype=torch.float64, device=device)
     paged_attention_torch(
@@ -70,25 +70,25 @@ def new_pool(pool_type: type[KVPool], num_slots: int, dtype: torch.dtype, device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pool_type", [KVPool, Fp8Pool])
-@pytest.mark.parametrize(("lens", "new_lens", "num_before"), CASES, ids=str)
-def test_every_prompt_is_attended_alike(pool_type, lens, new_lens, num_before) -> None:
-    """Long parts by cuDNN, rows that are alike in one call; all others by our kernel; both within bf16 of float64."""
+@pytest.mark.parametrize(("lens", "new_lens", "is_long"), CASES, ids=str)
+def test_every_prompt_is_attended_alike(pool_type, lens, new_lens, is_long: bool) -> None:
+    """Chunks of equal lengths by cuDNN, all others by our kernel; both within bf16 of float64."""
     pool = new_pool(pool_type, 5120, torch.bfloat16, "cuda")
-    compare(pool, prompts(lens, new_lens, "cuda", pool.num_slots), num_before, 2e-2)
+    compare(pool, prompts(lens, new_lens, "cuda", pool.num_slots), is_long, 2e-2)
 
 
 @pytest.mark.parametrize(
-    ("lens", "new_lens", "num_before"),
-    [([12, 12], [8, 8], [4]), ([8, 8], [8, 8], [0]), ([12, 9], [8, 9], [4, 0]), ([10], [8], []), ([13, 3], [8, 3], [])],
+    ("lens", "new_lens", "is_long"),
+    [([16, 16], [8, 8], True), ([8, 8], [8, 8], True), ([24], [8], True), ([12], [8], False), ([6], [3], False)],
     ids=str,
 )
-def test_two_passes_see_what_one_would(monkeypatch, lens, new_lens, num_before) -> None:
+def test_two_passes_see_what_one_would(monkeypatch, lens, new_lens, is_long: bool) -> None:
     """On a CPU, in float32, with a pass of plain torch in the place of cuDNN's."""
     monkeypatch.setattr(module, "LEAST_LONG", 4)
     monkeypatch.setattr(module, "_has_cudnn", lambda dtype, device: True)
     monkeypatch.setattr(module, "_pass", plain_pass)
     pool = new_pool(KVPool, 48, torch.float32, "cpu")
-    compare(pool, prompts(lens, new_lens, "cpu", pool.num_slots), num_before, 1e-5)
+    compare(pool, prompts(lens, new_lens, "cpu", pool.num_slots), is_long, 1e-5)
 
 
 def plain_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 Random weights of Llama-3-8B's shape in bf16, made on the device; fresh random prompts each round, overlap schedule,
 chunks of as many whole prompts as CHUNK tokens hold, or of CHUNK tokens of a longer one. An engine without a canary
 takes turns with one of the default rolling check, in cases of few tokens with one of ``content=write`` too; a prefill
-is timed from the host, with the device idle before the first chunk and after the last.
+is timed from the host, with the device idle before the first chunk and after the last. The device rests REST seconds
+before each: what ran last has made it warm, and slower for whoever comes next.
 Rows of other cases that the record has from the same machine stay.
 """
 
@@ -31,6 +32,7 @@ from spec_engine.models.decoder import Decoder
 
 CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
 CHUNK = 8192
+REST = 0.3
 LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 2, 40, 1 << 17  # rounds of a case: as many as its tokens allow
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
 FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
@@ -49,6 +51,7 @@ def main(cases: Sequence[tuple[int, int]] = CASES, rounds: int | None = None) ->
         "what": "milliseconds of a prefill, Llama-3-8B's shape, bf16, overlap; canary on / off",
         "machine": machine() | device(),
         "chunk_tokens": CHUNK,
+        "rest_s": REST,
         "rows": rows,
     }
     save(NAME, result | {"rows": joined(result)})
@@ -125,6 +128,7 @@ def _timed(engine: Engine, size: int, tokens: int, draws: random.Random) -> floa
     names = [engine.submit([draws.randrange(vocab_size) for _ in range(tokens)], PARAMS) for _ in range(size)]
     wanted = engine.metrics.prefill_tokens + size * tokens
     torch.cuda.synchronize()
+    time.sleep(REST)
     started = time.perf_counter()
     while engine.metrics.prefill_tokens < wanted:
         engine.step()
