@@ -32,8 +32,8 @@ from spec_engine.models.decoder import Decoder
 
 CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
 CHUNK = 8192
-REST = 0.3
-LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 2, 40, 1 << 17  # rounds of a case: as many as its tokens allow
+REST, WARM_TOKENS = 0.3, 1 << 15
+LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 4, 40, 1 << 17  # rounds of a case: as many as its tokens allow
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
 FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
 NAME = "gpu_prefill"
@@ -88,8 +88,10 @@ def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[st
     names = MANY if size * tokens > FEW_TOKENS else FEW
     engines = {name: _engine(size, tokens, model, CANARIES[name]) for name in names}
     draws = random.Random(0)
-    for engine in engines.values():  # compiles, and fills the allocator
-        _timed(engine, min(size, CHUNK // tokens + 1), min(tokens, 2 * CHUNK), draws)
+    for name, engine in engines.items():  # compiles, and fills allocators: pinned memory that is new waits for a GPU
+        progress(f"{size} x {tokens}: warming up, canary {name}")
+        for _ in range(max(1, WARM_TOKENS // (size * tokens))):
+            _timed(engine, size, tokens, draws)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
         progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
