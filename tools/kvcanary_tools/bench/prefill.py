@@ -32,8 +32,8 @@ from spec_engine.models.decoder import Decoder
 
 CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
 CHUNK = 8192
-REST, WARM_TOKENS = 0.3, 1 << 15
-LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 4, 40, 1 << 17  # rounds of a case: as many as its tokens allow
+REST, WARM_TOKENS = 0.2, 1 << 14
+LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 3, 40, 1 << 16  # rounds of a case: as many as its tokens allow
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
 FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
 NAME = "gpu_prefill"
