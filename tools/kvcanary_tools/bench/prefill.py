@@ -4,7 +4,7 @@ Random weights of Llama-3-8B's shape in bf16, made on the device; fresh random p
 chunks of as many whole prompts as CHUNK tokens hold, or of CHUNK tokens of a longer one. An engine without a canary
 takes turns with one of the default rolling check, in cases of few tokens with one of ``content=write`` too; a prefill
 is timed from the host, with the device idle before the first chunk and after the last. The device rests REST seconds
-before each: what ran last has made it warm, and slower for whoever comes next.
+before each, so that it finds all of them alike.
 Rows of other cases that the record has from the same machine stay.
 """
 
@@ -30,7 +30,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.decoder import Decoder
 
-CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
+CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes over a minute more
 CHUNK = 8192
 REST, WARM_TOKENS = 0.2, 1 << 14
 LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 3, 40, 1 << 16  # rounds of a case: as many as its tokens allow
@@ -88,7 +88,7 @@ def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[st
     names = MANY if size * tokens > FEW_TOKENS else FEW
     engines = {name: _engine(size, tokens, model, CANARIES[name]) for name in names}
     draws = random.Random(0)
-    for name, engine in engines.items():  # compiles, and fills allocators: pinned memory that is new waits for a GPU
+    for name, engine in engines.items():  # compiles, and fills allocators
         progress(f"{size} x {tokens}: warming up, canary {name}")
         for _ in range(max(1, WARM_TOKENS // (size * tokens))):
             _timed(engine, size, tokens, draws)
