@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvcanary.errors import HookOrderError, PlanError
@@ -46,8 +45,8 @@ class EagerSubstep(SubstepCanary):
         self._phase, self.put = OPEN, self._put
         self._slots = run.work.planned.safe_slots
         most = self._pool.view.num_slots - 1
-        indices = read.indices
-        return torch.where(indices.clamp(0, most) == indices, indices, 0), self._slots
+        safe = read.indices.clamp(0, most)
+        return safe.masked_fill_(safe != read.indices, 0), self._slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """As `SubstepCanary.store`; on the device the values are put into the pool too."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from kvcanary.invariants import check_rows_distinct
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.relay import Relay
 from spec_engine.request import Request
-from spec_engine.transfer import to_device
+from spec_engine.transfer import Ints, to_device, together
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,30 +87,42 @@ class ForwardBatch:
     tree_mask: Tensor | None = None  # [requests, N, N] bool, node sees node; None: causal
     window: int | None = None  # tokens that a reader sees, itself included; None: all
     starts: Tensor | None = None  # [rows] int64, position of each row's first entry; None: 0
+    q_indptr: Tensor | None = None  # [rows + 1] int64, where each row's tokens begin; None: whoever asks adds them up
 
 
 def chain_forward(
-    kind: str, index: int, batch: Batch, table: RequestTable, tokens: Tensor, new_lens: Sequence[int]
+    kind: str, index: int, batch: Batch, table: RequestTable, tokens: Tensor | Ints, new_lens: Sequence[int]
 ) -> ForwardBatch:
-    """A forward in which every row continues its committed prefix by ``new_lens[r]`` tokens in a line."""
+    """A forward in which every row continues its committed prefix by ``new_lens[r]`` tokens in a line.
+
+    tokens: [n] int64, on the device, or the host's, which go there together with all else that the host knows
+    """
     rows = [request.row for request in batch.requests]
     spans = [(row, start, start + new) for row, start, new in zip(rows, batch.lens, new_lens, strict=True)]
-    written = [table.table[row, start:end] for row, start, end in spans]
-    positions = [torch.arange(start, end, device=tokens.device) for _, start, end in spans]
     kv_lens = tuple(end for _, _, end in spans)
+    kv_indices = concat([table.table[row, :end] for row, _, end in spans])
+    is_whole = not any(batch.lens)
+    known = [
+        _bounds(kv_lens),
+        _bounds(new_lens),
+        np.concatenate([np.arange(start, end) for _, start, end in spans]),
+        () if isinstance(tokens, Tensor) else tokens,
+    ]
+    kv_indptr, q_indptr, positions, own = together(known, kv_indices.device)
     return ForwardBatch(
         kind=kind,
         index=index,
         requests=batch.ids,
         rows_per_request=1,
         prefix_lens=batch.lens_tensor,
-        kv_indptr=indptr(kv_lens, tokens.device),
-        kv_indices=concat([table.table[row, :end] for row, _, end in spans]),
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
         kv_lens=kv_lens,
         new_lens=tuple(new_lens),
-        slots=concat(written),
-        tokens=tokens,
-        positions=concat(positions),
+        slots=kv_indices if is_whole else concat([table.table[row, start:end] for row, start, end in spans]),
+        tokens=tokens if isinstance(tokens, Tensor) else own,
+        positions=positions,
+        q_indptr=q_indptr,
     )
 
 
@@ -131,10 +145,11 @@ def within_window(forward: ForwardBatch, window: int) -> ForwardBatch:
 
 def indptr(lens: Sequence[int], device: torch.device) -> Tensor:
     """Row starts of a ragged list: ``[len(lens) + 1] int64``."""
-    ends = [0]
-    for length in lens:
-        ends.append(ends[-1] + length)
-    return to_device(ends, device)
+    return to_device(_bounds(lens), device)
+
+
+def _bounds(lens: Sequence[int]) -> list[int]:
+    return list(accumulate(lens, initial=0))
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from spec_engine.sampling import SamplingParams
+from spec_engine.transfer import Ints
 
 if TYPE_CHECKING:
     from spec_engine.acceptance.logprobs import TokenLogProb
@@ -48,9 +51,20 @@ class Request:
     block: HostBlock | None = None
     ran_at: int = 0
 
+    def __post_init__(self) -> None:
+        self._prompt = np.array(self.prompt_ids, np.int64)
+
     @property
     def tokens(self) -> list[int]:
         return self.prompt_ids + self.output_ids
+
+    def numbers(self, start: int, end: int) -> Ints:
+        """Tokens [start, end), [n] int64; those of a prompt are converted once, however many chunks it comes in."""
+        prompt = self._prompt[start:end]
+        if len(prompt) == end - start:
+            return prompt
+        output = self.output_ids[max(start - self.prompt_len, 0) : end - self.prompt_len]
+        return np.concatenate((prompt, np.array(output, np.int64)))
 
     @property
     def prompt_len(self) -> int:
@@ -59,6 +73,10 @@ class Request:
     @property
     def output_len(self) -> int:
         return len(self.output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_len + self.output_len
 
     @property
     def is_prefilled(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,7 +121,7 @@ class Runner:
             check_chunk(request.request_id, chunk.start, chunk.end, request.committed_len, request.prefill_len)
         batch = Batch.of([chunk.request for chunk in chunks], self.relay, [chunk.start for chunk in chunks])
         lens = [chunk.end - chunk.start for chunk in chunks]
-        tokens = to_device([token for chunk in chunks for token in chunk.tokens], self.device)
+        tokens = np.concatenate([chunk.numbers for chunk in chunks])
         output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
         is_ahead = self.is_ahead(batch.requests)
         new, logprobs, accepted = self._first_tokens(chunks, batch, output, lens, is_ahead)
@@ -128,7 +129,7 @@ class Runner:
             self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
         doomed = self._judge()
         ends = [chunk.end for chunk in chunks]
-        bonus = [own[0] if own else chunk.request.tokens[chunk.end] for chunk, own in zip(chunks, new, strict=True)]
+        bonus = [own[0] if own else chunk.following for chunk, own in zip(chunks, new, strict=True)]
         self._publish(batch, ends, bonus)
         if accepted is not None and is_ahead:
             sampled = to_device([chunk.request.row for chunk in chunks if chunk.samples], self.device)

@@ -13,6 +13,7 @@ from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.sizing import pages_for, step_pages, worst_case_step_pages
 from spec_engine.request import Request
 from spec_engine.retraction import Retraction, new_token_ratio, plan_retraction
+from spec_engine.transfer import Ints
 from spec_engine.turns import Turns
 
 RATIO_DECAY = 1 / 600  # a step: what a retraction taught is forgotten in some hundreds of steps
@@ -28,7 +29,17 @@ class Chunk:
 
     @property
     def tokens(self) -> list[int]:
-        return self.request.tokens[self.start : self.end]
+        return self.numbers.tolist()
+
+    @property
+    def numbers(self) -> Ints:
+        """The same, [n] int64."""
+        return self.request.numbers(self.start, self.end)
+
+    @property
+    def following(self) -> int:
+        """The token after the chunk, where it is known."""
+        return int(self.request.numbers(self.end, self.end + 1)[0])
 
     @property
     def is_first(self) -> bool:
@@ -38,7 +49,7 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether the token after the chunk is not known yet."""
-        return self.end == len(self.request.tokens)
+        return self.end == self.request.num_tokens
 
 
 class Scheduler:

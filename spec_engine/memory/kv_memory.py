@@ -67,11 +67,11 @@ class KVMemory:
         """Take a row for a request and begin it with what is cached of its tokens, by now or by the ``running``."""
         request.begin()
         request.row = self.table.acquire()
-        known = request.tokens
         if self.canary is not None:
+            known = request.numbers(0, request.num_tokens)
             self.canary.admit(request.request_id, known, request.salt, request.adapter)
         if self.caches_prefixes:
-            self._acquire(request, known[: request.prefill_len], running)
+            self._acquire(request, request.tokens[: request.prefill_len], running)
         if request.block is not None and request.block.length <= request.committed_len:
             self.drop_block(request)
         if self.windows is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvcanary.invariants import (
@@ -12,7 +13,7 @@ from kvcanary.invariants import (
     check_row_held,
     check_rows_available,
 )
-from spec_engine.transfer import to_device
+from spec_engine.transfer import pinned
 
 
 class RequestTable:
@@ -25,7 +26,7 @@ class RequestTable:
         self.table = torch.zeros(num_rows + 1, width, dtype=torch.int64, device=device)
         self._free_rows = list(range(num_rows, 0, -1))
         self._filled = [0] * (num_rows + 1)  # columns of each row that have slots
-        self._offsets = torch.arange(page_size, device=device)
+        self._offsets = np.arange(page_size)
 
     @property
     def num_rows(self) -> int:
@@ -44,18 +45,18 @@ class RequestTable:
         check_row_fits(row, start, end, self.width, self.page_size)
         check_row_continues(row, start, self._filled[row], self.page_size)
         self._filled[row] = end
-        self.table[row, start:end] = self._slots_of(pages)
+        self.table[row, start:end].copy_(self._slots_of(pages), non_blocking=True)
 
     def replace_pages(self, row: int, pages: list[int]) -> None:
         """Write the slots of ``pages`` at columns [0, len(pages) * P), over those of pages with the same tokens."""
         end = len(pages) * self.page_size
         check_row_held(row, self._free_rows, self.num_rows)
         check_row_covers(row, end, self._filled[row], self.page_size)
-        self.table[row, :end] = self._slots_of(pages)
+        self.table[row, :end].copy_(self._slots_of(pages), non_blocking=True)
 
     def _slots_of(self, pages: list[int]) -> torch.Tensor:
-        first_slots = to_device(pages, self.table.device) * self.page_size
-        return (first_slots[:, None] + self._offsets).flatten()
+        first_slots = np.array(pages, np.int64) * self.page_size
+        return pinned((first_slots[:, None] + self._offsets).ravel(), self.table.device)
 
     def release(self, row: int) -> None:
         """Clear a row and hand it to the next request; RowOwnershipError when nobody holds it."""

@@ -35,11 +35,12 @@ CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 1
 CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8, "LAYERS": 16, "SCAN_N": 256}
 CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8}
 ATTENTION = {"HEADS": 8, "FOLD": 4, "DIM": 80, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_S": 8, "PAGE": 16}
-ATTENTION |= {"BLOCK_N": 64, "NODES": 9 if FLAGS else 0, "BLOCK_NODES": 16, "WINDOW": 5 if FLAGS else 0}
+ATTENTION |= {"BLOCK_R": 16, "BLOCK_N": 64, "NODES": 9 if FLAGS else 0, "BLOCK_NODES": 16, "WINDOW": 5 if FLAGS else 0}
 ATTENDED = {"scale": "fp32", "v_factor": "fp32", "tree_mask": "*u8"}
 ATTENDED |= {name: "i32" for name in ("n", "num_rows", "num_slots", "num_indices", "num_splits")}
 ATTENDED |= {"q": "*bf16", "out": "*bf16"} | {name: "*fp8e4nv" if FLAGS else "*bf16" for name in ("k", "v")}
-ATTENDED |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale")}
+ATTENDED |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale", "first_lse", "second_lse")}
+ATTENDED |= {name: "*bf16" for name in ("first", "second")}
 
 def type_of(name, module):
     if "attention" in module and name in ATTENDED:

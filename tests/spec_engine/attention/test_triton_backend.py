@@ -1,4 +1,4 @@
-"""Long prompts of the triton backend: cuDNN reads the pool as our kernel does."""
+"""Long parts of prompts in the triton backend: cuDNN reads the pool as our kernel does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvcanary_kernels.attention import paged_attention_torch
-from spec_engine.attention.triton_backend import LEAST_WHOLE, TritonAttention
+from spec_engine.attention import triton_backend as module
+from spec_engine.attention.triton_backend import LEAST_LONG, TritonAttention
 from spec_engine.core import ForwardBatch, indptr
 from spec_engine.memory.fp8_pool import Fp8Pool
 from spec_engine.memory.pool import KVPool
@@ -26,39 +27,75 @@ def prompts(lens: list[int], new_lens: list[int], device: str, num_slots: int) -
     return ForwardBatch("prefill", 0, *operands)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("pool_type", [KVPool, Fp8Pool])
-@pytest.mark.parametrize(
-    ("lens", "new_lens", "is_whole"),
-    [
-        ([LEAST_WHOLE], [LEAST_WHOLE], True),
-        ([LEAST_WHOLE + 77] * 3, [LEAST_WHOLE + 77] * 3, True),
-        ([LEAST_WHOLE, LEAST_WHOLE + 1], [LEAST_WHOLE, LEAST_WHOLE + 1], False),
-        ([LEAST_WHOLE + 5], [LEAST_WHOLE], False),
-        ([LEAST_WHOLE - 1], [LEAST_WHOLE - 1], False),
-    ],
-)
-def test_every_prompt_is_attended_alike(pool_type, lens, new_lens, is_whole: bool) -> None:
-    """Whole prompts of equal lengths by cuDNN, all others by our kernel; both within bf16 of float64."""
-    device, shape = torch.device("cuda"), {"num_layers": 1, "page_size": 1, "kv_heads": KV_HEADS, "head_dim": DIM}
-    pool = pool_type("target", num_pages=4095, token_offset=0, dtype=torch.bfloat16, device=device, **shape)
+CASES = [
+    ([LEAST_LONG], [LEAST_LONG], True),
+    ([LEAST_LONG + 77] * 3, [LEAST_LONG + 77] * 3, True),
+    ([2 * LEAST_LONG] * 2, [LEAST_LONG] * 2, True),
+    ([3 * LEAST_LONG], [LEAST_LONG], True),
+    ([LEAST_LONG, LEAST_LONG + 1], [LEAST_LONG, LEAST_LONG + 1], False),
+    ([2 * LEAST_LONG, LEAST_LONG], [LEAST_LONG, LEAST_LONG], False),
+    ([2 * LEAST_LONG + 5], [LEAST_LONG], False),
+    ([LEAST_LONG - 1], [LEAST_LONG - 1], False),
+]
+
+
+def compare(pool: KVPool, batch: ForwardBatch, is_long: bool, tolerance: float) -> None:
+    """The attention of random queries over random K and V, with that of float64."""
+    device, dtype = pool.kv.device, pool.dtype
     everywhere = torch.arange(1, pool.num_slots, device=device)
-    k, v = torch.randn(2, len(everywhere), KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, len(everywhere), KV_HEADS, DIM, device=device, dtype=dtype)
     pool.store(0, everywhere, k, v)
-    batch = prompts(lens, new_lens, "cuda", pool.num_slots)
     attention = TritonAttention(pool, batch, HEADS, batch.kv_indices, batch.slots, None)
-    assert bool(attention.num_whole) is is_whole
-    q = torch.randn(sum(new_lens), HEADS, DIM, device=device, dtype=torch.bfloat16)
+    assert bool(attention.num_long) is is_long
+    q = torch.randn(sum(batch.new_lens), HEADS, DIM, device=device, dtype=dtype)
     wanted = torch.empty(q.shape, dtype=torch.float64, device=device)
     paged_attention_torch(
         q.double(),
         *pool.load(0, torch.arange(pool.num_slots, device=device)).double().unbind(1),
         kv_indptr=batch.kv_indptr,
         kv_indices=batch.kv_indices,
-        q_indptr=indptr(new_lens, device),
-        max_kv_len=max(lens),
-        max_q_len=max(new_lens),
+        q_indptr=indptr(batch.new_lens, device),
+        max_kv_len=max(batch.kv_lens),
+        max_q_len=max(batch.new_lens),
         scale=DIM**-0.5,
         out=wanted,
     )
-    torch.testing.assert_close(attention.read(0, q).double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(attention.read(0, q).double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def new_pool(pool_type: type[KVPool], num_slots: int, dtype: torch.dtype, device: str) -> KVPool:
+    shape = {"num_layers": 1, "page_size": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "token_offset": 0}
+    return pool_type("target", num_pages=num_slots - 1, dtype=dtype, device=torch.device(device), **shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_type", [KVPool, Fp8Pool])
+@pytest.mark.parametrize(("lens", "new_lens", "is_long"), CASES, ids=str)
+def test_every_prompt_is_attended_alike(pool_type, lens, new_lens, is_long: bool) -> None:
+    """Chunks of equal lengths by cuDNN, all others by our kernel; both within bf16 of float64."""
+    pool = new_pool(pool_type, 5120, torch.bfloat16, "cuda")
+    compare(pool, prompts(lens, new_lens, "cuda", pool.num_slots), is_long, 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("lens", "new_lens", "is_long"),
+    [([16, 16], [8, 8], True), ([8, 8], [8, 8], True), ([24], [8], True), ([12], [8], False), ([6], [3], False)],
+    ids=str,
+)
+def test_two_passes_see_what_one_would(monkeypatch, lens, new_lens, is_long: bool) -> None:
+    """On a CPU, in float32, with a pass of plain torch in the place of cuDNN's."""
+    monkeypatch.setattr(module, "LEAST_LONG", 4)
+    monkeypatch.setattr(module, "_has_cudnn", lambda dtype, device: True)
+    monkeypatch.setattr(module, "_pass", plain_pass)
+    pool = new_pool(KVPool, 48, torch.float32, "cpu")
+    compare(pool, prompts(lens, new_lens, "cpu", pool.num_slots), is_long, 1e-5)
+
+
+def plain_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention and its LSE by the formula."""
+    k, v = (values.repeat_interleave(HEADS // KV_HEADS, 1) for values in (k, v))
+    scores = q @ k.transpose(2, 3) * DIM**-0.5
+    if causal:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)

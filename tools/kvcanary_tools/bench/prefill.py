@@ -3,7 +3,8 @@
 Random weights of Llama-3-8B's shape in bf16, made on the device; fresh random prompts each round, overlap schedule,
 chunks of as many whole prompts as CHUNK tokens hold, or of CHUNK tokens of a longer one. An engine without a canary
 takes turns with one of the default rolling check, in cases of few tokens with one of ``content=write`` too; a prefill
-is timed from the host, with the device idle before the first chunk and after the last.
+is timed from the host, with the device idle before the first chunk and after the last. The device rests REST seconds
+before each, so that it finds all of them alike.
 Rows of other cases that the record has from the same machine stay.
 """
 
@@ -29,9 +30,10 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.decoder import Decoder
 
-CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes minutes more
+CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes over a minute more
 CHUNK = 8192
-LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 2, 40, 1 << 17  # rounds of a case: as many as its tokens allow
+REST, WARM_TOKENS = 0.2, 1 << 14
+LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 3, 40, 1 << 16  # rounds of a case: as many as its tokens allow
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
 FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
 NAME = "gpu_prefill"
@@ -49,6 +51,7 @@ def main(cases: Sequence[tuple[int, int]] = CASES, rounds: int | None = None) ->
         "what": "milliseconds of a prefill, Llama-3-8B's shape, bf16, overlap; canary on / off",
         "machine": machine() | device(),
         "chunk_tokens": CHUNK,
+        "rest_s": REST,
         "rows": rows,
     }
     save(NAME, result | {"rows": joined(result)})
@@ -85,8 +88,10 @@ def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[st
     names = MANY if size * tokens > FEW_TOKENS else FEW
     engines = {name: _engine(size, tokens, model, CANARIES[name]) for name in names}
     draws = random.Random(0)
-    for engine in engines.values():  # compiles, and fills the allocator
-        _timed(engine, min(size, CHUNK // tokens + 1), min(tokens, 2 * CHUNK), draws)
+    for name, engine in engines.items():  # compiles, and fills allocators
+        progress(f"{size} x {tokens}: warming up, canary {name}")
+        for _ in range(max(1, WARM_TOKENS // (size * tokens))):
+            _timed(engine, size, tokens, draws)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
         progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
@@ -125,6 +130,7 @@ def _timed(engine: Engine, size: int, tokens: int, draws: random.Random) -> floa
     names = [engine.submit([draws.randrange(vocab_size) for _ in range(tokens)], PARAMS) for _ in range(size)]
     wanted = engine.metrics.prefill_tokens + size * tokens
     torch.cuda.synchronize()
+    time.sleep(REST)
     started = time.perf_counter()
     while engine.metrics.prefill_tokens < wanted:
         engine.step()
