@@ -52,7 +52,7 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
     head, rows = random_head(model), []
     for drafts, size in cases:
         rows.append(measure(drafts, size, model, head, ROUNDS[size]))
-        _tell(rows[-1])
+        tell(rows[-1])
         result = {
             "what": f"milliseconds of a step with drafts, {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape and "
             "an EAGLE head, bf16, overlap; canary on / off",
@@ -64,7 +64,7 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
         save(NAME, result)
 
 
-def _tell(row: dict) -> None:
+def tell(row: dict) -> None:
     print(f"{row['drafts']} x {row['batch']}: off {row['off_ms']:.3f} ms{told(row['over_off'])}")
     added = "".join(
         f"   {name} {us['median']:+.2f} us ({us['min']:+.2f} to {us['max']:+.2f})"
@@ -115,9 +115,7 @@ def _engine(name: str, size: int, model: Decoder, head: Eagle, rounds: int, sett
     """Every request in decode, with room for as many accepted drafts as there are steps."""
     room = 2 * rounds
     tokens = size * (step.PROMPT_LEN + step.new_tokens(room) + RESERVE)
-    engine = step.make_engine(
-        size, model, step.CANARIES[name], room, head, max_total_tokens=tokens, **settings
-    )
+    engine = step.make_engine(size, model, step.CANARIES[name], room, head, max_total_tokens=tokens, **settings)
     step.fill(engine, size, room)
     return engine
 

@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -81,21 +82,26 @@ def random_decoder(config: dict, on: str = "cuda") -> Decoder:
 
 
 def drawn(make: Callable[[], Module], on: str = "cuda") -> Module:
-    """What ``make`` makes, with random bf16 weights that keep the scale of what they multiply, made on the device."""
+    """What ``make`` makes, with random bf16 weights, made on the device."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(on):
             model = make()
     finally:
         torch.set_default_dtype(torch.float32)
-    generator = torch.Generator(on).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1)
-            else:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    randomise(model)
     return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights that keep the scale of what they multiply, the same ones every time."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
@@ -140,8 +146,8 @@ def make_engine(
 ) -> Engine:
     """With room for these requests and what rounds bring; ``settings`` go before those of this benchmark."""
     new = new_tokens(rounds)
-    own = dict(
-        draft="none" if head is None else head.kind,
+    config = EngineConfig(
+        draft="none",
         dtype="bfloat16",
         device="cuda",
         page_size=PAGE_SIZE,
@@ -156,7 +162,8 @@ def make_engine(
         graph_buckets=(size,),
         canary=canary,
     )
-    return Engine(EngineConfig(**own | settings), model=model, draft=head, tokenizer=MockTokenizer())
+    config = replace(config, draft="none" if head is None else head.kind, **settings)
+    return Engine(config, model=model, draft=head, tokenizer=MockTokenizer())
 
 
 def new_tokens(rounds: int) -> int:
