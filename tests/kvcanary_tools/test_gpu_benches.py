@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvcanary_tools.bench import beside_vllm, drafted_step, step
+from kvcanary_tools.bench import beside_vllm, drafted_step, scaling, step
 from spec_engine.models.config import load_config
 from spec_engine.models.decoder import Decoder
 
@@ -64,6 +64,16 @@ def test_a_substep_lasts_from_one_draft_forward_to_the_next(model: Decoder) -> N
         engine.step()
     assert len(marks.seconds()) == 2
     assert min(marks.seconds()) > 0
+
+
+def test_what_a_canary_adds_is_measured_in_pools_of_all_sizes(model: Decoder) -> None:
+    """The same requests, twice the slots: both canaries over none, nothing found."""
+    rows = [scaling.measure(2, 20, times, model, 2, **HERE) for times in (1, 2)]
+    assert rows[1]["slots"] == 2 * rows[0]["slots"]
+    for row in rows:
+        assert (row["requests"], row["tokens"], row["findings"]) == (2, 20, 0)
+        assert row["added_us"].keys() == {"write", "rolling"}
+        assert row["off_ms"] > 0
 
 
 def test_vllm_and_ours_take_turns_at_equal_contexts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

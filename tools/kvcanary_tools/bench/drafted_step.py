@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kvcanary_tools.bench import step
-from kvcanary_tools.bench.common import machine, progress, save, spread, told
+from kvcanary_tools.bench.common import added, machine, progress, save, spread, told
 from kvcanary_tools.bench.gpu import device
 from spec_engine import Engine
 from spec_engine.graphs.forward import StaticForward
@@ -102,7 +102,7 @@ def measure(drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, **
         "off_ms": round(1e3 * median(seconds["off"]), 4),
         "over_off": {name: spread(seconds[name], seconds["off"]) for name in names[1:]},
         "substep_us": {name: round(1e6 * median(substeps[name]), 2) for name in names},
-        "substep_added_us": {name: _added(substeps[name], substeps["off"]) for name in names[1:]},
+        "substep_added_us": {name: added(substeps[name], substeps["off"]) for name in names[1:]},
         "certificates": {name: engines[name].canary.certificate() for name in names[1:]},
     }
     engines.clear()
@@ -129,12 +129,6 @@ def _substep(engine: Engine, marks: Marks) -> float:
         torch.cuda.synchronize()
         found.append(mean(marks.seconds()))
     return median(found)
-
-
-def _added(on: Sequence[float], off: Sequence[float]) -> dict[str, float]:
-    """Microseconds, round by round."""
-    values = [1e6 * (one - other) for one, other in zip(on, off, strict=True)]
-    return {"median": round(median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
 
 
 class Marks:

@@ -171,13 +171,14 @@ def new_tokens(rounds: int) -> int:
     return rounds * STEPS + 2 * WARM_STEPS
 
 
-def fill(engine: Engine, size: int, rounds: int) -> None:
-    """Every request in decode, the programs warm."""
+def fill(engine: Engine, size: int, rounds: int, tokens: int | None = None) -> None:
+    """Every request in decode, the programs warm. ``tokens``: of each prompt; None: PROMPT_LEN."""
+    tokens = tokens or PROMPT_LEN
     draws = random.Random(0)
     params = SamplingParams(max_new_tokens=new_tokens(rounds), ignore_eos=True)
     for _ in range(size):
-        engine.submit([draws.randrange(engine.model.config.vocab_size) for _ in range(PROMPT_LEN)], params)
-    while engine.metrics.prefill_tokens < size * PROMPT_LEN:
+        engine.submit([draws.randrange(engine.model.config.vocab_size) for _ in range(tokens)], params)
+    while engine.metrics.prefill_tokens < size * tokens:
         engine.step()
     for _ in range(WARM_STEPS):
         engine.step()
