@@ -258,6 +258,10 @@ class StepChecks:
             self.publish_pages()
             self.hits += self._parcels.unpack_group(group, parcels, pages, step)
 
+    def overdue_pages(self) -> list[int]:
+        """Cached pages that have waited too long by the clock, where bytes are compared again."""
+        return self.cached.overdue() if self._config.content != "write" and self._compares_content else []
+
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""
         if self._config.content != "write" and self._compares_content:

@@ -213,6 +213,22 @@ class CanaryManager(Lifecycle):
         audit(self._ledger)
         return self._act()
 
+    def rest(self) -> frozenset[str]:
+        """Between steps, and now and then where there are none: cached pages that nobody has looked at for long.
+
+        The answer is that of `check`. An engine may call it after every step.
+        """
+        pages = self._checks.overdue_pages()
+        return self.sweep_cached(pages) if pages else self._doomed
+
+    @recorded
+    def sweep_cached(self, pages: Sequence[int]) -> frozenset[str]:
+        """Look at the bytes of these cached pages now; the answer is that of `check`."""
+        self._expect_closed("sweep_cached()")
+        self._checks.settle()
+        self._checks.look_at_pages(pages, self.step)
+        return self._act()
+
     @recorded
     def release(self, request_id: str, committed_len: int | None = None) -> bool:
         """The request ends, before its last tokens leave: judge what is pending, and look at all its bytes again.
