@@ -129,6 +129,11 @@ class StepChecks:
         while self._flights and (last is None or not last.has_landed):
             self._land(self._flights.popleft())
 
+    def land_departed(self) -> None:
+        """Judge what has departed, and nothing that was launched since."""
+        while self._flights:
+            self._land(self._flights.popleft())
+
     @property
     def waits(self) -> bool:
         """Whether the host has forwards to judge."""

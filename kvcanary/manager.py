@@ -178,6 +178,16 @@ class CanaryManager(Lifecycle):
         self._fill_freed_pages()
         return flight
 
+    @recorded
+    def overhear(self) -> None:
+        """Judge all steps that have departed, while the device runs what was launched since; waits for those alone.
+
+        For a host that is about to wait for what it has launched: `hear` of these steps then costs it next to nothing.
+        What fired acts when they are heard, if nothing makes it act before.
+        """
+        self._expect_closed("overhear()")
+        self._checks.land_departed()
+
     def hear(self, flight: Flight) -> frozenset[str]:
         """Judge a step that has departed, and those before it, before a token of it leaves; answers as `check` does.
 

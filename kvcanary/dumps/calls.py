@@ -90,6 +90,7 @@ CALLS: dict[str, dict[str, str]] = {
     },
     "depart": {"step": "int"},
     "hear": {"step": "int"},
+    "overhear": {},
     "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
 }
 #: Events that are model calls: eager, and captured.
