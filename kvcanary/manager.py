@@ -121,15 +121,29 @@ class CanaryManager(Lifecycle):
         written: by request, entries that each of its rows writes; reads: entries that all rows read. What is returned
         goes into the forward's buffers before it runs, one value for each row of a request.
         """
+        return self.launch_all([substep], request_ids, written, [reads])
+
+    def launch_all(
+        self,
+        substeps: Sequence[StaticSubstep],
+        request_ids: Sequence[str],
+        written: Sequence[int],
+        reads: Sequence[int],
+    ) -> RowTruth:
+        """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
+
+        written: of each of them; reads: by forward
+        """
         if self._static is None:
-            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
+            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         self._expect_closed("launch()")
         requests = self.requests_of(request_ids)
-        self.recorder.launched(substep, request_ids, written, reads)
+        for substep, count in zip(substeps, reads, strict=True):
+            self.recorder.launched(substep, request_ids, written, count)
         self._checks.settle_before_launch()
         if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
             self._checks.sweeper.look_around(request_ids)
-        return self._static.launch(substep, requests, self.step, written, reads)
+        return self._static.launch(substeps, requests, self.step, written, reads)
 
     def launch_move(self, move: StaticMove) -> None:
         """A captured move runs next, behind the forwards that were launched before it."""
