@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from kvcanary.config import ROTATION_STEPS
 from kvcanary_tools.bench import beside_vllm, drafted_step, scaling, step
+from kvcanary_tools.bench.common import RESULTS
 from spec_engine.models.config import load_config
 from spec_engine.models.decoder import Decoder
 
@@ -125,3 +127,29 @@ def test_vllm_reads_the_shape_that_ours_has(tmp_path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["model_type"] == "llama"
     assert step.LLAMA_8B.items() <= raw.items()
+
+
+def recorded(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize("name", ["gpu_step", "gpu_drafted_step"])
+def test_recorded_steps_reread_all_live_bytes_within_a_rotation(name: str) -> None:
+    """The rolling check of the engines that were timed: no committed byte has waited longer, and nothing was found."""
+    for row in recorded(name):
+        certificate = row["certificates"]["rolling"]
+        assert 0 < certificate["max_unread_steps"] <= ROTATION_STEPS
+        assert certificate["bytes_checked"] > certificate["peak_live_bytes"]
+        assert certificate["findings"] == []
+
+
+def test_recorded_costs_are_flat_in_the_pool_and_at_most_linear_in_rows_and_tokens() -> None:
+    """What the rolling check adds to a step: a quarter more at most in larger pools; less than its share of tokens."""
+    added = {
+        (row["requests"], row["tokens"], row["pool_times"]): row["added_us"]["rolling"]["median"]
+        for row in recorded("gpu_scaling")
+    }
+    for times in (8, 32):
+        assert added[1, 4096, times] <= 1.25 * added[1, 4096, 1]
+    assert added[16, 4096, 1] <= 16 * added[1, 4096, 1]
+    assert added[16, 4096, 1] <= 8 * added[16, 512, 1]
