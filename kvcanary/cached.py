@@ -1,7 +1,9 @@
-"""Cached pages: those that only a prefix cache holds are read again in turn, as running rows are."""
+"""Cached pages: those that only a prefix cache holds are read again in turn, as running rows are, and by the clock."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,16 +23,25 @@ from kvcanary.looks import Looks
 from kvcanary.outbox import to_device
 from kvcanary.state import CanaryState, PoolState
 
+#: Within which every cached page is read again, however long steps take, as long as somebody asks now and then.
+SWEEP_SECONDS = 60.0
+ASK_SECONDS = 1.0  # between two answers by the clock
+
 
 class CachedSweep:
     """Plans which pages of the cache are read now, oldest look first.
 
     read_at: [num_pages] int64, step of the last look at each page
+    clock:   seconds, counting up
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, looks: Looks) -> None:
-        self._state, self._ledger, self._looks = state, ledger, looks
+    def __init__(
+        self, state: CanaryState, ledger: Ledger, looks: Looks, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._state, self._ledger, self._looks, self.clock = state, ledger, looks, clock
         self.read_at = np.zeros(len(ledger.pages), np.int64)
+        self._seconds_at = np.zeros(len(ledger.pages))  # the same by the clock
+        self._asked_at = clock()
         self.bytes_read = 0
         self.longest_wait = 0
 
@@ -50,6 +61,22 @@ class CachedSweep:
             for hit in self._looks.look(pool, where, judge)
         ]
 
+    def overdue(self) -> list[int]:
+        """Pages that have waited for half of SWEEP_SECONDS, as many as bring all cached ones within half of the rest.
+
+        Slices are enough where steps are short; it answers about once a second, and may be asked in every step.
+        """
+        now = self.clock()
+        since = now - self._asked_at
+        if since < ASK_SECONDS:
+            return []
+        self._asked_at = now
+        pages = self._pages()
+        at = self._seconds_at[pages]
+        late = now - at > SWEEP_SECONDS / 2
+        count = math.ceil(len(pages) * since * 4 / SWEEP_SECONDS)
+        return pages[late][np.argsort(at[late], kind="stable")[:count]].tolist()
+
     def look(self, pages: Sequence[int], step: int) -> list[HitBatch]:
         """R9 and R3 for the slots of these pages, whose entries are all final."""
         return [hit for _, _, judge in self._look_at(pages, step) for hit in judge()]
@@ -62,7 +89,7 @@ class CachedSweep:
         slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
         self.longest_wait = max(self.longest_wait, step - int(self.read_at[list(pages)].min()))
         looks = [self._look_in(pool, slots, step) for pool in self._state.pools]
-        self.read_at[list(pages)] = step
+        self._note(list(pages), step)
         return looks
 
     def _look_in(
@@ -78,13 +105,16 @@ class CachedSweep:
 
     def left(self, pages: Sequence[int], step: int) -> None:
         """Rows have left these pages after a last look at their bytes: what a cache still holds waits from now on."""
-        self.read_at[[page for page in pages if page >= 0]] = step
+        self._note([page for page in pages if page >= 0], step)
 
     def waiting(self, step: int) -> int:
         """Steps since the last look at the cached page that waits longest."""
         pages = self._pages()
         return int(step - self.read_at[pages].min()) if len(pages) else 0
 
+    def _note(self, pages: list[int], step: int) -> None:
+        self.read_at[pages], self._seconds_at[pages] = step, self.clock()
+
     def _pages(self) -> NDArray[np.int64]:
-        held = self._ledger.pages
-        return (held.published & (held.refcounts == 0)).nonzero()[0]
+        published = self._ledger.pages.published.nonzero()[0]  # as quick as a large pool allows
+        return published[self._ledger.pages.refcounts[published] == 0]

@@ -129,6 +129,11 @@ class StepChecks:
         while self._flights and (last is None or not last.has_landed):
             self._land(self._flights.popleft())
 
+    def land_departed(self) -> None:
+        """Judge what has departed, and nothing that was launched since."""
+        while self._flights:
+            self._land(self._flights.popleft())
+
     @property
     def waits(self) -> bool:
         """Whether the host has forwards to judge."""
@@ -257,6 +262,10 @@ class StepChecks:
         with torch.inference_mode():
             self.publish_pages()
             self.hits += self._parcels.unpack_group(group, parcels, pages, step)
+
+    def overdue_pages(self) -> list[int]:
+        """Cached pages that have waited too long by the clock, where bytes are compared again."""
+        return self.cached.overdue() if self._config.content != "write" and self._compares_content else []
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""

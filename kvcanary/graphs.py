@@ -81,12 +81,21 @@ class StaticChecks:
         self.moves: list[StaticMove] = []
 
     def launch(
-        self, substep: StaticSubstep, requests: list[Request], step: int, written: Sequence[int], reads: int
+        self,
+        substeps: Sequence[StaticSubstep],
+        requests: list[Request],
+        step: int,
+        written: Sequence[int],
+        reads: Sequence[int],
     ) -> RowTruth:
-        """These requests are the live rows of a forward that runs next, and each of their rows writes so much."""
-        self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, reads)
-        truth = self._truth(substep.pool.pool_id, requests)
-        self._note(substep, requests, step, written)
+        """These requests are the live rows of forwards of one kind and pool that run next, one behind the other.
+
+        written: by request, entries that each of its rows writes in each; reads: by forward
+        """
+        for substep, count in zip(substeps, reads, strict=True):
+            self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, count)
+        truth = self._truth(substeps[0].pool.pool_id, requests, len(substeps))
+        self._note(substeps, requests, step, written)
         return truth
 
     def launch_once(
@@ -101,29 +110,32 @@ class StaticChecks:
     ) -> StaticSubstep:
         """The same for a forward that comes once, over an engine's own tensors."""
         substep = once(self.bank.shared, pool, site, read, write, written, self._truth(pool.pool_id, requests))
-        self._note(substep, requests, step, written)
+        self._note([substep], requests, step, written)
         return substep
 
-    def _truth(self, pool_id: int, requests: Sequence[Request]) -> RowTruth:
+    def _truth(self, pool_id: int, requests: Sequence[Request], num_forwards: int = 1) -> RowTruth:
         truth = RowTruth([request.uid for request in requests], [], [], [])
         for request in requests:
             length = request.final_len(pool_id)
             chain = self._ledger.truth(request, pool_id, length)
-            self._coverage.skip("truth not known to the host", chain is None)
             truth.prefix_lens.append(UNKNOWN if chain is None else length)
             truth.truths.append(0 if chain is None else signed(chain))
             truth.roots.append(request.truths[pool_id].signed_root)
+        self._coverage.skip("truth not known to the host", num_forwards * truth.prefix_lens.count(UNKNOWN))
         return truth
 
-    def _note(self, substep: StaticSubstep, requests: list[Request], step: int, written: Sequence[int]) -> None:
-        """It runs next."""
-        substep.written.expect(self.bank.turn)
+    def _note(
+        self, substeps: Sequence[StaticSubstep], requests: list[Request], step: int, written: Sequence[int]
+    ) -> None:
+        """They run next."""
         committed = [request.committed_len for request in requests]
-        self.launched.append(Launched(substep, requests, committed, step, self.bank.turn))
-        pool_id = substep.pool.pool_id
+        for substep in substeps:
+            substep.written.expect(self.bank.turn)
+            self.launched.append(Launched(substep, requests, committed, step, self.bank.turn))
+        kind, pool_id = substeps[0].site[0], substeps[0].pool.pool_id
         for request, count in zip(requests, written, strict=True):
-            note_row(request, substep.site[0], pool_id, request.final_len(pool_id) + count)
-            request.in_the_air += 1
+            note_row(request, kind, pool_id, request.final_len(pool_id) + count)
+            request.in_the_air += len(substeps)
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""

@@ -121,15 +121,29 @@ class CanaryManager(Lifecycle):
         written: by request, entries that each of its rows writes; reads: entries that all rows read. What is returned
         goes into the forward's buffers before it runs, one value for each row of a request.
         """
+        return self.launch_all([substep], request_ids, written, [reads])
+
+    def launch_all(
+        self,
+        substeps: Sequence[StaticSubstep],
+        request_ids: Sequence[str],
+        written: Sequence[int],
+        reads: Sequence[int],
+    ) -> RowTruth:
+        """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
+
+        written: of each of them; reads: by forward
+        """
         if self._static is None:
-            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substep}")
+            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         self._expect_closed("launch()")
         requests = self.requests_of(request_ids)
-        self.recorder.launched(substep, request_ids, written, reads)
+        for substep, count in zip(substeps, reads, strict=True):
+            self.recorder.launched(substep, request_ids, written, count)
         self._checks.settle_before_launch()
         if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
             self._checks.sweeper.look_around(request_ids)
-        return self._static.launch(substep, requests, self.step, written, reads)
+        return self._static.launch(substeps, requests, self.step, written, reads)
 
     def launch_move(self, move: StaticMove) -> None:
         """A captured move runs next, behind the forwards that were launched before it."""
@@ -178,6 +192,16 @@ class CanaryManager(Lifecycle):
         self._fill_freed_pages()
         return flight
 
+    @recorded
+    def overhear(self) -> None:
+        """Judge all steps that have departed, while the device runs what was launched since; waits for those alone.
+
+        For a host that is about to wait for what it has launched: `hear` of these steps then costs it next to nothing.
+        What fired acts when they are heard, if nothing makes it act before.
+        """
+        self._expect_closed("overhear()")
+        self._checks.land_departed()
+
     def hear(self, flight: Flight) -> frozenset[str]:
         """Judge a step that has departed, and those before it, before a token of it leaves; answers as `check` does.
 
@@ -211,6 +235,22 @@ class CanaryManager(Lifecycle):
         self._expect_closed("drain()")
         self._checks.settle()
         audit(self._ledger)
+        return self._act()
+
+    def rest(self) -> frozenset[str]:
+        """Between steps, and now and then where there are none: cached pages that nobody has looked at for long.
+
+        The answer is that of `check`. An engine may call it after every step.
+        """
+        pages = self._checks.overdue_pages()
+        return self.sweep_cached(pages) if pages else self._doomed
+
+    @recorded
+    def sweep_cached(self, pages: Sequence[int]) -> frozenset[str]:
+        """Look at the bytes of these cached pages now; the answer is that of `check`."""
+        self._expect_closed("sweep_cached()")
+        self._checks.settle()
+        self._checks.look_at_pages(pages, self.step)
         return self._act()
 
     @recorded

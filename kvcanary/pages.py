@@ -83,6 +83,8 @@ _NEXT = {
     for name, event in EVENTS.items()
 }
 _IS_WRITABLE = _NEXT["written"] != _ILLEGAL
+_MOST_LISTS = 4096  # of changed pages, before they become one
+_NONE = np.zeros(0, np.int64)
 _NOBODY = -3  # in `writers`: equal to no uid and to no kind of owner
 
 
@@ -95,7 +97,6 @@ class Pages:
     refcounts:   int64, rows that name the page; a cache's own hold on a published page does not count
     published:   bool, a prefix cache holds the page
     writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
-    is_changed:  whether something has happened to any page since the last `changes`
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:
@@ -108,8 +109,7 @@ class Pages:
         self.writers = np.full(num_pages, _NOBODY, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
         self.history = History()
-        self._changed = np.zeros(num_pages, dtype=np.bool_)
-        self.is_changed = False
+        self._changed: list[Array] = []
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ class Pages:
         if (states != WRITTEN).any():
             fresh = pages[_IS_WRITABLE.take(states)]
             self.states[fresh] = WRITTEN
-            self._changed[fresh] = self.is_changed = True
+            self._note_changes(fresh)
 
     def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.
@@ -203,20 +203,27 @@ class Pages:
         uids = np.broadcast_to(uids, pages.shape)
         return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
 
-    def take_changes(self) -> tuple[Array, Array, Array, Array]:
-        """Which pages have changed, for a loop that copies and clears them, and generations, owners and states."""
-        self.is_changed = False
-        return self._changed, self.generations, self.owners, self.states
+    @property
+    def is_changed(self) -> bool:
+        """Whether something has happened to any page since the last `changes`."""
+        return bool(self._changed)
 
     def changed_everywhere(self) -> None:
         """The arrays were filled from elsewhere."""
-        self._changed[:] = self.is_changed = True
+        self._changed = [np.arange(len(self))]
 
     def changes(self) -> Array:
-        """[n] int64, ascending: pages to which something has happened since the last call, for a copy of the arrays."""
-        changed = self._changed.nonzero()[0]
-        self._changed[changed] = self.is_changed = False
-        return changed
+        """[n] int64: pages to which something has happened since the last call, for a copy of the arrays; some twice.
+
+        As many as there were events, whatever the pool's size.
+        """
+        changed, self._changed = self._changed, []
+        return np.concatenate(changed) if len(changed) > 1 else changed[0] if changed else _NONE
+
+    def _note_changes(self, pages: Array) -> None:
+        self._changed.append(pages)
+        if len(self._changed) > _MOST_LISTS:  # nobody asks
+            self._changed = [np.unique(np.concatenate(self._changed))]
 
     def _write_code(self, page: int, uid: int) -> str:
         if self.states[page] == QUARANTINED:
@@ -229,7 +236,7 @@ class Pages:
         self, event: str, pages: Array, after: Array, owners: Array | int, step: int, request_id: str | None
     ) -> None:
         self.states[pages] = after
-        self._changed[pages] = self.is_changed = True
+        self._note_changes(pages)
         self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
         self.history.add(event, pages.tolist(), step, request_id)
 

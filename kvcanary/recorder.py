@@ -37,7 +37,7 @@ LONG = 16  # sequences of so many integers and more are kept as arrays
 DAMAGE_BYTES = 400  # of one damaged slot
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
 MOST_PARCELS = 4096  # that may be away at a time
-SPARE = 16  # part of the bytes that the newest step may take
+SPARE = 16  # part of the bytes that the newest step may take, and that a segment's events may at least
 RECORDS = 4  # part of the bytes that the records of one checkpoint may take
 PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
@@ -68,13 +68,15 @@ class Segment:
     """Some steps: the state before them, and what happened, in order.
 
     damage: by the number of the event in which a check fired, what it found
+    start_bytes: of the state before them
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.events: list[Event] = []
         self.damage: dict[int, list[Damage]] = {}
-        self.array_bytes = checkpoint.num_bytes  # and those of damage
+        self.start_bytes = checkpoint.num_bytes
+        self.array_bytes = self.start_bytes  # and those of damage
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +143,8 @@ class Recorder:
             return False
         segment = self.segments[-1]
         is_long = PARTS * (step - segment.checkpoint.step) >= self.steps
-        return is_long or segment.num_bytes > self._room // (PARTS + 1)
+        own = max(self._room // (PARTS + 1) - segment.start_bytes, self._room // SPARE)  # a large pool's start is large
+        return is_long or segment.num_bytes - segment.start_bytes > own
 
     def tick(self, step: int) -> None:
         """A step was checked, and nothing waits to be judged where `is_due`: now and then a segment begins."""

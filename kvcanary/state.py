@@ -151,10 +151,11 @@ class CanaryState:
         """What has happened to pages since the last time is true from now on."""
         if not pages.is_changed:
             return
+        where = pages.changes()
         if self._host_pages:
-            self.pools[0].loops.publish_pages(*pages.take_changes(), *self._host_pages)
+            own = pages.generations, pages.owners, pages.states
+            self.pools[0].loops.publish_pages(where, *own, *self._host_pages)
         else:
-            where = pages.changes()
             self.set_pages(where, pages.generations[where], pages.owners[where], pages.states[where])
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:

@@ -122,6 +122,7 @@ class Engine(Intake):
             self._launch(turn, chunks, events)
         try:
             self._deliver(self.lag if self.running else 0, events)
+            self.rest()
         except KVCorruptionError as error:
             self._stop(error, events)
         self.memory.drop_damaged()
@@ -131,6 +132,14 @@ class Engine(Intake):
         if not self.has_work:
             self._idle()
         return events
+
+    def rest(self) -> None:
+        """Behind every step, and now and then where there is nothing to do: the canary looks at what waits for long.
+
+        KVCorruptionError where that stops the engine.
+        """
+        if self.canary is not None:
+            self.canary.rest()
 
     def window_report(self) -> list[RowDivergence]:
         """The windows of running requests through the map, compared with the books; ConfigError without a window."""

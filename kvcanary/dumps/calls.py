@@ -42,6 +42,7 @@ CALLS: dict[str, dict[str, str]] = {
     "on_copy": {"request_id": "name", "page": "int", "copy": "int"},
     "on_deduplicate": {"request_id": "name", "page": "int", "kept": "int"},
     "on_evict": {"pages": "ints"},
+    "sweep_cached": {"pages": "ints"},
     "on_map": {"group": "name", "pages": "ints", "own_pages": "ints"},
     "on_unmap": {"group": "name", "pages": "ints", "own_pages": "ints"},
     "on_swap_out": {"group": "name", "pages": "ints"},
@@ -89,6 +90,7 @@ CALLS: dict[str, dict[str, str]] = {
     },
     "depart": {"step": "int"},
     "hear": {"step": "int"},
+    "overhear": {},
     "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
 }
 #: Events that are model calls: eager, and captured.

@@ -157,11 +157,9 @@ def take_plan(
     )
 
 
-@loop("void(boolean[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1], int64[::1])")
-def publish_pages(changed, generations, owners, states, to_generations, to_owners, to_states):
-    """Copy what is true of the pages that have changed, and mark them as unchanged; all [num_pages]."""
-    for page in range(changed.shape[0]):
-        if changed[page]:
-            to_generations[page], to_owners[page] = generations[page], owners[page]
-            to_states[page] = states[page]
-            changed[page] = False
+@loop("void(int64[::1], int64[::1], int64[::1], uint8[::1], int64[::1], int64[::1], int64[::1])")
+def publish_pages(pages, generations, owners, states, to_generations, to_owners, to_states):
+    """Copy what is true of these pages; the others [num_pages]."""
+    for page in pages:
+        to_generations[page], to_owners[page] = generations[page], owners[page]
+        to_states[page] = states[page]

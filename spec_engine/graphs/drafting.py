@@ -79,9 +79,8 @@ class DraftProgram(StepProgram):
             rows=[request.row for request in batch.requests], live=[live], branches=[branches], decides=[decides]
         )
         prefixes = topk * (committed + live * self._drafter.head.ahead)
-        for step, hooked in enumerate(self._draft_forwards):
-            reads = prefixes + branches * (step + 1)
-            self._drafts.launch(hooked, self._feed, batch.ids, [1] * live, reads=reads)
+        reads = [prefixes + branches * (step + 1) for step in range(len(self._draft_forwards))]
+        self._drafts.launch_all(self._draft_forwards, self._feed, batch.ids, [1] * live, reads)
         written = live * nodes
         self._target.launch(self._verify, self._feed, batch.ids, [nodes] * live, reads=committed + written)
         if self._move is not None and decides:

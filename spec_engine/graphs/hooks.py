@@ -106,12 +106,24 @@ class StaticForwards:
 
     def launch(self, hooked: Hooked, feed: Feed, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
         """Tell the canary that the forward runs next, and the feed what the canary knows of its rows."""
-        if self.canary is None or hooked.substep is None:
+        self.launch_all([hooked], feed, requests, written, [reads])
+
+    def launch_all(
+        self,
+        hooked: Sequence[Hooked],
+        feed: Feed,
+        requests: Sequence[str],
+        written: Sequence[int],
+        reads: Sequence[int],
+    ) -> None:
+        """The same for forwards over the same sections that run one behind the other, with what each reads."""
+        substeps = [one.substep for one in hooked if one.substep is not None]
+        if self.canary is None or not substeps:
             return
-        truth = self.canary.launch(hooked.substep, requests, written, reads)
-        width = hooked.forward.width
+        truth = self.canary.launch_all(substeps, requests, written, reads)
+        name, width = hooked[0].name, hooked[0].forward.width
         rows = {part: [value for value in getattr(truth, part) for _ in range(width)] for part in TRUTH}
-        feed.set(**{f"{hooked.name}_{part}": values for part, values in rows.items()})
+        feed.set(**{f"{name}_{part}": values for part, values in rows.items()})
 
     def hook_move(self, size: int) -> StaticMove | None:
         """What tells the canary of moves of at most ``size`` entries; None without one."""

@@ -97,6 +97,8 @@ class GraphRunner(Runner):
         """A host that lags hears of the step later: this is what it knows now."""
         if self.canary is None or not self._decides or not self.lag:
             return super()._judge()
+        if self.drafter is not None:  # the host waits for this step: it hears of the one before in the meantime
+            self.canary.overhear()
         self._flight = self.canary.depart()
         return self.doomed
 

@@ -18,6 +18,7 @@ from spec_engine.request import TokenEvent
 from spec_engine.sampling import SamplingParams
 
 SHUTDOWN = "shutdown"  # finish reason of what the server's end cut short
+REST_SECONDS = 1.0  # after which a canary that has nothing to do looks at what waits for long
 SERVER_ERROR = "server_error"  # finish reason of what ran when the engine stopped by itself
 
 Answer = TypeVar("Answer")
@@ -152,6 +153,8 @@ class EngineWorker:
                 if self.engine.has_work:
                     self.before_step()
                     self._tell(self.engine.step())
+                else:
+                    self.engine.rest()
             while self.engine.has_work:  # nobody's any more: what is in flight lands, and is judged
                 self._tell(self.engine.step())
             if self.engine.canary is not None:
@@ -161,10 +164,12 @@ class EngineWorker:
         self._close()
 
     def _obey(self) -> None:
-        """All commands that wait, and one that is waited for where there is nothing else to do."""
+        """All commands that wait; where there is nothing else to do one is waited for, with a canary not for long."""
+        patience, waits = None if self.engine.canary is None else REST_SECONDS, not self.engine.has_work
         try:
             while not self._stops:
-                self._commands.get(block=not self.engine.has_work)()
+                self._commands.get(block=waits, timeout=patience)()
+                waits = False
         except Empty:
             return
 

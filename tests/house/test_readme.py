@@ -169,6 +169,27 @@ def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
         assert f"| {', '.join(figures)} |" in readme
 
 
+def test_readme_quotes_steps_with_drafts_and_pools_of_all_sizes(root: Path) -> None:
+    """The canary on over off, what it adds to a draft substep, and what to a step by the pool's size."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    drafted, scaling = (
+        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"]
+        for name in ("drafted_step", "scaling")
+    )
+    cases = [("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64)]
+    assert [(row["drafts"], row["batch"]) for row in drafted] == cases
+    over = [f"{row['over_off']['rolling']['median']:.2f}" for row in drafted]
+    added = [(row["substep_added_us"]["rolling"]["median"], row["substep_us"]["off"]) for row in drafted]
+    pools = [row for row in scaling if (row["requests"], row["tokens"]) == (1, 4096)]
+    assert [row["pool_times"] for row in pools] == [1, 8, 32]
+    for figures in (
+        over,
+        [f"{us:+.0f} of {off:.0f} us" for us, off in added],
+        [f"{row['added_us']['rolling']['median']:+.0f} us" for row in pools],
+    ):
+        assert f"| {', '.join(figures)} |" in readme
+
+
 def test_readme_quotes_what_the_flight_recorder_costs(root: Path) -> None:
     """Its share of a step and the bytes of a full ring, of every machine on which they were measured."""
     readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"

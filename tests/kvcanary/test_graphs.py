@@ -356,6 +356,52 @@ def test_what_departed_is_judged_when_it_is_heard(tree):
     assert len(tree.canary.findings) == 1
 
 
+def test_a_host_that_waits_for_a_step_overhears_the_one_before(tree, tmp_path):
+    """What departed is judged, what was launched since is not; a finding acts at its turn, and in a replay too."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], [99, 98])
+    first = tree.canary.depart()
+    tree.launch(3, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    tree.canary.overhear()
+    second = tree.canary.depart()
+    assert (tree.canary.findings, first.has_landed, second.has_landed) == ([], True, False)
+    tree.canary.hear(first)
+    assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
+    tree.canary.overhear()
+    tree.canary.overhear()
+    tree.canary.hear(second)
+    assert (len(tree.canary.findings), second.has_landed) == (1, True)
+    dump = read_dump(tree.canary.dump(tmp_path / "overheard.kvdump"))
+    assert [event["call"] for event in dump.events].count("overhear") == 3
+    outcome = replay(dump)
+    assert (len(outcome.findings), outcome.missing, outcome.errors) == (1, [], [])
+
+
+def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
+    """The same as launched one by one: what each is expected to run, and who is in the air how often."""
+    made = {}
+    for is_one_by_one in (True, False):
+        rig = make_static()
+        canary = CanaryManager(CanaryConfig(seed=7), [rig.pool.view])
+        drafts = [canary.bank.add("target", "draft", n, StaticBuffers.allocate(2, 4, 16)) for n in range(3)]
+        canary.arm()
+        canary.admit("ann", TOKENS[:4])
+        canary.on_alloc("ann", [1, 2])
+        canary.begin_step(1)
+        if is_one_by_one:
+            truths = [canary.launch(draft, ["ann"], [1], reads) for draft, reads in zip(drafts, (4, 5, 6), strict=True)]
+            assert truths[1:] == truths[:1] * 2
+            truth = truths[0]
+        else:
+            truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6])
+        (request,) = canary.requests_of(["ann"])
+        launched = [(run.substep.site, run.committed, run.step) for run in canary._static.launched]
+        made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens, canary.bank._planned
+    assert made[True] == made[False]
+    assert made[True][2] == 3
+
+
 def test_a_step_that_landed_early_still_stops_the_engine(run):
     """Somebody needed to know (a page was freed): the error came there, and comes again for the step's own tokens."""
     late = run()

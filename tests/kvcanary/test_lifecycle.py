@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from fake_engine import FakeEngine
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, LifetimeError, PlanError, PoolView
+from kvcanary.cached import SWEEP_SECONDS
 from kvcanary.config import ROTATION_STEPS
 
 
@@ -47,6 +51,65 @@ def test_cached_pages_are_read_in_turn(make_engine):
         engine.decode("two")
     assert engine.canary.certificate()["max_unread_steps"] <= ROTATION_STEPS
     assert engine.canary._ledger.pages.published[pages].all()
+
+
+def cached(make_engine, **settings: object) -> tuple[FakeEngine, list[int]]:
+    """An engine in whose pools a cache alone holds some pages, and another request runs."""
+    engine = make_engine(num_pages=400, **settings)
+    engine.start("one", 64)
+    engine.start("two", 5)
+    engine.step()
+    pages = engine.rows["one"].pages[:16]
+    engine.canary.on_share("one", pages)
+    engine.canary.release("one")
+    engine.canary.on_free("one", engine.rows.pop("one").pages)
+    return engine, pages
+
+
+@pytest.mark.parametrize("seconds", [1.0, 7.0])
+@pytest.mark.parametrize("place", [0, 9, 15])
+def test_cached_pages_are_read_by_the_clock_where_no_step_comes(make_engine, place: int, seconds: float):
+    """Whoever asks now and then reads every one of them within SWEEP_SECONDS, and a few at a time."""
+    engine, pages = cached(make_engine, content="rolling", mode="log")
+    now = [time.monotonic()]
+    engine.canary._checks.cached.clock = lambda: now[0]
+    slot = pages[place] * engine.page_size + 1
+    for is_damaged in (False, True):  # the second time round too
+        if is_damaged:
+            flip(engine, slot)
+        for _ in range(math.ceil(SWEEP_SECONDS / seconds)):
+            engine.canary.rest()
+            now[0] += seconds
+    assert [(finding.code, finding.slot) for finding in engine.canary.findings] == [("R9", slot)]
+    assert len(pages) == engine.canary._ledger.pages.published.sum()
+
+
+def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
+    """A rotation of slices within half the time: no page is overdue, nor is one where bytes are not compared."""
+    engine, pages = cached(make_engine, content="rolling")
+    now = [time.monotonic()]
+    sweep = engine.canary._checks.cached
+    sweep.clock = lambda: now[0]
+    for _ in range(3 * ROTATION_STEPS):
+        engine.decode("two")
+        now[0] += SWEEP_SECONDS / 3 / ROTATION_STEPS
+        assert not sweep.overdue()
+    now[0] += SWEEP_SECONDS
+    assert set(sweep.overdue()) <= set(pages)
+    silent, _ = cached(make_engine, content="write")
+    silent.canary._checks.cached.clock = lambda: now[0] + 10 * SWEEP_SECONDS
+    assert not silent.canary._checks.overdue_pages()
+
+
+@pytest.mark.parametrize("content", ["rolling", "full"])
+def test_a_hit_reads_all_of_its_pages_at_once(make_engine, content: str):
+    """Whatever lies damaged on a cached page is found when a request takes it, before a forward reads it."""
+    engine, pages = cached(make_engine, content=content)
+    slot = pages[7] * engine.page_size + 2
+    flip(engine, slot)
+    engine.canary.admit("three", [*range(64), 1])
+    engine.canary.on_acquire("three", pages)
+    assert first_code(engine.canary.drain) == ("R9", slot)
 
 
 def test_damage_that_nobody_reads_ends_nobody(make_engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import httpx
 import pytest
@@ -139,3 +140,45 @@ def test_shutdown_finishes_or_aborts_with_a_reason(start, grace: float, reason: 
     assert client.reason == reason
     assert server.failure is None
     assert server.engine.memory.num_available == server.engine.allocator.num_pages
+
+
+def damage_cached_page(engine: Engine) -> int:
+    """Flip one bit of a page that only the prefix cache holds, and let an hour pass; its first slot."""
+    pages = engine.canary._ledger.pages
+    page = int((pages.published & (pages.refcounts == 0)).nonzero()[0][0])
+    sweep, clock = engine.canary._checks.cached, time.monotonic
+    sweep.clock = lambda: clock() + 3600
+    engine.pools["target"].kv[3, page * engine.config.page_size, 1].view(torch.uint8)[0, 5] ^= 4
+    return page * engine.config.page_size
+
+
+def test_a_server_with_nothing_to_do_looks_after_its_cache(start) -> None:
+    """No request comes: a damaged page of the prefix cache is found all the same, by the clock."""
+    server = start(canary="log", content="rolling")
+    Client(server, PROMPTS[0]).join(60)
+    slot = server.between_steps(damage_cached_page)
+    (finding,) = wait_for(lambda: server.between_steps(lambda engine: list(engine.canary.findings)))
+    assert (finding.code, finding.slot) == ("R9", slot)
+
+
+def run_out(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def test_long_steps_leave_the_cache_to_the_clock(start) -> None:
+    """Between two steps of a request the page is found, long before a rotation of steps is over."""
+    server = start(canary="raise", content="rolling")
+    Client(server, PROMPTS[0]).join(60)
+
+    def go_on(engine: Engine) -> tuple[int, int, int]:
+        engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=100, ignore_eos=True))
+        engine.step()
+        slot, first = damage_cached_page(engine), engine.canary.step
+        with pytest.raises(KVCorruptionError) as caught:
+            run_out(engine)
+        return slot, caught.value.findings[0].slot, engine.canary.step - first
+
+    slot, found, steps = server.between_steps(go_on)
+    assert found == slot
+    assert steps <= 3

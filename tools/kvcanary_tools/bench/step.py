@@ -14,8 +14,10 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +28,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder, RotaryTable
+from spec_engine.models.loader import Draft
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,6 +45,7 @@ LLAMA_8B = {
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
 ROUNDS, STEPS, WARM_STEPS = 8, 48, 8  # ROUNDS: unless others are asked for
+Module = TypeVar("Module", bound=torch.nn.Module)
 CANARIES = {
     "off": CanaryConfig(mode="off"),
     "write": CanaryConfig(mode="raise", content="write"),
@@ -69,24 +73,35 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
         print(own + told(row["over_off"]))
 
 
-def random_decoder(config: dict) -> Decoder:
-    """A model of random bf16 weights that keep the scale of what they multiply, made on the device."""
+def random_decoder(config: dict, on: str = "cuda") -> Decoder:
+    """A model of random bf16 weights, made on the device."""
     parsed = parse_config(config)
+    model = drawn(lambda: Decoder(parsed), on)
+    model.rotary = RotaryTable(parsed.rope, parsed.head_dim, parsed.max_position_embeddings).to(on, torch.bfloat16)
+    return model
+
+
+def drawn(make: Callable[[], Module], on: str = "cuda") -> Module:
+    """What ``make`` makes, with random bf16 weights, made on the device."""
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            model = Decoder(parsed)
+        with torch.device(on):
+            model = make()
     finally:
         torch.set_default_dtype(torch.float32)
-    model.rotary = RotaryTable(parsed.rope, parsed.head_dim, parsed.max_position_embeddings).to("cuda", torch.bfloat16)
-    generator = torch.Generator("cuda").manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1)
-            else:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    randomise(model)
     return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights that keep the scale of what they multiply, the same ones every time."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
@@ -118,7 +133,7 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
     for number in range(rounds):
         order = list(engines.items())
         for name, engine in order if number % 2 else reversed(order):
-            seconds[name].append(_timed(engine))
+            seconds[name].append(timed(engine))
     certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
     engines.clear()
     gc.collect()
@@ -126,8 +141,11 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
     return seconds, certificates
 
 
-def make_engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) -> Engine:
-    new = _new_tokens(rounds)
+def make_engine(
+    size: int, model: Decoder, canary: CanaryConfig, rounds: int, head: Draft | None = None, **settings: Any
+) -> Engine:
+    """With room for these requests and what rounds bring; ``settings`` go before those of this benchmark."""
+    new = new_tokens(rounds)
     config = EngineConfig(
         draft="none",
         dtype="bfloat16",
@@ -144,21 +162,23 @@ def make_engine(size: int, model: Decoder, canary: CanaryConfig, rounds: int) ->
         graph_buckets=(size,),
         canary=canary,
     )
-    return Engine(config, model=model, tokenizer=MockTokenizer())
+    config = replace(config, draft="none" if head is None else head.kind, **settings)
+    return Engine(config, model=model, draft=head, tokenizer=MockTokenizer())
 
 
-def _new_tokens(rounds: int) -> int:
+def new_tokens(rounds: int) -> int:
     """That a request may have: those of a run, and some to spare."""
     return rounds * STEPS + 2 * WARM_STEPS
 
 
-def fill(engine: Engine, size: int, rounds: int) -> None:
-    """Every request in decode, the programs warm."""
+def fill(engine: Engine, size: int, rounds: int, tokens: int | None = None) -> None:
+    """Every request in decode, the programs warm. ``tokens``: of each prompt; None: PROMPT_LEN."""
+    tokens = tokens or PROMPT_LEN
     draws = random.Random(0)
-    params = SamplingParams(max_new_tokens=_new_tokens(rounds), ignore_eos=True)
+    params = SamplingParams(max_new_tokens=new_tokens(rounds), ignore_eos=True)
     for _ in range(size):
-        engine.submit([draws.randrange(engine.model.config.vocab_size) for _ in range(PROMPT_LEN)], params)
-    while engine.metrics.prefill_tokens < size * PROMPT_LEN:
+        engine.submit([draws.randrange(engine.model.config.vocab_size) for _ in range(tokens)], params)
+    while engine.metrics.prefill_tokens < size * tokens:
         engine.step()
     for _ in range(WARM_STEPS):
         engine.step()
@@ -166,7 +186,7 @@ def fill(engine: Engine, size: int, rounds: int) -> None:
     torch.cuda.empty_cache()  # what prefills have used: all pools must fit
 
 
-def _timed(engine: Engine) -> float:
+def timed(engine: Engine) -> float:
     """Seconds of a step, over STEPS of them."""
     torch.cuda.synchronize()
     started = time.perf_counter()

@@ -28,6 +28,9 @@ TABLES = {
     "transformers-cost": "the canary on over off inside transformers' generate",
     "transformers-clean": "findings in sound generation of transformers",
     "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
+    "drafted-step": "the canary on over off in a captured step with drafts, and in one draft substep; needs a GPU",
+    "scaling": "what the canary adds to a captured decode step by rows, tokens and pool size; needs a GPU",
+    "beside-vllm": "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm",
 }
 
 

@@ -1,0 +1,89 @@
+"""What a step costs the host: by its rows, and not by the pool in which they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fake_engine import FakeEngine
+from kvcanary.hook_clock import HookClock
+from kvcanary.pages import Pages
+from kvcanary.sweep import STRIDE
+
+SMALL, LARGE = 1 << 11, 1 << 18  # pages of one slot
+TIMES = 12
+
+
+def microseconds(*engines: FakeEngine) -> list[float]:
+    """Of the canary's hooks in a step of each; of each of STRIDE steps the least of some times, by turns."""
+    clocks = [HookClock(engine.canary) for engine in engines]
+    least = np.full((len(engines), STRIDE), np.inf)
+    for step in range(TIMES * STRIDE):
+        for number, (engine, clock) in enumerate(zip(engines, clocks, strict=True)):
+            clock.seconds = 0.0
+            engine.decode()
+            least[number, step % STRIDE] = min(least[number, step % STRIDE], 1e6 * clock.seconds)
+    return least.mean(1).tolist()
+
+
+@pytest.fixture
+def make_decoding(make_engine: Callable[..., FakeEngine]) -> Callable[..., FakeEngine]:
+    """An engine whose rows are in decode, over pages of one slot, so that every step is granted some."""
+
+    def make(num_pages: int, rows: int = 1, tokens: int = 100) -> FakeEngine:
+        engine = make_engine(page_size=1, num_pages=num_pages, layers=1, heads=1, head_dim=2)
+        for row in range(rows):
+            engine.start(f"row {row}", tokens)
+        for _ in range(8):
+            engine.decode()
+        return engine
+
+    return make
+
+
+def test_a_step_costs_as_much_in_a_large_pool(make_decoding: Callable[..., FakeEngine]) -> None:
+    """A pool of 128 times as many pages, and the same rows: less than half as much again."""
+    small, large = microseconds(make_decoding(SMALL), make_decoding(LARGE))
+    assert large < 1.5 * small, (small, large)
+
+
+@pytest.mark.parametrize("more", [{"rows": 8}, {"tokens": 800}])
+def test_a_step_costs_at_most_its_share_of_rows_and_tokens(
+    make_decoding: Callable[..., FakeEngine], more: dict[str, int]
+) -> None:
+    """Eight times the rows, or eight times the tokens in one, cost at most eight times as much."""
+    one, many = microseconds(make_decoding(SMALL * 8), make_decoding(SMALL * 8, **more))
+    assert many < 8 * one, (one, many)
+
+
+def test_a_large_pool_begins_no_segment_in_every_step(make_decoding: Callable[..., FakeEngine]) -> None:
+    """The state that a recording begins with may take most of its bytes: steps follow it all the same."""
+    engine = make_decoding(SMALL)
+    recorder = engine.canary.recorder
+    recorder.most_bytes = 2 * recorder.segments[-1].start_bytes
+    begun = set()
+    for _ in range(64):
+        engine.decode()
+        begun.add(recorder.segments[-1].checkpoint.step)
+        assert recorder.num_bytes <= recorder.most_bytes
+    assert len(begun) < 16
+
+
+def test_changes_are_the_pages_of_events() -> None:
+    """As many as were told, each since the last time; of very many, those that are there."""
+    pages = Pages(LARGE, 1)
+    assert not pages.is_changed
+    assert not len(pages.changes())
+    pages.grant("granted", np.array([3, 5]), 7, 1, "one")
+    pages.wrote(np.array([3]))
+    assert pages.is_changed
+    assert pages.changes().tolist() == [3, 5, 3]
+    assert not pages.is_changed
+    for _ in range(10_000):
+        pages.states[3] = pages.states[5]  # RESERVED: it may be written again
+        pages.wrote(np.array([3]))
+    assert set(pages.changes().tolist()) == {3}
+    pages.changed_everywhere()
+    assert pages.changes().tolist() == list(range(LARGE))

@@ -1,0 +1,180 @@
+"""What the canary costs a captured step with drafts: ``python -m kvcanary_tools.bench.drafted_step``.
+
+Random weights of Llama-3-8B's shape in bf16 and an EAGLE head of the same widths, both made on the device, so that
+hardly a draft is accepted; trees and chains, requests of 4,096 tokens, overlap schedule. Engines without a canary, with
+``content=write`` and with the default rolling check take turns, some rounds of steps each; a step is timed from the
+host, as in `kvcanary_tools.bench.step`.
+A draft substep lasts from where the index arrays of a draft forward are built to where those of the next forward are,
+the target's behind the last: with the selection that follows it. Events that the captured graphs hold time it, in every
+engine alike, in rounds of their own; what the canary adds is the difference of two medians of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from kvcanary_tools.bench import step
+from kvcanary_tools.bench.common import added, machine, progress, save, spread, told
+from kvcanary_tools.bench.gpu import device
+from spec_engine import Engine
+from spec_engine.graphs.forward import StaticForward
+from spec_engine.models.decoder import Decoder
+from spec_engine.models.eagle import Eagle
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "tree": {"topk": 4, "num_steps": 5, "num_draft_tokens": 16},
+    "chain": {"topk": 1, "num_steps": 3},
+}
+CASES = (("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64))  # drafts, requests
+ROUNDS = {1: 6, 16: 4, 64: 3}  # by requests
+FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of the canaries, by requests: their pools fit together
+MOST_FEW = 16
+RESERVE = 12 * step.PAGE_SIZE  # slots of a request for its branches, and for pages in quarantine
+SUBSTEP_STEPS = 16  # of a round in which substeps are timed
+NAME = "gpu_drafted_step"
+
+
+def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("kvcanary_tools.bench.drafted_step measures a CUDA device, and there is none here")
+    model = step.random_decoder(step.LLAMA_8B)
+    head, rows = random_head(model), []
+    for drafts, size in cases:
+        rows.append(measure(drafts, size, model, head, ROUNDS[size]))
+        tell(rows[-1])
+        result = {
+            "what": f"milliseconds of a step with drafts, {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape and "
+            "an EAGLE head, bf16, overlap; canary on / off",
+            "machine": machine() | device(),
+            "drafts": DRAFTS,
+            "steps": step.STEPS,
+            "rows": rows,
+        }
+        save(NAME, result)
+
+
+def tell(row: dict) -> None:
+    print(f"{row['drafts']} x {row['batch']}: off {row['off_ms']:.3f} ms{told(row['over_off'])}")
+    added = "".join(
+        f"   {name} {us['median']:+.2f} us ({us['min']:+.2f} to {us['max']:+.2f})"
+        for name, us in row["substep_added_us"].items()
+    )
+    print(f"    a draft substep: off {row['substep_us']['off']:.1f} us{added}", flush=True)
+
+
+def random_head(model: Decoder) -> Eagle:
+    """One layer of the model's own widths, on its device."""
+    return step.drawn(lambda: Eagle(replace(model.config, num_layers=1), model), model.embed_weight.device.type)
+
+
+def measure(drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, **settings: Any) -> dict:
+    """A row of the table; ``settings``: of the engines, beside those of DRAFTS."""
+    names = FEW if size <= MOST_FEW else MANY
+    marks = {name: Marks() for name in names}
+    engines = {}
+    for name in names:
+        progress(f"{drafts} x {size}: prompts, canary {name}")
+        with marks[name].placed():
+            engines[name] = _engine(name, size, model, head, rounds, DRAFTS[drafts] | settings)
+    progress(f"{drafts} x {size}: {rounds} rounds of {step.STEPS} steps")
+    seconds, substeps = ({name: [] for name in names} for _ in range(2))
+    for number in range(rounds):
+        for name in names if number % 2 else reversed(names):
+            seconds[name].append(step.timed(engines[name]))
+            substeps[name].append(_substep(engines[name], marks[name]))
+    off = engines["off"].metrics
+    row = {
+        "drafts": drafts,
+        "batch": size,
+        "rounds": rounds,
+        "tokens_a_step": round(off.accepted_length, 3),
+        "off_ms": round(1e3 * median(seconds["off"]), 4),
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in names[1:]},
+        "substep_us": {name: round(1e6 * median(substeps[name]), 2) for name in names},
+        "substep_added_us": {name: added(substeps[name], substeps["off"]) for name in names[1:]},
+        "certificates": {name: engines[name].canary.certificate() for name in names[1:]},
+    }
+    engines.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def _engine(name: str, size: int, model: Decoder, head: Eagle, rounds: int, settings: dict[str, Any]) -> Engine:
+    """Every request in decode, with room for as many accepted drafts as there are steps."""
+    room = 2 * rounds
+    tokens = size * (step.PROMPT_LEN + step.new_tokens(room) + RESERVE)
+    engine = step.make_engine(size, model, step.CANARIES[name], room, head, max_total_tokens=tokens, **settings)
+    step.fill(engine, size, room)
+    return engine
+
+
+def _substep(engine: Engine, marks: Marks) -> float:
+    """Seconds of a draft substep, in the median step."""
+    found = []
+    for _ in range(SUBSTEP_STEPS):
+        with marks.placed():
+            engine.step()
+        torch.cuda.synchronize()
+        found.append(mean(marks.seconds()))
+    return median(found)
+
+
+class Marks:
+    """Where the draft forwards of a captured step begin, and the target's behind them."""
+
+    def __init__(self) -> None:
+        self._marks: dict[tuple[str, int], Any] = {}  # by kind and index of the forward, in the order of a step
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """In programs that are made within: on a CPU in those that run within."""
+        read = StaticForward.read
+
+        def marked(forward: StaticForward, table: torch.Tensor, *rest: Any) -> None:
+            if forward.kind in ("draft", "verify"):
+                self._mark((forward.kind, forward.index), table.is_cuda)
+            read(forward, table, *rest)
+
+        StaticForward.read = marked  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            StaticForward.read = read  # type: ignore[method-assign]
+
+    def seconds(self) -> list[float]:
+        """From mark to mark of the last step, which is over."""
+        return [_between(one, other) for one, other in pairwise(self._marks.values())]
+
+    def _mark(self, which: tuple[str, int], is_cuda: bool) -> None:
+        if not is_cuda:
+            self._marks[which] = time.perf_counter()
+            return
+        event = self._marks.setdefault(which, torch.cuda.Event(enable_timing=True, external=True))
+        event.record()
+
+
+def _between(one: Any, other: Any) -> float:
+    return other - one if isinstance(one, float) else one.elapsed_time(other) / 1e3
+
+
+def _case(text: str) -> tuple[str, int]:
+    drafts, _, size = text.partition("x")
+    return drafts, int(size)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", type=_case, action="append", help="DRAFTSxREQUESTS, such as treex16")
+    main(parser.parse_args().case or CASES)
