@@ -114,6 +114,20 @@ BARS = (
         most=1.15,
     ),
     Bar(
+        "drafting over no drafting on a GPU, embedded model, 1 request",
+        "gpu_engine",
+        lambda record: row_of(record, batch=1)["speedup"]["off"]["median"],
+        least=1.0,
+        digits=2,
+    ),
+    Bar(
+        "the same, 8 requests",
+        "gpu_engine",
+        lambda record: row_of(record, batch=8)["speedup"]["off"]["median"],
+        least=1.0,
+        digits=2,
+    ),
+    Bar(
         "flight recorder, share of a step with 64 requests",
         "gpu_recorder",
         lambda record: row_of(record, batch=64)["percent_of_median_step"],
