@@ -18,7 +18,8 @@ def test_the_page_quotes_the_records() -> None:
 def test_what_is_missed_has_a_reason(bar: bars.Bar) -> None:
     """A goal has one bound, and a figure beyond it is explained."""
     assert (bar.most is None) is not (bar.least is None)
-    assert bar.is_met(bar.reached()) or bar.reason
+    reached = bar.reached()
+    assert reached is None or bar.is_met(reached) or bar.reason
 
 
 def test_goals_are_met_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,14 +27,23 @@ def test_goals_are_met_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     met = replace(bars.BARS[0], figure=lambda record: 0.9, least=0.9)
     missed = replace(met, figure=lambda record: 0.8999, digits=4, reason="slow.")
     above = replace(missed, figure=lambda record: 1.02, least=None, most=1.01)
-    monkeypatch.setattr(bars, "BARS", (met, missed, above))
+    waiting = replace(above, record="gpu_of_tomorrow")
+    monkeypatch.setattr(bars, "BARS", (met, missed, above, waiting))
     _, _, *rows, blank, reasons = bars.lines()
     assert [row.split(" | ")[1:4] for row in rows] == [
         ["at least 0.9", "0.9", "met"],
         ["at least 0.9", "0.8999", "missed"],
         ["at most 1.01", "1.02", "missed"],
+        ["at most 1.01", "no record yet", ""],
     ]
     assert (blank, reasons) == ("", "- 2, 3: slow.")
+
+
+def test_a_draft_substep_may_take_four_microseconds_or_one_percent() -> None:
+    """Whichever is more."""
+    row = {"substep_added_us": {"rolling": {"median": 6.0}}, "substep_us": {"off": 300.0}}
+    assert bars.substep_share(row) == 1.5
+    assert bars.substep_share(row | {"substep_us": {"off": 600.0}}) == 1.0
 
 
 def test_they_go_between_their_marks(tmp_path) -> None:
