@@ -84,6 +84,10 @@ DRAFTED = (
     "the host waits for the tokens of a drafted step, so that what it does for the canary before the next launch is "
     "hidden by nothing; draft substeps are the smaller part of what is added."
 )
+SUBSTEP = (
+    "a draft forward has one layer, and the canary launches as much for it as for one of 32: there is little beside "
+    "which that could run."
+)
 PREFILL = (
     "what the host does for the canary before the first product (admission, pages, the forward's buffers and launches) "
     "is hidden only where the device has another chunk to compute meanwhile."
@@ -128,7 +132,7 @@ BARS = (
         lambda record: substep_share(row_of(record, drafts="chain", batch=1)),
         most=1.0,
         digits=2,
-        reason=DRAFTED,
+        reason=SUBSTEP,
     ),
     *(
         Bar(
