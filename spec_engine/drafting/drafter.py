@@ -68,6 +68,8 @@ class Drafter:
         self._chains = _chains(topk, step_choices or (num_steps,), table.num_rows, device)
         self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
         self._drawn = DrawnDrafts(head, num_rows, device) if draws else None
+        self._target_ids = _target_ids(head, device)
+        self._sure = torch.ones(1, 1, device=device)
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.dtype, device=device)
@@ -186,9 +188,10 @@ class Drafter:
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.topk == 1:  # of one candidate nobody asks how likely it is
             ids = greedy_tokens(logits)[:, None]
-            return torch.ones_like(ids, dtype=torch.float32), self.head.to_target_ids(ids)
-        probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
-        return probs, self.head.to_target_ids(ids)
+            probs = self._sure.expand_as(ids)
+        else:
+            probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
+        return probs, ids if self._target_ids is None else self._target_ids[ids]
 
     # parts of a captured step, which waits for nothing and looks at no device value
 
@@ -239,6 +242,13 @@ class Drafter:
                 self.forwards.move(ancestors.flatten(), copies.flatten(), guesses=True)
             return slots[:, :, : seam("bounds.page_table_scatter", step + 1, num_steps=self.num_steps)]
         return ancestor_path(slots, path, parents, step)
+
+
+def _target_ids(head: Draft, device: torch.device) -> Tensor | None:
+    """[num_draft_vocab] int64, what the target calls each of the draft's tokens; None where both say the same."""
+    ids = torch.arange(head.num_draft_vocab, device=device)
+    own = head.to_target_ids(ids)
+    return None if own.equal(ids) else own
 
 
 def _chains(topk: int, step_choices: Sequence[int], max_bs: int, device: torch.device) -> dict[int, ChainConstants]:

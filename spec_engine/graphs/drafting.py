@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from spec_engine.acceptance.distribution import greedy_tokens
-from spec_engine.acceptance.walk import Acceptance, match
+from spec_engine.acceptance.walk import Acceptance, match, match_chain
 from spec_engine.drafting.chain import new_growth
-from spec_engine.drafting.growing import grow, row_positions
+from spec_engine.drafting.growing import grow
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.tree import Tree
 from spec_engine.graphs.decision import compact
@@ -52,6 +53,8 @@ class DraftProgram(StepProgram):
         super().__init__(size, Feed(sizes, drafter.table.table.device), relay)
         self._model, self._target, self._drafter, self._drafts = model, target, drafter, drafts
         self._table, self._page_size = drafter.table.table, drafter.table.page_size
+        self._steps = torch.arange(drafter.num_steps - 1, device=self._table.device)[:, None, None]
+        self._slots, self._positions = (self._steps.new_zeros(len(self._steps), size, drafter.topk) for _ in range(2))
         self._draft_forwards = [self._make_draft(step) for step in range(drafter.num_steps - 1)]
         nodes, depth = drafter.num_draft_tokens, drafter.num_steps
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
@@ -69,6 +72,7 @@ class DraftProgram(StepProgram):
         forward = StaticForward.allocate(
             "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step
         )
+        forward = replace(forward, slots=self._slots[step].view(-1), positions=self._positions[step].view(-1))
         return self._drafts.hook(forward, self._feed, "draft", "branches")
 
     def __call__(self, batch: Batch, decides: bool) -> Tensor:
@@ -130,22 +134,24 @@ class DraftProgram(StepProgram):
         return self._drafter.topk > 1
 
     def _accept(self, tree: Tree) -> Acceptance:
-        logits = self._model.logits(self.output.hidden).view(*tree.tokens.shape, -1)
-        return match(tree.tokens, tree.parents, greedy_tokens(logits), self._drafter.num_steps)
+        chosen = greedy_tokens(self._model.logits(self.output.hidden).view(*tree.tokens.shape, -1))
+        if self._drafter.chain_constants is not None:
+            return match_chain(tree.tokens, chosen)
+        return match(tree.tokens, tree.parents, chosen, self._drafter.num_steps)
 
     def _grow(self, rows: Tensor, lens: Tensor, bonus: Tensor) -> Tree:
         """Rows of the draft pool hold ``lens [size]`` final entries."""
         drafter, topk = self._drafter, self._drafter.topk
         layout = {"topk": topk, "num_steps": drafter.num_steps, "page_size": self._page_size}
         slots = slots_at(self._table, rows[:, None, None], branch_positions(lens, **layout))  # [size, K, T]
+        self._slots.copy_(slots.permute(2, 0, 1)[:-1])
+        self._positions.copy_(lens[:, None] + self._steps)
         growth = new_growth(topk, self.size, drafter.chain_constants)
 
         def run(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             hooked = self._draft_forwards[step]
             forward = hooked.forward
             forward.tokens.copy_(tokens)
-            forward.positions.copy_(row_positions(lens, step, topk))
-            forward.slots.copy_(path[:, :, -1].flatten())
             forward.read(self._table, rows, lens, path.flatten(0, 1), self._drafts.pool.num_slots)
             with self._drafts.open(hooked) as attention:
                 after = drafter.head(forward.tokens, hidden, forward.positions, attention)

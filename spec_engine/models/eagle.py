@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_engine.models.config import CheckpointError, ModelConfig
-from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess, RotaryTable
+from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess, RotaryTable, is_fused
 
 
 class Eagle(nn.Module):
@@ -39,7 +39,7 @@ class Eagle(nn.Module):
     def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KVAccess) -> Tensor:
         (target,) = self._target
         embedding = F.embedding(input_ids, target.embed_weight if self.embed_weight is None else self.embed_weight)
-        x = F.linear(torch.cat((embedding, hidden), -1), self.fc_weight, self.fc_bias)
+        x = linear(torch.cat((embedding, hidden), -1), self.fc_weight, self.fc_bias)
         rotary = target.rotary if self.rotary is None else self.rotary
         return self.layer(x, rotary(positions), kv)
 
@@ -59,6 +59,15 @@ class Eagle(nn.Module):
         if self.embed_weight is not None:
             names["embed_weight"] = [("embed_tokens.weight", self.config.vocab_size)]
         return names | self.layer.hf_names("layer.", "layers.0.")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, size] times the transpose of weight [m, size], plus bias [m]; by our kernels where nobody trains it."""
+    if not is_fused(x) or weight.requires_grad:
+        return F.linear(x, weight, bias)
+    from spec_engine.models import fused  # an engine on a CPU loads no kernels
+
+    return fused.linear(x, weight, bias)
 
 
 def check_fits(config: ModelConfig, target: Decoder) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_engine.models.config import CheckpointError, ModelConfig
-from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess
-from spec_engine.models.eagle import check_fits, own_rotary
+from spec_engine.models.decoder import Decoder, DecoderLayer, DecoderOutput, KVAccess, is_fused, rms_norm
+from spec_engine.models.eagle import check_fits, linear, own_rotary
 
 
 class Eagle3(nn.Module):
@@ -29,7 +29,6 @@ class Eagle3(nn.Module):
         self.num_layers, self.num_kv_heads, self.head_dim = 1, config.num_kv_heads, config.head_dim
         self.tap_layers = config.tap_layers or default_tap_layers(target.config.num_layers)
         self.num_draft_vocab = config.draft_vocab_size
-        self.norm_shape = (hidden,)
         _check_taps(self.tap_layers, target.config.num_layers)
         self.fc_weight = nn.Parameter(torch.empty(hidden, hidden * len(self.tap_layers)))
         self.embed_norm_weight = nn.Parameter(torch.empty(hidden))
@@ -45,22 +44,31 @@ class Eagle3(nn.Module):
 
     def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KVAccess) -> Tensor:
         (target,) = self._target
-        eps = self.config.rms_norm_eps
         embedding = F.embedding(input_ids, target.embed_weight if self.embed_weight is None else self.embed_weight)
-        embedding = F.rms_norm(embedding, self.norm_shape, self.embed_norm_weight, eps)
-        normed = F.rms_norm(hidden, self.norm_shape, self.hidden_norm_weight, eps)
         rotary = target.rotary if self.rotary is None else self.rotary
-        q, k, v = self.layer.project(torch.cat((embedding, normed), -1), rotary(positions))
+        q, k, v = self.layer.project(self._joined(embedding, hidden), rotary(positions))
         return self.layer.finish(hidden, kv.attend(0, q, k, v))
+
+    def _joined(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """Both, each normed by its own weight, side by side: [n, 2 * hidden_size]."""
+        size, eps = self.config.hidden_size, self.config.rms_norm_eps
+        parts = ((embedding, self.embed_norm_weight), (hidden, self.hidden_norm_weight))
+        if not is_fused(embedding) or self.embed_norm_weight.requires_grad:
+            return torch.cat([F.rms_norm(part, (size,), weight, eps) for part, weight in parts], -1)
+        from kvcanary_kernels.layers import norm  # an engine on a CPU loads no kernels
+
+        joined = embedding.new_empty(len(embedding), 2 * size)
+        for (part, weight), out in zip(parts, joined.split(size, -1), strict=True):
+            norm(part, weight, eps, normed=out)
+        return joined
 
     def features(self, output: DecoderOutput) -> Tensor:
         if output.taps is None:
             raise ValueError(f"an EAGLE-3 head needs the target's forward to tap layers {self.tap_layers}, got no taps")
-        return F.linear(output.taps, self.fc_weight)
+        return linear(output.taps, self.fc_weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden, self.norm_shape, self.norm_weight, self.config.rms_norm_eps)
-        return F.linear(normed, self.lm_head_weight)
+        return linear(rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps), self.lm_head_weight)
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]

@@ -190,6 +190,27 @@ def test_readme_quotes_steps_with_drafts_and_pools_of_all_sizes(root: Path) -> N
         assert f"| {', '.join(figures)} |" in readme
 
 
+def test_readme_quotes_drafting_on_a_gpu(root: Path) -> None:
+    """Speed-ups of the whole engine and what the canary costs it; launches and time that constants of a chain save."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    runs, chains = (
+        json.loads((results / f"gpu_{name}.json").read_text(encoding="utf-8"))["rows"] for name in ("engine", "chain")
+    )
+    assert [row["batch"] for row in runs] == [row["batch"] for row in chains] == [1, 8]
+    for canary in ("off", "on"):
+        assert f"| {', '.join(format(row['speedup'][canary]['median'], '.2f') + ' x' for row in runs)} |" in readme
+    costs = [
+        ", ".join(f"{row['canary'][draft]['median']:.2f}" for draft in ("none", "drafting"))
+        + f" at batch {row['batch']}"
+        for row in runs
+    ]
+    assert f"| {', '.join(costs)} |" in readme
+    assert f"| {', '.join(format(row['chain']['us'] / row['general']['us'], '.2f') for row in chains)} |" in readme
+    first, second = ([row[way]["launches"] for way in ("chain", "general")] for row in chains)
+    docs = (root / "docs" / "engine.md").read_text(encoding="utf-8")
+    assert f"{first[0]} launches instead of {first[1]} at batch 1, {second[0]} instead of {second[1]}" in docs
+
+
 def test_readme_quotes_what_the_flight_recorder_costs(root: Path) -> None:
     """Its share of a step and the bytes of a full ring, of every machine on which they were measured."""
     readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"

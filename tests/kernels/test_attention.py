@@ -124,7 +124,7 @@ def test_chains(attention, lens, new, page_size, device) -> None:
 
 
 @both
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("nodes", [2, 9])
 def test_trees(attention, nodes, page_size, device) -> None:
     """A node sees everything before its tree, its ancestors and itself."""

@@ -30,9 +30,7 @@ def test_json_goes_into_the_folder(kvcanary, tmp_path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "new" / "retractions.json").read_text()) == {"rows": 1}
 
 
-@pytest.mark.parametrize(
-    "name", ["kernels", "attention", "fused", "prefill", "step", "drafted-step", "scaling", "beside-vllm"]
-)
+@pytest.mark.parametrize("name", [name for name, what in TABLES.items() if "needs a GPU" in what])
 def test_a_table_without_its_device_is_a_sentence(kvcanary, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, nothing on stdout."""
     monkeypatch.setattr(common, "RESULTS", common.RESULTS)
@@ -49,6 +47,26 @@ def test_recorded_kernels_keep_up_with_a_copy() -> None:
     rates = [rate for shape in shapes for rate in shape["rates"].values()]
     assert len(rates) == 4 * 4
     assert min(rate[what]["of_copy"] for rate in rates for what in ("one lane", "check")) >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [
+        ("gpu_step", {"batch": 1}),
+        ("gpu_step", {"batch": 64}),
+        ("gpu_prefill", {"requests": 1, "tokens": 4032}),
+        ("gpu_prefill", {"requests": 1, "tokens": 8192}),
+        ("gpu_prefill", {"requests": 64, "tokens": 4032}),
+    ],
+    ids=str,
+)
+def test_recorded_workloads_of_an_8b_model_cost_at_most_five_percent(name: str, workload: dict[str, int]) -> None:
+    """One request and many, decoding and prefilling, with the default canary: the median on over off."""
+    rows = json.loads((common.RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = (row for row in rows if workload.items() <= row.items())
+    assert 0.9 < row["over_off"]["rolling"]["median"] <= 1.05
+    assert row["certificates"]["rolling"]["findings"] == []
+    assert row["certificates"]["rolling"]["bytes_checked"] > 0
 
 
 def test_prefills_that_were_not_measured_again_stay(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_engine.acceptance.walk import match_on_device, match_on_host
+from spec_engine.acceptance.walk import match_chain, match_on_device, match_on_host
 
 TOKENS = torch.tensor([[9, 10, 11, 20], [39, 40, 50, 60]])
 PARENTS = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]])
@@ -81,3 +81,15 @@ def test_any_parents_give_the_walk_of_the_plain_oracle(match, batch):
     for own, row in zip(accepted.to_lists(), zip(tokens, parents, chosen, strict=True), strict=True):
         path = walked(*row, num_steps)
         assert own == (path, [row[2][node] for node in path])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_chains_are_matched_alike(num_steps):
+    """Whatever fits and does not, the way that knows of the shape accepts what the general one does."""
+    torch.manual_seed(num_steps)
+    tokens, chosen = torch.randint(2, (2, 64, num_steps + 1))
+    parents = torch.arange(-1, num_steps).expand(64, -1)
+    expected, own = match_on_device(tokens, parents, chosen, num_steps), match_chain(tokens, chosen)
+    assert set(own.lens.tolist()) == set(range(1, num_steps + 2))
+    for name in ("nodes", "lens", "predict"):
+        assert getattr(own, name).equal(getattr(expected, name)), name

@@ -128,6 +128,17 @@ def test_the_smallest_bucket_that_fits_runs_and_none_where_none_does(make, outco
     assert captured == plain
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("live", [1, 2, 3, 4])
+def test_every_live_batch_size_of_a_bucket(make, outcome, live, device):
+    """Exactly the live rows are judged: as many forwards, slots and bytes as without graphs, and the same tokens."""
+    prompts = [excerpt.prompt[:40] for excerpt in load_excerpts()[20 : 20 + live]]
+    settings = {"topk": 2, "num_steps": 2, "page_size": 4, "dtype": "float32", "device": device}
+    plain = outcome(make(**settings), prompts, max_new_tokens=5)
+    captured = outcome(make(graphs="on", graph_buckets=[4], **settings), prompts, max_new_tokens=5)
+    assert captured == plain
+
+
 def test_under_pressure_with_shared_prefixes(make, outcome):
     """Retraction, resumption and the prefix cache go on as they do."""
     prompts = [f"def f(a, b):\n    return {tail}" for tail in ("a + b", "a - b", "a", "b")]

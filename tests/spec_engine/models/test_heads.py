@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_engine.models import CheckpointError, load_draft, load_target
+from spec_engine.models import CheckpointError, decoder, eagle, eagle3, load_draft, load_target
 
 VOCAB, EPS = 97, 1e-6
 
@@ -95,6 +95,35 @@ def test_eagle3(toy_model: Path, loaded, plain_kv) -> None:
     torch.testing.assert_close(hidden, expected, atol=1e-6, rtol=1e-6)
     logits = norm(expected, w["norm.weight"]) @ w["lm_head.weight"].T
     torch.testing.assert_close(head.logits(hidden), logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_kernels_compute_what_torch_does(kind: str, toy_model: Path, loaded, plain_kv, monkeypatch) -> None:
+    """On a GPU norms and products of a head are our kernels, here in Triton's interpreter; not where it is trained."""
+    _, ids, positions = loaded
+    target = load_target(toy_model, torch.float32)
+    head = load_draft(toy_model / kind, target, torch.float32)
+    for weight in [*target.parameters(), *head.parameters()]:
+        weight.data = weight.data.contiguous()  # as on a GPU
+    output = target(ids, positions, plain_kv(), head.tap_layers)
+
+    def run() -> list[Tensor]:
+        features = head.features(output)
+        hidden = head(ids, features, positions, plain_kv())
+        return [features, hidden, head.logits(hidden)]
+
+    expected = run()
+    for module in (decoder, eagle, eagle3):
+        monkeypatch.setattr(module, "is_fused", lambda x: True)
+    for one, other in zip(run(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    head.requires_grad_(True)
+    monkeypatch.setattr(decoder, "is_fused", lambda x: False)  # of layers
+    monkeypatch.setattr("kvcanary_kernels.layers.norm", None)
+    monkeypatch.setattr("spec_engine.models.fused.linear", None)
+    for one, other in zip(run(), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_eagle3_draft_ids_are_offsets(toy_model: Path, loaded) -> None:

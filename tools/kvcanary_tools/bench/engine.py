@@ -2,13 +2,15 @@
 
 float32, held-out prompts, real acceptance; drafting and none, each without a canary and with the default one (raise,
 rolling). The four take turns batch by batch, batch 1 and 8, PASSES times after a short one that warms up. On a GPU
-steps are CUDA graphs, and drafts are chains: what costs there is the number of launches.
+steps are CUDA graphs, and drafts are chains, longer ones for a single request: what costs there is the number of
+launches, and of rows.
 """
 
 from __future__ import annotations
 
 import argparse
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -18,6 +20,7 @@ from kvcanary_tools.bench.common import (
     NUM_THREADS,
     PROMPTS,
     Timing,
+    events_to_stderr,
     machine,
     progress,
     ratios,
@@ -29,16 +32,13 @@ from spec_engine import Engine, EngineConfig
 from spec_engine.models.embedded import load_excerpts
 
 BATCH_SIZES = (1, 8)
-PASSES = 2
+PASSES = 3
 WARM_TOKENS = 16
 SETTINGS = {
     "cpu": {},
-    "cuda": {"device": "cuda", "graphs": "on", "graph_buckets": BATCH_SIZES, "attention_backend": "triton"},
+    "cuda": {"device": "cuda", "graphs": "on", "attention_backend": "triton"},
 }
-DRAFTS = {
-    "cpu": {"none": {"draft": "none"}, "drafting": {}},
-    "cuda": {"none": {"draft": "none"}, "drafting": {"topk": 1, "num_steps": 8}},
-}
+DRAFTING = {"cpu": {}, "cuda": {1: {"topk": 1, "num_steps": 8}, 8: {"topk": 1, "num_steps": 5}}}  # by batch size
 MODES = {"off": "off", "on": "raise"}
 
 
@@ -51,7 +51,6 @@ def main(device: str | None = None) -> None:
         "what": "tokens a second from submission to the last token, embedded model; speedup: drafting over none",
         "machine": machine() | (gpu() if device == "cuda" else {}),
         "settings": SETTINGS[device],
-        "drafts": DRAFTS[device],
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,
         "passes": PASSES,
@@ -68,20 +67,26 @@ def main(device: str | None = None) -> None:
 
 
 def _one_batch_size(size: int, prompts: list[str], device: str) -> dict:
-    settings, drafts = SETTINGS[device], DRAFTS[device]
+    started, settings = perf_counter(), SETTINGS[device]
+    if device == "cuda":
+        settings = settings | {"graph_buckets": (size,)}
+    drafts = {"none": {"draft": "none"}, "drafting": DRAFTING[device].get(size, {})}
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     engines = {
         f"{draft} {canary}": Engine(EngineConfig(prefix_cache=False, canary=CanaryConfig(mode=mode), **settings, **own))
         for draft, own in drafts.items()
         for canary, mode in MODES.items()
     }
+    progress(f"batch {size}, engines after {perf_counter() - started:.0f} s")
     run_pass(engines, batches, WARM_TOKENS)  # kernels are compiled for lengths as they come
+    progress(f"batch {size}, warm after {perf_counter() - started:.0f} s")
     passes = []
     for number in range(PASSES):
         passes.append(run_pass(engines, batches))
-        progress(f"batch {size}, pass {number + 1} of {PASSES}")
+        progress(f"batch {size}, pass {number + 1} of {PASSES} after {perf_counter() - started:.0f} s")
     return {
         "batch": size,
+        "drafting": drafts["drafting"],
         "tokens_per_second": {draft: _speed(passes, f"{draft} off") for draft in drafts},
         "prefill_share": {draft: _prefill_share(passes, f"{draft} off") for draft in drafts},
         "tokens_per_second_canary": {draft: _speed(passes, f"{draft} on") for draft in drafts},
@@ -108,4 +113,5 @@ def _seconds(timing: Timing) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=list(SETTINGS), help="by default the GPU where there is one")
+    events_to_stderr()
     main(parser.parse_args().device)

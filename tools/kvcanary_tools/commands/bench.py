@@ -22,6 +22,7 @@ TABLES = {
     "false-alarms": "findings in right traffic",
     "kernels": "fingerprint and check kernels over a device copy; needs a GPU",
     "attention": "paged attention over a plain read; needs a GPU",
+    "chain": "a captured step of chain drafting with constants and without; needs a GPU",
     "engine": "tokens a second of the embedded model, drafting and none, on a GPU where there is one",
     "prefill": "a prefill of an 8B model, and the canary on over off; needs a GPU",
     "fused": "hashing inside attention over attention alone; needs a GPU",

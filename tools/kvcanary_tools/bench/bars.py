@@ -1,0 +1,243 @@
+"""Every goal for speed with the figure that its record holds: ``python -m kvcanary_tools.bench.bars`` writes the page.
+
+The table of docs/performance.md, and below it why a goal is missed, as far as profiles have told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcanary_tools.bench.common import RESULTS
+
+PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+BEGIN, END = "<!-- bars: begin -->", "<!-- bars: end -->"
+Record = Any
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One goal: a figure of a record that must be at most, or at least, so much."""
+
+    what: str
+    record: str
+    figure: Callable[[Record], float]
+    most: float | None = None
+    least: float | None = None
+    unit: str = ""
+    digits: int = 3
+    reason: str = ""  # why it is missed, from profiles
+
+    def reached(self) -> float | None:
+        """As the record has it; None while there is none."""
+        path = RESULTS / f"{self.record}.json"
+        if not path.exists():
+            return None
+        return round(self.figure(json.loads(path.read_text(encoding="utf-8"))), self.digits)
+
+    def is_met(self, reached: float) -> bool:
+        return (self.most is None or reached <= self.most) and (self.least is None or reached >= self.least)
+
+    @property
+    def goal(self) -> str:
+        return f"at most {self.most:g}{self.unit}" if self.least is None else f"at least {self.least:g}{self.unit}"
+
+
+def row_of(record: Record, **names: object) -> Record:
+    """The row that has these."""
+    (row,) = (row for row in record["rows"] if names.items() <= row.items())
+    return row
+
+
+def over_off(content: str, **names: object) -> Callable[[Record], float]:
+    return lambda record: row_of(record, **names)["over_off"][content]["median"]
+
+
+def over_vllm(of: str, requests: int) -> Callable[[Record], float]:
+    return lambda record: row_of(record, of=of, requests=requests, canary="off")["ratio"]["median"]
+
+
+def substep_share(row: Record) -> float:
+    """What is added over what may be: 1 % of a substep, and 4 us of a short one."""
+    added: float = row["substep_added_us"]["rolling"]["median"]
+    return added / max(4.0, row["substep_us"]["off"] / 100)
+
+
+def slowest_rate(what: str) -> Callable[[Record], float]:
+    """Of all shapes and orders, over a device copy's."""
+    return lambda record: min(rate[what]["of_copy"] for shape in record["shapes"] for rate in shape["rates"].values())
+
+
+MANY = (
+    "of a step with 64 requests a profile showed 0.25 ms in which 262,144 records are read beside the model, 0.07 ms "
+    "in which the rolling share of bytes is and 0.11 ms in which findings are counted; attention, which reads as fast "
+    "as the memory gives, took 0.04 to 0.07 ms longer meanwhile."
+)
+ONE = (
+    "of a step with one request a profile showed 0.11 ms for the canary, whether bytes are compared or not: stores, "
+    "also into a copy, and the plan (0.03 ms), and beside the model fingerprints, seals, counts and reading of records."
+)
+DRAFTED = (
+    "the host waits for the tokens of a drafted step, so that what it does for the canary before the next launch is "
+    "hidden by nothing; draft substeps are the smaller part of what is added."
+)
+SUBSTEP = (
+    "a draft forward has one layer, and the canary launches as much for it as for one of 32: there is little beside "
+    "which that could run."
+)
+PREFILL = (
+    "what the host does for the canary before the first product (admission, pages, the forward's buffers and launches) "
+    "is hidden only where the device has another chunk to compute meanwhile."
+)
+VLLM = "no profile of both has told why yet; the record has the spread of its rounds."
+BARS = (
+    Bar("bytes fingerprinted a second over a device copy's", "gpu_kernels", slowest_rate("one lane"), least=0.9),
+    Bar("bytes re-read and compared a second over a device copy's", "gpu_kernels", slowest_rate("check"), least=0.9),
+    Bar(
+        "captured decode step of an 8B model over the bytes that it must read, 1 request",
+        "gpu_step",
+        lambda record: row_of(record, batch=1)["over_floor"],
+        most=1.3,
+    ),
+    Bar(
+        "default canary on over off in that step, 1 request",
+        "gpu_step",
+        over_off("rolling", batch=1),
+        most=1.01,
+        reason=ONE,
+    ),
+    Bar("the same, 64 requests", "gpu_step", over_off("rolling", batch=64), most=1.01, reason=MANY),
+    Bar("`content=write` in that step, 1 request", "gpu_step", over_off("write", batch=1), most=1.005, reason=ONE),
+    Bar("the same, 64 requests", "gpu_step", over_off("write", batch=64), most=1.005, reason=MANY),
+    Bar(
+        "default canary on over off in a drafted step, chains of 3, 1 request",
+        "gpu_drafted_step",
+        over_off("rolling", drafts="chain", batch=1),
+        most=1.01,
+        reason=DRAFTED,
+    ),
+    Bar(
+        "the same, 64 requests",
+        "gpu_drafted_step",
+        over_off("rolling", drafts="chain", batch=64),
+        most=1.01,
+        reason=DRAFTED,
+    ),
+    Bar(
+        "what the default canary adds to a draft substep there, 1 request, over 4 us or 1 %",
+        "gpu_drafted_step",
+        lambda record: substep_share(row_of(record, drafts="chain", batch=1)),
+        most=1.0,
+        digits=2,
+        reason=SUBSTEP,
+    ),
+    *(
+        Bar(
+            f"{of} of {requests} {'request' if requests == 1 else 'requests'} over vLLM 0.26's in one process",
+            "gpu_beside_vllm",
+            over_vllm(of, requests),
+            most=1.0,
+            reason=VLLM,
+        )
+        for of in ("prefill", "decode")
+        for requests in (1, 64)
+    ),
+    Bar(
+        "steps until every byte of a running request has been read again, 64 requests",
+        "gpu_step",
+        lambda record: row_of(record, batch=64)["certificates"]["rolling"]["max_unread_steps"],
+        most=128,
+        digits=0,
+    ),
+    Bar(
+        "default canary on over off in a prefill of 8,192 tokens",
+        "gpu_prefill",
+        over_off("rolling", requests=1, tokens=8192),
+        most=1.003,
+        digits=4,
+        reason=PREFILL,
+    ),
+    Bar(
+        "hashing inside decode attention over attention alone (a trial, not in the engine)",
+        "gpu_fused",
+        lambda record: min(way["ratio"] for way in record["ways"] if "bytes" in way["way"]),
+        most=1.15,
+    ),
+    Bar(
+        "drafting over no drafting on a GPU, embedded model, 1 request",
+        "gpu_engine",
+        lambda record: row_of(record, batch=1)["speedup"]["off"]["median"],
+        least=1.0,
+        digits=2,
+    ),
+    Bar(
+        "the same, 8 requests",
+        "gpu_engine",
+        lambda record: row_of(record, batch=8)["speedup"]["off"]["median"],
+        least=1.0,
+        digits=2,
+    ),
+    Bar(
+        "flight recorder, share of a step with 64 requests",
+        "gpu_recorder",
+        lambda record: row_of(record, batch=64)["percent_of_median_step"],
+        most=1.0,
+        unit=" %",
+        digits=2,
+    ),
+    Bar(
+        "default canary on over off in steps on a CPU, embedded model",
+        "cpu_overhead",
+        lambda record: max(row["steps"]["median"] for row in record["rows"]),
+        most=1.1,
+    ),
+    Bar(
+        "always-on host checks, share of a step on a CPU",
+        "host_checks",
+        lambda record: max(row["percent_of_step"] for row in record["rows"]),
+        most=1.0,
+        unit=" %",
+        digits=2,
+    ),
+    Bar(
+        "drafting over no drafting on a CPU, embedded model",
+        "cpu_drafting",
+        lambda record: record["speedup_whole"]["median"],
+        least=1.0,
+        digits=2,
+    ),
+)
+
+
+def lines() -> Iterator[str]:
+    """The table and the reasons, as Markdown."""
+    yield "| what | goal | reached | | record |"
+    yield "|---|---|---|---|---|"
+    missed: dict[str, list[str]] = {}
+    for number, bar in enumerate(BARS, 1):
+        reached = bar.reached()
+        is_missed = reached is not None and not bar.is_met(reached)
+        figure = "no record yet" if reached is None else f"{reached:g}{bar.unit}"
+        verdict = "" if reached is None else "missed" if is_missed else "met"
+        yield f"| {number}. {bar.what} | {bar.goal} | {figure} | {verdict} | `{bar.record}` |"
+        if is_missed:
+            missed.setdefault(bar.reason, []).append(str(number))
+    yield ""
+    for reason, numbers in missed.items():
+        yield f"- {', '.join(numbers)}: {reason}"
+
+
+def write_page(page: Path = PAGE) -> None:
+    """Put them between their marks; ValueError for a page without these."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} must have a line {BEGIN} and, behind it, a line {END}")
+    page.write_text("\n".join((before + BEGIN, *lines(), END + after)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_page()
