@@ -26,6 +26,8 @@ class RequestTable:
         self._free_rows = list(range(num_rows, 0, -1))
         self._filled = [0] * (num_rows + 1)  # columns of each row that have slots
         self._offsets = torch.arange(page_size, device=device)
+        self._first_columns: list[int] = []  # of the flat table, where the slots of the pages that wait begin
+        self._pages: list[int] = []
 
     @property
     def num_rows(self) -> int:
@@ -38,28 +40,42 @@ class RequestTable:
         return self._free_rows.pop()
 
     def append_pages(self, row: int, start: int, pages: list[int]) -> None:
-        """Write the slots of ``pages`` at columns [start, start + len(pages) * P); ``start`` is where the row ends."""
+        """Columns [start, start + len(pages) * P) get the slots of ``pages``; ``start`` is where the row ends.
+
+        They are there from `flush` on.
+        """
         end = start + len(pages) * self.page_size
         check_row_held(row, self._free_rows, self.num_rows)
         check_row_fits(row, start, end, self.width, self.page_size)
         check_row_continues(row, start, self._filled[row], self.page_size)
         self._filled[row] = end
-        self.table[row, start:end] = self._slots_of(pages)
+        first = row * self.width
+        self._first_columns += range(first + start, first + end, self.page_size)
+        self._pages += pages
+
+    def flush(self) -> None:
+        """Write what was appended to all rows since the last time, in one copy; before anybody reads the table."""
+        if self._pages:
+            columns, slots = to_device((self._first_columns, self._pages), self.table.device).unbind(0)
+            self.table.view(-1).index_copy_(0, self._spread(columns), self._spread(slots * self.page_size))
+            self._first_columns, self._pages = [], []
 
     def replace_pages(self, row: int, pages: list[int]) -> None:
         """Write the slots of ``pages`` at columns [0, len(pages) * P), over those of pages with the same tokens."""
         end = len(pages) * self.page_size
         check_row_held(row, self._free_rows, self.num_rows)
         check_row_covers(row, end, self._filled[row], self.page_size)
-        self.table[row, :end] = self._slots_of(pages)
+        self.flush()
+        self.table[row, :end] = self._spread(to_device(pages, self.table.device) * self.page_size)
 
-    def _slots_of(self, pages: list[int]) -> torch.Tensor:
-        first_slots = to_device(pages, self.table.device) * self.page_size
-        return (first_slots[:, None] + self._offsets).flatten()
+    def _spread(self, firsts: torch.Tensor) -> torch.Tensor:
+        """Each of these numbers counted up through a page."""
+        return (firsts[:, None] + self._offsets).flatten()
 
     def release(self, row: int) -> None:
         """Clear a row and hand it to the next request; RowOwnershipError when nobody holds it."""
         check_row_held(row, self._free_rows, self.num_rows)
         self._filled[row] = 0
+        self.flush()
         self.table[row].zero_()
         self._free_rows.append(row)
