@@ -113,6 +113,8 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
         progress(f"batch {size}: prompts, canary {name}")
         engines[name] = make_engine(size, model, canary, rounds)
         fill(engines[name], size, rounds)
+    gc.collect()
+    gc.freeze()  # as `kvcanary serve` does
     progress(f"batch {size}: {rounds} rounds of {STEPS} steps")
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
@@ -121,6 +123,7 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
             seconds[name].append(_timed(engine))
     certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
     engines.clear()
+    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
     return seconds, certificates
