@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -41,7 +41,7 @@ LLAMA_8B = {
 }
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
-ROUNDS, STEPS, WARM_STEPS = 8, 48, 8  # ROUNDS: unless others are asked for
+ROUNDS, STEPS, WARM_STEPS = 3, 48, 8  # ROUNDS: unless others are asked for
 CANARIES = {
     "off": CanaryConfig(mode="off"),
     "write": CanaryConfig(mode="raise", content="write"),
@@ -60,6 +60,7 @@ def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
         "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
         "rounds": rounds,
+        "places": len(CANARIES),
         "steps": STEPS,
         "rows": rows,
     }
@@ -107,11 +108,33 @@ def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
 
 
 def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Seconds of a step by round, of every engine of CANARIES, and the certificates; their pools fit together."""
+    """Seconds of a step by round, of every engine of CANARIES, and the certificates of the last.
+
+    Each has had every place in the device's memory, since they are made in every order that turns the first one last;
+    a round's seconds are the mean over these orders.
+    """
+    names, certificates = list(CANARIES), dict[str, dict]()
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    for first in range(len(names)):
+        order = names[first:] + names[:first]
+        timed, certificates = _one_order(size, model, order, rounds)
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+        for name in names:
+            seconds[name].append(timed[name])
+    means = {name: [fmean(turns) for turns in zip(*orders, strict=True)] for name, orders in seconds.items()}
+    return means, {name: certificates[name] for name in names if name in certificates}
+
+
+def _one_order(
+    size: int, model: Decoder, names: Sequence[str], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Engines made in this order, whose pools fit together."""
     engines = {}
-    for name, canary in CANARIES.items():
+    for name in names:
         progress(f"batch {size}: prompts, canary {name}")
-        engines[name] = make_engine(size, model, canary, rounds)
+        engines[name] = make_engine(size, model, CANARIES[name], rounds)
         fill(engines[name], size, rounds)
     gc.collect()
     gc.freeze()  # as `kvcanary serve` does
@@ -122,10 +145,6 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
         for name, engine in order if number % 2 else reversed(order):
             seconds[name].append(_timed(engine))
     certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
-    engines.clear()
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()
     return seconds, certificates
 
 
@@ -182,6 +201,6 @@ def _timed(engine: Engine) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, action="append", help="requests in a step; by default 1 and 64")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of each engine; by default {ROUNDS}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns in each place; by default {ROUNDS}")
     arguments = parser.parse_args()
     main(arguments.batch or BATCHES, arguments.rounds)
