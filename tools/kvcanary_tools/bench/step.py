@@ -49,18 +49,18 @@ CANARIES = {
 }
 
 
-def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
+def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = len(CANARIES)) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
     ceiling = read_ceiling() / 1e12
-    rows = [_one_batch(size, model, ceiling, rounds) for size in batches]
+    rows = [_one_batch(size, model, ceiling, rounds, places) for size in batches]
     result = {
         "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
         "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
         "rounds": rounds,
-        "places": len(CANARIES),
+        "places": places,
         "steps": STEPS,
         "rows": rows,
     }
@@ -90,8 +90,8 @@ def random_decoder(config: dict) -> Decoder:
     return model.requires_grad_(False).eval()
 
 
-def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
-    seconds, certificates = _turns(size, model, rounds)
+def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int, places: int) -> dict:
+    seconds, certificates = _turns(size, model, rounds, places)
     off = median(seconds["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
     config = model.config
@@ -107,15 +107,15 @@ def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
     }
 
 
-def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
+def _turns(size: int, model: Decoder, rounds: int, places: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """Seconds of a step by round, of every engine of CANARIES, and the certificates of the last.
 
-    Each has had every place in the device's memory, since they are made in every order that turns the first one last;
-    a round's seconds are the mean over these orders.
+    places: that each has in the device's memory, one after another: they are made in so many orders, the first of one
+            is the last of the next. A round's seconds are the mean over these orders
     """
     names, certificates = list(CANARIES), dict[str, dict]()
     seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-    for first in range(len(names)):
+    for first in range(places):
         order = names[first:] + names[:first]
         timed, certificates = _one_order(size, model, order, rounds)
         gc.unfreeze()
@@ -202,5 +202,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, action="append", help="requests in a step; by default 1 and 64")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns in each place; by default {ROUNDS}")
+    parser.add_argument("--places", type=int, choices=range(1, len(CANARIES) + 1), default=len(CANARIES))
     arguments = parser.parse_args()
-    main(arguments.batch or BATCHES, arguments.rounds)
+    main(arguments.batch or BATCHES, arguments.rounds, arguments.places)
