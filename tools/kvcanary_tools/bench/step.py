@@ -3,7 +3,7 @@
 Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, the pool full,
 overlap schedule. An engine without a canary takes turns with one of ``content=write`` and one of the default rolling
 check, some rounds of STEPS steps each; a step is timed from the host, with the device idle before the first and after
-the last.
+the last. Then they are made anew in another order, until each has had every place in the device's memory.
 The floor is the bytes that a step must read over what a plain read of the same device reaches in the same run.
 """
 
@@ -202,6 +202,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, action="append", help="requests in a step; by default 1 and 64")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns in each place; by default {ROUNDS}")
-    parser.add_argument("--places", type=int, choices=range(1, len(CANARIES) + 1), default=len(CANARIES))
+    orders = {
+        "choices": range(1, len(CANARIES) + 1),
+        "default": len(CANARIES),
+        "help": "by default one for each engine",
+    }
+    parser.add_argument("--places", type=int, **orders)
     arguments = parser.parse_args()
     main(arguments.batch or BATCHES, arguments.rounds, arguments.places)
