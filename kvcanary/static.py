@@ -75,8 +75,7 @@ class StaticSubstep:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open, self._has_looked = True, False
         self.layers.clear()
-        self._beside.join()  # the plan reads what the forward before it has sealed
-        with self._beside.behind():
+        with self._beside.behind():  # of all that the forward before it has sealed
             self._launch.plan()
         if self._engine_stores:
             self._beside.join()
