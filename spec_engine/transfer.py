@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _TYPES = {torch.int64: np.int64, torch.float64: np.float64}
 
 
 def to_device(
-    numbers: Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    numbers: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | NDArray[np.int64],
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcanary.invariants import (
     check_flat_indices,
@@ -25,7 +27,7 @@ class RequestTable:
         self.table = torch.zeros(num_rows + 1, width, dtype=torch.int64, device=device)
         self._free_rows = list(range(num_rows, 0, -1))
         self._filled = [0] * (num_rows + 1)  # columns of each row that have slots
-        self._offsets = torch.arange(page_size, device=device)
+        self._offsets = np.arange(page_size)
         self._first_columns: list[int] = []  # of the flat table, where the slots of the pages that wait begin
         self._pages: list[int] = []
 
@@ -56,8 +58,9 @@ class RequestTable:
     def flush(self) -> None:
         """Write what was appended to all rows since the last time, in one copy; before anybody reads the table."""
         if self._pages:
-            columns, slots = to_device((self._first_columns, self._pages), self.table.device).unbind(0)
-            self.table.view(-1).index_copy_(0, self._spread(columns), self._spread(slots * self.page_size))
+            where = self._spread(self._first_columns)
+            told = to_device(np.stack((where, self._slots_of(self._pages))), self.table.device)
+            self.table.view(-1).index_copy_(0, *told.unbind(0))
             self._first_columns, self._pages = [], []
 
     def replace_pages(self, row: int, pages: list[int]) -> None:
@@ -66,11 +69,14 @@ class RequestTable:
         check_row_held(row, self._free_rows, self.num_rows)
         check_row_covers(row, end, self._filled[row], self.page_size)
         self.flush()
-        self.table[row, :end] = self._spread(to_device(pages, self.table.device) * self.page_size)
+        self.table[row, :end] = to_device(self._slots_of(pages), self.table.device)
 
-    def _spread(self, firsts: torch.Tensor) -> torch.Tensor:
+    def _slots_of(self, pages: list[int]) -> NDArray[np.int64]:
+        return self._spread(np.array(pages, np.int64) * self.page_size)
+
+    def _spread(self, firsts: list[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Each of these numbers counted up through a page."""
-        return (firsts[:, None] + self._offsets).flatten()
+        return (np.array(firsts, np.int64)[:, None] + self._offsets).ravel()
 
     def release(self, row: int) -> None:
         """Clear a row and hand it to the next request; RowOwnershipError when nobody holds it."""

@@ -113,8 +113,8 @@ def test_chain_constants_of_narrow_integers_are_refused():
 def append_cut_short(table, row, start, pages):
     """A slice of a row that is too narrow takes what fits, and says nothing."""
     table._filled[row] = start + len(pages) * table.page_size
-    slots = table._spread(torch.tensor(pages) * table.page_size)[: table.width - start]
-    table.table[row, start : start + len(slots)] = slots
+    slots = table._slots_of(pages)[: table.width - start]
+    table.table[row, start : start + len(slots)] = torch.from_numpy(slots)
 
 
 @pytest.fixture
