@@ -70,7 +70,7 @@ class StaticSubstep:
         return self._is_open
 
     def open(self) -> None:
-        """Before the body: judge what the forward writes, and where."""
+        """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open, self._has_looked = True, False
