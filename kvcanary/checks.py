@@ -189,6 +189,8 @@ class StepChecks:
 
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
+        if not self._pending:
+            return
         granted, size = set(pages), self._state.page_size
         if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
             self.settle()

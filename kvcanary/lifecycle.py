@@ -348,8 +348,9 @@ class Lifecycle:
 
     def _release_early(self, pages: Sequence[int]) -> None:
         """Under pressure an engine grants pages that wait, the longest waiting first."""
-        where = self._ledger.pages.numbers(pages)
-        waiting = int((self._ledger.states[where] == QUARANTINED).sum()) if self._quarantine else 0
+        if not self._ledger.quarantined:
+            return
+        waiting = int((self._ledger.states[self._ledger.pages.numbers(pages)] == QUARANTINED).sum())
         if waiting:
             self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 

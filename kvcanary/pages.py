@@ -132,9 +132,8 @@ class Pages:
     def expect(self, event: str, pages: Array, request_id: str | None = None) -> Array:
         """All of these pages are in a state in which the event is legal; the states that would follow."""
         after = _NEXT[event].take(self.states.take(pages))
-        illegal = after == _ILLEGAL
-        if illegal.any():
-            raise self._refused(event, int(pages[illegal.argmax()]), request_id)
+        if _ILLEGAL in (states := after.tobytes()):  # as bytes: of few pages, several times as fast as an array's `any`
+            raise self._refused(event, int(pages[states.index(_ILLEGAL)]), request_id)
         return after
 
     def advance(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:

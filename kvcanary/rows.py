@@ -27,6 +27,7 @@ class RowBook(RequestBook):
         self.pages = Pages(num_pages, null_pages)
         self.generations, self.owners, self.states = self.pages.generations, self.pages.owners, self.pages.states
         self.refcounts, self.history = self.pages.refcounts, self.pages.history
+        self._offsets = np.arange(page_size)
 
     def slot(self, request: Request, position: int) -> int:
         """The slot granted for a position, or -1."""
@@ -118,7 +119,7 @@ class RowBook(RequestBook):
         return [numbers[page] for page in pages]
 
     def _slots_of(self, pages: Array) -> bytes:
-        return (pages[:, None] * self.page_size + np.arange(self.page_size)).tobytes()
+        return (pages[:, None] * self.page_size + self._offsets).tobytes()
 
     def _expect_held(self, event: str, request: Request, pages: Array) -> None:
         """The event is legal for these pages, and they are in the row."""

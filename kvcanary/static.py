@@ -70,14 +70,15 @@ class StaticSubstep:
         return self._is_open
 
     def open(self) -> None:
-        """Before the body: judge what the forward writes, and where."""
+        """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open, self._has_looked = True, False
         self.layers.clear()
-        self._beside.join()  # the plan reads what the forward before it has sealed
-        self._launch.plan()
+        with self._beside.behind():  # of all that the forward before it has sealed
+            self._launch.plan()
         if self._engine_stores:
+            self._beside.join()
             self._launch.poison()
         if self._puts:
             self._look()
@@ -100,12 +101,13 @@ class StaticSubstep:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
-        self.layers.append(layer)
+        if not self.layers:
+            self._beside.join()  # the plan says where
         if not self._engine_stores:
             if k is None:
                 raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-            write = self._launch.put if self._puts else self._launch.store
-            write(layer, self.work.planned.safe_slots if slots is None else slots, k, v, extras=extras)
+            self._write(layer, slots, k, v, extras)
+        self.layers.append(layer)
         if layer == self._num_layers // 2:  # a graph that begins with branches begins late
             self._look()
 
@@ -140,6 +142,14 @@ class StaticSubstep:
             self._beside.join()
             self._claims.fill_(NO_CLAIM)
             self.work.times.zero_()
+
+    def _write(self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor | None, extras: tuple[Tensor, ...]) -> None:
+        where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
+        if self._puts:
+            launch.put(layer, where, k, v, extras=extras)
+        else:  # where it goes and how often it came is known since the plan, but for a layer that stores again
+            is_settled = slots is None and layer not in self.layers
+            launch.store(layer, where, k, v, extras=extras, is_settled=is_settled)
 
     def _look(self) -> None:
         """Once, beside the body: seal what the forward writes, judge what its rows read of earlier forwards."""

@@ -118,8 +118,10 @@ class Scheduler:
 
     def admit(self) -> list[Request]:
         """Move waiting requests to running, first come first served, while rows and pages last."""
-        admitted = []
+        admitted: list[Request] = []
         self._ratio = max(self._ratio - RATIO_DECAY, self._least_ratio)
+        if not self.waiting:
+            return admitted
         expected = [(request, self._expected_pages(request)) for request in self.running]
         while self.waiting and len(self.running) < self.max_running:
             expected.append((self.waiting[0], self._expected_pages(self.waiting[0])))

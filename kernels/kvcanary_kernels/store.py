@@ -41,6 +41,7 @@ def store(
     kept: Tensor,
     times: Tensor,
     num_live: Tensor | None = None,
+    is_settled: bool = False,
 ) -> None:
     """Write values into the rows of `slots` in one layer, and keep them. May be captured.
 
@@ -50,6 +51,8 @@ def store(
     kept:     [layers, n, words_per_row] int32 out, the rows' words as they were stored last
     times:    [layers, n] int64, += 1 where this layer was stored
     num_live: [1] int64, entries at and after it write nothing; None: all live
+    is_settled: slots, num_live and this layer's times were there before the launch that this one follows began, and
+              are read while that runs
     """
     values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     n = slots.numel()
@@ -71,6 +74,7 @@ def store(
         PIECES=rows.constants,
         ALIGNMENT=rows.alignment,
         HAS_LIVE=num_live is not None,
+        IS_SETTLED=is_settled,
         num_warps=TILE_WARPS,
         **overlap_options(slots.device),
     )
@@ -87,8 +91,9 @@ def store_torch(
     kept: Tensor,
     times: Tensor,
     num_live: Tensor | None = None,
+    is_settled: bool = False,
 ) -> None:
-    """The torch reference of `store`."""
+    """The torch reference of `store`, for which everything is settled."""
     values = _check(rows, layer, slots, k, v, extras, kept, times, num_live)
     entries = live_indices(slots, rows.num_slots, num_live)
     words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
@@ -115,20 +120,24 @@ def _store_kernel(
     PIECES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """A program a piece of a row: nothing that it reads depends on anything else that it reads."""
-    follow(OVERLAPS)
+    if not IS_SETTLED:
+        follow(OVERLAPS)
     i_n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + i_n)
     is_stored = (i_n < live_count(num_live, n, HAS_LIVE)) & (slot >= 0) & (slot < num_slots)
     i_layer = tl.zeros([], tl.int64) + layer
     i_kept = i_layer * n + i_n
     b_times = tl.load(times + i_kept)
+    base = tl.load(ptrs + tl.program_id(1) * num_layers + i_layer).to(tl.pointer_type(tl.int32))
+    base = tl.multiple_of(base, ALIGNMENT)
+    if IS_SETTLED:
+        follow(OVERLAPS)
     for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
         if tl.program_id(1) == i_piece:
-            base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
-            base = tl.multiple_of(base, ALIGNMENT)
             source = values[i_piece] + i_n * value_strides[i_piece]
             _store_piece(base, slot, source, kept + i_kept * WORDS, is_stored, PIECES, i_piece)
     if tl.program_id(1) == 0:

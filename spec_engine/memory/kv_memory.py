@@ -108,6 +108,7 @@ class KVMemory:
 
     def bring(self, what: str, requests: Iterable[Request]) -> None:
         """Have on the device what the next forward, ``what``, of these requests reads and writes."""
+        self.table.flush()
         if self.split is not None:
             self.split.bring(what, [SplitRow(r.request_id, r.pages, r.committed_len) for r in requests])
 

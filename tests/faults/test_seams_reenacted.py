@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+import torch
 
 from kvcanary import CanaryConfig, PlanError, faults
 from kvcanary.faults.catalogue import find
@@ -113,7 +114,7 @@ def append_cut_short(table, row, start, pages):
     """A slice of a row that is too narrow takes what fits, and says nothing."""
     table._filled[row] = start + len(pages) * table.page_size
     slots = table._slots_of(pages)[: table.width - start]
-    table.table[row, start : start + len(slots)] = slots
+    table.table[row, start : start + len(slots)] = torch.from_numpy(slots)
 
 
 @pytest.fixture

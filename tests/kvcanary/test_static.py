@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
 from kvcanary import launches as launches_module
 from kvcanary.bank import SubstepBank
+from kvcanary.beside import Beside
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.harvest import HITS_PER_CHECK
 from kvcanary.ops import KERNELS
@@ -207,6 +210,37 @@ def test_a_layer_that_stores_twice_is_a_duplicate(rig, decode, rows):
     assert told(harvest) == [("W4", 0, 0, -1, 9), ("W4", 1, 1, -1, 15)]
     rig.before_close = lambda: None
     assert rig.run(substep, clean(rig, rows), step=3).hits == []
+
+
+def test_the_first_store_waits_for_the_plan(rig, decode, rows, monkeypatch):
+    """What stands before it does not; a layer that stores again waits for all that has run, not for the plan alone."""
+    order: list[object] = []
+
+    class Noted(Beside):
+        @contextmanager
+        def behind(self) -> Iterator[None]:
+            order.append("beside")
+            with super().behind():
+                yield
+            order.append("back")
+
+        def join(self) -> None:
+            order.append("join")
+            super().join()
+
+    plan, store = decode._launch.plan, decode._launch.store
+
+    def noted_store(layer: int, *arguments: object, is_settled: bool, **more: object) -> None:
+        order.append((layer, is_settled))
+        store(layer, *arguments, is_settled=is_settled, **more)
+
+    monkeypatch.setattr(decode, "_beside", Noted(torch.device(rig.device)))
+    monkeypatch.setattr(decode._launch, "plan", lambda: (order.append("plan"), plan()))
+    monkeypatch.setattr(decode._launch, "store", noted_store)
+    rig.before_close = lambda: decode.store(0, *rig.values(0, decode.forward.tokens, decode.forward.positions))
+    rig.run(decode, clean(rig, rows), step=2)
+    assert order[:5] == ["beside", "plan", "back", "join", (0, True)]
+    assert [one for one in order if isinstance(one, tuple)] == [(0, True), (1, True), (0, False)]
 
 
 def test_padding_outside_null_slots(rig, decode, rows):

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from rich.console import Console
 from kvcanary_tools import console
 from kvcanary_tools.commands.serve import _tell
 from kvcanary_tools.watching import draw, look
+from spec_engine.server.options import ServerOptions
 
 ARGUMENTS = ["--port", "0", "--max-total-tokens", "2048", "--kv-canary", "log", "--api-key", "k", "--allow-faults"]
 
@@ -63,6 +65,25 @@ def test_it_says_how_to_reach_it(served) -> None:
     request = urllib.request.Request(f"{url_of(served)}/v1/completions", body.encode(), headers)
     with urllib.request.urlopen(request) as answer:
         assert json.load(answer)["choices"][0]["text"].startswith("    ")
+
+
+def test_what_is_loaded_is_not_looked_through_again(kvcanary, monkeypatch) -> None:
+    """A collection of all that a server has loaded stops a step for many times its length: none comes later."""
+    order: list[str] = []
+
+    def serve(server, listening) -> None:
+        listening.close()
+        order.append("served")
+
+    canary = SimpleNamespace(mode="off")
+    engine = SimpleNamespace(config=SimpleNamespace(canary=canary))
+    server = SimpleNamespace(options=ServerOptions(), model_name="m", worker=SimpleNamespace(engine=engine))
+    monkeypatch.setattr("spec_engine.Engine", lambda config: order.append("loaded"))
+    monkeypatch.setattr("spec_engine.server.serving.Server", lambda *arguments: server)
+    monkeypatch.setattr("spec_engine.server.serving.serve", serve)
+    monkeypatch.setattr("gc.freeze", lambda: order.append("frozen"))
+    assert kvcanary("serve", "--port", "0").exit_code == 0
+    assert order == ["loaded", "frozen", "served"]
 
 
 def test_a_busy_port_is_one_sentence(served, kvcanary) -> None:

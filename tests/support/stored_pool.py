@@ -128,9 +128,12 @@ def by_store(store: Callable[..., None], attest: Callable[..., None]) -> Way:
         slot_ids = torch.tensor(slots, dtype=torch.int64, device=pool.device)
         kept = torch.full((num_layers, n, pool.rows.words_per_row), POISON, dtype=torch.int32, device=pool.device)
         times = torch.zeros(num_layers, n, dtype=torch.int64, device=pool.device)
-        for layer in [layers] if isinstance(layers, int) else layers:
+        listed = [layers] if isinstance(layers, int) else layers
+        for number, layer in enumerate(listed):
             k, v, extras = _given(values, layer, place)
-            store(pool.rows, layer, slot_ids, k, v, extras=extras, kept=kept, times=times, **live)
+            is_settled = layer not in listed[:number] and layer % 2 == 0
+            options = {"kept": kept, "times": times, "is_settled": is_settled} | live
+            store(pool.rows, layer, slot_ids, k, v, extras=extras, **options)
         attest(kept_rows(pool.rows, kept), slot_ids, times=times, twice=twice, **pool.tables, **live)
         assert not times.any()
         return twice.tolist()

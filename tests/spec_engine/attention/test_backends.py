@@ -86,6 +86,7 @@ class World:
         rows = [self.table.acquire() for _ in lens]
         for row, count in zip(rows, counts, strict=True):
             self.table.append_pages(row, 0, [pages.pop() for _ in range(count)])
+        self.table.flush()
         requests = tuple(SimpleNamespace(row=row) for row in rows)
         ids = tuple(f"req-{row}" for row in rows)
         numbers = (self.tensor(rows), lens, self.tensor(lens), self.tensor([0] * len(lens)))

@@ -31,6 +31,7 @@ class Example:
         rows = [self.table.acquire() for _ in LENS]
         for row, pages in zip(rows, PAGES[page_size], strict=True):
             self.table.append_pages(row, 0, pages)
+        self.table.flush()
         requests = tuple(SimpleNamespace(row=row) for row in rows)
         self.batch = Batch(requests, ("A", "B"), torch.tensor(rows), LENS, torch.tensor(LENS), torch.zeros(2))
         positions = branch_positions(self.batch.lens_tensor, **self.layout)

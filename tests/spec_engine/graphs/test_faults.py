@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.graphs import forward as forward_module
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PROMPTS = ["def f(a):", "class A:", "import os"]
@@ -157,6 +159,52 @@ def test_padding_is_not_judged_where_its_check_is_switched_off():
     engine.request_table.table[0, 0] = slot_of(engine, 1, 0)
     assert "W9" not in {code for code, *_ in found(engine)}
     assert engine.canary.certificate()["inactive_classes"]["W9"] == "disabled"
+
+
+def test_a_slot_beyond_the_pool_is_read_as_the_null_slot(running):
+    """R2: the index builder leaves no stray address in a captured step, however far the table is off."""
+    running.request_table.table[running.running[1].row, 2] = 1 << 40
+    assert ("R2", "verify", 0, "req-1") in found(running)
+    assert running.step() != []
+
+
+def test_a_write_beyond_the_pool_stores_nothing(start):
+    """W1: the store refuses the slot, no byte of any pool but the forward's own changes, and the engine goes on."""
+    running = start(draft="none", **CAPTURED)
+    request, pool = running.running[1], running.pools["target"].kv
+    before, places = pool.clone(), [other.committed_len for other in running.running]
+    running.request_table.table[request.row, request.committed_len] = 1 << 40
+    assert "W1" in {code for code, *_ in found(running)}
+    own = {slot_of(running, number, place) for number, place in enumerate(places)}
+    changed = (pool != before).flatten(2).any(2).any(0).nonzero().flatten().tolist()
+    assert set(changed) <= own
+    assert running.step() != []
+
+
+def test_an_index_beyond_the_pool_does_not_stop_the_body(start, monkeypatch):
+    """R1, with an index builder that lets a stray slot pass: attention reads the null slot in its place.
+
+    The checks of what is read run beside the body, and the report comes when both are over.
+    """
+    strays: list[torch.Tensor] = []  # what the index array says in its third place; -1: what was built
+
+    def leaky(build: Callable[..., None]) -> Callable[..., None]:
+        def built(*args: torch.Tensor, kv_indices: torch.Tensor, **kwargs) -> None:
+            build(*args, kv_indices=kv_indices, **kwargs)
+            if not strays:  # before the capture
+                with torch.inference_mode(False):
+                    strays.append(torch.full((1,), -1, device=kv_indices.device))
+            kv_indices[2:3] = torch.where(strays[0] < 0, kv_indices[2:3], strays[0])
+
+        return built
+
+    for name in ("index_rows", "index_rows_torch"):
+        monkeypatch.setattr(forward_module, name, leaky(getattr(forward_module, name)))
+    running = start(draft="none", **CAPTURED)
+    strays[0].fill_(1 << 40)
+    assert ("R1", "decode", 1 << 40, "req-0") in found(running)
+    strays[0].fill_(-1)
+    assert running.step() != []
 
 
 def test_a_length_that_the_device_has_wrong(running):

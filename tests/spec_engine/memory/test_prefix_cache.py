@@ -46,6 +46,7 @@ def grow(cache: PrefixCache, request: Holder, num_pages: int) -> None:
     cache.make_room(missing)
     pages = cache.allocator.allocate(missing)
     cache.table.append_pages(request.row, len(request.pages) * cache.table.page_size, pages)
+    cache.table.flush()
     request.pages += pages
 
 
@@ -73,6 +74,7 @@ def test_a_cached_prefix_is_the_head_of_a_row():
     request = Holder("req-1", cache.table.acquire())
     assert cache.acquire(request, [5] * 9) == 8
     assert (request.pages, request.num_shared) == ([1, 2], 2)
+    cache.table.flush()
     assert cache.table.table[request.row, :8].tolist() == list(range(4, 12))
     assert cache.accounting([request]).protected == 2
     close(cache, request)
@@ -95,6 +97,7 @@ def test_a_request_that_goes_on_takes_the_tree_s_pages_for_its_duplicates():
     result = cache.publish(second, tokens, committed_len=9)
     assert (result.added, result.duplicates) == ([], [5, 6])
     assert (second.pages, second.num_shared) == ([1, 2, 7, 8], 2)
+    cache.table.flush()
     assert cache.table.table[second.row, :12].tolist() == [*range(4, 12), *range(28, 32)]
     assert cache.allocator.references[1] == 3
     close(cache, first, second)
@@ -265,6 +268,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def rows_read_their_own_tokens(self) -> None:
+        self.cache.table.flush()
         for request, tokens in self.live.items():
             slots = self.cache.table.table[request.row, : 2 * len(request.pages)].tolist()
             assert slots == [2 * page + offset for page in request.pages for offset in (0, 1)]

@@ -12,6 +12,7 @@ from kvcanary.invariants import (
     RowsExhaustedError,
 )
 from spec_engine.memory.request_table import RequestTable
+from spec_engine.transfer import to_device
 
 
 def table() -> RequestTable:
@@ -19,11 +20,34 @@ def table() -> RequestTable:
 
 
 def test_append_pages_writes_the_slots_of_whole_pages():
-    """Page 3 then page 1 at columns 0 to 7."""
+    """Page 3 then page 1 at columns 0 to 7, from the flush on."""
     rows = table()
     row = rows.acquire()
     rows.append_pages(row, 0, [3, 1])
+    rows.flush()
     assert rows.table[row, :8].tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
+
+
+def test_flush_writes_the_rows_of_a_step_together(monkeypatch):
+    """However many rows have grown, the device is told once, and of nothing twice."""
+    copies = []
+
+    def copied(numbers, device):
+        copies.append(numbers)
+        return to_device(numbers, device)
+
+    monkeypatch.setattr("spec_engine.memory.request_table.to_device", copied)
+    rows = table()
+    one, other = rows.acquire(), rows.acquire()
+    rows.append_pages(one, 0, [3])
+    rows.append_pages(other, 0, [2])
+    rows.append_pages(one, 4, [1])
+    assert not rows.table.any()
+    rows.flush()
+    rows.flush()
+    assert rows.table[one].tolist() == [12, 13, 14, 15, 4, 5, 6, 7, 0, 0]
+    assert rows.table[other].tolist() == [8, 9, 10, 11, 0, 0, 0, 0, 0, 0]
+    assert len(copies) == 1
 
 
 def test_append_pages_refuses_to_run_over_the_row():
@@ -32,6 +56,7 @@ def test_append_pages_refuses_to_run_over_the_row():
     row = rows.acquire()
     with pytest.raises(RowOverflowError, match="columns \\[8, 12\\), its width is 10"):
         rows.append_pages(row, 8, [1])
+    rows.flush()
     assert not rows.table.any()
 
 
@@ -41,6 +66,7 @@ def test_release_clears_the_row():
     row = rows.acquire()
     rows.append_pages(row, 0, [1])
     rows.release(row)
+    rows.flush()
     assert not rows.table.any()
     assert {rows.acquire(), rows.acquire()} == {1, 2}
 
@@ -53,6 +79,7 @@ def test_append_pages_refuses_to_skip_or_to_overwrite_columns(start):
     rows.append_pages(row, 0, [2])
     with pytest.raises(RowGapError, match=f"filled to column 4, pages of 4 slots appended at column {start}"):
         rows.append_pages(row, start, [1])
+    rows.flush()
     assert rows.table[row, 4:].tolist() == [0] * 6
 
 
@@ -89,6 +116,7 @@ def test_replace_pages_writes_over_the_head_of_a_row():
     row = rows.acquire()
     rows.append_pages(row, 0, [3, 1])
     rows.replace_pages(row, [2])
+    rows.flush()
     assert rows.table[row, :8].tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
 
 
@@ -101,4 +129,5 @@ def test_replace_pages_stays_within_what_the_row_has():
         rows.replace_pages(row, [2, 1])
     with pytest.raises(RowOwnershipError):
         rows.replace_pages(2 if row == 1 else 1, [])
+    rows.flush()
     assert rows.table[row, :4].tolist() == [12, 13, 14, 15]

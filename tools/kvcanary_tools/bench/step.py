@@ -3,7 +3,7 @@
 Random weights of Llama-3-8B's shape in bf16, made on the device; 1 and 64 requests of 4,096 tokens, the pool full,
 overlap schedule. An engine without a canary takes turns with one of ``content=write`` and one of the default rolling
 check, some rounds of STEPS steps each; a step is timed from the host, with the device idle before the first and after
-the last.
+the last. Then they are made anew in another order, until each has had every place in the device's memory.
 The floor is the bytes that a step must read over what a plain read of the same device reaches in the same run.
 """
 
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ LLAMA_8B = {
 }
 PROMPT_LEN, PAGE_SIZE = 4096, 16
 BATCHES = (1, 64)
-ROUNDS, STEPS, WARM_STEPS = 8, 48, 8  # ROUNDS: unless others are asked for
+ROUNDS, STEPS, WARM_STEPS = 3, 48, 8  # ROUNDS: unless others are asked for
 Module = TypeVar("Module", bound=torch.nn.Module)
 CANARIES = {
     "off": CanaryConfig(mode="off"),
@@ -53,17 +53,18 @@ CANARIES = {
 }
 
 
-def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS) -> None:
+def main(batches: Sequence[int] = BATCHES, rounds: int = ROUNDS, places: int = len(CANARIES)) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.step measures a CUDA device, and there is none here")
     model = random_decoder(LLAMA_8B)
     ceiling = read_ceiling() / 1e12
-    rows = [_one_batch(size, model, ceiling, rounds) for size in batches]
+    rows = [_one_batch(size, model, ceiling, rounds, places) for size in batches]
     result = {
         "what": f"milliseconds of a decode step, {PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
         "machine": machine() | device(),
         "read_tb_s": round(ceiling, 3),
         "rounds": rounds,
+        "places": places,
         "steps": STEPS,
         "rows": rows,
     }
@@ -104,8 +105,8 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
-def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
-    seconds, certificates = _turns(size, model, rounds)
+def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int, places: int) -> dict:
+    seconds, certificates = _turns(size, model, rounds, places)
     off = median(seconds["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
     config = model.config
@@ -121,13 +122,37 @@ def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int) -> dict:
     }
 
 
-def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Seconds of a step by round, of every engine of CANARIES, and the certificates; their pools fit together."""
+def _turns(size: int, model: Decoder, rounds: int, places: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Seconds of a step by round, of every engine of CANARIES, and the certificates of the last.
+
+    places: that each has in the device's memory, one after another: they are made in so many orders, the first of one
+            is the last of the next. A round's seconds are the mean over these orders
+    """
+    names, certificates = list(CANARIES), dict[str, dict]()
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    for first in range(places):
+        order = names[first:] + names[:first]
+        turns, certificates = _one_order(size, model, order, rounds)
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+        for name in names:
+            seconds[name].append(turns[name])
+    means = {name: [fmean(each) for each in zip(*orders, strict=True)] for name, orders in seconds.items()}
+    return means, {name: certificates[name] for name in names if name in certificates}
+
+
+def _one_order(
+    size: int, model: Decoder, names: Sequence[str], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Engines made in this order, whose pools fit together."""
     engines = {}
-    for name, canary in CANARIES.items():
+    for name in names:
         progress(f"batch {size}: prompts, canary {name}")
-        engines[name] = make_engine(size, model, canary, rounds)
+        engines[name] = make_engine(size, model, CANARIES[name], rounds)
         fill(engines[name], size, rounds)
+    gc.collect()
+    gc.freeze()  # as `kvcanary serve` does
     progress(f"batch {size}: {rounds} rounds of {STEPS} steps")
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
@@ -135,9 +160,6 @@ def _turns(size: int, model: Decoder, rounds: int) -> tuple[dict[str, list[float
         for name, engine in order if number % 2 else reversed(order):
             seconds[name].append(timed(engine))
     certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
-    engines.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
     return seconds, certificates
 
 
@@ -199,6 +221,12 @@ def timed(engine: Engine) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, action="append", help="requests in a step; by default 1 and 64")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of each engine; by default {ROUNDS}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns in each place; by default {ROUNDS}")
+    orders = {
+        "choices": range(1, len(CANARIES) + 1),
+        "default": len(CANARIES),
+        "help": "by default one for each engine",
+    }
+    parser.add_argument("--places", type=int, **orders)
     arguments = parser.parse_args()
-    main(arguments.batch or BATCHES, arguments.rounds)
+    main(arguments.batch or BATCHES, arguments.rounds, arguments.places)

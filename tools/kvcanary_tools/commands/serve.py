@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,8 @@ def command(ctx: click.Context, **options: Any) -> None:
         except BaseException:
             listening.close()
             raise
+    gc.collect()
+    gc.freeze()  # what is loaded stays, and no later collection stops a step to look through it
     _greet(server, url_of(listening))
     ctx.exit(_tell(serve(server, listening)))
 
