@@ -24,6 +24,7 @@ def forward_of(lens: tuple[int, ...], new_lens: tuple[int, ...], tokens: torch.T
     rows = [table.acquire() for _ in lens]
     for row in rows:
         table.append_pages(row, 0, [2 * row, 2 * row + 1])
+    table.flush()
     requests = tuple(SimpleNamespace(row=row) for row in rows)
     ids, nobody = tuple(f"req-{row}" for row in rows), torch.zeros(len(rows), dtype=torch.int64)
     batch = Batch(requests, ids, torch.tensor(rows), lens, torch.tensor(lens), nobody)
