@@ -147,8 +147,9 @@ class StaticSubstep:
         where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
         if self._puts:
             launch.put(layer, where, k, v, extras=extras)
-        else:  # where it goes and how often it came is known since the plan, but for a layer that stores again
-            is_settled = slots is None and layer not in self.layers
+        else:
+            # where it goes and how often it came: known since the plan, for which the first store waits
+            is_settled = slots is None and bool(self.layers) and layer not in self.layers
             launch.store(layer, where, k, v, extras=extras, is_settled=is_settled)
 
     def _look(self) -> None:
