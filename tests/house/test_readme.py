@@ -223,6 +223,13 @@ def test_readme_quotes_what_the_flight_recorder_costs(root: Path) -> None:
         assert f"| {shares} |" in line
 
 
+def test_readme_quotes_what_is_added_to_transformers(root: Path) -> None:
+    """Seconds of `generate` with the canary over without."""
+    readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
+    ratios = json.loads((results / "cpu_transformers.json").read_text(encoding="utf-8"))["ratios"]
+    assert f"| {ratios['rolling']:.2f}, {ratios['full']:.2f} |" in readme
+
+
 def test_readme_quotes_what_was_measured_inside_vllm(root: Path) -> None:
     """Without and with EAGLE: findings, outputs that are equal, throughput."""
     results = root / "tools" / "kvcanary_tools" / "bench" / "results"
