@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ def to_device(
 
     On CUDA the copy runs behind what the device was given before, and nobody waits.
     """
-    host = pinned(np.array(numbers, _TYPES[dtype]), device)  # of a long list, several times as fast as torch.tensor
-    return host if device.type != "cuda" else host.to(device, non_blocking=True)
+    host = torch.from_numpy(np.array(numbers, _TYPES[dtype]))  # of a long list, several times as fast as torch.tensor
+    return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
 
 
 def together(parts: Sequence[Sequence[int] | Ints], device: torch.device) -> list[Tensor]:
@@ -38,9 +37,3 @@ def together(parts: Sequence[Sequence[int] | Ints], device: torch.device) -> lis
         packed[first : first + len(part)] = part
     there = to_device(packed, device)
     return [there.narrow(0, first, len(part)) for part, first in zip(parts, firsts, strict=False)]
-
-
-def pinned(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """The same numbers where a copy to the device may read them behind the host's back."""
-    host = torch.from_numpy(numbers)
-    return host.pin_memory() if device.type == "cuda" else host

@@ -39,14 +39,7 @@ def test_bytes_are_read_before_they_are_shared(make_engine):
 
 def test_cached_pages_are_read_in_turn(make_engine):
     """Every page that only the cache holds is read within a rotation."""
-    engine = make_engine(content="rolling", num_pages=400)
-    engine.start("one", 64)
-    engine.start("two", 5)
-    engine.step()
-    pages = engine.rows["one"].pages[:16]
-    engine.canary.on_share("one", pages)
-    engine.canary.release("one")
-    engine.canary.on_free("one", engine.rows.pop("one").pages)
+    engine, pages = cached(make_engine, content="rolling")
     for _ in range(3 * ROTATION_STEPS):
         engine.decode("two")
     assert engine.canary.certificate()["max_unread_steps"] <= ROTATION_STEPS

@@ -49,10 +49,10 @@ def test_a_draft_substep_may_take_four_microseconds_or_one_percent() -> None:
 def test_they_go_between_their_marks(tmp_path) -> None:
     """What stood there before is gone; a page without marks is refused."""
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{bars.BEGIN}\nold\n{bars.END}\nbehind\n")
+    page.write_text(f"before\n{bars.BEGIN}\nwhat stood there\n{bars.END}\nbehind\n")
     bars.write_page(page)
     text = page.read_text()
-    assert (text.startswith("before\n"), text.endswith("\nbehind\n"), "old" in text) == (True, True, False)
+    assert (text.startswith("before\n"), text.endswith("\nbehind\n"), "what stood there" in text) == (True, True, False)
     page.write_text("no mark")
     with pytest.raises(ValueError, match="must have a line <!-- bars: begin -->"):
         bars.write_page(page)

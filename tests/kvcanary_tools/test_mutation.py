@@ -15,6 +15,7 @@ from kvcanary_tools.mutation.areas import AREAS, area_of, digest, references
 from kvcanary_tools.mutation.running import Outcome
 from kvcanary_tools.mutation.subset import LEFT_OUT, MOST_SECONDS, TESTS
 
+NEWER = {"kvcanary_kernels/attention/merging.py"}  # than the record: the next whole run takes them in
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / report.EXPLANATIONS.parent
 COUNTS = ("sample", "killed")
@@ -57,9 +58,9 @@ def test_every_survivor_is_explained(record):
 
 
 def test_what_is_mutated_exists(record):
-    """Five areas, files that are there, some of them newer than the record, and tests that are there."""
-    assert all(set(row["files"]) <= set(AREAS[row["area"]]) for row in record["areas"])
-    assert [row["area"] for row in record["areas"]] == list(AREAS)
+    """Five areas, files that are there, of which NEWER are no part of the record yet, and tests that are there."""
+    wanted = {area: tuple(file for file in files if file not in NEWER) for area, files in AREAS.items()}
+    assert {row["area"]: tuple(row["files"]) for row in record["areas"]} == wanted
     assert list(AREAS) == ["findings", "ledger", "record", "diagnosis", "references"]
     assert [file for files in AREAS.values() for file in files if not source_of(file).is_file()] == []
     assert [name for name in TESTS if not (ROOT / name).is_file()] == []
