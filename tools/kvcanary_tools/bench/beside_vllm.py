@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from kvcanary_tools.bench import step
-from kvcanary_tools.bench.common import machine, progress, save, spread
+from kvcanary_tools.bench.common import machine, progress, save, settled, spread
 from kvcanary_tools.bench.gpu import device
 from kvcanary_tools.bench.prefill import CHUNK, FEW_TOKENS
 from spec_engine.metrics import Metrics
@@ -90,9 +90,7 @@ def main(deadline: float = DEADLINE) -> None:
     for size in SIZES:
         for canary in CANARIES:
             ours = Ours(canary, size, model)
-            for row in compare(
-                size, theirs, ours, PREFILL_ROUNDS[size], lambda: time.perf_counter() - started > deadline
-            ):
+            for row in compare(size, theirs, ours, PREFILL_ROUNDS[size], is_late):
                 row = {"requests": size, "canary": canary, **row}
                 result["rows"].append(row)
                 save(NAME, result)
@@ -148,12 +146,13 @@ def _turns(
 ) -> dict[str, Any]:
     """Each round has both; at least one is run."""
     seconds: dict[str, list[float]] = {"vllm": [], "ours": []}
-    for number in range(rounds):
-        if number and is_late():
-            break
-        order = [("vllm", theirs), ("ours", ours)]
-        for name, served in order if number % 2 == 0 else reversed(order):
-            seconds[name].append(run(served))
+    order = [("vllm", theirs), ("ours", ours)]
+    with settled():
+        for number in range(rounds):
+            if number and is_late():
+                break
+            for name, served in order if number % 2 == 0 else reversed(order):
+                seconds[name].append(run(served))
     return {
         "rounds": len(seconds["ours"]),
         "vllm_ms": round(1e3 * median(seconds["vllm"]), 4),

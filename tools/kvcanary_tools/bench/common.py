@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +55,17 @@ def run_pass(
         for engine in order if turn % 2 == 0 else reversed(order):  # neither always runs on the other's warm caches
             engine.generate(batch, params)
     return {name: _timing(engine.metrics) for name, engine in engines.items()}
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """No search for garbage within looks at what was made by now, as in `kvcanary serve`: steps would stand still."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _timing(metrics: Metrics) -> Timing:

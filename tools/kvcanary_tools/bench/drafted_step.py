@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kvcanary_tools.bench import step
-from kvcanary_tools.bench.common import added, machine, progress, save, spread, told
+from kvcanary_tools.bench.common import added, machine, progress, save, settled, spread, told
 from kvcanary_tools.bench.gpu import device
 from spec_engine import Engine
 from spec_engine.graphs.forward import StaticForward
@@ -89,10 +89,11 @@ def measure(drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, **
             engines[name] = _engine(name, size, model, head, rounds, DRAFTS[drafts] | settings)
     progress(f"{drafts} x {size}: {rounds} rounds of {step.STEPS} steps")
     seconds, substeps = ({name: [] for name in names} for _ in range(2))
-    for number in range(rounds):
-        for name in names if number % 2 else reversed(names):
-            seconds[name].append(step.timed(engines[name]))
-            substeps[name].append(_substep(engines[name], marks[name]))
+    with settled():
+        for number in range(rounds):
+            for name in names if number % 2 else reversed(names):
+                seconds[name].append(step.timed(engines[name]))
+                substeps[name].append(_substep(engines[name], marks[name]))
     off = engines["off"].metrics
     row = {
         "drafts": drafts,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvcanary_tools.bench import step
-from kvcanary_tools.bench.common import added, machine, progress, save
+from kvcanary_tools.bench.common import added, machine, progress, save, settled
 from kvcanary_tools.bench.gpu import device
 from spec_engine.models.decoder import Decoder
 
@@ -61,9 +61,10 @@ def measure(size: int, tokens: int, times: int, model: Decoder, rounds: int, **s
         engines[name] = step.make_engine(size, model, canary, rounds, max_total_tokens=slots, **settings)
         step.fill(engines[name], size, rounds, tokens)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds):
-        for name in engines if number % 2 else reversed(engines):
-            seconds[name].append(step.timed(engines[name]))
+    with settled():
+        for number in range(rounds):
+            for name in engines if number % 2 else reversed(engines):
+                seconds[name].append(step.timed(engines[name]))
     row = {
         "requests": size,
         "tokens": tokens,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save, spread, told
+from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
 from kvcanary_tools.bench.gpu import device, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
@@ -133,7 +133,6 @@ def _turns(size: int, model: Decoder, rounds: int, places: int) -> tuple[dict[st
     for first in range(places):
         order = names[first:] + names[:first]
         turns, certificates = _one_order(size, model, order, rounds)
-        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
         for name in names:
@@ -151,14 +150,13 @@ def _one_order(
         progress(f"batch {size}: prompts, canary {name}")
         engines[name] = make_engine(size, model, CANARIES[name], rounds)
         fill(engines[name], size, rounds)
-    gc.collect()
-    gc.freeze()  # as `kvcanary serve` does
     progress(f"batch {size}: {rounds} rounds of {STEPS} steps")
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds):
-        order = list(engines.items())
-        for name, engine in order if number % 2 else reversed(order):
-            seconds[name].append(timed(engine))
+    with settled():
+        for number in range(rounds):
+            order = list(engines.items())
+            for name, engine in order if number % 2 else reversed(order):
+                seconds[name].append(timed(engine))
     certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
     return seconds, certificates
 
