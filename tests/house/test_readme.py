@@ -169,6 +169,16 @@ def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
         assert f"| {', '.join(figures)} |" in readme
 
 
+def test_readme_quotes_our_engine_beside_vllm(root: Path) -> None:
+    """Our time over theirs, without a canary and with one."""
+    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_beside_vllm.json"
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    cases = [(of, requests) for of in ("prefill", "decode") for requests in (1, 64)]
+    ratios = {(row["canary"], row["of"], row["requests"]): f"{row['ratio']['median']:.2f}" for row in rows}
+    sides = [", ".join(ratios[(canary, *case)] for case in cases) for canary in ("off", "rolling")]
+    assert f"| {'; '.join(sides)} |" in README.read_text(encoding="utf-8")
+
+
 def test_readme_quotes_steps_with_drafts_and_pools_of_all_sizes(root: Path) -> None:
     """The canary on over off, what it adds to a draft substep, and what to a step by the pool's size."""
     readme, results = README.read_text(encoding="utf-8"), root / "tools" / "kvcanary_tools" / "bench" / "results"
