@@ -10,7 +10,7 @@ from kvcanary.faults.reach import leave_a_map_entry
 from kvcanary.faults.target import Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 NEEDS = {
     "on_device": 2,
@@ -32,12 +32,14 @@ def _has_room(setup: Setup) -> bool:
     return setup.page_size > setup.num_steps + 1 and 2 * setup.page_size <= setup.prompt_len
 
 
-def _not_copied(pages: Sequence[int]) -> Sequence[int]:
-    return ()
+def _not_copied(pages: Sequence[int], *, is_there: Callable[[], bool]) -> Sequence[int]:
+    """Where the same bytes lie already, still or of a head that prompts share, what is not copied is not missed."""
+    return pages if is_there() else ()
 
 
-def _next_page(own: Sequence[int], *, num_own_pages: int) -> list[int]:
-    return [page % num_own_pages + 1 for page in own]
+def _next_page(own: Sequence[int], *, num_own_pages: int, is_there: Callable[[], bool]) -> Sequence[int]:
+    """Where the same bytes lie already, the copy goes there: no row would read what it should not."""
+    return own if is_there() else [page % num_own_pages + 1 for page in own]
 
 
 FAULTS = (
@@ -46,7 +48,7 @@ FAULTS = (
         story="A page that lay on the host was given a place on the device, and its bytes were never copied there: the "
         "forward read what the page before had left.",
         expected="T1",
-        applies_to="split pools",
+        applies_to="split pools, pages whose bytes do not lie where they go",
         needs=NEEDS,
         applies=_has_room,
         perturb=_not_copied,
@@ -59,7 +61,7 @@ FAULTS = (
         "did whoever had those places.",
         expected="T1",
         also=("R9",),
-        applies_to="split pools",
+        applies_to="split pools, pages whose bytes do not lie where they go",
         needs=NEEDS,
         applies=_has_room,
         perturb=_next_page,

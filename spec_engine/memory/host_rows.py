@@ -40,6 +40,14 @@ class HostRows:
                 rows[first:end].copy_(host[place : place + end - first], non_blocking=True)
             part[:, own] = rows.transpose(0, 1)
 
+    def lie_in(self, places: Tensor, slots: Tensor) -> bool:
+        """Whether the pool's ``slots [n]`` hold rows ``places [n]`` bit for bit; the host waits for the device."""
+        own = slots.to(self._pool.kv.device)
+        return all(
+            torch.equal(_bytes(part[:, own].transpose(0, 1).cpu()), _bytes(host[places]))
+            for host, part in zip(self.parts, self._pool.parts, strict=True)
+        )
+
 
 def slots_of(pages: Sequence[int], page_size: int) -> Tensor:
     """``[len(pages) * page_size] int64``: the slots of these pages, in order."""
@@ -49,6 +57,10 @@ def slots_of(pages: Sequence[int], page_size: int) -> Tensor:
 def _host_part(part: Tensor, num_rows: int) -> Tensor:
     layers, _, *shape = part.shape
     return torch.zeros(num_rows, layers, *shape, dtype=part.dtype, pin_memory=part.is_cuda)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
 
 
 def _runs(places: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -181,9 +182,10 @@ class SplitPool(PageAllocator):
             self._load(back)
 
     def _load(self, pages: list[int]) -> None:
-        copied = seam("split.swap_in_skipped", pages)
+        is_there = partial(self._is_there, pages)
+        copied = seam("split.swap_in_skipped", pages, is_there=is_there)
         own = [self._places[page] for page in copied]
-        own = seam("split.swap_in_elsewhere", own, num_own_pages=self.num_own_pages)
+        own = seam("split.swap_in_elsewhere", own, is_there=is_there, num_own_pages=self.num_own_pages)
         places, target = slots_of(copied, self.page_size), slots_of(own, self.page_size)
         side = self._streams.behind_main(STREAM)
         operation = lambda: self._host.load(places, target)  # noqa: E731
@@ -192,6 +194,11 @@ class SplitPool(PageAllocator):
         if self._canary is not None:
             self._canary.on_swap_in(GROUP, pages, [self._saved[page] for page in pages])
         self.num_swapped_in += len(pages)
+
+    def _is_there(self, pages: Sequence[int]) -> bool:
+        """Whether their places hold what the host has of them, as where equal pages lay, or nobody has been since."""
+        own = [self._places[page] for page in pages]
+        return self._host.lie_in(slots_of(pages, self.page_size), slots_of(own, self.page_size))
 
 
 def _names(pages: Sequence[int]) -> list[str]:

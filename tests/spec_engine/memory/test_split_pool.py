@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcanary import CanaryConfig, CanaryManager
+from kvcanary.faults import arm
 from kvcanary.invariants import PageLeakError, PoolExhaustedError, ResidencyError
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.extend import alloc_extend
@@ -182,6 +183,24 @@ def test_the_canary_tells_a_forward_that_does_not_wait(monkeypatch, waits):
     told = [finding.found["access"].split(" (")[0] for finding in rig.canary.findings if finding.code == "O1"]
     late = [f"'decode' on stream main touches page {page} without waiting for 'swap in'" for page in rows["one"]]
     assert told == ([] if waits else late)
+
+
+@pytest.mark.parametrize("fault", ["split.swap_in_skipped", "split.swap_in_elsewhere"])
+def test_only_a_copy_that_is_missed_is_a_fault(fault):
+    """Where the bytes lie already an armed fault does nothing; where others lie it strikes, and they stay."""
+    rig = Rig()
+    one, two = rig.start(8), rig.start(8)
+    rig.kv.kv.fill_(1.0)
+    for pages in (one, two):
+        rig.bring(pages)
+    with arm(fault) as armed:
+        for value in (1.0, 2.0):
+            rig.kv.kv.fill_(value)
+            for pages in (one, two):
+                rig.bring(pages, first_new=8)
+            assert armed.num_asked
+            assert (armed.num_strikes > 0) == (value == 2.0)
+            assert rig.read(one if value == 1.0 else two)[0] == value
 
 
 def test_pages_are_free_when_nothing_is_on_its_way_to_them():
