@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 from kvcanary.groups import window_start
+from kvcanary.hits import Hit
 from kvcanary.sites import TREE_KINDS, site_name, unpack_site
 from kvcanary_kernels.record import LOAD_FAILED, LOADING, NEVER_WRITTEN
 
@@ -193,8 +194,18 @@ def neighbours_prefix(facts: Facts) -> Cause | None:
     own = [hit for hit in facts.incident if hit.row == facts.hit.row]
     if facts.own_position is not None or facts.owner is None or any(hit.code == "R4" for hit in own):
         return None
-    evidence = (f"what lies there is of the same position of {facts.owner!r}",)
+    evidence = (f"what lies there is of the same position of {facts.owner!r}", *_half_a_page(facts, own))
     return Cause("identity", f"the row of {facts.owner!r} was read, as far as it differs", "inferred", evidence)
+
+
+def _half_a_page(facts: Facts, own: list[Hit]) -> tuple[str, ...]:
+    """Another's from the head of a page on, and the rest of that page the row's own: no entry of a table leads so."""
+    first, size = facts.hit.position, facts.hit.pool.view.page_size
+    last = max(hit.until or hit.position or 0 for hit in own if hit.code == "R8")
+    goes_on = any(hit.code == "R5" and hit.position == last + 1 for hit in own)
+    if first is None or first % size or last == first or not (last + 1) % size or not goes_on:
+        return ()
+    return (f"entries {first} to {last} are, and {last + 1}, which is on the same page of the row, is not",)
 
 
 def place_of_two(facts: Facts) -> Cause | None:

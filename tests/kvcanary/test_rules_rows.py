@@ -17,6 +17,8 @@ LOAD = "a load failed, still runs or brought less, and its hit was counted"
 OWN_GRANT = "the entry is of this grant, layer {} is not marked as stored"
 TWO_ROWS = (a_hit(position=8, found_position=9), a_hit(position=9, found_position=10))
 WINDOW = {"view": {"window": 8}, "until": 15}
+R8_AT_4 = a_hit(code="R8", position=4, until=5)
+HALF = "entries {} to {} are, and {}, which is on the same page of the row, is not"
 GONE = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
 
 SAID = [
@@ -285,6 +287,28 @@ SAID = [
             "inferred",
             ("what lies there is of the same position of 'you'",),
         ),
+    ),
+    *(
+        (
+            rows.neighbours_prefix,
+            shown(*incident, owner="you"),
+            Cause(
+                "identity",
+                "the row of 'you' was read, as far as it differs",
+                "inferred",
+                ("what lies there is of the same position of 'you'", *more),
+            ),
+        )
+        for more, incident in (
+            ((HALF.format(4, 5, 6),), [R8_AT_4, a_hit(code="R5", position=6)]),
+            ((HALF.format(4, 6, 7),), [R8_AT_4, a_hit(code="R8", position=6), a_hit(code="R5", position=7)]),
+            ((), [R8_AT_4]),
+            ((), [R8_AT_4, a_hit(code="R5", position=7)]),
+            ((), [R8_AT_4, a_hit(code="R5", position=6, row=(0, "other"))]),
+            ((), [a_hit(code="R8", position=4, until=7), a_hit(code="R5", position=8)]),
+            ((), [a_hit(code="R8", position=4), a_hit(code="R5", position=5)]),
+            ((), [a_hit(code="R8", position=5, until=6), a_hit(code="R5", position=7)]),
+        )
     ),
     (rows.place_of_two, shown(a_hit(code="R8")), None),
     (
