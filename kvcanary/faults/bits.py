@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcanary.faults.fault import UNDECLARED, Fault
-from kvcanary.faults.harmless import never_granted, noise_in_a_free_page
+from kvcanary.faults.harmless import noise_in_a_free_page
 from kvcanary.faults.reach import (
     Entry,
     any_entry,
@@ -23,6 +23,7 @@ from kvcanary.faults.reach import (
     root_forward,
     words_of,
 )
+from kvcanary.faults.recycling import never_granted
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:

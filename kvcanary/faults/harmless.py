@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcanary.faults.reach import SPREAD_BITS, any_layer, change, root_forward, submit_prompt
-from kvcanary.faults.recycling import grant_again, recycle
+from kvcanary.faults.reach import SPREAD_BITS, any_layer, any_reader, change, is_private, root_forward, submit_prompt
+from kvcanary.faults.recycling import grant_again, never_granted, recycle
 from kvcanary.faults.target import Call, Move, Target
 
 if TYPE_CHECKING:
@@ -41,12 +41,6 @@ def noise_in_a_free_page(target: Target) -> bool:
     change(view, any_layer(target, view), free * view.page_size, lambda words: words ^ noise)
     target.record(code="")
     return True
-
-
-def never_granted(target: Target) -> int | None:
-    """The last of the free pages, if nobody has ever had it."""
-    free = target.free_pages()
-    return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
 
 
 def recycle_as_it_is(target: Target) -> bool:
@@ -142,4 +136,29 @@ def map_nothing_elsewhere(target: Target) -> bool:
     page, other = (number * size for number in (free[-1], target.running()[0].pages[-1]))
     view.slot_map[page : page + size] = view.slot_map[other : other + size].clone()
     target.record(code="")
+    return True
+
+
+def remove_the_child_first(target: Target) -> bool:
+    """A row is forked, and the one that was forked from it ends first: its pages are the other's again."""
+    reader = any_reader(target)
+    whole = 0 if reader is None else reader.committed_len // target.setup.page_size
+    if reader is None or not whole or not all(is_private(target, page) for page in reader.pages[:whole]):
+        return False
+    canary, pages = target.canary, list(reader.pages[:whole])
+    target.record(code="")
+    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens)
+    canary.on_fork(reader.request_id, VISITOR, pages)
+    canary.on_free(VISITOR, pages)
+    return True
+
+
+def work_on_a_current_page(target: Target) -> bool:
+    """A copy is planned for the grant that its page has, and has come to its end before anybody goes on."""
+    reader = any_reader(target)
+    if reader is None:
+        return False
+    page, tickets = target.rng.choice(reader.pages), target.canary.tickets
+    target.record(code="")
+    tickets.complete(tickets.issue("save", "connector", reads={page: int(target.canary._ledger.generations[page])}))
     return True

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvcanary.faults.fault import UNDECLARED, Fault, everywhere
+from kvcanary.faults.fault import Fault, everywhere
+from kvcanary.faults.freeing import (
+    free_a_page_that_is_read,
+    free_by_an_old_key,
+    free_slots_for_pages,
+    free_the_halves_of_a_page,
+    grant_a_page_that_is_read,
+    save_an_old_list,
+)
 from kvcanary.faults.harmless import (
     come_and_go,
     edit_behind_the_end,
@@ -14,16 +22,24 @@ from kvcanary.faults.harmless import (
     lengthen_plans,
     noise_in_a_free_page,
     recycle_as_it_is,
+    remove_the_child_first,
+    work_on_a_current_page,
 )
-from kvcanary.faults.reach import any_layer, any_reader, change, is_private, redirect, root_forward, written_of
-from kvcanary.faults.recycling import grant_again, recycle, wait_out
-from kvcanary.faults.target import Call, Running, Setup, Target
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-NOISE_BITS = 22  # of each word that changes: what lies there stays finite
-CHILD = "child"
+from kvcanary.faults.holding import (
+    cache_a_freed_page,
+    evict_a_locked_page,
+    hit_a_row_that_was_reused,
+    remove_the_parent_first,
+    write_what_is_published,
+)
+from kvcanary.faults.landing import (
+    end_during_a_transfer,
+    land_in_a_freed_page,
+    land_in_a_granted_page,
+    rewrite_a_row,
+    write_after_the_end,
+)
+from kvcanary.faults.target import Setup
 
 
 def _twice(pages: Sequence[int]) -> Sequence[int]:
@@ -36,276 +52,6 @@ def _one_that_is_taken(pages: list[int], *, taken: Collection[int]) -> list[int]
 
 def _not_remapped(pages: list[int], *, own: Sequence[int]) -> list[int]:
     return list(own[: len(pages)])
-
-
-def _free_a_page_that_is_read(target: Target) -> bool:
-    """A page of a running row is given back, and the row still points at it."""
-    reader, page, position = _whole_page(target)
-    if reader is None:
-        return False
-    slot = int(reader.slots[position])
-    target.record(reader=reader.request_id, pool="target", position=position, slot=slot)
-    target.canary.on_free(reader.request_id, [page])
-    return True
-
-
-def _grant_a_page_that_is_read(target: Target) -> bool:
-    """The same, and another request has it by the time at which it is read."""
-    reader, page, position = _whole_page(target)
-    if reader is None:
-        return False
-    slot = int(reader.slots[position])
-    target.record(reader=reader.request_id, pool="target", position=position, slot=slot)
-    canary = target.canary
-    canary.on_free(reader.request_id, [page])
-    wait_out(target)
-    canary.admit(CHILD, [1, 2, 3])
-    canary.on_alloc(CHILD, [page])
-    return True
-
-
-def _whole_page(target: Target) -> tuple[Running | None, int, int]:
-    """A private page of final entries: its reader, its number, its first position."""
-    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
-    for reader in target.running():
-        whole = range(reader.committed_len // size)
-        own = [place for place in whole if owner_of(int(reader.slots[place * size]) // size) == reader.request_id]
-        if own:
-            place = target.rng.choice(own)
-            return reader, int(reader.slots[place * size]) // size, place * size
-    return None, 0, 0
-
-
-def _rewrite_a_row(target: Target) -> bool:
-    """The row of a running request is given to another one, and filled, while a forward still reads it."""
-    running = sorted(target.running(), key=lambda one: one.committed_len)
-    if len(running) < 2:
-        return False
-    reader, other = running[0], running[-1]
-    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
-    length = reader.committed_len // size * size
-    differs = [p for p in range(length) if int(reader.slots[p]) != int(other.slots[p])]
-    if not differs or owner_of(int(other.slots[differs[0]]) // size) is None:
-        return False
-    reader.slots[:length] = other.slots[:length].clone()
-    first = differs[0]
-    target.record(other.request_id, reader=reader.request_id, position=first, slot=int(reader.slots[first]))
-    return True
-
-
-def _evict_a_locked_page(target: Target) -> bool:
-    """A cache replaces a page that a running request holds too."""
-    published = target.canary._ledger.pages.published
-    for reader in target.running():
-        held = [page for page in reader.pages if published[page]]
-        if held:
-            target.record()
-            target.canary.on_evict([target.rng.choice(held)])
-            return True
-    return False
-
-
-def _remove_the_parent_first(target: Target) -> bool:
-    """A row is forked, and its pages go with the first of the two that ends."""
-    reader = any_reader(target)
-    whole = 0 if reader is None else reader.committed_len // target.setup.page_size
-    if reader is None or not whole:
-        return False
-    canary, pages = target.canary, list(reader.pages[:whole])
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens)
-    canary.on_fork(reader.request_id, CHILD, pages)
-    target.record()
-    canary.on_evict(pages[-1:])
-    return True
-
-
-def _remove_the_child_first(target: Target) -> bool:
-    """A row is forked, and the one that was forked from it ends first: its pages are the other's again."""
-    reader = any_reader(target)
-    whole = 0 if reader is None else reader.committed_len // target.setup.page_size
-    if reader is None or not whole or not all(is_private(target, page) for page in reader.pages[:whole]):
-        return False
-    canary, pages = target.canary, list(reader.pages[:whole])
-    target.record(code="")
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens)
-    canary.on_fork(reader.request_id, CHILD, pages)
-    canary.on_free(CHILD, pages)
-    return True
-
-
-def _work_on_a_current_page(target: Target) -> bool:
-    """A copy is planned for the grant that its page has, and has come to its end before anybody goes on."""
-    reader = any_reader(target)
-    if reader is None:
-        return False
-    page, tickets = target.rng.choice(reader.pages), target.canary.tickets
-    target.record(code="")
-    tickets.complete(tickets.issue("save", "connector", reads={page: int(target.canary._ledger.generations[page])}))
-    return True
-
-
-def _cache_a_freed_page(target: Target) -> bool:
-    """A prefix tree takes, or keeps, a page that was given back; the next request of this prefix would hit it."""
-    reader, page, _ = _whole_page(target)
-    if reader is None:
-        return False
-    tokens = target.canary._ledger.request(reader.request_id).tokens
-    target.canary.on_free(reader.request_id, [page])
-    target.record()
-    target.canary.admit(CHILD, tokens)
-    target.canary.on_acquire(CHILD, [page])
-    return True
-
-
-def _hit_a_row_that_was_reused(target: Target) -> bool:
-    """A tree keeps a view of a row, and the row names the pages of another request by now: these are what it gives."""
-    reader, page, _ = _whole_page(target)
-    if reader is None:
-        return False
-    target.record(request=CHILD)
-    target.canary.admit(CHILD, [1, 2, 3])
-    target.canary.on_acquire(CHILD, [page])
-    return True
-
-
-def _free_the_halves_of_a_page(target: Target) -> bool:
-    """A row comes back in two pieces, whose seam lies inside a page: both name it."""
-    reader = any_reader(target)
-    if reader is None:
-        return False
-    pages = [page for page in reader.pages if target.canary._ledger.owner_of(page) == reader.request_id]
-    if len(pages) < 2:
-        return False
-    target.record(request=f"page {pages[-2]}")
-    target.canary.on_free(reader.request_id, pages[-2:])
-    target.canary.on_free(reader.request_id, pages[-2:-1])
-    return True
-
-
-def _free_slots_for_pages(target: Target) -> bool:
-    """Slots of tokens are given back where numbers of pages belong."""
-    size = target.setup.page_size
-    for reader in target.running():
-        slots = [slot for slot in reader.slots[: reader.committed_len].tolist() if slot not in reader.pages]
-        if slots and size > 1:
-            slot = target.rng.choice(slots)
-            target.record(request=str(slot))
-            target.canary.on_free(reader.request_id, [slot])
-            return True
-    return False
-
-
-def _free_by_an_old_key(target: Target) -> bool:
-    """A free was planned by a key, and comes when the key stands for a page that somebody else was granted."""
-    reader, page, _ = _whole_page(target)
-    if reader is None:
-        return False
-    generation = int(target.canary._ledger.generations[page])
-    target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.tickets.issue("deferred free", "main", writes={page: generation - 1})
-    return True
-
-
-def _save_an_old_list(target: Target) -> bool:
-    """A connector saves the blocks of a list that only grows, after a rewind has given the last of them back."""
-    free = [page for page in target.free_pages() if target.canary._ledger.generations[page]]
-    if not free:
-        return False
-    page = target.rng.choice(free)
-    generation = int(target.canary._ledger.generations[page])
-    target.record(pool="target", slot=page * target.setup.page_size)
-    target.canary.tickets.issue("save", "connector", reads={page: generation - 1})
-    return True
-
-
-def _write_what_is_published(target: Target) -> bool:
-    """A block is cached that is still to be written."""
-
-    size = target.setup.page_size
-
-    def write(call: Call, reader: Running) -> bool:
-        if call.pool != "target" or reader.request_id not in call.read.requests:
-            return False
-        slot = reader.pages[0] * size + target.rng.randrange(size)
-        redirect(call, written_of(call, call.read.requests.index(reader.request_id)).start, slot)
-        target.record(pool="target", slot=slot)
-        return True
-
-    for reader in target.running():
-        if target.canary._ledger.request(reader.request_id).final_pages:
-            target.canary.on_share(reader.request_id, list(reader.pages[:1]))
-            target.before(root_forward(target), partial(write, reader=reader))
-            return True
-    return False
-
-
-def _write_after_the_end(target: Target) -> bool:
-    """A forward still writes for a request whose pages went back."""
-    running = list(target.running())
-    if len(running) < 2:
-        return False
-    gone, size = target.rng.choice(running), target.setup.page_size
-    unfinished = gone.pages[gone.committed_len // size :]  # a cache takes the whole ones
-    own = [page for page in unfinished if target.canary._ledger.owner_of(page) == gone.request_id]
-    if not own:
-        return False
-    target.cancel(gone.request_id)
-
-    def write(call: Call) -> bool:
-        if call.pool != "target":
-            return False
-        slot = own[-1] * size
-        redirect(call, target.rng.randrange(len(call.write.slots)), slot)
-        target.record(pool="target", slot=slot)
-        return True
-
-    target.before(root_forward(target), write)
-    return True
-
-
-def _end_during_a_transfer(target: Target) -> bool:
-    """A request is aborted while bytes are still on their way into its pages."""
-    running = list(target.running())
-    gone = target.rng.choice(running) if len(running) > 1 else None
-    if gone is None or target.canary._ledger.owner_of(gone.pages[-1]) != gone.request_id:
-        return False
-    target.canary.tickets.issue("remote write", "network", writes=[gone.pages[-1]])
-    target.record(pool="target", slot=gone.pages[-1] * target.setup.page_size)
-    target.cancel(gone.request_id)
-    return True
-
-
-def _land_in_a_freed_page(target: Target) -> bool:
-    """The write of a transfer lands after its pages went back, before they are granted again."""
-    canary, view = target.canary, target.pools["target"]
-    pages = target.free_pages()
-    if not pages or canary._ledger.generations[pages[-1]]:
-        return False
-    page = pages[-1]
-    recycle(target, page)
-    layer, slot = any_layer(target, view), page * view.page_size + target.rng.randrange(view.page_size)
-    change(view, layer, slot, partial(_noise, target))
-    target.record(pool="target", slot=slot)
-    grant_again(target, page)
-    return True
-
-
-def _noise(target: Target, words: Tensor) -> Tensor:
-    for place in range(len(words)):
-        words[place] ^= target.rng.randrange(1, 1 << NOISE_BITS)
-    return words
-
-
-def _land_in_a_granted_page(target: Target) -> bool:
-    """It lands after another request has written there."""
-    reader, _, position = _whole_page(target)
-    if reader is None:
-        return False
-    view = target.pools["target"]
-    layer, slot = any_layer(target, view), int(reader.slots[position])
-    change(view, layer, slot, partial(_noise, target))
-    target.record(UNDECLARED, pool="target", slot=slot, position=position, layer=layer)
-    return True
 
 
 def _has_whole_pages(setup: Setup) -> bool:
@@ -327,7 +73,7 @@ FAULTS = (
         expected="R7",
         applies_to="requests of a whole page and more that are not retracted before they read",
         applies=lambda setup: _has_whole_pages(setup) and setup.pages is None,
-        strike=_free_a_page_that_is_read,
+        strike=free_a_page_that_is_read,
         quiet=come_and_go,
     ),
     _fault(
@@ -340,7 +86,7 @@ FAULTS = (
         also=("R7", "R8"),
         needs={"quarantine": 0},
         applies_to="requests of a whole page and more",
-        strike=_grant_a_page_that_is_read,
+        strike=grant_a_page_that_is_read,
         quiet=come_and_go,
     ),
     _fault(
@@ -352,7 +98,7 @@ FAULTS = (
         expected="R8",
         applies_to="two requests of different prompts",
         applies=lambda setup: setup.batch > 1 and not setup.shared and setup.page_size <= setup.prompt_len,
-        strike=_rewrite_a_row,
+        strike=rewrite_a_row,
         quiet=edit_behind_the_end,
         cause="identity",
     ),
@@ -366,7 +112,7 @@ FAULTS = (
         applies_to="running requests that share cached pages",
         needs={"shared": 16, "batch": 4},
         applies=lambda setup: setup.prefix_cache and setup.page_size < 16 and setup.prompt_len >= 24,
-        strike=_evict_a_locked_page,
+        strike=evict_a_locked_page,
         quiet=hit_and_give_back,
     ),
     _fault(
@@ -391,8 +137,8 @@ FAULTS = (
         "went with it.",
         expected="PageReferenceError",
         applies_to="requests of a whole page and more",
-        strike=_remove_the_parent_first,
-        quiet=_remove_the_child_first,
+        strike=remove_the_parent_first,
+        quiet=remove_the_child_first,
     ),
     _fault(
         "tree_keeps_freed_pages",
@@ -408,7 +154,7 @@ FAULTS = (
         "token until somebody flushed the cache.",
         expected="PageStateError",
         applies_to="requests of a whole page and more",
-        strike=_cache_a_freed_page,
+        strike=cache_a_freed_page,
         quiet=hit_and_give_back,
     ),
     _fault(
@@ -419,7 +165,7 @@ FAULTS = (
         "tree's slots changed with it.",
         expected="PageStateError",
         applies_to="requests of a whole page and more",
-        strike=_hit_a_row_that_was_reused,
+        strike=hit_a_row_that_was_reused,
         quiet=hit_and_give_back,
     ),
     _fault(
@@ -443,7 +189,7 @@ FAULTS = (
         expected="PageStateError",
         applies_to="everything",
         applies=everywhere,
-        strike=_free_the_halves_of_a_page,
+        strike=free_the_halves_of_a_page,
         quiet=partial(come_and_go, pages=2),
     ),
     _fault(
@@ -455,7 +201,7 @@ FAULTS = (
         also=("PageStateError", "PageOwnerError"),
         applies_to="pages of several slots",
         applies=lambda setup: setup.page_size > 1,
-        strike=_free_slots_for_pages,
+        strike=free_slots_for_pages,
         quiet=come_and_go,
     ),
     _fault(
@@ -472,8 +218,8 @@ FAULTS = (
         "plan and the flush: somebody else's page went, and the books came out one page short after a long run.",
         expected="O1",
         applies_to="requests of a whole page and more",
-        strike=_free_by_an_old_key,
-        quiet=_work_on_a_current_page,
+        strike=free_by_an_old_key,
+        quiet=work_on_a_current_page,
     ),
     _fault(
         "old_list_saved",
@@ -485,8 +231,8 @@ FAULTS = (
         applies_to="everything, once a page was freed",
         applies=everywhere,
         needs={"pages": None},
-        strike=_save_an_old_list,
-        quiet=_work_on_a_current_page,
+        strike=save_an_old_list,
+        quiet=work_on_a_current_page,
     ),
     _fault(
         "two_owners",
@@ -509,7 +255,7 @@ FAULTS = (
         expected="W3",
         applies_to="requests of a whole page and more",
         applies=lambda setup: setup.prefix_cache and setup.page_size <= setup.prompt_len,
-        strike=_write_what_is_published,
+        strike=write_what_is_published,
         quiet=lengthen_plans,
     ),
     _fault(
@@ -521,7 +267,7 @@ FAULTS = (
         expected="W7",
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1,
-        strike=_write_after_the_end,
+        strike=write_after_the_end,
         quiet=lengthen_plans,
     ),
     _fault(
@@ -538,8 +284,8 @@ FAULTS = (
         expected="O1",
         applies_to="two requests and more",
         applies=lambda setup: setup.batch > 1,
-        strike=_end_during_a_transfer,
-        quiet=_work_on_a_current_page,
+        strike=end_during_a_transfer,
+        quiet=work_on_a_current_page,
     ),
     _fault(
         "landed_in_a_free_page",
@@ -551,7 +297,7 @@ FAULTS = (
         needs={"quarantine": 0},
         applies_to="pools with pages that nobody has had",
         applies=lambda setup: setup.pages is None,
-        strike=_land_in_a_freed_page,
+        strike=land_in_a_freed_page,
         quiet=recycle_as_it_is,
     ),
     _fault(
@@ -562,7 +308,7 @@ FAULTS = (
         "and read it back as his own.",
         expected="R9",
         applies_to="requests of a whole page and more",
-        strike=_land_in_a_granted_page,
+        strike=land_in_a_granted_page,
         quiet=noise_in_a_free_page,
         cause="bits",
     ),

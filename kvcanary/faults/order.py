@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from kvcanary.faults.draft import CHUNK
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import lengthen_plans, never_granted
+from kvcanary.faults.harmless import lengthen_plans
 from kvcanary.faults.reach import Place, any_reader, redirect_row, strike_forward, submit_prompt, written_of
+from kvcanary.faults.recycling import never_granted
 from kvcanary.faults.target import Call, Setup, Target
 
 STAGING = "pinned staging buffer"

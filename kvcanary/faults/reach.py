@@ -36,6 +36,18 @@ def any_reader(target: Target) -> Running | None:
     return target.rng.choice(list(running)) if running else None
 
 
+def private_page(target: Target) -> tuple[Running | None, int, int]:
+    """A private page of final entries: its reader, its number, its first position."""
+    size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
+    for reader in target.running():
+        whole = range(reader.committed_len // size)
+        own = [place for place in whole if owner_of(int(reader.slots[place * size]) // size) == reader.request_id]
+        if own:
+            place = target.rng.choice(own)
+            return reader, int(reader.slots[place * size]) // size, place * size
+    return None, 0, 0
+
+
 def any_entry(target: Target, pool: str | None = None) -> Entry | None:
     """A committed entry of a running request in this pool, or in one that is drawn; None where none runs."""
     reader = any_reader(target)

@@ -8,6 +8,12 @@ FORMER, NEXT = "former", "next"
 TOKENS = (1, 2, 3)
 
 
+def never_granted(target: Target) -> int | None:
+    """The last of the free pages, if nobody has ever had it."""
+    free = target.free_pages()
+    return free[-1] if free and not target.canary._ledger.generations[free[-1]] else None
+
+
 def recycle(target: Target, page: int) -> None:
     """A request has had this page, and it was poisoned when it came back."""
     target.canary.admit(FORMER, TOKENS)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.reach import any_layer, any_reader, overwrite, part_of, words_of
+from kvcanary.faults.recycling import never_granted
 from kvcanary.faults.target import Running, Setup, Target
 
 if TYPE_CHECKING:
@@ -38,10 +39,8 @@ def _load(target: Target, end: Callable[[Target, str, int], None]) -> bool:
 
 def _reader_and_page(target: Target) -> tuple[Running | None, int]:
     """A running request and a page that nobody ever had."""
-    free = target.free_pages()
-    if not free or target.canary._ledger.generations[free[-1]]:
-        return None, 0
-    return any_reader(target), free[-1]
+    page = never_granted(target)
+    return (None, 0) if page is None else (any_reader(target), page)
 
 
 def _fail(target: Target, name: str, page: int) -> None:
@@ -98,8 +97,8 @@ def _load_over_final_entries(target: Target) -> bool:
 
 def _keep_what_was_rejected(target: Target) -> bool:
     """A load is refused, and the number of computed tokens stays what it would have been."""
-    _, page = _reader_and_page(target)
-    if not page:
+    page = never_granted(target)
+    if page is None:
         return False
     canary, size = target.canary, target.setup.page_size
     canary.admit(CHILD, [1] * (size + 2))
@@ -168,8 +167,8 @@ def _copy_as_it_is(view: PoolView, words: Tensor) -> Tensor:
 
 def _give_back_unread(target: Target) -> bool:
     """A load fails, and its page goes back before anybody reads it: nothing is due."""
-    _, page = _reader_and_page(target)
-    if not page:
+    page = never_granted(target)
+    if page is None:
         return False
     canary = target.canary
     target.record(code="")

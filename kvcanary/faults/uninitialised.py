@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,10 @@ from kvcanary.faults.reach import (
     generation_of,
     own_state,
     part_of,
+    read_entry,
     root_forward,
 )
-from kvcanary.faults.recycling import grant_again, recycle
+from kvcanary.faults.recycling import grant_again, never_granted, recycle
 from kvcanary.faults.target import Call, Target
 
 if TYPE_CHECKING:
@@ -34,21 +34,18 @@ Way = Callable[..., bool]  # of a target, and the number that is put somewhere
 
 def _read_unwritten(target: Target, pool: str) -> bool:
     """An entry of a forward's row names a slot of the request's newest page, into which nothing was ever stored."""
-    reader, free = any_reader(target), target.free_pages()
-    if reader is None or not free or target.canary._ledger.generations[free[-1]]:
+    reader, page = any_reader(target), never_granted(target)
+    if reader is None or page is None:
         return False
-    slot = free[-1] * target.setup.page_size + target.rng.randrange(target.setup.page_size)
+    slot = page * target.setup.page_size + target.rng.randrange(target.setup.page_size)
 
     def read(call: Call) -> bool:
         if call.pool != pool or reader.request_id not in call.read.requests:
             return False
-        target.canary.on_alloc(reader.request_id, [free[-1]])
+        target.canary.on_alloc(reader.request_id, [page])
         number = call.read.requests.index(reader.request_id)
-        start = int(call.read.indptr[number * call.read.rows_per_request])
         position = target.rng.randrange(int(call.read.prefix_lens[number]))
-        indices = call.read.indices.clone()
-        indices[start + position] = slot
-        call.read = replace(call.read, indices=indices)
+        read_entry(call, number, position, slot)
         target.record(pool=pool, reader=reader.request_id, position=position, slot=slot)
         return True
 
@@ -58,13 +55,12 @@ def _read_unwritten(target: Target, pool: str) -> bool:
 
 def _read_in_coarser_pages(target: Target) -> bool:
     """The table was written in pages twice as long as the reader's: it looks behind what was ever granted."""
-    reader = any_reader(target)
-    size, free = target.setup.page_size, target.free_pages()
-    if reader is None or reader.committed_len < size or not free or target.canary._ledger.generations[free[-1]]:
+    reader, page, size = any_reader(target), never_granted(target), target.setup.page_size
+    if reader is None or reader.committed_len < size or page is None:
         return False
     place = target.rng.randrange(reader.committed_len // size) * size
-    reader.slots[place : place + size] += free[-1] * size - int(reader.slots[place])
-    target.record(reader=reader.request_id, position=place, slot=free[-1] * size)
+    reader.slots[place : place + size] += page * size - int(reader.slots[place])
+    target.record(reader=reader.request_id, position=place, slot=page * size)
     return True
 
 
@@ -80,11 +76,9 @@ def _publish_before_writing(target: Target) -> bool:
 
 def _recycle_nan(target: Target) -> bool:
     """What a freed page held for another kind of layer is NaN for the next one."""
-    canary, view = target.canary, target.pools["target"]
-    free = target.free_pages()
-    if not free or canary._ledger.generations[free[-1]]:
+    view, page = target.pools["target"], never_granted(target)
+    if page is None:
         return False
-    page = free[-1]
     recycle(target, page)
     slot = page * view.page_size + target.rng.randrange(view.page_size)
     _put_somewhere(target, view, slot, float("nan"))
@@ -95,13 +89,13 @@ def _recycle_nan(target: Target) -> bool:
 
 def _grant(target: Target, value: float) -> bool:
     """A page that was never used holds this number somewhere when it is granted."""
-    view, free = target.pools["target"], target.free_pages()
-    if not free or target.canary._ledger.generations[free[-1]]:
+    view, page = target.pools["target"], never_granted(target)
+    if page is None:
         return False
-    slot = free[-1] * view.page_size + target.rng.randrange(view.page_size)
+    slot = page * view.page_size + target.rng.randrange(view.page_size)
     layer = _put_somewhere(target, view, slot, value)
     target.record(UNDECLARED, pool="target", slot=slot, layer=layer)
-    grant_again(target, free[-1])
+    grant_again(target, page)
     return True
 
 
