@@ -61,6 +61,13 @@ def test_only_a_whole_record_of_the_same_configurations_takes_others_in(wrong: d
         expect_whole(campaign("x", **wrong), "full")
 
 
+@pytest.mark.parametrize("other", [[], {"a": 1}, {"meta": {"complete": True}}, "text"], ids=str)
+def test_what_is_no_record_is_refused_as_such(other):
+    """Any other JSON: with a sentence, not by the first key that is missing."""
+    with pytest.raises(ValueError, match="a record must be what kvcanary inject --json writes"):
+        expect_whole(other, "full")
+
+
 def test_results_are_not_shared_with_the_record():
     """A later run that is wrong makes the whole wrong."""
     bad = campaign("y")

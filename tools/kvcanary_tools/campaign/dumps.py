@@ -27,6 +27,7 @@ from kvcanary_tools.campaign.bars import FIRST
 from kvcanary_tools.campaign.report import versions
 from kvcanary_tools.campaign.runner import begin_worker, default_workers
 from kvcanary_tools.dumps.explaining import explain
+from kvcanary_tools.files import JsonFile, OutFile
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def missed(told: dict[str, Any]) -> Iterator[str]:
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the scores there.")
+@click.option("--json", "json_file", type=OutFile(), help="Write the scores there.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes; by default one a core.")
 def main(folder: Path, json_file: Path | None, workers: int | None) -> None:
     """Exit codes: 0 every bar is held, 1 otherwise."""
@@ -105,9 +106,9 @@ def main(folder: Path, json_file: Path | None, workers: int | None) -> None:
         raise click.UsageError(f"{folder} must hold dumps, got none: kvcanary inject --dumps {folder} writes them")
     with ProcessPoolExecutor(workers or default_workers(), get_context("spawn"), begin_worker) as pool:
         told = as_json(pool.map(score, paths, chunksize=4))
-    if json_file is not None:
-        json_file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    console.data(json.dumps(told["meta"]))
+    file = JsonFile(json_file)
+    file.write(told)
+    file.say(json.dumps(told["meta"]))
     misses = list(missed(told))
     for miss in misses:
         console.say(f"missed: {miss}", fg="red")

@@ -32,9 +32,11 @@ def merged(record: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def expect_whole(record: Mapping[str, Any], config: str) -> None:
+def expect_whole(record: Any, config: str) -> None:
     """ValueError unless the record is of a campaign of this configuration that ran to its end."""
-    meta = record["meta"]
+    meta = record.get("meta") if isinstance(record, dict) else None
+    if meta is None or not {"complete", "config"} <= meta.keys():
+        raise ValueError("a record must be what kvcanary inject --json writes, got something else")
     if not meta["complete"] or meta["config"] != config:
         state = "complete" if meta["complete"] else "interrupted"
         raise ValueError(

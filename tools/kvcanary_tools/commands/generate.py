@@ -22,6 +22,7 @@ from kvcanary_tools.engine_options import (
     sampling_params,
     usage_failures,
 )
+from kvcanary_tools.files import OutFile
 
 if TYPE_CHECKING:
     from kvcanary_tools.generation import Completion, Generation
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 @click.argument("more_files", nargs=-1, metavar="")
 @click.option(
     "--dump",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutFile(),
     metavar="FILE",
     help="Write what the flight recorder has at the end, as kvcanary diff and timeline read it.",
 )

@@ -8,7 +8,6 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,16 +15,15 @@ from click.core import ParameterSource
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT, usage_failures
+from kvcanary_tools.files import JsonFile, OutFile, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvcanary_tools.campaign.runs import Result
+    from kvcanary_tools.campaign.account import Account
+    from kvcanary_tools.campaign.configurations import Plan
     from kvcanary_tools.campaign.traffic import Run
 
+FILE = OutFile()
 MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be made
-KEEP_SECONDS = 30.0
-FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("inject", context_settings=CONTEXT, short_help="Make every fault, and measure what is found.")
@@ -92,67 +90,69 @@ def command(
         _expect_no_campaign(ctx)
         _inject_there(url, names, api_key)
         return
-    from kvcanary_tools.campaign.bars import missed
+    from kvcanary_tools.campaign.account import Account
     from kvcanary_tools.campaign.configurations import PLANS
-    from kvcanary_tools.campaign.matrix import rows_of, totals_of
-    from kvcanary_tools.campaign.merging import merged, rows_and_totals
-    from kvcanary_tools.campaign.report import as_json, as_junit, failures, matrix_lines
-    from kvcanary_tools.campaign.runner import chosen, cpu_seconds, default_workers, runs_instead, runs_of
+    from kvcanary_tools.campaign.report import as_junit, failures, matrix_lines
+    from kvcanary_tools.campaign.runner import default_workers
 
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
+    plan, record = PLANS[config], None if record_file is None else _record(record_file, config)
+    planned = _planned(names, config, runs, seed, dumps)
+    meta = {"config": config, "seed": seed, "runs": runs, "workers": workers or default_workers()}
+    account = Account(JsonFile(json_file), meta)
+    _perform_all(account, planned, plan, runs)
+    _, totals = account.matrix()
+    for line in matrix_lines(totals):
+        account.file.say(line)
+    for line in failures(account.results):
+        console.say(line, fg="red")
+    misses = _missed(account, plan, runs, record, record_file)
+    for miss in misses:
+        console.say(f"missed: {miss}", fg="red")
+    account.keep()
+    if junit_file is not None:
+        write_text(junit_file, as_junit(totals, account.results))
+    if not account.is_complete:
+        ctx.exit(console.EXIT_INTERRUPTED)
+    ctx.exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)
+
+
+def _planned(names: tuple[str, ...], config: str, runs: int | None, seed: int, dumps: Path | None) -> list[Run]:
+    """The runs that were asked for; a usage failure where there is none."""
+    from kvcanary_tools.campaign.configurations import PLANS
+    from kvcanary_tools.campaign.runner import chosen, runs_of
+
     with usage_failures():
         planned = runs_of(chosen(names), PLANS[config], runs, seed)
     if not planned:
         raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
-    if dumps is not None:
-        dumps.mkdir(parents=True, exist_ok=True)
-        planned = [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
-    record = None if record_file is None else _record(record_file, config)
-    plan, began = PLANS[config], cpu_seconds()
-    meta = {"config": config, "seed": seed, "runs": runs, "workers": workers or default_workers()}
-    to_stdout = json_file is not None and str(json_file) == "-"
+    if dumps is None:
+        return planned
+    dumps.mkdir(parents=True, exist_ok=True)
+    return [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
 
-    def told(results: list[Result], is_complete: bool) -> dict[str, Any]:
-        spent = {"cpu_seconds": round(cpu_seconds() - began), "complete": is_complete}
-        return as_json(rows_of(results), totals_of(results), results, **meta, **spent)
 
-    def keep(results: list[Result], is_complete: bool = False) -> None:
-        if json_file is not None and (is_complete or not to_stdout):
-            _write(json_file, json.dumps(told(results, is_complete), indent=2) + "\n")
+def _missed(
+    account: Account, plan: Plan, runs: int | None, record: dict[str, Any] | None, record_file: Path | None
+) -> list[str]:
+    """The bars that are not held: of what was run, or of the record that takes it in."""
+    from kvcanary_tools.campaign.bars import missed
+    from kvcanary_tools.campaign.merging import merged, rows_and_totals
 
-    results: list[Result] = []
-    is_complete, rounds = True, 0
-    while planned and is_complete and rounds <= MOST_ROUNDS:
-        is_complete = _perform(planned, meta["workers"], results, keep)
-        planned = runs_instead(results, plan, runs) if plan.is_measured else []
-        rounds += 1
-    rows, totals = rows_of(results), totals_of(results)
-    for line in matrix_lines(totals):
-        (console.say if to_stdout else console.data)(line)
-    for line in failures(results):
-        console.say(line, fg="red")
-    judged = rows, totals
-    if record_file is not None and record is not None and is_complete:
-        whole = merged(record, told(results, is_complete))
-        _write(record_file, json.dumps(whole, indent=2) + "\n")
+    judged = account.matrix()
+    if record_file is not None and record is not None and account.is_complete:
+        whole = merged(record, account.as_dict())
+        JsonFile(record_file).write(whole)
         judged = rows_and_totals(whole)
-    misses = list(missed(*judged, plan if plan.is_measured and runs is None else None))
-    for miss in misses:
-        console.say(f"missed: {miss}", fg="red")
-    keep(results, is_complete)
-    if junit_file is not None:
-        _write(junit_file, as_junit(totals, results))
-    if not is_complete:
-        ctx.exit(console.EXIT_INTERRUPTED)
-    ctx.exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)
+    return list(missed(*judged, plan if plan.is_measured and runs is None else None))
 
 
 def _record(path: Path, config: str) -> dict[str, Any]:
     """A campaign's JSON into which others go."""
     from kvcanary_tools.campaign.merging import expect_whole
 
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         expect_whole(record, config)
     except ValueError as error:
         raise console.UsageFailure(str(error), "name the record of a campaign that ended, and its --config") from error
@@ -178,34 +178,31 @@ def _inject_there(url: str, names: tuple[str, ...], api_key: str | None) -> None
     console.data(f"{names[0]} {'strikes as soon as a request runs' if waits else 'is armed'} at {url}")
 
 
-def _perform(planned: list[Run], workers: int, results: list[Result], keep: Callable[[list[Result]], None]) -> bool:
-    """Add their results, and keep what there is now and then; whether all are there: an interrupt ends it.
+def _perform_all(account: Account, planned: list[Run], plan: Plan, runs: int | None) -> None:
+    """The runs, and others in the place of those in which their fault could not be made, unless somebody interrupts."""
+    from kvcanary_tools.campaign.runner import runs_instead
 
-    With a progress bar on stderr, where that is a terminal.
-    """
+    rounds, goes_on = 0, True
+    while planned and goes_on and rounds <= MOST_ROUNDS:
+        goes_on = _perform(account, planned)
+        planned = runs_instead(account.results, plan, runs) if plan.is_measured else []
+        rounds += 1
+    account.is_complete = goes_on
+
+
+def _perform(account: Account, planned: list[Run]) -> bool:
+    """Add their results; whether all are there. With a progress bar on stderr, where that is a terminal."""
     from kvcanary_tools.campaign.runner import campaign
 
-    wanted, kept = len(results) + len(planned), monotonic()
+    wanted = len(account.results) + len(planned)
     with (
         click.progressbar(length=len(planned), label="runs", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar,
-        closing(campaign(planned, workers)) as coming,
+        closing(campaign(planned, account.meta["workers"])) as coming,
     ):
         try:
             for result in coming:
-                results.append(result)
+                account.add(result)
                 bar.update(1)
-                if monotonic() - kept > KEEP_SECONDS:
-                    keep(results)
-                    kept = monotonic()
         except KeyboardInterrupt:
-            console.say(f"interrupted: {len(results)} of {wanted} runs", fg="yellow")
-    return len(results) == wanted
-
-
-def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        console.data(text, newline=False)
-    else:
-        part = path.with_name(path.name + ".part")  # who is killed meanwhile leaves what was there
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+            console.say(f"interrupted: {len(account.results)} of {wanted} runs", fg="yellow")
+    return len(account.results) == wanted

@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 
 from kvcanary_tools import console
-from kvcanary_tools.dumps.opening import dump_argument, opened, write_text
+from kvcanary_tools.dumps.opening import dump_argument, opened
 from kvcanary_tools.engine_options import CONTEXT
+from kvcanary_tools.files import OutFile, write_text
 
 
 @click.command("report", context_settings=CONTEXT, short_help="A dump as one page.")
 @dump_argument
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Where to write.")
+@click.option("-o", "--output", required=True, type=OutFile(), metavar="FILE", help="Where to write.")
 def command(dump: str, output: Path) -> None:
     """One self-contained HTML page: findings with their stories, a map of the pool, the draft tree, the timeline.
 

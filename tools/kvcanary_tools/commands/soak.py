@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -11,8 +10,8 @@ import click
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT, usage_failures
+from kvcanary_tools.files import JsonFile, OutFile
 
-FILE = click.Path(dir_okay=False, path_type=Path)
 SHOWN = 10
 
 
@@ -37,7 +36,7 @@ SHOWN = 10
 @click.option(
     "--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Of the first engine."
 )
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the ledger there; - is stdout.")
+@click.option("--json", "json_file", type=OutFile(), metavar="FILE", help="Write the ledger there; - is stdout.")
 @click.pass_context
 def command(
     ctx: click.Context, names: tuple[str, ...], minutes: float, rate: float, seed: int, json_file: Path | None
@@ -62,21 +61,15 @@ def command(
     end = time.monotonic() + 60 * minutes
     ledger = next(ledger for ledger in soak(faults, rate, seed) if time.monotonic() > end)
     told = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed}
-    to_stdout = json_file is not None and str(json_file) == "-"
-    say = console.say if to_stdout else console.data
+    file = JsonFile(json_file)
     for row in told["rows"]:
-        say(f"{row['fault']:<40} {row['injected']:>6} injected {row['found']:>6} found")
-    say(
+        file.say(f"{row['fault']:<40} {row['injected']:>6} injected {row['found']:>6} found")
+    file.say(
         f"{ledger.engines} engines, {ledger.steps} steps, {ledger.tokens} tokens: "
         f"{told['injected']} injected, {told['found']} found"
     )
     for wrong in told["wrong"][:SHOWN]:
         said = wrong["text"].partition("\n")[0] or "nothing fired"
         console.say(f"{wrong['fault'] or 'no fault'}, {wrong['config']}, engine {wrong['seed']}: {said}", fg="red")
-    if json_file is not None:
-        text = json.dumps(told, indent=2) + "\n"
-        if to_stdout:
-            console.data(text, newline=False)
-        else:
-            json_file.write_text(text, encoding="utf-8")
+    file.write(told)
     ctx.exit(console.EXIT_CLEAN if ledger.is_even else console.EXIT_FINDING)

@@ -52,13 +52,3 @@ def _fetched(url: str) -> Dump:
         path = Path(folder) / "running.kvdump"
         path.write_bytes(fetch_dump(url, os.environ.get("KVCANARY_API_KEY")))
         return replace(read_dump(path), path=url)
-
-
-def write_text(path: Path, text: str) -> None:
-    """A usage failure where the file cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise console.UsageFailure(
-            f"{path} cannot be written: {error.strerror}", "name a file in a folder of yours"
-        ) from None

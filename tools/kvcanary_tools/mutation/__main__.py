@@ -11,10 +11,11 @@ import click
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT
+from kvcanary_tools.files import JsonFile, OutFile
 from kvcanary_tools.mutation import areas, report, running
 from kvcanary_tools.mutation.subset import MOST_SECONDS
 
-FILE = click.Path(dir_okay=False, path_type=Path, resolve_path=True, allow_dash=True)
+FILE = OutFile(resolve_path=True)
 REPORT = click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 LEAST_KILLED = 0.9
@@ -58,17 +59,12 @@ def command(
         found = known + running.run(tree, wanted, workers) if wanted else known
     meta = {"seed": seed, "subset_seconds": round(seconds, 2), "sources": sources, "versions": report.versions()}
     told = report.as_dict(found, mutants, report.explanations(root), meta)
-    text = json.dumps(told, indent=2, ensure_ascii=False)
-    to_stdout = json_file is not None and str(json_file) == "-"
-    say = console.say if to_stdout else console.data
+    file = JsonFile(json_file)
     for survivor in told["survivors"]:
-        say(f"{survivor['name']}\n  {survivor['change']}\n  {survivor['why'] or 'NOT EXPLAINED'}")
+        file.say(f"{survivor['name']}\n  {survivor['change']}\n  {survivor['why'] or 'NOT EXPLAINED'}")
     killed = told["meta"]["killed"]
-    say(f"{killed} of {len(found)} mutants killed ({killed / len(found):.1%}) in {seconds:.2f} s of tests")
-    if to_stdout:
-        console.data(text)
-    elif json_file is not None:
-        json_file.write_text(text + "\n", encoding="utf-8")
+    file.say(f"{killed} of {len(found)} mutants killed ({killed / len(found):.1%}) in {seconds:.2f} s of tests")
+    file.write(told)
     is_explained = all(survivor["why"] for survivor in told["survivors"])
     ctx.exit(int(not is_explained or killed < LEAST_KILLED * len(found) or seconds > MOST_SECONDS))
 

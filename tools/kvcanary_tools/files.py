@@ -1,0 +1,65 @@
+"""Files that a command writes: refused before it works where they cannot be written, and never there by half."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcanary_tools import console
+
+STDOUT = "-"
+HINT = "name a file in a folder of yours"
+
+
+class OutFile(click.Path):
+    """An option's value: a file in a folder that is there, as a Path; or -, which is stdout."""
+
+    name = "file"
+
+    def __init__(self, resolve_path: bool = False) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=True, path_type=Path, resolve_path=resolve_path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(super().convert(value, param, ctx))
+        if str(path) != STDOUT and not path.absolute().parent.is_dir():
+            raise console.UsageFailure(f"{path} cannot be written: {path.parent} is no folder", HINT)
+        return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """The whole text, or what was there before, - being stdout; a usage failure where the file cannot be written."""
+    if str(path) == STDOUT:
+        console.data(text, newline=False)
+        return
+    part = path.with_name(path.name + ".part")  # who is killed meanwhile leaves what was there
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise console.UsageFailure(f"{path} cannot be written: {error.strerror}", HINT) from None
+
+
+@dataclass(frozen=True)
+class JsonFile:
+    """What `--json FILE` names: None, a file, or - for stdout, where nothing else is said then."""
+
+    path: Path | None
+
+    @property
+    def is_stdout(self) -> bool:
+        return self.path is not None and str(self.path) == STDOUT
+
+    @property
+    def say(self) -> Callable[..., None]:
+        """How people are told: on stdout, unless the JSON is there."""
+        return console.say if self.is_stdout else console.data
+
+    def write(self, value: Any) -> None:
+        """One indented object; nothing where no file is named."""
+        if self.path is not None:
+            write_text(self.path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
