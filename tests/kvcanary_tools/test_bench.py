@@ -7,6 +7,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 import pytest
+import structlog
 
 from kvcanary_tools import bench
 from kvcanary_tools.bench import common, prefill, retractions
@@ -92,3 +93,12 @@ def test_ratios_are_told_as_they_are_kept() -> None:
     spreads = {"write": common.spread([2.0, 3.0, 9.0], [1.0, 2.0, 3.0])}
     assert spreads == {"write": {"median": 2.0, "min": 1.5, "max": 3.0}}
     assert common.told(spreads) == "   write x2.0000 (1.5000 to 3.0000)"
+
+
+def test_events_of_what_is_measured_go_to_stderr(kvcanary, tmp_path, monkeypatch) -> None:
+    """stdout has the table alone, also where a canary tells of its counters meanwhile."""
+    monkeypatch.setattr(common, "RESULTS", common.RESULTS)
+    monkeypatch.setattr(retractions, "main", lambda: structlog.get_logger().info("kvcanary.stats"))
+    result = kvcanary("bench", "retractions", "--out", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "kvcanary.stats" in result.stderr

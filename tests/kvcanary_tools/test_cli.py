@@ -66,6 +66,17 @@ def test_version_is_shown(kvcanary) -> None:
     ("arguments", "sentence", "hint"),
     [
         (["nonsense"], "no such command 'nonsense'", "kvcanary --help lists what there is"),
+        (["genrate"], "no such command 'genrate'", "did you mean generate?"),
+        (
+            ["soak", "--minutes", "x"],
+            "invalid value for '--minutes': 'x' is not a valid float",
+            "kvcanary soak --help lists what there is",
+        ),
+        (
+            ["inject", "--runs", "x"],
+            "invalid value for '--runs': 'x' is not a valid integer",
+            "kvcanary inject --help lists what there is",
+        ),
         (["demo", "--tpk"], "no such option: --tpk", "kvcanary demo --help lists what there is"),
         (["generate", "--tpk", "2"], "no such option: --tpk", "did you mean --dtype or --stop or --topk?"),
         (

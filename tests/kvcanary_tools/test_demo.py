@@ -21,7 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_passes(kvcanary_process) -> None:
-    """As a user runs it: completions, figures, certificate, both reports, exit code 0."""
+    """As a user runs it: completions, figures, certificate, both reports and no event, exit code 0."""
     child = kvcanary_process("demo")
     assert child.returncode == 0, child.stdout + child.stderr
     for words in ("accepted length", "tokens/s with drafting", "findings: 0", "one bit flipped", "R9", "swapped", "R4"):
@@ -29,6 +29,7 @@ def test_demo_passes(kvcanary_process) -> None:
     assert child.stdout.count("found and named; 0 tokens left after it") == 2
     assert child.stdout.endswith("The clean part was clean, both faults were found and named.\n")
     assert child.stderr == ""
+    assert "kvcanary.stats" not in child.stdout
 
 
 @pytest.mark.usefixtures("small")

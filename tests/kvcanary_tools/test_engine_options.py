@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import click
 import pytest
@@ -71,6 +72,13 @@ def test_canary_options_reach_the_canary() -> None:
         options("--kv-canary", "--kv-canary-ring", "64", "--kv-canary-dump", "dumps", "--kv-canary-dump-content")
     )
     assert made.canary == CanaryConfig(ring=64, dump_dir="dumps", dump_content=True)
+
+
+def test_dumps_go_into_a_folder(tmp_path: Path) -> None:
+    """A file of that name is refused when the options are read, not when the first finding wants to write."""
+    (tmp_path / "dumps").touch()
+    with pytest.raises(click.BadParameter, match="is a file"):
+        options("--kv-canary", "--kv-canary-dump", str(tmp_path / "dumps"))
 
 
 @pytest.mark.parametrize(

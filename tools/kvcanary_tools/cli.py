@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -53,6 +54,13 @@ class Commands(click.Group):
             f"kvcanary_tools.commands.{cmd_name.replace('-', '_')}"
         ).command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if close := get_close_matches(args[0], COMMANDS, n=2) if args[0] not in COMMANDS else []:
+            raise console.UsageFailure(f"no such command {args[0]!r}", f"did you mean {' or '.join(close)}?")
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         with _reader_may_leave():

@@ -95,6 +95,7 @@ def _sentence(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         return f"no such option: {error.option_name}"
     message = error.format_message().rstrip(".")
+    message = message.replace("valid integer range", "valid integer").replace("valid float range", "valid float")
     word = message.partition(" ")[0]
     is_capitalised = word.isalpha() and word.istitle()  # click's sentences; README.md is a name
     return message[:1].lower() + message[1:] if is_capitalised else message

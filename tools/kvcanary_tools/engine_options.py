@@ -352,6 +352,7 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         ),
         _option(
             "--kv-canary-dump",
+            type=click.Path(file_okay=False),
             default=None,
             metavar="DIR",
             help="Where a finding, or SIGUSR1, writes what was recorded.",

@@ -60,6 +60,7 @@ def command(name: str | None, out: Path | None) -> None:
         return
     from kvcanary_tools.bench import common
 
+    console.log_to_stderr()
     common.RESULTS = out or Path.cwd()
     module = import_module(f"kvcanary_tools.bench.{name.replace('-', '_')}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
     """
     from kvcanary_tools.demonstration import as_dict, one_thread
 
+    console.log_to_stderr(logging.CRITICAL)  # what the events would tell, the reports tell
     show = console.say if as_json else console.data
     with one_thread():
         comparison, outcomes = _perform(show)

@@ -54,7 +54,8 @@ def command(ctx: click.Context, as_json: bool, **options: Any) -> None:
       kvcanary windows --max-new-tokens 40
       kvcanary windows --model DIR --prompt 'def fibonacci(n):' --json
 
-    Without --model a random model stands in, every other layer of which has a window; its prompts are token ids.
+    For the embedded model, which has no window, a random one stands in, every other layer of which has one; its
+    prompts are token ids.
     Of each row: the slots of its window through the map, positions that lead nowhere, whose page was given back too
     early or that lead elsewhere, and until when all agreed. A divergence is a spec_engine.window_divergence event too.
 
