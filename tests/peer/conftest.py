@@ -1,4 +1,4 @@
-"""A toy engine of a hybrid model: a full pool, and a sliding-window pool that is reached through a slot map."""
+"""Toy engines: one with drafts, and one of a hybrid model: a full pool, and a window pool behind a slot map."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
 from kvcanary.groups import window_start
+from kvcanary_tools.bench.toy_engine import ToyEngine
+from kvcanary_tools.bench.toy_forwards import ToyShape
 
 PAGE_SIZE, WINDOW, FULL_PAGES, OWN_PAGES, VOCABULARY = 4, 6, 48, 24, 1000
 
@@ -200,3 +202,26 @@ def make_sliding() -> Iterator[Callable[..., SlidingEngine]]:
     """SlidingEngine by keyword settings; those of CanaryConfig pass through."""
     with torch.inference_mode():
         yield SlidingEngine
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., ToyEngine]]:
+    """A toy engine by keyword settings; those of ToyShape go there, the others to CanaryConfig."""
+
+    def make(**settings: object) -> ToyEngine:
+        shape = {name: settings.pop(name) for name in list(settings) if name in ToyShape.__dataclass_fields__}
+        return ToyEngine(CanaryConfig(**{"content": "full", "seed": 7, **settings}), ToyShape(**shape))
+
+    with torch.inference_mode():
+        yield make
+
+
+@pytest.fixture
+def engine(make_engine) -> ToyEngine:
+    """Two requests, one drafting step behind their prompts."""
+    engine = make_engine()
+    engine.start("first", 13)
+    engine.start("second", 9)
+    engine.draft()
+    engine.canary.drain()
+    return engine

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kvcanary import Finding, HookOrderError, KVCorruptionError, PlanError, PoolView, ReadPlan, WritePlan
+from kvcanary import Finding, HookOrderError, PlanError, PoolView, ReadPlan, WritePlan
 from kvcanary.bank import SubstepBank
 from kvcanary.buffers import StaticBuffers
 from kvcanary.state import CanaryState
 from kvcanary_kernels.record import REQUEST_GENERATION
+from toy_findings import found
 
 NOT_POISONED = "freed pages behind a slot map, not poisoned"
-
-
-def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
-    """The findings with which a call is stopped."""
-    with pytest.raises(KVCorruptionError) as caught:
-        run(*arguments)
-    return list(caught.value.findings)
 
 
 def with_entry(plan: ReadPlan, place: int, slot: int) -> ReadPlan:

@@ -152,9 +152,9 @@ def paged_attention_torch(
         sums = torch.logsumexp(scores, -1)  # -inf where nothing is seen
         weights = torch.exp(scores - sums.clamp_min(torch.finfo(exact).min)[..., None])
         values = torch.einsum("hfnl,lhd->nhfd", weights, _scaled(v[slots].to(exact), v_scale, slots))
-        out[first:end] = values.flatten(1, 2).to(out.dtype)
+        out[first:end] = values.flatten(1, 2)
         if lse is not None:
-            lse[first:end] = sums.flatten(0, 1).T.to(lse.dtype)
+            lse[first:end] = sums.flatten(0, 1).T
 
 
 def _slots(
