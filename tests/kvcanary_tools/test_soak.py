@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from kvcanary_tools.campaign import soak as soaking
 from kvcanary_tools.campaign.runner import chosen
-from kvcanary_tools.campaign.soak import soak
+from kvcanary_tools.campaign.soak import soak, to_soak
 
 ENGINES = 12
 
 
 def after(names: tuple[str, ...], rate: float, seed: int, engines: int = ENGINES) -> soaking.Soaked:
     """The ledger after so many engines."""
-    ledgers = soak(chosen(names), rate, seed)
+    ledgers = soak(to_soak(chosen(names)), rate, seed)
     return [next(ledgers) for _ in range(engines)][-1]
 
 
@@ -56,3 +58,11 @@ def test_an_even_ledger_exits_0(kvcanary):
     ledger = json.loads(result.stdout)
     assert ledger["injected"] == ledger["found"] > 0
     assert f"{ledger['injected']} injected, {ledger['found']} found" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["ranks", "draft.approximate_features"], ids=["pending", "unseen"])
+def test_what_cannot_be_found_is_wrong_usage(kvcanary, name):
+    """A family none of which is ready, or an effect that no check can see: a sentence, and where to read why."""
+    result = kvcanary("soak", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"none of {name} can be made and found" in result.stderr

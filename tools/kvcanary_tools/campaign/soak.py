@@ -77,12 +77,16 @@ class Soaked:
         return counts | {"injected": self.injected.total(), "found": self.found.total(), "rows": rows, "wrong": wrong}
 
 
+def to_soak(faults: Sequence[Fault]) -> list[Fault]:
+    """Those that can be made, and found."""
+    return [fault for fault in faults if fault.state == READY and fault.is_seen]
+
+
 def soak(faults: Sequence[Fault], rate: float, seed: int) -> Iterator[Soaked]:
-    """The ledger after each engine, for ever. rate: faults in PER_STEPS engine steps, on average."""
+    """The ledger after each engine, for ever. faults: of ``to_soak``; rate: in PER_STEPS engine steps, on average."""
     ledger, rng = Soaked(), random.Random(seed)
-    ready = [fault for fault in faults if fault.state == READY and fault.is_seen]
     for number in range(seed, 1 << 62):
-        _run_one(ledger, ready, rate, rng, number)
+        _run_one(ledger, faults, rate, rng, number)
         yield ledger
 
 

@@ -53,11 +53,13 @@ def command(
     Exit codes: 0 what was injected is what was found, 1 otherwise, 2 wrong usage.
     """
     from kvcanary_tools.campaign.runner import chosen
-    from kvcanary_tools.campaign.soak import soak
+    from kvcanary_tools.campaign.soak import soak, to_soak
 
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the ledger has them
     with usage_failures():
-        faults = chosen(names)
+        faults = to_soak(chosen(names))
+    if not faults:
+        raise console.UsageFailure(f"none of {' '.join(names)} can be made and found", "kvcanary faults says why")
     end = time.monotonic() + 60 * minutes
     ledger = next(ledger for ledger in soak(faults, rate, seed) if time.monotonic() > end)
     told = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed}
