@@ -14,7 +14,7 @@ KERNELS = (
 )  # fmt: skip
 CANARY = (
     "facts", "finding_log", "ledger", "lifetimes", "pages", "row_book", "rules_bytes", "rules_rows", "rules_writes",
-    "static", "uids",
+    "static", "static_hooks", "uids",
 )  # fmt: skip
 TESTS = (
     *(f"tests/kernels/test_{name}.py" for name in KERNELS),
@@ -38,7 +38,7 @@ LEFT_OUT = (
     "tests/kvcanary/test_rules_bytes.py::test_every_rule_is_in_the_table",
     "tests/kvcanary/test_rules_rows.py::test_every_rule_is_in_the_table",
     "tests/kvcanary/test_rules_writes.py::test_every_rule_is_in_the_table",
-    "tests/kvcanary/test_static.py::test_hooks_run_no_torch_operation_but_launches",
+    "tests/kvcanary/test_static_hooks.py::test_hooks_run_no_torch_operation_but_launches",
     "tests/kvcanary/test_static.py::test_interpreted_kernels_tell_the_same",
 )
 OPTIONS = (

@@ -1,0 +1,215 @@
+"""Static substeps as a CUDA graph holds them: what their hooks may run, in which order, and the bank that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
+from kvcanary import launches as launches_module
+from kvcanary.bank import SubstepBank
+from kvcanary.buffers import StaticBuffers
+from kvcanary.ops import KERNELS
+from kvcanary_kernels import record
+
+ANN, BOB = 11, 22
+
+
+# nothing that a CUDA graph could not hold
+
+
+class _Launched:
+    """Stands in for a kernel: takes any launch."""
+
+    def __getitem__(self, grid: object):
+        return lambda *arguments, **options: None
+
+
+class _Watch(TorchDispatchMode):
+    """Every torch operation that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+VIEWS = {"view", "detach", "slice", "select", "unsqueeze", "as_strided", "_reshape_alias", "_unsafe_view", "unbind"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine_stores": True}, {"is_tree": True, "max_depth": 3}])
+def test_hooks_run_no_torch_operation_but_launches(make_static, monkeypatch, settings):
+    """Around the kernels there are views, one zero_ and the one cat of what the host learns: no look at a value."""
+    monkeypatch.setattr(launches_module, "ops_for", lambda device: KERNELS)
+    modules = {inspect.getmodule(getattr(KERNELS, field.name)) for field in dataclasses.fields(KERNELS)}
+    kernels = [(module, name) for module in modules for name in vars(module) if name.endswith("_kernel")]
+    assert len(kernels) >= 12
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, _Launched())
+    rig = make_static()
+    substep = rig.add("verify", has_truths=True, **settings)
+    k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    with _Watch() as watch:
+        substep.open()
+        for layer in range(rig.LAYERS):
+            substep.store(layer, k, v)
+        substep.close()
+    assert watch.names - VIEWS == {"zero_", "cat"}
+
+
+@pytest.mark.gpu
+def test_eager_hooks_on_a_gpu_wait_for_nothing(make_static, static_row):
+    """The hooks in eager mode: no synchronisation and not one allocation once they are warm."""
+    rig = make_static("cuda")
+    rig.grant(ANN, 1, 2)
+    substep = rig.add("prefill")
+    batch = rig.batch([static_row(ANN, [4, 5, 6], [50, 51, 52])])
+    rig.run(substep, batch)
+    k, v = rig.values(0, substep.forward.tokens, substep.forward.positions)
+    rig.bank.load(substep, batch)
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        substep.open()
+        for layer in range(rig.LAYERS):
+            substep.store(layer, k, v)
+        substep.close()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+    assert rig.bank.harvest().hits == []
+
+
+# the same records as the eager path
+
+
+def test_records_are_those_of_the_eager_path(make_static, static_row):
+    """A prefill and a decode leave the records and fingerprints that CanaryManager leaves."""
+    eager, rig = make_static(), make_static()
+    manager = CanaryManager(CanaryConfig(seed=7, content="full"), [eager.pool.view])
+    manager.arm()
+    ints = torch.tensor
+    manager.begin_step(1)
+    manager.admit("ann", [50, 51, 52])
+    manager.on_alloc("ann", [1])
+    uid = manager.requests_of(["ann"])[0].uid
+    rig.grant(uid, 1, generation=int(manager._ledger.generations[1]))
+    steps = [("prefill", [4, 5, 6], [50, 51, 52], 0), ("decode", [4, 5, 6, 7], [53], 3)]
+    for step, (kind, ids, tokens, prefix) in enumerate(steps, 1):
+        if step > 1:
+            manager.begin_step(step)
+            manager.append("ann", tokens)
+        positions = ints(list(range(prefix, len(ids))))
+        read = ReadPlan(ints([0, len(ids)]), ints(ids), ("ann",), 1, ints([prefix]), len(tokens))
+        substep = manager.substep(kind, 0, "target")
+        _, slots = substep.open(read, WritePlan(ints(ids[prefix:]), ints(tokens), positions))
+        for layer in range(rig.LAYERS):
+            k, v = eager.values(layer, ints(tokens), positions)
+            substep.store(layer, k, v)
+            eager.kv[layer, slots, 0], eager.kv[layer, slots, 1] = k, v
+        substep.close()
+        manager.check()
+        manager.commit("ann", len(ids))
+        batch = rig.batch([static_row(uid, ids, tokens)])
+        assert rig.run(rig.add(kind), batch, step).hits == []
+    theirs = manager._state.pools[0]
+    assert torch.equal(rig.kv, eager.kv)
+    assert torch.equal(rig.pool.records[4:8], theirs.records[4:8])
+    assert torch.equal(rig.pool.content_a[:, 4:8], theirs.content_a[:, 4:8])
+
+
+# order of hooks, and the bank
+
+
+def refused(error, call, *arguments: object, **settings: object) -> str:
+    with pytest.raises(error) as caught:
+        call(*arguments, **settings)
+    return str(caught.value)
+
+
+def test_hooks_have_one_order(make_static):
+    """open, store, close; anything else is refused, and so is a harvest between them."""
+    rig = make_static()
+    substep = rig.add("draft", 2)
+    name = "draft[2] of the target pool, bucket of 4 rows"
+    assert refused(HookOrderError, substep.close) == f"close() must follow open(): {name} is closed"
+    words = refused(HookOrderError, substep.store, 0)
+    assert words == f"store(layer=0) belongs between open() and close(): {name} is closed"
+    substep.open()
+    assert refused(HookOrderError, substep.open) == f"open() must follow close(): {name} is open"
+    assert refused(HookOrderError, rig.bank.harvest) == f"harvest() must wait for close() of {name}"
+    assert refused(HookOrderError, rig.bank.arm) == f"arm() must wait for close() of {name}"
+    assert refused(PlanError, substep.store, 2) == f"layer must be in [0, 2) for {name}, got 2"
+    words = refused(PlanError, substep.store, 1)
+    assert words == f"k must be given, for {name} stores it, got None: or add() it with engine_stores=True"
+    substep.close()
+
+
+def test_a_body_that_raised_is_abandoned(make_static, static_row):
+    """The forward after it is judged as if nothing had been; what was left out is R12 and H1, never W4."""
+    rig = make_static()
+    rig.grant(ANN, 1)
+    substep = rig.add("prefill")
+    prompt, longer = static_row(ANN, [4, 5], [50, 51]), static_row(ANN, [4, 5, 6], [52])
+    rig.grant(BOB, 3)
+    rig.bank.load(substep, rig.batch([prompt]))
+    substep.open()
+    for _ in range(2):
+        substep.store(0, *rig.values(0, substep.forward.tokens, substep.forward.positions))
+    substep.abandon()
+    assert len(rig.bank.harvest().gaps) == 1
+    assert {hit.code for hit in rig.run(rig.add("decode"), rig.batch([longer])).hits} == {"R12"}
+    assert rig.run(substep, rig.batch([static_row(BOB, [12], [30]), prompt])).hits == []
+    substep.abandon()
+    assert not substep.is_open
+
+
+def test_records_are_sealed_behind_the_store_of_the_middle_layer(make_static, static_row):
+    """Not before: what runs beside a body begins late in its graph. Fingerprints come with close()."""
+    rig = make_static()
+    rig.grant(ANN, 1)
+    substep = rig.add("prefill")
+    rig.bank.load(substep, rig.batch([static_row(ANN, [4, 5], [50, 51])]))
+    record_, seen = rig.pool.records[4], []
+    substep.open()
+    for layer in range(rig.LAYERS):
+        substep.store(layer, *rig.values(layer, substep.forward.tokens, substep.forward.positions))
+        seen.append((int(record_[record.TOKEN_POSITION]) & record.MASK_32, int(record_[record.LAYERS_LOW])))
+    substep.close()
+    assert (seen, int(record_[record.LAYERS_LOW])) == ([(0, 0), (50, 0)], 0b11)
+
+
+def test_a_bank_is_filled_before_it_is_armed(make_static):
+    """Substeps are found by pool, kind, index and bucket; a missing, repeated or late one is refused."""
+    rig = make_static()
+    substep = rig.add("decode", rows=2)
+    assert rig.bank.get("target", "decode", 0, 2) is substep
+    assert list(rig.bank) == [substep]
+    words = refused(PlanError, rig.bank.get, "target", "draft", 1, 8)
+    assert words == "no substep was made for draft[1] of the target pool with 8 rows: add() it before arm()"
+    words = refused(PlanError, rig.add, "decode", rows=2)
+    assert words == "a bank holds each substep once, got decode of the target pool, bucket of 2 rows twice"
+    assert refused(PlanError, rig.add, "dance").startswith("kind must be one of prefill, decode, draft")
+    rig.bank.arm()
+    words = refused(HookOrderError, rig.add, "decode", rows=4)
+    assert words == "add() must come before arm(): decode of the target pool is late"
+
+
+def test_a_bank_has_a_capacity(make_static):
+    """Headers lie in one tensor that never grows."""
+    rig = make_static()
+    assert refused(PlanError, SubstepBank, rig.state, 0).startswith("capacity must be at least 1, got 0")
+    bank = SubstepBank(rig.state, 1)
+    buffers = StaticBuffers.allocate(1, 1, 1)
+    assert refused(PlanError, bank.add, "other", "decode", 0, buffers) == "pool must be one of target, got 'other'"
+    bank.add("target", "decode", 0, buffers)
+    words = refused(PlanError, bank.add, "target", "verify", 0, buffers)
+    assert words == "a bank of 1 substeps is full: give SubstepBank a larger capacity"
