@@ -27,6 +27,7 @@ NEEDED = (
         (),
         (
             "scheduled_new_reqs",
+            "total_num_scheduled_tokens",
             "finished_req_ids",
             "preempted_req_ids",
             "new_block_ids_to_zero",

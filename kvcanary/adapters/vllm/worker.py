@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import structlog
@@ -66,8 +66,6 @@ class Handle(ABC):
         self.worker, self.runner, self.config = worker, worker.model_runner, config
         self.canary: PagedCanary | None = None
         self.is_armed = False
-        self._pending: Forward | None = None
-        self._fresh: list[tuple[int, str]] = []  # rows that begin with entries of others
         self._is_running = False  # a forward that was read is on its way
         self._count: Callable[[], int] = int
         self._undo: list[Callable[[], None]] = []
@@ -138,7 +136,7 @@ class Handle(ABC):
         return result
 
     def _sleep(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self.is_armed = False
+        self.is_armed = self._is_running = False
         return method(*args, **kwargs)
 
     def _wake_up(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,10 +147,17 @@ class Handle(ABC):
 
     # a step
 
+    def _moving(self, scheduler_output: Any) -> bool:
+        """Whether blocks are zeroed or copied for this step; then what waits to be read is read now."""
+        moves = bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
+        if moves:
+            self._flush()
+        return moves
+
     def _moved(self, scheduler_output: Any) -> None:
-        """Blocks that were zeroed or copied for this step."""
+        """Blocks were zeroed or copied for this step."""
         zeroed, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
-        if self.canary is None or not (zeroed or copies):
+        if self.canary is None:
             return
         for group in self.canary.groups:
             requests = self._new_blocks(scheduler_output, group.number)
@@ -162,31 +167,31 @@ class Handle(ABC):
                 src, dst = (self._blocks(group.number, [pair[side] for pair in copies]) for side in (0, 1))
                 paged_moves.copied(self.canary, group, src, dst, requests)
 
-    def _read(self, lines: Sequence[torch.Tensor], places: Sequence[int]) -> None:
-        """Show the canary the forward that is pending; `lines`, `places`: block tables, and lines of fresh rows."""
-        canary, forward, self._pending = self.canary, self._pending, None
-        if canary is None or forward is None:
-            return
-        if self._fresh:
-            fresh, self._fresh = self._fresh, []
-            numbers, names = [number for number, _ in fresh], [name for _, name in fresh]
-            canary.look(lines, places, numbers, names, forward.max_length)
-        canary.read(forward)
-        self._is_running = True
+    def _flush(self) -> None:
+        if self.is_armed and self.canary is not None:
+            self.canary.flush(self._empty_forward())
+
+    def _read(self, forward: Forward) -> None:
+        """Show the canary the forward that is next."""
+        if self.canary is not None:
+            self.canary.read(forward)
+            self._is_running = True
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_running = False
         result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._is_running:
+        if self._is_running and self.canary is not None:
             self.canary.wrote()
             self._count = self.canary.count_to_host()
             if self._loads is not None:
                 self._loads.name()
+        else:
+            self._flush()
         return result
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result, canary = method(*args, **kwargs), self.canary
-        if self.is_armed and canary is not None and self._is_running:
+        if self._is_running and canary is not None:
             self._is_running = False
             look_at = functools.partial(self._look_at, step=canary.step)
             if hasattr(result, "get_output"):

@@ -33,16 +33,15 @@ class Engine:
         self.slots = self.zeros(1, TOKENS)
         self.tokens: dict[int, list[int]] = {}
         self.free = list(range(1, BLOCKS))
-        self.canary.prepare(self.forward_of([], 0, [0]))
+        self.canary.prepare(self.forward_of([], 0, [WIDTH * BLOCK]))
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def forward_of(self, numbers: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Forward:
         return Forward(
-            [f"r{number}" for number in numbers], np.array(numbers, dtype=np.int32), ("decode", 0), num_tokens,
-            max(lengths, default=0) or WIDTH * BLOCK, sum(lengths), [self.batch_table], self.lengths, self.starts,
-            self.fed, self.positions, list(self.slots), (), [self.table],
+            [f"r{number}" for number in numbers], np.array(numbers, dtype=np.int32), ("decode", 0), np.array(lengths),
+            num_tokens, [self.batch_table], self.lengths, self.starts, self.fed, self.positions, list(self.slots),
         )  # fmt: skip
 
     def begin(self, number: int, tokens: list[int], length: int = 0) -> None:
@@ -82,7 +81,7 @@ class Engine:
         return self.canary.count_to_host()()
 
     def end(self, number: int) -> None:
-        self.canary.look([self.table], [number], [number], [f"r{number}"], len(self.tokens[number]) + 1)
+        self.canary.leave([number], [f"r{number}"])
 
 
 @pytest.mark.parametrize("content", ["full", "rolling", "write"])
