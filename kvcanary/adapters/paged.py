@@ -160,6 +160,16 @@ class PagedCanary(PagedDevice):
             most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
             self._launch_late(self._forward.starts, most)
 
+    def launch_on_stored(self, name: str, launch: Callable[[Tensor, Tensor], None]) -> None:
+        """`launch(slots, chains)` of what this forward stored in the first group, [n] each; slot -1: nothing.
+
+        It may be captured: all that changes from step to step lies in tensors; `name` tells such launches apart.
+        """
+        if self._forward is not None:
+            most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
+            group = self.groups[0]
+            self._replays.run((name, most), lambda: launch(*self._stored(group, most)))
+
     def prepare(self, forward: Forward) -> None:
         """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
         self._lines_here[:] = 0

@@ -23,7 +23,7 @@ from kvcanary.errors import AdapterError
 from kvcanary.views import PoolView
 from kvcanary_kernels import fetch, reread, walk
 from kvcanary_kernels.record import COLUMNS, make_keys
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_WIDTH, Fed, Rows, Truth
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_TOKENS, NOW_WIDTH, Fed, Rows, Truth
 
 UPLOADS = 64  # that may be on their way
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
@@ -179,14 +179,19 @@ class PagedDevice:
         ends = starts[1:].to(torch.int64)
         index = torch.arange(most, device=self.device)
         row = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
-        valid = index < (ends - self._rejected[: len(ends)])[row]
-        place = self._now[PLACE : PLACE + 1]
+        is_kept = index < (ends - self._rejected[: len(ends)])[row]
         for group in self.groups:
-            slots, chains = (entries.index_select(0, place) for entries in self._entries[group.number])
-            slots[0, :most].masked_fill_(~valid, -1)
+            slots, chains = self._stored(group, most)
+            slots = torch.where(is_kept, slots, -1)[None]
             for layers in group.layers:
                 if layers.is_late:
-                    self._take(group, layers, slots, chains, self._now, most)
+                    self._take(group, layers, slots, chains[None], self._now, most)
+
+    def _stored(self, group: Group, most: int) -> tuple[Tensor, Tensor]:
+        """[most] slots and chains of what this forward stores; slot -1: nothing."""
+        place, index = self._now[PLACE : PLACE + 1], torch.arange(most, device=self.device)
+        slots, chains = (entries.index_select(0, place)[0, :most] for entries in self._entries[group.number])
+        return torch.where(index < self._now[NOW_TOKENS], slots, -1), chains
 
     # helpers
 
