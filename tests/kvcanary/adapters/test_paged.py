@@ -87,7 +87,7 @@ class Engine:
 @pytest.mark.parametrize("content", ["full", "rolling", "write"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound_rows_have_no_hit(device: str, content: str) -> None:
-    """Prefill, decode, more rows than one upload takes, an end, a prefix that is resumed; every launch a replay."""
+    """Prefill, decode, many rows at once, an end, a prefix that is resumed; launches are replays."""
     engine = Engine(device, content)
     for number in range(3):
         engine.begin(number, [])
@@ -103,7 +103,8 @@ def test_sound_rows_have_no_hit(device: str, content: str) -> None:
     assert engine.canary.truth.ends[3:].tolist() == [0] * 17
     graphs = engine.canary._replays._graphs
     assert ("before" in {key[0] for key in graphs}) == (device == "cuda")
-    assert None not in graphs.values()
+    once = [key[3] for key, graph in graphs.items() if graph is None]
+    assert once == ([ROWS] if device == "cuda" else [])  # so many came at once, and only then
     certificate = engine.canary.certificate(range(3))
     assert certificate["slots_checked"] > 500
     assert (certificate["bytes_checked"] > 0) == (content != "write")
