@@ -192,13 +192,18 @@ class PagedCanary(PagedDevice):
         step = self.step
 
         def count() -> int:
-            stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
-            if stamp == step & STAMPS:
-                return total
-            torch.cuda.synchronize(self.device)  # whatever thread and stream this is
-            return int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+            total = self.count_of(step)
+            if total is None:
+                torch.cuda.synchronize(self.device)  # whatever thread and stream this is
+                total = int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+            return total
 
         return count
+
+    def count_of(self, step: int) -> int | None:
+        """The counter of findings as it was after one of the last steps; None: it has not arrived."""
+        stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
+        return total if stamp == step & STAMPS else None
 
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""

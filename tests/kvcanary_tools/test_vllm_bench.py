@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcanary_tools.bench import vllm_clock, vllm_faults, vllm_model, vllm_turns
+from kvcanary_tools.bench import vllm_clock, vllm_faults, vllm_model, vllm_parallel, vllm_turns
 from kvcanary_tools.bench import vllm_plugin as bench
 
 
@@ -124,6 +124,15 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
     assert result["findings"] == 0
     assert result["largest_gap_where_different"] == 0.0
     assert json.dumps(result)
+
+
+def test_only_what_a_strike_added_is_its_finding() -> None:
+    """Reports list the first rank's findings first: what was there before is left out wherever it stands."""
+    rig, reports = object.__new__(vllm_parallel.Bench), iter((["old of 1"], ["new of 0", "old of 1", "new of 1"]))
+    rig.run = lambda prompts, tokens: 0.0
+    rig.llm = SimpleNamespace(collective_rpc=lambda call: [None, 7])
+    rig.report = lambda: {"findings": next(reports)}
+    assert rig.struck([1], 4) == {"struck": [1], "slots": [None, 7], "found": ["new of 0", "new of 1"]}
 
 
 def test_a_part_that_breaks_is_written_down() -> None:

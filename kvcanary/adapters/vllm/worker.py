@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
@@ -19,14 +20,14 @@ import torch
 from kvcanary.adapters import paged_moves
 from kvcanary.adapters.paged import PagedCanary
 from kvcanary.adapters.paged_report import settle
-from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.paged_state import RING, Forward
 from kvcanary.adapters.vllm.drift import RUNNER_V1, RUNNER_V2, check
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.loads import Loads
 from kvcanary.adapters.vllm.output import hold_back
 from kvcanary.adapters.vllm.told import Teller
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import AdapterError
+from kvcanary.errors import AdapterError, KVCorruptionError
 
 _events = structlog.get_logger("kvcanary")
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
@@ -71,6 +72,7 @@ class Handle(ABC):
         self._undo: list[Callable[[], None]] = []
         self._loads: Loads | None = None
         self._seen = 0
+        self._is_heard, self._unheard = is_heard(worker), deque[int](maxlen=RING - 1)
         for owner, names in ((worker, WORKER_HOOKS), (self.runner, self.hooks)):
             for name in names:
                 self._replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
@@ -179,6 +181,7 @@ class Handle(ABC):
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_running = False
+        self._hear_late()
         result = method(*args, **kwargs)
         if self._is_running and self.canary is not None:
             self.canary.wrote()
@@ -194,11 +197,29 @@ class Handle(ABC):
         if self._is_running and canary is not None:
             self._is_running = False
             look_at = functools.partial(self._look_at, step=canary.step)
-            if hasattr(result, "get_output"):
+            if not self._is_heard:
+                self._unheard.append(canary.step)
+            elif hasattr(result, "get_output"):
                 hold_back(result, self._count, look_at)
             else:
                 look_at(self._count())
         return result
+
+    def _hear_late(self) -> None:
+        """Look at the steps that have arrived here, where the engine takes no output; mode raise ends this process.
+
+        The engine would only log an exception of such a worker, while the others wait for it.
+        """
+        while self._unheard and self.canary is not None:
+            total = self.canary.count_of(self._unheard[0])
+            if total is None:
+                return
+            try:
+                self._look_at(total, self._unheard.popleft())
+            except KVCorruptionError as error:
+                for finding in error.findings:
+                    self.canary.tell(finding)
+                raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:
         """Tell of what fired up to this step; `total`: the counter behind it."""
@@ -267,6 +288,15 @@ class Handle(ABC):
         given = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         given += [pair for pair in zip(cached.req_ids, cached.new_block_ids, strict=True) if pair[1] is not None]
         return {block: name for name, blocks in given for block in self._kernel_blocks(group, blocks[group])}
+
+
+def is_heard(worker: Any) -> bool:
+    """Whether the engine takes this worker's outputs: of several processes, those of one alone."""
+    parallel: Any = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    if getattr(parallel, "distributed_executor_backend", None) != "mp":
+        return True
+    ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return bool(worker.rank == parallel.world_size - ranks)
 
 
 def salt_of(request: Any) -> str:

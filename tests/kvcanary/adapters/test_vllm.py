@@ -248,7 +248,7 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
             if served is ranks[1]:  # and this one alone has a flipped bit
                 block, offset = served.place("b", 3)
                 served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
-            go_on(served, 1)
+            go_on(served, 2)
     told = [
         (event["code"], event["position"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"
     ]
@@ -260,6 +260,23 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     assert found[("R9", 3)] == [1]
     assert report["armed"]
     assert [worker["rank"] for worker in report["workers"]] == [0, 1]
+
+
+def test_a_worker_that_nobody_hears_ends_by_itself(serve, monkeypatch, tmp_path) -> None:
+    """Outputs of the second rank go nowhere: what it alone finds is told one step later, and its process ends."""
+    from structlog.testing import capture_logs
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    served = serve(settings={"rank": 1, "world_size": 2})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    go_on(served, 4)
+    block, offset = served.place("a", 18)
+    served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
+    served.step()
+    with capture_logs() as events, pytest.raises(SystemExit, match=r"content changed \(R9\).*layer 1"):
+        served.step()
+    told = [(event["code"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"]
+    assert told == [("R9", 1)]
 
 
 @pytest.mark.parametrize("struck", [[1], [0, 1]])
