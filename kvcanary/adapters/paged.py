@@ -29,9 +29,9 @@ from kvcanary.adapters.paged_device import (
 )
 from kvcanary.adapters.paged_state import ADMITTED, COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
 from kvcanary.adapters.prefixes import Prefixes
+from kvcanary.adapters.watching import expect_watching
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import AdapterError
 from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.sites import pack_site
 from kvcanary_kernels.record import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
@@ -56,10 +56,7 @@ class PagedCanary(PagedDevice):
     ) -> None:
         """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
         max_tokens: of one forward"""
-        if config.mode not in ("log", "raise"):
-            raise AdapterError(
-                f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one request from outside"
-            )
+        expect_watching(config, "one request from outside")
         super().__init__(config, num_rows, max_rejected, max_tokens, device)
         self.coverage, self.log, self.fed = Coverage(), FindingLog(), PAGED_FED
         self.tell: Callable[[Finding], None] = tell

@@ -13,7 +13,7 @@ import torch
 from kvcanary import CanaryConfig
 from kvcanary.adapters import vllm as plugin
 from kvcanary.adapters.paged_state import RING
-from kvcanary.errors import AdapterError
+from kvcanary.errors import AdapterError, KVCanaryError
 
 from .served import go_on, load, without
 
@@ -176,6 +176,25 @@ def test_off_is_absent(monkeypatch) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
     )
     assert result.stdout.strip() == "False", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("MODE", "rais", "mode must be one of off, log, raise, abort, got 'rais'"),
+        ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
+        ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_a_model_is_loaded(monkeypatch, name: str, value: str, sentence: str) -> None:
+    """The plug-in says so in the first process that loads it, and replaces nothing."""
+    monkeypatch.setenv(f"KVCANARY_{name}", value)
+    with pytest.raises(KVCanaryError) as raised:
+        plugin.register()
+    assert str(raised.value) == sentence
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    assert not hasattr(WorkerWrapperBase.init_device, "kvcanary_undo")
 
 
 def test_the_plugin_is_loaded_twice_and_undone(serve) -> None:
