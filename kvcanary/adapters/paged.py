@@ -29,7 +29,7 @@ from kvcanary.adapters.paged_device import (
 )
 from kvcanary.adapters.paged_state import ADMITTED, COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
 from kvcanary.adapters.prefixes import Prefixes
-from kvcanary.adapters.watching import expect_watching
+from kvcanary.adapters.watching import PAGED_FED, expect_watching
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import CanaryConfig
 from kvcanary.findings import Finding, FindingLog, tell
@@ -37,8 +37,6 @@ from kvcanary.sites import pack_site
 from kvcanary_kernels.record import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
 from kvcanary_kernels.walk import NOT_FOLLOWED, NOW_ROWS, NOW_STEP, NOW_WIDTH
 
-#: What an engine that is only watched can feed: it tells of no grants and frees (R7, R8, W2, W3, P1).
-PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
 NAMED_WRITERS = 1 << 16
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 
