@@ -60,7 +60,7 @@ class PagedCanary(PagedDevice):
         self.tell: Callable[[Finding], None] = tell
         self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
-        self.step = 0
+        self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
         self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.events: list[Event] = []  # of what happened since the last forward
@@ -189,6 +189,7 @@ class PagedCanary(PagedDevice):
         def count() -> int:
             total = self.count_of(step)
             if total is None:
+                self.waits += 1
                 torch.cuda.synchronize(self.device)  # whatever thread and stream this is
                 total = int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
             return total

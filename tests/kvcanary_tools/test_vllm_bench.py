@@ -96,7 +96,7 @@ class Rig(bench.Bench):
     @contextmanager
     def watched(self, mode: str = "raise", content: str = "rolling"):
         self.is_on = True
-        yield SimpleNamespace(report=lambda: {"findings": []})
+        yield SimpleNamespace(report=lambda: {"findings": [], "waits": 0})
         self.is_on = False
 
     def run(self, prompts, tokens=4, **sampling):
@@ -117,7 +117,7 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
     assert result["runs_a_side"] == 4
     assert result["ratios"] == pytest.approx([2 / 3] * 3)
     assert result["off_over_off"] == [1.0] * 3
-    assert {len(runs) for name in ("off_s", "on_s") for runs in result[name]} == {4}
+    assert {len(runs) for name in ("off_s", "on_s", "hooks_us", "waits") for runs in result[name]} == {4}
     assert [entry["share"] for entry in result["on_off"] + result["off_off"]] == [1.0] * 5
     assert result["by_step"]["turns"] == [12, 12]
     assert result["by_step"]["steps"] == [1]

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 
+from kvcanary_tools.bench.vllm_clock import clocked
 from kvcanary_tools.bench.vllm_faults import Faults
 from kvcanary_tools.bench.vllm_model import BLOCKS, OUTPUT_TOKENS, REQUESTS, SHAPES, make_prompts, write_model
 from kvcanary_tools.bench.vllm_turns import agreement, by_step, stepped, throughput
@@ -99,6 +100,8 @@ class Bench:
 
     def compare(self, pairs: int, seconds: float) -> Iterator[dict[str, Any]]:
         """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
+        from kvcanary.adapters.vllm.worker import Handle
+
         prompts, seconds_of_run = make_prompts(), 1.0
         result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
         if self.is_plugged:  # as users have it: from the start, and it saw warm-up
@@ -113,16 +116,18 @@ class Bench:
         before, tokens = self.preemptions(), {}
         steps: dict[bool, list[list[tuple[float, float]]]] = {False: [], True: []}
         for pair in range(pairs):
-            result.setdefault("off_s", []).append([])
-            result.setdefault("on_s", []).append([])
+            for name in ("off_s", "on_s", "hooks_us", "waits"):
+                result.setdefault(name, []).append([])
             tokens[pair, False], tokens[pair, True] = [], []
             for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
                 is_on = number % 4 in (1, 2)
-                with self.watched(mode="log") if is_on else nullcontext() as handle:
+                with clocked(Handle) as hooks, self.watched(mode="log") if is_on else nullcontext() as handle:
                     with stepped(self.llm.llm_engine) as spent:
                         outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
                         result["certificate"] = handle.report()
+                        result["hooks_us"][-1].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
+                        result["waits"][-1].append(result["certificate"]["waits"])
                 result["on_s" if is_on else "off_s"][-1].append(seconds_of_run)
                 steps[is_on].append(spent)
                 tokens[pair, is_on] += [list(output.token_ids) for output in outputs]
@@ -163,7 +168,7 @@ class Bench:
         from kvcanary_tools.bench import vllm_clock
 
         prompts = make_prompts()
-        with vllm_clock.clocked(Handle) as spent, self.watched(mode="log") as handle:
+        with clocked(Handle) as spent, self.watched(mode="log") as handle:
             _, seconds = self.run(prompts)
             result = vllm_clock.told(spent, seconds) | {"forwards": handle.report()["forwards"]}
         yield result
@@ -216,7 +221,7 @@ def command(
     for part in bench.compare(pairs, seconds):
         keep("compared", part)
     shown = result["compared"]
-    told = ("throughput_ratio", "ratios", "off_over_off", "by_step", "findings", "preemptions")
+    told = ("throughput_ratio", "ratios", "off_over_off", "by_step", "hooks_us", "waits", "findings", "preemptions")
     print(json.dumps({name: shown.get(name) for name in told}))
     print([entry["share"] for entry in (*shown["on_off"], *shown["off_off"])], shown.get("largest_gap_where_different"))
     for part in bench.profile(out) if profile and not bench.is_late else ():
