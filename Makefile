@@ -56,13 +56,14 @@ test-all: lint docs
 	@echo "test-all: the tests with the long grids, an hour or more on two CPU cores"
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $(PARALLEL) -m "slow or not slow"
 
-# Another release of transformers, with the hub that it asks for, in a folder that comes first on the path.
+# Another release of transformers, with the hub and psutil that it asks for, in a folder that comes first on the path.
 TRANSFORMERS ?= 5.17.0
 HUB ?= 1.33.0
+PSUTIL ?= 7.2.2
 OTHER := build/transformers-$(TRANSFORMERS)
 test-transformers: $(STAMP)
-	@test -d "$(OTHER)" || "$(BIN)/python" -m pip install --quiet --no-deps --target "$(OTHER)" \
-	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)"
+	@test -d "$(OTHER)/psutil" || "$(BIN)/python" -m pip install --quiet --no-deps --target "$(OTHER)" \
+	  "transformers==$(TRANSFORMERS)" "huggingface_hub==$(HUB)" "psutil==$(PSUTIL)"
 	PYTHONPATH="$(OTHER)" OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not slow" \
 	  tests/kvcanary/adapters/test_transformers.py tests/kvcanary/adapters/test_batching.py
 

@@ -131,8 +131,8 @@ def reread(
     ends:       of Truth
     max_length: at least what the longest of them has
     window:     tokens that attention sees, the reader's own included; 0: all
-    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`); then lengths
-                are not read, and starts [rows] say which line of the table is the row's
+    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`), along the line
+                of the table that has its number; lengths and starts are not read
     hits:       [2, ring, rows] int64, NO_HIT or lower before; in the cells of this step the least of
                 position * LAYERS_PER_ENTRY + layer of each row, and of position * SLOTS_PER_ENTRY + slot
     counted:    [1] int64, grows by the number of entries that were read, each once for all layers
@@ -198,7 +198,7 @@ def reread_torch(
     step, numbers = int(now[NOW_STEP]), rows.numbers.long()
     n, phase, cells = numbers.shape[0], step % stride, hits[:, step % hits.shape[1]]
     sizes = ends[numbers] if whole else context_lengths(rows)
-    table = rows.table[rows.starts[:n]] if whole else rows.table[:n]
+    table = rows.table[numbers] if whole else rows.table[:n]
     positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
     slots = table_slots(table, positions, block_size)
     live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
@@ -288,7 +288,7 @@ def _take_lanes_kernel(
         "num_slots",
         "layer_stride",
     ],
-    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "hits", "counted"],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "now", "hits", "counted"],
 )
 def _reread_kernel(
     ptrs,
@@ -331,7 +331,7 @@ def _reread_kernel(
     number = tl.load(numbers + i_row).to(tl.int64)
     if WHOLE:
         length = tl.load(ends + number)
-        row = table + tl.load(starts + i_row).to(tl.int64) * table_stride
+        row = table + number * table_stride
     else:
         written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
         length = (tl.load(lengths + i_row) - written).to(tl.int64)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.adapters.watching import expect_watching
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.codes import CODES
 from kvcanary.config import CanaryConfig
@@ -86,10 +87,7 @@ class DenseCanary:
     """What all caches of one attachment share: settings, keys, counters and findings. A copy of a cache keeps it."""
 
     def __init__(self, config: CanaryConfig) -> None:
-        if config.mode not in ("log", "raise"):
-            raise AdapterError(
-                f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one row of a running generate"
-            )
+        expect_watching(config, "one row of a running generate")
         self.config, self.coverage, self.log = config, Coverage(), FindingLog()
         self.num_layers = 4  # that keys are made for at once
         self.entry_bytes = 1  # of one row, position and layer, as last seen

@@ -1,9 +1,9 @@
 """Paged pools of an engine that is only watched: nobody tells of grants and frees, so records speak for themselves.
 
 An adapter shows what a forward is about to read and write (block tables, lengths, tokens, slots); all of it stays on
-the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are,
-`look` before the engine lets a row go; `paged_moves` has what else moves bytes. Hits lie in a ring of the last steps;
-one counter says whether there were any.
+the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are.
+Rows that `admit` and `leave` name wait for the next `read`, or for `flush` where bytes are moved before that;
+`paged_moves` has what moves them. Hits lie in a ring of the last steps; one counter says whether there were any.
 """
 
 from __future__ import annotations
@@ -14,21 +14,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.adapters.paged_device import FEWEST_ENTRIES, FEWEST_ROWS, FEWEST_TOKENS, PagedDevice, at_least, sizes
-from kvcanary.adapters.paged_state import COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
+from kvcanary.adapters.paged_device import (
+    FEWEST_ENTRIES,
+    FEWEST_ROWS,
+    FEWEST_TOKENS,
+    PagedDevice,
+    at_least,
+    events_of,
+    events_width,
+    sizes,
+)
+from kvcanary.adapters.paged_state import ADMITTED, COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
 from kvcanary.adapters.prefixes import Prefixes
+from kvcanary.adapters.watching import PAGED_FED, expect_watching
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import AdapterError
 from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.sites import pack_site
 from kvcanary_kernels.record import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
-from kvcanary_kernels.walk import NOT_FOLLOWED, NOW_ROWS, NOW_STEP
+from kvcanary_kernels.walk import NOT_FOLLOWED, NOW_ROWS, NOW_STEP, NOW_WIDTH
 
-#: What an engine that is only watched can feed: it tells of no grants and frees (R7, R8, W2, W3, P1).
-PAGED_FED = frozenset({"R1", "R2", "R3", "R4", "R5", "R6", "R9", "R10", "R12", "T1", "W1", "W4", "W5", "W6"})
 NAMED_WRITERS = 1 << 16
 STAMPS = (1 << 63 - COUNT_BITS) - 1
 
@@ -46,71 +54,93 @@ class PagedCanary(PagedDevice):
     ) -> None:
         """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
         max_tokens: of one forward"""
-        if config.mode not in ("log", "raise"):
-            raise AdapterError(
-                f"mode must be 'log' or 'raise' here, got {config.mode!r}: nobody can end one request from outside"
-            )
+        expect_watching(config, "one request from outside")
         super().__init__(config, num_rows, max_rejected, max_tokens, device)
         self.coverage, self.log, self.fed = Coverage(), FindingLog(), PAGED_FED
         self.tell: Callable[[Finding], None] = tell
         self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
-        self.step = 0
+        self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
         self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.events: list[Event] = []  # of what happened since the last forward
-        self._looked: list[tuple[str, ...]] = []
+        self._ends, self._longest = np.zeros(num_rows, dtype=np.int64), 0  # at least what each row has, or what waits
+        self._gone: list[tuple[int, str]] = []
+        self._fresh: list[tuple[int, str]] = []
+        self._new: dict[int, tuple[int, ...]] = {}
         self._uid = 0
         self._forward: Forward | None = None
 
     # rows of requests
 
     def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
-        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt)."""
-        if not new:
-            return
-        lines = []
+        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt).
+
+        Entries that it has are another's: the next forward, which must have the row, reads all their bytes.
+        """
         for number, request, tokens, length, salt in new:
             self._uid += 1
             self.writers[self._uid] = request
             if len(self.writers) > NAMED_WRITERS:
                 self.writers.popitem(last=False)
-            root = self.prefixes.root(salt)
+            root, self._longest = self.prefixes.root(salt), max(self._longest, length)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
-                lines.append((number, NOT_FOLLOWED, 0, root, self._uid, root))
+                self._new[number] = number, NOT_FOLLOWED, 0, root, self._uid, root
                 continue
-            tail = self.prefixes.end(tokens[:length], salt) if length else root
-            lines.append((number, length, 1, root, self._uid, tail))
-        for first in range(0, len(lines), FEWEST_ROWS):
-            chosen = lines[first : first + FEWEST_ROWS]
-            chosen += chosen[:1] * (FEWEST_ROWS - len(chosen))  # twice the same is harmless
-            self.upload(torch.from_numpy(np.array(chosen)), self._admitted)
-            self._replays.run(("admit",), self._admit)
+            tail = root
+            if length:
+                tail = self.prefixes.end(tokens[:length], salt)
+                if self.config.content != "write":
+                    self._fresh.append((number, request))
+            self._new[number] = number, length, 1, root, self._uid, tail
+
+    def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
+        """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
+        if self.config.content == "write" or not numbers:
+            return
+        room = self.num_rows - len(self._gone)
+        self._gone += list(zip(numbers, requests, strict=True))[:room]
+        self._longest = max(self._longest, *self._ends[list(numbers)].tolist())
+        self.coverage.skip("rows that went without a last look", max(len(numbers) - room, 0))
+
+    def flush(self, empty: Forward) -> None:
+        """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs.
+
+        empty: a forward of no rows
+        """
+        if self._gone or self._new:
+            fresh, self._fresh = self._fresh, []
+            self.read(empty)
+            self._fresh = fresh
 
     # one forward
 
     def read(self, forward: Forward) -> None:
         """Record what a forward is about to write, and judge what it is about to read."""
         self.step += 1
-        n, (line, host) = len(forward.numbers), self._lines[self.step % RING]
+        n, line = len(forward.numbers), self._lines_here[self.step % RING]
+        most_rows, ends = at_least(n, FEWEST_ROWS, self.num_rows), forward.ends[:n]
         stamp = (self.step & STAMPS) << COUNT_BITS
-        host[:HEAD] = n, forward.num_tokens, self.step, pack_site(*forward.site), self.step % RING, stamp
-        host[HEAD : HEAD + n] = forward.numbers
-        self._now.copy_(line, non_blocking=True)
-        lines, by_number = forward.lines or [table[:n].clone() for table in forward.tables], forward.lines is not None
-        step = Step(
-            self.step, forward.requests, forward.numbers, lines, by_number, forward.site, self.events,
-            self._looked, forward.num_tokens,
-        )  # fmt: skip
-        self.events, self._looked = [], []
+        line[:HEAD] = n, forward.num_tokens, self.step, pack_site(*forward.site), self.step % RING, stamp
+        line[HEAD : HEAD + n] = forward.numbers
+        longest, most_events = int(np.maximum.reduce(ends, initial=0)), 0
+        looked: tuple[tuple[str, ...], ...] = ()
+        if self._new or self._gone or self._fresh:
+            longest = max(longest, self._longest)
+            most_events, looked = self._tell_events(line[HEAD + most_rows :])
+        self._ends[forward.numbers] = ends
+        step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
+        self.events = []
         self.steps.append(step)
-        self.coverage.forwards += 1
-        self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
-        self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
-        self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, forward.num_entries * self._entry_bytes)
+        if n:
+            self.coverage.forwards += 1
+            self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
+            self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
+            live_bytes = int(np.add.reduce(ends)) * self._entry_bytes
+            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
         self._forward = forward
-        self._launch_before(forward, at_least(n, FEWEST_ROWS, self.num_rows), forward.max_length)
+        self._launch_before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), most_events)
 
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
@@ -125,47 +155,29 @@ class PagedCanary(PagedDevice):
             most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
             self._launch_late(self._forward.starts, most)
 
+    def launch_on_stored(self, name: str, launch: Callable[[Tensor, Tensor], None]) -> None:
+        """`launch(slots, chains)` of what this forward stored in the first group, [n] each; slot -1: nothing.
+
+        It may be captured: all that changes from step to step lies in tensors; `name` tells such launches apart.
+        """
+        if self._forward is not None:
+            most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
+            group = self.groups[0]
+            self._replays.run((name, most), lambda: launch(*self._stored(group, most)))
+
     def prepare(self, forward: Forward) -> None:
         """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
+        self._lines_here[:] = 0
         for _ in range(2):  # as they are, captured
-            self.admit([(0, "_", [0, 0], 2, "")])
-        self.forget()
-        self._now.zero_()
-        self._looking.zero_()
-        for _ in range(2):
             for rows in {min(size, self.num_rows) for size in sizes(FEWEST_ROWS, self.num_rows)}:
-                for entries in sizes(FEWEST_ENTRIES, forward.max_length):
-                    self._launch_look(forward.lines or forward.tables, rows, entries)
-                    self._launch_before(forward, rows, entries)
+                for entries in sizes(FEWEST_ENTRIES, int(forward.ends.max())):
+                    for events in (0, min(FEWEST_ROWS, self.num_rows)):
+                        self._launch_before(forward, rows, entries, events)
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self._launch_after(tokens)
                 self._launch_late(forward.starts, tokens)
+        self.forget()
         self.restart()
-
-    def look(
-        self,
-        tables: Sequence[Tensor],
-        places: Sequence[int],
-        numbers: Sequence[int],
-        requests: Sequence[str],
-        max_length: int,
-    ) -> None:
-        """Read every byte of these rows once more, before the next forward.
-
-        tables: by group, [lines, width] block tables; places: which lines are those of the rows
-        """
-        if self.config.content == "write" or not numbers:
-            return
-        if len(self._looked) == LOOKS:
-            self.coverage.skip("rows that went without a last look", len(numbers))
-            return
-        n, size = len(numbers), at_least(len(numbers), FEWEST_ROWS, self.num_rows)
-        line = np.zeros(HEAD + 2 * size, dtype=np.int64)
-        line[NOW_ROWS], line[NOW_STEP] = n, (self.step + 1) % RING * LOOKS + len(self._looked)
-        line[HEAD : HEAD + n], line[HEAD + size : HEAD + size + n] = numbers, places
-        self._looked.append(tuple(requests))
-        self.upload(torch.from_numpy(line), self._looking)
-        self._launch_look(tables, size, max_length)
 
     def count_to_host(self) -> Callable[[], int]:
         """What gives the counter of findings as it was after `wrote`.
@@ -175,21 +187,42 @@ class PagedCanary(PagedDevice):
         step = self.step
 
         def count() -> int:
-            stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
-            if stamp == step & STAMPS:
-                return total
-            torch.cuda.synchronize(self.device)  # whatever thread and stream this is
-            return int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+            total = self.count_of(step)
+            if total is None:
+                self.waits += 1
+                torch.cuda.synchronize(self.device)  # whatever thread and stream this is
+                total = int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+            return total
 
         return count
+
+    def count_of(self, step: int) -> int | None:
+        """The counter of findings as it was after one of the last steps; None: it has not arrived."""
+        stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
+        return total if stamp == step & STAMPS else None
 
     def restart(self) -> None:
         """Begin to count anew, when kernels were compiled."""
         self.coverage, self.step = Coverage(), 0
         self.steps.clear()
-        self.events, self._looked = [], []
+        self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
+        self._ticks.zero_()
         self.total.zero_()
         self._counted.zero_()
+
+    def _tell_events(self, line: NDArray[np.int64]) -> tuple[int, tuple[tuple[str, ...], ...]]:
+        """Write what waits into the words of a line: at most how many rows of a kind, and whose are read."""
+        kinds = self._gone, self._fresh
+        most = at_least(max(len(self._new), *map(len, kinds)), FEWEST_ROWS, self.num_rows)
+        *looks, admitted = events_of(line[: events_width(most)], most)
+        for place, (look, rows) in enumerate(zip(looks, kinds, strict=True)):
+            look[NOW_ROWS], look[NOW_STEP] = len(rows), self.step % RING * LOOKS + place
+            look[NOW_WIDTH : NOW_WIDTH + len(rows)] = [number for number, _ in rows]
+        admitted[: len(self._new)] = list(self._new.values()) or np.empty((0, ADMITTED))
+        admitted[len(self._new) :] = self.num_rows  # nobody's
+        looked = tuple(tuple(request for _, request in rows) for rows in kinds)
+        self._gone, self._fresh, self._new, self._longest = [], [], {}, 0
+        return most, looked
 
     # what was found
 

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.paged_state import HEAD, LOOKS, PLACE, RING, SPLITS, STAMP, Forward, Group, Layers
+from kvcanary.adapters.paged_state import ADMITTED, HEAD, LOOKS, PLACE, RING, SPLITS, STAMP, Forward, Group, Layers
 from kvcanary.adapters.replays import Replays
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.views import PoolView
-from kvcanary_kernels import reread, walk
+from kvcanary_kernels import fetch, reread, walk
 from kvcanary_kernels.record import COLUMNS, make_keys
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, Fed, Rows, Truth
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_TOKENS, NOW_WIDTH, Fed, Rows, Truth
 
-UPLOADS = 64  # that may be on their way: more than a few of each of the last steps
+UPLOADS = 64  # that may be on their way
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
 
 
@@ -43,17 +43,17 @@ class PagedDevice:
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.identity = make_keys(self.seed, 1, 1, self.device)
         self.groups: list[Group] = []
-        ends, known, roots, uids = self._state = self._zeros(4, num_rows)
-        self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._zeros(num_rows, max_rejected + 2), roots, uids)
+        self._state, self._tails = self._zeros(4, num_rows + 1), self._zeros(num_rows + 1, max_rejected + 2)
+        ends, known, roots, uids = self._state[:, :num_rows]  # the last one is nobody's
+        self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._tails[:num_rows], roots, uids)
         self.total = self._zeros(1)
         self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
-        self._now = self._zeros(HEAD + num_rows)  # what the running step is, and the numbers of its rows
-        self._looking = self._zeros(HEAD + 2 * num_rows)  # the same of a look, and where their lines are
-        self._admitted = self._zeros(FEWEST_ROWS, 6)  # number, end, known, root, uid and tail of new rows
+        self._lines = self._pinned(RING, HEAD + num_rows + events_width(num_rows))  # what the last steps were
+        self._lines_here = self._lines.numpy()
+        self._now, self._ticks = self._zeros(self._lines.shape[1]), self._zeros(1)  # the running step's, and its number
         self._totals, self._counts = self._zeros(RING), self._pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
-        lines = self._pinned(RING, len(self._now))
-        self._lines = list(zip(lines, lines.numpy(), strict=True))
+        self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         self._replays = Replays(self.device)
 
     def add_group(self, number: int, block_size: int, num_slots: int, window: int = 0) -> Group:
@@ -84,17 +84,15 @@ class PagedDevice:
                 layers.stamps.zero_()
         self.truth.ends.fill_(NOT_FOLLOWED)
 
-    def upload(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """To the device, without a wait, into the beginning of `out` if given; what was given long ago is overwritten.
+    def upload(self, values: Tensor) -> Tensor:
+        """To the device, without a wait; what was given long ago is overwritten.
 
-        values: int64 on the host, at most 8 a row
+        values: int64 on the host
         """
         if self.uses_kernels and values.numel() <= self._uploads.shape[1]:
             self._uploaded = (self._uploaded + 1) % UPLOADS
             values = self._uploads[self._uploaded, : values.numel()].view(values.shape).copy_(values)
-        if out is None:
-            return values.to(self.device, non_blocking=True)
-        return out[: len(values)].copy_(values, non_blocking=True)
+        return values.to(self.device, non_blocking=True)
 
     def take_now(self, group: Group, layers: Layers, slots: Tensor, chains: Tensor) -> None:
         """Take the bytes of these slots [n] as they lie now."""
@@ -103,17 +101,15 @@ class PagedDevice:
 
     # launches
 
-    def _launch_before(self, forward: Forward, most_rows: int, max_length: int) -> None:
-        most_entries = at_least(max_length, FEWEST_ENTRIES)
+    def _launch_before(self, forward: Forward, most_rows: int, most_entries: int, most_events: int) -> None:
+        if not self.kept:
+            shapes = [(self.num_rows, table.shape[1]) for table in forward.tables]
+            tables = zip(shapes, forward.tables, strict=True)
+            self.kept = [torch.zeros(shape, dtype=table.dtype, device=self.device) for shape, table in tables]
         used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.known
         places = [tensor.data_ptr() for tensor in (*used, *forward.tables, *forward.slots)]
-        launch = functools.partial(self._before, forward, most_rows, most_entries)
-        self._replays.run(("before", most_rows, most_entries, *places), launch)
-
-    def _launch_look(self, tables: Sequence[Tensor], most_rows: int, max_length: int) -> None:
-        most_entries = at_least(max_length, FEWEST_ENTRIES)
-        launch = functools.partial(self._look, tables, most_rows, most_entries)
-        self._replays.run(("look", most_rows, most_entries, *[table.data_ptr() for table in tables]), launch)
+        launch = functools.partial(self._before, forward, most_rows, most_entries, most_events)
+        self._replays.run(("before", most_rows, most_entries, most_events, *places), launch)
 
     def _launch_after(self, most: int) -> None:
         self._replays.run(("after", most), functools.partial(self._after, most))
@@ -123,21 +119,30 @@ class PagedDevice:
             key = "late", most, starts.data_ptr(), len(starts)
             self._replays.run(key, functools.partial(self._late, starts, most))
 
-    def _admit(self) -> None:
-        table = self._admitted.T.contiguous()
-        self._state.index_copy_(1, table[0], table[1:5])
-        self.truth.tails.select(1, 0).index_copy_(0, table[0], table[5])
-
-    def _before(self, forward: Forward, most_rows: int, most_entries: int) -> None:
-        content = self.config.content
-        self._hits["read"].index_fill_(1, self._now[PLACE : PLACE + 1], NO_HIT)
-        numbers = self._now[HEAD : HEAD + most_rows]
+    def _before(self, forward: Forward, most_rows: int, most_entries: int, most_events: int) -> None:
+        content, now = self.config.content, self._now
+        self._ticks.add_(1)
+        width = HEAD + most_rows + events_width(most_events)
+        self._run(fetch, "fetch", self._lines, self._ticks, now, width=width)
+        numbers, events = now[HEAD : HEAD + most_rows], now[HEAD + most_rows : width]
+        if most_events:
+            gone, fresh, admitted = events_of(events, most_events)
+            self._look(gone, most_entries)
+            table = admitted.T.contiguous()
+            self._state.index_copy_(1, table[0], table[1:5])
+            self._tails.select(1, 0).index_copy_(0, table[0], table[5])
+        for table, kept, group in zip(forward.tables, self.kept, self.groups, strict=True):
+            rows, width = Rows(numbers, table, numbers, numbers), -(-most_entries // group.block_size)
+            self._run(fetch, "keep", rows, now=now, kept=kept, width=min(width, table.shape[1]))
+        if most_events:
+            self._look(fresh, most_entries)
+        self._hits["read"].index_fill_(1, now[PLACE : PLACE + 1], NO_HIT)
         for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
             rows = Rows(numbers, table, forward.lengths, forward.starts)
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
             slots, chains = self._entries[group.number]
             common = {"block_size": group.block_size, "null_slots": group.block_size, "seeds": self._seeds}
-            common |= {"now": self._now, "total": self.total}
+            common |= {"now": now, "total": self.total}
             self._run(
                 walk, "advance", group.records, rows, fed, self.truth, self.identity, slots=slots, chains=chains,
                 hits=self._hits["write"][:, group.number], is_first=group is self.groups[0], **common,
@@ -148,15 +153,18 @@ class PagedDevice:
             )  # fmt: skip
             for column, layers in self._columns(group) if content != "write" else ():
                 stride = 1 if content == "full" else ROTATION_STEPS
-                self._reread(group, layers, rows, most_entries, stride, column, self._now, "read")
+                self._reread(group, layers, rows, most_entries, stride, column, now, "read")
 
-    def _look(self, tables: Sequence[Tensor], most_rows: int, most_entries: int) -> None:
-        numbers, places = self._looking[HEAD : HEAD + 2 * most_rows].view(2, most_rows)
-        self._hits["look"].index_fill_(1, self._looking[NOW_STEP : NOW_STEP + 1], NO_HIT)
-        for group, table in zip(self.groups, tables, strict=True):
-            rows = Rows(numbers, table, places, places)
+    def _look(self, look: Tensor, most_entries: int) -> None:
+        """Read all that is recorded of some rows. look: [NOW_WIDTH + rows], how many, which cell, and their numbers."""
+        if self.config.content == "write":
+            return
+        numbers = look[NOW_WIDTH:]
+        self._hits["look"].index_fill_(1, look[NOW_STEP : NOW_STEP + 1], NO_HIT)
+        for group, kept in zip(self.groups, self.kept, strict=True):
+            rows = Rows(numbers, kept, numbers, numbers)
             for column, layers in self._columns(group):
-                self._reread(group, layers, rows, most_entries, 1, column, self._looking, "look", whole=True)
+                self._reread(group, layers, rows, most_entries, 1, column, look, "look", whole=True)
 
     def _after(self, most: int) -> None:
         for group in self.groups:
@@ -171,14 +179,19 @@ class PagedDevice:
         ends = starts[1:].to(torch.int64)
         index = torch.arange(most, device=self.device)
         row = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
-        valid = index < (ends - self._rejected[: len(ends)])[row]
-        place = self._now[PLACE : PLACE + 1]
+        is_kept = index < (ends - self._rejected[: len(ends)])[row]
         for group in self.groups:
-            slots, chains = (entries.index_select(0, place) for entries in self._entries[group.number])
-            slots[0, :most].masked_fill_(~valid, -1)
+            slots, chains = self._stored(group, most)
+            slots = torch.where(is_kept, slots, -1)[None]
             for layers in group.layers:
                 if layers.is_late:
-                    self._take(group, layers, slots, chains, self._now, most)
+                    self._take(group, layers, slots, chains[None], self._now, most)
+
+    def _stored(self, group: Group, most: int) -> tuple[Tensor, Tensor]:
+        """[most] slots and chains of what this forward stores; slot -1: nothing."""
+        place, index = self._now[PLACE : PLACE + 1], torch.arange(most, device=self.device)
+        slots, chains = (entries.index_select(0, place)[0, :most] for entries in self._entries[group.number])
+        return torch.where(index < self._now[NOW_TOKENS], slots, -1), chains
 
     # helpers
 
@@ -251,6 +264,17 @@ class PagedDevice:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+
+def events_width(most: int) -> int:
+    """Words of a line that say which rows went, which begin with entries of others, and which are new."""
+    return LOOKS * (NOW_WIDTH + most) + ADMITTED * most if most else 0
+
+
+def events_of(line: Any, most: int) -> tuple[Any, Any, Any]:
+    """The parts of these words, at most so many rows in each: two looks, and [most, ADMITTED]."""
+    width = NOW_WIDTH + most
+    return line[:width], line[width : 2 * width], line[2 * width :].reshape(most, ADMITTED)
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

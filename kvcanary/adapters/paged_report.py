@@ -80,12 +80,11 @@ def _hits(canary: PagedCanary, step: Step) -> Iterator[Hit]:
     cells = canary.hits_of(step)
     column = 0
     for place, group in enumerate(canary.groups):
-        numbers = step.numbers.tolist() if step.by_number else list(range(len(step.requests)))
         fired = (WALK_CODES, cells["walk"][place].min(0).values), (ADVANCE_CODES, cells["write"][place])
         for codes, hits in fired:
             for row in (hits[: len(step.requests)] != NO_HIT).nonzero()[:, 0].tolist():
                 position, code = divmod(int(hits[row]), CODES_PER_ENTRY)
-                slot = _slot(step.lines[place], numbers[row], position, group)
+                slot = _slot(canary.kept[place], int(step.numbers[row]), position, group)
                 yield Hit(codes[code], step.requests[row], position, slot, group, site=step.site)
         for slot in canary.written_twice(step, group)[:SHOWN]:
             yield Hit("W4", None, None, slot, group, site=step.site)

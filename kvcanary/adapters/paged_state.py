@@ -15,11 +15,12 @@ from kvcanary_kernels.rows import WORD_BYTES, PoolRows
 from kvcanary_kernels.walk import NOW_WIDTH
 
 RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
-LOOKS = 4  # at rows, between two forwards
+LOOKS = 2  # at whole rows in a step: those that went, those that begin with entries of others
 SPLITS = 8  # shares of a row that are judged side by side
 #: Columns behind those of `walk`: the cell of the ring, and the step above the bits of a count that is sent with it.
 PLACE, STAMP, HEAD = NOW_WIDTH, NOW_WIDTH + 1, NOW_WIDTH + 2
 COUNT_BITS = 40
+ADMITTED = 6  # columns of a new row: number, end, known, root, uid and tail
 
 
 @dataclass(eq=False)
@@ -61,18 +62,15 @@ class Group:
 class Step:
     """What the host must know to tell of a step's hits later.
 
-    lines:   by group, [rows, width] block tables of the batch, or of all rows by number where `by_number`
-    looked:  requests whose rows were read before this step, look by look
+    looked:  requests whose rows were read whole in this step, look by look
     """
 
     number: int
     requests: Sequence[str]
     numbers: NDArray[np.integer]
-    lines: Sequence[Tensor]
-    by_number: bool
     site: tuple[str, int]
     events: list[Event]
-    looked: list[tuple[str, ...]]
+    looked: Sequence[tuple[str, ...]]
     count: int = 0
     is_settled: bool = False
 
@@ -100,24 +98,21 @@ class Forward:
 
     requests:   their names, in the order of the batch
     numbers:    [rows] on the host, where they stand among all rows of the engine
+    ends:       [>= rows] on the host, at least the entries of each row, new ones included
     num_tokens: that are fed
-    max_length: at least the entries of the longest row, new ones included
-    num_entries: the same of all rows together
     tables:     by group, [>= rows, width] block tables of the batch
     lengths:    [>= rows] entries of each row, new ones included
     starts:     [>= rows + 1] where each row's new entries begin
     tokens, positions: [>= num_tokens]
     slots:      by group, [>= num_tokens] where they are stored
     known:      tokens that the engine knows, as in `Fed`
-    lines:      by group, block tables of all rows by number; None: there are none, and `tables` are copied for reports
     """
 
     requests: Sequence[str]
     numbers: NDArray[np.integer]
     site: tuple[str, int]
+    ends: NDArray[np.integer]
     num_tokens: int
-    max_length: int
-    num_entries: int
     tables: Sequence[Tensor]
     lengths: Tensor
     starts: Tensor
@@ -125,4 +120,3 @@ class Forward:
     positions: Tensor
     slots: Sequence[Tensor]
     known: tuple[Tensor, Tensor] | tuple[()] = ()
-    lines: Sequence[Tensor] | None = None

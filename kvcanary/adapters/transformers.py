@@ -37,6 +37,8 @@ except ImportError as error:
 
 #: Releases (major and minor) that the tests of this module ran with.
 KNOWN_VERSIONS = ("5.17", "5.23")
+#: Codes that something here feeds: W5 in `generate_batch` alone.
+FED = DENSE_FED | {"W5"}
 _CACHE, _LAYER = "transformers.cache_utils:Cache.", "transformers.cache_utils:CacheLayerMixin."
 _PAGED = "transformers.generation.continuous_batching.cache:PagedAttentionCache."
 _GENERATION = "transformers.generation.utils:GenerationMixin."
@@ -227,7 +229,7 @@ class Handle:
             self._in_use, self._row_tokens = outer, None
 
     def _generate_batch(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self._batching.failure, self._canary.fed = None, DENSE_FED | {"W5"}
+        self._batching.failure, self._canary.fed = None, FED
         output = method(*args, **kwargs)
         if self._batching.failure is not None:  # its thread has told the requests, not the caller
             raise self._batching.failure

@@ -276,15 +276,15 @@ def test_changed_bytes_are_found(rig: Rig) -> None:
 
 
 def test_a_last_look_reads_whole_rows_along_their_own_lines(rig: Rig) -> None:
-    """What this forward wrote too; `starts` name the lines, and rows behind the live ones are padding."""
+    """What this forward wrote too; their numbers name the lines, and rows behind the live ones are padding."""
     rig.forward({0: list(range(18)), 1: list(range(9))})
     block, offset = divmod(rig.slot(1, 8), BLOCK_SIZE)
     rig.kv[1].view(torch.int32)[block, 1, offset, 5] ^= 1
-    numbers, lines = (torch.tensor(values, dtype=torch.int64, device=rig.device) for values in ([1, 0, 9], [2, 0, 9]))
-    table = torch.stack((rig.table[0], rig.table[3], rig.table[1]))
+    numbers = torch.tensor([1, 0, 9], device=rig.device)
     hits = torch.full((2, 5, 3), NO_HIT, dtype=torch.int64, device=rig.device)
     content = {"lanes": rig.lanes, "stamps": rig.stamps, "ends": rig.truth.ends}
-    rig.call(lanes_of, "reread", rig.pool, rig.records, Rows(numbers, table, lines, lines), rig.keys, **content,
+    rig.call(lanes_of, "reread", rig.pool, rig.records, Rows(numbers, rig.table, numbers, numbers), rig.keys,
+             **content,
              now=rig.now(2, 0), max_length=40, stride=1, window=0, block_size=BLOCK_SIZE, whole=True, hits=hits,
              total=rig.total, counted=rig.counted[1:])  # fmt: skip
     assert rig.named(hits[0, 1], None, 128) == [(1, 8), None, None]

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from kvcanary.codes import CODES
 from kvcanary_tools import health
 
 
@@ -59,9 +60,11 @@ def test_doctor_takes_a_missing_extra_for_no_error(kvcanary, monkeypatch: pytest
 
 
 def test_doctor_says_what_an_adapter_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is not as known is refused by sentence, and nothing is broken for that; an absent one is None."""
+    """Which checks a host can not feed; one that is not as known is refused by sentence; an absent one is None."""
     adapter = pytest.importorskip("kvcanary.adapters.transformers")
-    assert health.adapters()["transformers"] == f"{len(adapter.NEEDED)} names and signatures are there"
+    found, _, inactive = str(health.adapters()["transformers"]).partition("; inactive: ")
+    assert found == f"{len(adapter.NEEDED)} names and signatures are there"
+    assert {"R7", "R8", "W2", "W3", "P1"} <= set(inactive.split(", ")) == {*CODES} - adapter.FED
     monkeypatch.setattr(adapter.transformers, "__version__", "6.1.0")
     refused = "refused: transformers 6.1.0 is not known here: install 5.17 or 5.23"
     assert health.adapters()["transformers"] == refused

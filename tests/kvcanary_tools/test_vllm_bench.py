@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcanary_tools.bench import vllm_clock, vllm_faults, vllm_model
+from kvcanary_tools.bench import vllm_clock, vllm_faults, vllm_model, vllm_parallel, vllm_turns
 from kvcanary_tools.bench import vllm_plugin as bench
 
 
@@ -27,19 +27,61 @@ def test_prompts_share_prefixes_and_are_the_same_each_time() -> None:
 
 def test_agreement_counts_tokens_and_names_the_first_difference() -> None:
     """Shorter answers count as different; a place for each request that differs."""
-    found = bench.agreement([[1, 2, 3], [4, 5], [6]], [[1, 2, 3], [4, 9], [6, 7]])
+    found = vllm_turns.agreement([[1, 2, 3], [4, 5], [6]], [[1, 2, 3], [4, 9], [6, 7]])
     assert found == {"share": 5 / 7, "first_different": {1: 1}}
-    assert bench.agreement([], []) == {"share": 0.0, "first_different": {}}
+    assert vllm_turns.agreement([], []) == {"share": 0.0, "first_different": {}}
 
 
 def test_throughput_is_that_of_pairs_and_the_noise_that_of_runs_without() -> None:
-    """Ratios of sums within a pair and their median; every other run without over the ones between."""
-    found = bench.throughput([[2.0, 2.0], [3.0, 2.0], [2.0, 2.2]], [[2.0, 3.0], [3.0, 2.0], [4.2, 4.2]])
+    """Ratios of sums within a pair and over all turns; every other run without over the ones between."""
+    found = vllm_turns.throughput([[2.0, 2.0], [3.0, 2.0], [2.0, 2.2]], [[2.0, 3.0], [3.0, 2.0], [4.2, 4.2]])
     assert found["ratios"] == pytest.approx([0.8, 1.0, 0.5])
-    assert found["throughput_ratio"] == pytest.approx(0.8)
+    assert found["throughput_ratio"] == pytest.approx(13.2 / 18.4)
     assert found["off_over_off"] == pytest.approx([1.0, 1.5, 1 / 1.1])
     assert found["fastest_runs_ratio"] == 1.0
     assert found["median_runs_ratio"] == pytest.approx(2.0 / 3.0)
+
+
+def turn(*seconds: float) -> list[tuple[float, float]]:
+    return [(own, own / 2) for own in seconds]
+
+
+def test_steps_are_compared_with_their_own_kind() -> None:
+    """The median of each step over the turns: a step that was disturbed once counts nothing; the noise is told."""
+    off = [turn(1.0, 3.0), turn(1.0, 9.0), turn(1.0, 3.0)]
+    on = [turn(1.1, 3.3), turn(7.0, 3.3), turn(1.1, 3.3)]
+    found = vllm_turns.by_step(off, on)
+    assert found["steps"] == [2]
+    assert found["turns"] == [3, 3]
+    assert found["ms"] == pytest.approx([2000.0, 2200.0])
+    assert found["ratio"] == found["thread_ratio"] == found["quiet_ratio"] == pytest.approx(1 / 1.1)
+    assert found["range"][0] < 1 / 1.1 < found["range"][1]
+    assert found["off_over_off"] == pytest.approx(4 / 10)
+    assert vllm_turns.by_step(off[:1], on[:1])["off_over_off"] is None
+    assert json.dumps(found)
+
+
+def test_turns_of_other_steps_are_not_compared() -> None:
+    """A scheduler that decided otherwise once made other steps: their numbers are told, and no ratio."""
+    found = vllm_turns.by_step([turn(1.0, 2.0), turn(1.0)], [turn(1.0, 2.0)])
+    assert found == {"steps": [1, 2], "turns": [2, 1]}
+
+
+class Engine:
+    """What a Bench steps."""
+
+    def step(self) -> str:
+        time.sleep(0.01)
+        return "output"
+
+
+def test_every_step_of_an_engine_is_timed() -> None:
+    """Seconds and the thread's own, one pair a step; afterwards the engine's method is its own again."""
+    engine = Engine()
+    with vllm_turns.stepped(engine) as spent:
+        assert [engine.step(), engine.step()] == ["output"] * 2
+    assert not vars(engine)
+    assert [wall >= 0.01 > own for wall, own in spent] == [True, True]
 
 
 class Rig(bench.Bench):
@@ -49,15 +91,17 @@ class Rig(bench.Bench):
 
     def __init__(self) -> None:
         self.is_on, self.order, self.shifts, self.started = False, [], itertools.count(), time.perf_counter()
+        self.llm = SimpleNamespace(llm_engine=Engine())
 
     @contextmanager
     def watched(self, mode: str = "raise", content: str = "rolling"):
         self.is_on = True
-        yield SimpleNamespace(report=lambda: {"findings": []})
+        yield SimpleNamespace(report=lambda: {"findings": [], "waits": 0})
         self.is_on = False
 
     def run(self, prompts, tokens=4, **sampling):
         self.order.append(self.is_on)
+        self.llm.llm_engine.step()
         outputs = [SimpleNamespace(token_ids=[1, 2, 3], logprobs=[{}]) for _ in prompts]
         return outputs, 1.5 if self.is_on else 1.0
 
@@ -73,11 +117,22 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
     assert result["runs_a_side"] == 4
     assert result["ratios"] == pytest.approx([2 / 3] * 3)
     assert result["off_over_off"] == [1.0] * 3
-    assert {len(runs) for name in ("off_s", "on_s", "off_host_s", "on_host_s") for runs in result[name]} == {4}
+    assert {len(runs) for name in ("off_s", "on_s", "hooks_us", "waits") for runs in result[name]} == {4}
     assert [entry["share"] for entry in result["on_off"] + result["off_off"]] == [1.0] * 5
+    assert result["by_step"]["turns"] == [12, 12]
+    assert result["by_step"]["steps"] == [1]
     assert result["findings"] == 0
     assert result["largest_gap_where_different"] == 0.0
     assert json.dumps(result)
+
+
+def test_only_what_a_strike_added_is_its_finding() -> None:
+    """Reports list the first rank's findings first: what was there before is left out wherever it stands."""
+    rig, reports = object.__new__(vllm_parallel.Bench), iter((["old of 1"], ["new of 0", "old of 1", "new of 1"]))
+    rig.run = lambda prompts, tokens: 0.0
+    rig.llm = SimpleNamespace(collective_rpc=lambda call: [None, 7])
+    rig.report = lambda: {"findings": next(reports)}
+    assert rig.struck([1], 4) == {"struck": [1], "slots": [None, 7], "found": ["new of 0", "new of 1"]}
 
 
 def test_a_part_that_breaks_is_written_down() -> None:

@@ -116,16 +116,25 @@ def embedded_model() -> dict[str, Any]:
 
 
 def adapters() -> dict[str, Any]:
-    """By host, what speaks against attaching to the release that is installed; None where there is none."""
+    """By host, what speaks against attaching to the release that is installed, or which checks nothing would feed.
+
+    None where there is none.
+    """
     return {host: _adapter(host, module) for host, module in ADAPTERS.items()}
 
 
 def _adapter(host: str, name: str) -> str | None:
     if importlib.util.find_spec(host) is None:
         return None
+    from kvcanary import CanaryConfig
+    from kvcanary.certificate import inactive_classes
+
     module = importlib.import_module(name)
     faults = module.check()
-    return f"refused: {'; '.join(faults)}" if faults else f"{len(module.NEEDED)} names and signatures are there"
+    if faults:
+        return f"refused: {'; '.join(faults)}"
+    inactive = ", ".join(inactive_classes(CanaryConfig(), module.FED))
+    return f"{len(module.NEEDED)} names and signatures are there; inactive: {inactive}"
 
 
 def _digest(path: Path) -> dict[str, Any]:

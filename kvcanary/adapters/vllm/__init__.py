@@ -16,9 +16,16 @@ ANCHOR = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 
 
 def register() -> None:
-    """Let every worker of this process have a canary once its device is there. Twice is harmless."""
+    """Let every worker of this process have a canary once its device is there. Twice is harmless.
+
+    CanaryConfigError or AdapterError where a setting is wrong: at once, before a model is loaded.
+    """
     if os.environ.get("KVCANARY_MODE", "off").strip().lower() in ("", "off"):
         return
+    from kvcanary.adapters.watching import expect_watching
+    from kvcanary.config import CanaryConfig
+
+    expect_watching(CanaryConfig.from_env(), "one request from outside")
     module, _, path = ANCHOR.partition(":")
     owner, name = path.split(".")
     wrapper = getattr(import_module(module), owner)

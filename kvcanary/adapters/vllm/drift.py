@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 
 from kvcanary.adapters.drift import Needed, missing
+from kvcanary.adapters.watching import PAGED_FED as FED
 
+__all__ = ["FED", "KNOWN_VERSIONS", "NEEDED", "NEEDED_OF", "RUNNER_V1", "RUNNER_V2", "check"]
 #: Releases (major and minor) whose sources this adapter was written against.
 KNOWN_VERSIONS = ("0.26",)
 RUNNER_V2, RUNNER_V1 = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
@@ -27,6 +29,7 @@ NEEDED = (
         (),
         (
             "scheduled_new_reqs",
+            "total_num_scheduled_tokens",
             "finished_req_ids",
             "preempted_req_ids",
             "new_block_ids_to_zero",

@@ -43,10 +43,11 @@ class Loads:
 
     def name(self) -> None:
         """Give names to what the last forward stored."""
-        canary = self.canary
-        group = canary.groups[0]
-        slots, chains = canary.stored_by(canary.steps[-1], group)
-        lanes = group.layers[0].lanes[0, :, slots.clamp(min=0)].sum(0)
+        self.canary.launch_on_stored("name", self._name)
+
+    def _name(self, slots: Tensor, chains: Tensor) -> None:
+        """Slots, -1 where nothing was stored, and their chains."""
+        lanes = self.canary.groups[0].layers[0].lanes[0].index_select(1, slots.clamp(min=0)).sum(0)
         places = torch.where(slots >= 0, chains & (NAMES - 1), NAMES)
         is_free = self._known[0, places] == 0
         self._known[0, torch.where(is_free, places, NAMES)] = chains
@@ -54,7 +55,7 @@ class Loads:
         first = torch.where(is_own & is_free, places, NAMES)
         self._known[1, first] = lanes
         differs = is_own & (self._known[1, places] != lanes)
-        self._several[torch.where(differs, places, NAMES)] = True
+        self._several.index_fill_(0, torch.where(differs, places, NAMES), True)
 
     def _lane_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
         """([n] int64 lanes, [n] bool where they are known)."""

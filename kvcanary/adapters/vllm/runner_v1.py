@@ -28,10 +28,11 @@ class HandleV1(Handle):
     def _update_states(self, method: Any, scheduler_output: Any) -> Any:
         if not self.is_armed or self.canary is None:
             return method(scheduler_output)
-        self._scheduled = scheduler_output
+        self._scheduled = scheduler_output if scheduler_output.total_num_scheduled_tokens else None
         cached = scheduler_output.scheduled_cached_reqs
         ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
         self._leave(self.canary, [name for name in ended if name in self._numbers])
+        moves = self._moving(scheduler_output)
         result = method(scheduler_output)
         new = []
         for data in scheduler_output.scheduled_new_reqs:
@@ -41,28 +42,20 @@ class HandleV1(Handle):
                 state = self.runner.requests[name]
                 new.append((name, [*(state.prompt_token_ids or ()), *state.output_token_ids], length))
         self._come(self.canary, new)
-        self._moved(scheduler_output)
+        if moves:
+            self._moved(scheduler_output)
         return result
 
     def _build_attention_metadata(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         output, self._scheduled = self._scheduled, None
         if self.is_armed and output is not None and not kwargs.get("for_cudagraph_capture"):
-            self._pending = self._forward_of(output)
-            places = [self.runner.input_batch.req_id_to_index[name] for _, name in self._fresh]
-            self._read(self._tables(), places)
+            self._read(self._forward_of(output))
         return result
 
     def _leave(self, canary: PagedCanary, names: Sequence[str]) -> None:
-        """Requests end or are preempted: a last look at those that have a row of the batch."""
-        batch = self.runner.input_batch
-        lines = [name for name in names if name in batch.req_id_to_index]
-        canary.coverage.skip("rows that went without a last look", len(names) - len(lines))
-        if lines:
-            places = [batch.req_id_to_index[name] for name in lines]
-            length = int(batch.num_computed_tokens_cpu[places].max()) + self._max_new
-            numbers = [self._numbers[name] for name in lines]
-            canary.look(self._tables(), places, numbers, lines, min(length, self._max_len))
+        """Requests end or are preempted."""
+        canary.leave([self._numbers[name] for name in names], names)
         self._free += [self._numbers.pop(name) for name in names]
 
     def _come(self, canary: PagedCanary, new: Sequence[tuple[str, Sequence[int] | None, int]]) -> None:
@@ -71,10 +64,8 @@ class HandleV1(Handle):
         for name, tokens, length in new:
             if name not in self._numbers:
                 self._numbers[name] = self._free.pop()
-            number, state = self._numbers[name], self.runner.requests[name]
-            admitted.append((number, name, tokens, length, salt_of(state)))
-            if length:
-                self._fresh.append((number, name))
+            salt = salt_of(self.runner.requests[name])
+            admitted.append((self._numbers[name], name, tokens, length, salt))
         canary.admit(admitted)
 
     def _forward_of(self, output: Any) -> Forward:
@@ -92,8 +83,8 @@ class HandleV1(Handle):
         runner = self.runner
         slots = [self._table(number).slot_mapping.gpu for number in range(len(self._tables()))]
         return Forward(
-            names, numbers, site, num_tokens, int(lengths.max()), int(lengths.sum()), self._tables(), runner.seq_lens,
-            runner.query_start_loc.gpu, runner.input_ids.gpu, runner.positions, slots,
+            names, numbers, site, lengths, num_tokens, self._tables(), runner.seq_lens, runner.query_start_loc.gpu,
+            runner.input_ids.gpu, runner.positions, slots,
         )  # fmt: skip
 
     def _new_canary(self) -> PagedCanary:

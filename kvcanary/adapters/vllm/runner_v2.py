@@ -23,6 +23,7 @@ from kvcanary.errors import AdapterError
 class HandleV2(Handle):
     """The canary of a worker with runner V2."""
 
+    _pending: Forward | None = None  # until an external load is there
     hooks = (
         "finish_requests",
         "add_requests",
@@ -34,54 +35,56 @@ class HandleV2(Handle):
 
     def _finish_requests(self, method: Any, scheduler_output: Any) -> Any:
         if self.is_armed and self.canary is not None:
-            states = self.runner.req_states
             gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
-            gone = [name for name in gone if name in states.req_id_to_index]
             if gone:
-                chosen = [states.req_id_to_index[name] for name in gone]
-                length = int(states.num_computed_tokens_np[chosen].max()) + self._max_new
-                self.canary.look(self._lines(), chosen, chosen, gone, min(length, self._max_len))
+                numbers = self.runner.req_states.req_id_to_index
+                gone = [name for name in gone if name in numbers]
+                self.canary.leave([numbers[name] for name in gone], gone)
         return method(scheduler_output)
 
     def _add_requests(self, method: Any, scheduler_output: Any) -> Any:
         result = method(scheduler_output)
-        if self.is_armed and self.canary is not None and scheduler_output.scheduled_new_reqs:
+        if scheduler_output.scheduled_new_reqs and self.is_armed and self.canary is not None:
             numbers, new = self.runner.req_states.req_id_to_index, []
             for request in scheduler_output.scheduled_new_reqs:
-                number, length = numbers[request.req_id], request.num_computed_tokens
                 tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
+                number, length = numbers[request.req_id], request.num_computed_tokens
                 new.append((number, request.req_id, tokens, length, salt_of(request)))
-                if length:
-                    self._fresh.append((number, request.req_id))
             self.canary.admit(new)
             if self._loads is not None:
                 self._loads.expect(new)
         return result
 
     def _update_requests(self, method: Any, scheduler_output: Any) -> Any:
+        moves = self.is_armed and self._moving(scheduler_output)
         result = method(scheduler_output)
-        if self.is_armed:
+        if moves:
             self._moved(scheduler_output)
         return result
 
     def _prepare_attn(self, method: Any, input_batch: Any) -> Any:
         result = method(input_batch)
         if self.is_armed:
-            self._pending = self._forward_of(input_batch, *result)
+            forward = self._forward_of(input_batch, *result)
             if self._loads is None:
-                self._read(self._lines(), [number for number, _ in self._fresh])
+                self._read(forward)
+            else:
+                self._pending = forward
         return result
 
     def _pre_forward(self, method: Any, scheduler_output: Any) -> Any:
+        if self._loads is not None:
+            self._flush()
         result = method(scheduler_output)
         if self.is_armed and self._pending is not None and self._loads is not None:
+            forward, self._pending = self._pending, None
             self._loads.arrived(self._lines())
-            self._read(self._lines(), [number for number, _ in self._fresh])
+            self._read(forward)
         return result
 
     def _propose(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._is_running:
+        if self._is_running and self.canary is not None:
             self.canary.took(kwargs["num_rejected"] if "num_rejected" in kwargs else args[self._rejected_at])
         return result
 
@@ -92,11 +95,9 @@ class HandleV2(Handle):
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
         starts = every if every.data_ptr() == starts.data_ptr() else starts
-        longest, entries = int(np.maximum.reduce(lengths)), int(np.add.reduce(lengths))
         return Forward(
-            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), batch.num_tokens, longest, entries, tables,
-            batch.seq_lens, starts, batch.input_ids, batch.positions, self._rows_of(slots), self._known(),
-            self._lines(),
+            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), lengths, batch.num_tokens, tables, batch.seq_lens,
+            starts, batch.input_ids, batch.positions, self._rows_of(slots), self._known(),
         )  # fmt: skip
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -133,9 +134,8 @@ class HandleV2(Handle):
     def _empty_forward(self) -> Forward:
         tables, held = self.runner.block_tables, self.runner.input_buffers
         return Forward(
-            (), np.empty(0, dtype=np.int64), ("decode", 0), 0, self._max_len, 0, tables.input_block_tables,
-            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots,
-            self._known(), self._lines(),
+            (), np.empty(0, dtype=np.int64), ("decode", 0), np.array([self._max_len]), 0, tables.input_block_tables,
+            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._known(),
         )  # fmt: skip
 
     def _held(self) -> Collection[int]:

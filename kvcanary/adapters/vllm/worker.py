@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import structlog
@@ -19,14 +20,14 @@ import torch
 from kvcanary.adapters import paged_moves
 from kvcanary.adapters.paged import PagedCanary
 from kvcanary.adapters.paged_report import settle
-from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.paged_state import RING, Forward
 from kvcanary.adapters.vllm.drift import RUNNER_V1, RUNNER_V2, check
 from kvcanary.adapters.vllm.layout import pools_of
 from kvcanary.adapters.vllm.loads import Loads
 from kvcanary.adapters.vllm.output import hold_back
 from kvcanary.adapters.vllm.told import Teller
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import AdapterError
+from kvcanary.errors import AdapterError, KVCorruptionError
 
 _events = structlog.get_logger("kvcanary")
 WORKER_HOOKS = ("initialize_from_config", "compile_or_warm_up_model", "sleep", "wake_up")
@@ -66,13 +67,12 @@ class Handle(ABC):
         self.worker, self.runner, self.config = worker, worker.model_runner, config
         self.canary: PagedCanary | None = None
         self.is_armed = False
-        self._pending: Forward | None = None
-        self._fresh: list[tuple[int, str]] = []  # rows that begin with entries of others
         self._is_running = False  # a forward that was read is on its way
         self._count: Callable[[], int] = int
         self._undo: list[Callable[[], None]] = []
         self._loads: Loads | None = None
         self._seen = 0
+        self._is_heard, self._unheard = is_heard(worker), deque[int](maxlen=RING - 1)
         for owner, names in ((worker, WORKER_HOOKS), (self.runner, self.hooks)):
             for name in names:
                 self._replace(owner, name, getattr(self, f"_{name.lstrip('_')}"))
@@ -90,6 +90,7 @@ class Handle(ABC):
             return {"armed": False}
         self._look_at(int(self.canary.total), self.canary.step)
         own = {"armed": self.is_armed, "rank": getattr(self.worker, "rank", 0), "bytes": self.canary.num_bytes}
+        own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
         own["loads_checked"] = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
         return {**own, **self.canary.certificate(self._held())}
 
@@ -138,7 +139,7 @@ class Handle(ABC):
         return result
 
     def _sleep(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self.is_armed = False
+        self.is_armed = self._is_running = False
         return method(*args, **kwargs)
 
     def _wake_up(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,10 +150,17 @@ class Handle(ABC):
 
     # a step
 
+    def _moving(self, scheduler_output: Any) -> bool:
+        """Whether blocks are zeroed or copied for this step; then what waits to be read is read now."""
+        moves = bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
+        if moves:
+            self._flush()
+        return moves
+
     def _moved(self, scheduler_output: Any) -> None:
-        """Blocks that were zeroed or copied for this step."""
+        """Blocks were zeroed or copied for this step."""
         zeroed, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
-        if self.canary is None or not (zeroed or copies):
+        if self.canary is None:
             return
         for group in self.canary.groups:
             requests = self._new_blocks(scheduler_output, group.number)
@@ -162,38 +170,57 @@ class Handle(ABC):
                 src, dst = (self._blocks(group.number, [pair[side] for pair in copies]) for side in (0, 1))
                 paged_moves.copied(self.canary, group, src, dst, requests)
 
-    def _read(self, lines: Sequence[torch.Tensor], places: Sequence[int]) -> None:
-        """Show the canary the forward that is pending; `lines`, `places`: block tables, and lines of fresh rows."""
-        canary, forward, self._pending = self.canary, self._pending, None
-        if canary is None or forward is None:
-            return
-        if self._fresh:
-            fresh, self._fresh = self._fresh, []
-            numbers, names = [number for number, _ in fresh], [name for _, name in fresh]
-            canary.look(lines, places, numbers, names, forward.max_length)
-        canary.read(forward)
-        self._is_running = True
+    def _flush(self) -> None:
+        if self.is_armed and self.canary is not None:
+            self.canary.flush(self._empty_forward())
+
+    def _read(self, forward: Forward) -> None:
+        """Show the canary the forward that is next."""
+        if self.canary is not None:
+            self.canary.read(forward)
+            self._is_running = True
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_running = False
+        self._hear_late()
         result = method(*args, **kwargs)
-        if self.is_armed and self.canary is not None and self._is_running:
+        if self._is_running and self.canary is not None:
             self.canary.wrote()
             self._count = self.canary.count_to_host()
             if self._loads is not None:
                 self._loads.name()
+        else:
+            self._flush()
         return result
 
     def _sample_tokens(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result, canary = method(*args, **kwargs), self.canary
-        if self.is_armed and canary is not None and self._is_running:
+        if self._is_running and canary is not None:
             self._is_running = False
             look_at = functools.partial(self._look_at, step=canary.step)
-            if hasattr(result, "get_output"):
+            if not self._is_heard:
+                self._unheard.append(canary.step)
+            elif hasattr(result, "get_output"):
                 hold_back(result, self._count, look_at)
             else:
                 look_at(self._count())
         return result
+
+    def _hear_late(self) -> None:
+        """Look at the steps that have arrived here, where the engine takes no output; mode raise ends this process.
+
+        The engine would only log an exception of such a worker, while the others wait for it.
+        """
+        while self._unheard and self.canary is not None:
+            total = self.canary.count_of(self._unheard[0])
+            if total is None:
+                return
+            try:
+                self._look_at(total, self._unheard.popleft())
+            except KVCorruptionError as error:
+                for finding in error.findings:
+                    self.canary.tell(finding)
+                raise SystemExit(str(error)) from error
 
     def _look_at(self, total: int, step: int) -> None:
         """Tell of what fired up to this step; `total`: the counter behind it."""
@@ -262,6 +289,15 @@ class Handle(ABC):
         given = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         given += [pair for pair in zip(cached.req_ids, cached.new_block_ids, strict=True) if pair[1] is not None]
         return {block: name for name, blocks in given for block in self._kernel_blocks(group, blocks[group])}
+
+
+def is_heard(worker: Any) -> bool:
+    """Whether the engine takes this worker's outputs: of several processes, those of one alone."""
+    parallel: Any = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    if getattr(parallel, "distributed_executor_backend", None) != "mp":
+        return True
+    ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return bool(worker.rank == parallel.world_size - ranks)
 
 
 def salt_of(request: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from kvcanary import CanaryConfig
 from kvcanary.adapters import vllm as plugin
 from kvcanary.adapters.paged_state import RING
-from kvcanary.errors import AdapterError
+from kvcanary.errors import AdapterError, KVCanaryError
 
 from .served import go_on, load, without
 
@@ -92,7 +92,7 @@ def test_a_count_that_is_asked_for_too_early_waits(serve, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     assert count() == 7
-    assert len(waits) == 1
+    assert len(waits) == served.wrapper.kvcanary_report()["waits"] == 1
 
 
 def test_sleep_drops_what_was_known(serve) -> None:
@@ -178,6 +178,25 @@ def test_off_is_absent(monkeypatch) -> None:
     assert result.stdout.strip() == "False", result.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("MODE", "rais", "mode must be one of off, log, raise, abort, got 'rais'"),
+        ("MODE", "abort", "mode must be 'log' or 'raise' here, got 'abort': nobody can end one request from outside"),
+        ("CONTENT", "all", "content must be one of write, rolling, full, got 'all'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_a_model_is_loaded(monkeypatch, name: str, value: str, sentence: str) -> None:
+    """The plug-in says so in the first process that loads it, and replaces nothing."""
+    monkeypatch.setenv(f"KVCANARY_{name}", value)
+    with pytest.raises(KVCanaryError) as raised:
+        plugin.register()
+    assert str(raised.value) == sentence
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    assert not hasattr(WorkerWrapperBase.init_device, "kvcanary_undo")
+
+
 def test_the_plugin_is_loaded_twice_and_undone(serve) -> None:
     """Twice is once; `detach` and `unregister` leave the classes and instances as they were."""
     plugin.register()
@@ -248,7 +267,7 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
             if served is ranks[1]:  # and this one alone has a flipped bit
                 block, offset = served.place("b", 3)
                 served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
-            go_on(served, 1)
+            go_on(served, 2)
     told = [
         (event["code"], event["position"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"
     ]
@@ -260,6 +279,23 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     assert found[("R9", 3)] == [1]
     assert report["armed"]
     assert [worker["rank"] for worker in report["workers"]] == [0, 1]
+
+
+def test_a_worker_that_nobody_hears_ends_by_itself(serve, monkeypatch, tmp_path) -> None:
+    """Outputs of the second rank go nowhere: what it alone finds is told one step later, and its process ends."""
+    from structlog.testing import capture_logs
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    served = serve(settings={"rank": 1, "world_size": 2})
+    served.ask("a", [(3 * n) % 97 for n in range(30)], 40)
+    go_on(served, 4)
+    block, offset = served.place("a", 18)
+    served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
+    served.step()
+    with capture_logs() as events, pytest.raises(SystemExit, match=r"content changed \(R9\).*layer 1"):
+        served.step()
+    told = [(event["code"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"]
+    assert told == [("R9", 1)]
 
 
 @pytest.mark.parametrize("struck", [[1], [0, 1]])

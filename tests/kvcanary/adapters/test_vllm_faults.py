@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary_kernels.record import MASK_32, REQUEST_GENERATION
 
 from .served import BLOCK, Served, go_on, load
 
@@ -100,16 +101,61 @@ def test_the_last_look_follows_rows_that_move(serve, monkeypatch) -> None:
     ]
 
 
-def test_a_cached_block_is_read_when_it_is_hit(serve, monkeypatch) -> None:
+def block_of(served: Served, name: str, position: int) -> int:
+    """The kernel block of a position, in either runner."""
+    if hasattr(served.runner, "req_states"):
+        return served.place(name, position)[0]
+    batch = served.runner.input_batch
+    return int(batch.block_table[0].block_table.gpu[batch.req_id_to_index[name], position // 4])
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_last_look_reads_what_the_only_forward_wrote(serve, monkeypatch, runner: str) -> None:
+    """A request of one token ends behind its prefill, when the engine still counts what it had before."""
+    monkeypatch.setattr("kvcanary.adapters.paged.FEWEST_ENTRIES", 1)
+    monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = serve(settings={"runner": runner})
+    served.budget = 80
+    served.ask("a", [(3 * n) % 97 for n in range(50)], 1)
+    served.step()
+    block = block_of(served, "a", 46)
+    served.caches["l1"].view(torch.int32)[block, 0, 46 % 4, 0] ^= 1
+    served.run()
+    found = served.wrapper.kvcanary_report()["findings"]
+    assert [(f["code"], f["reader"], f["position"], f["page"]) for f in found] == [("R9", "a", 46, block)]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_last_look_comes_before_blocks_are_zeroed(serve, monkeypatch, runner: str) -> None:
+    """The block of a request that ended is handed on and zeroed in the step that tells of the end."""
+    monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    served = serve(settings={"runner": runner})
+    served.ask("a", [(3 * n) % 97 for n in range(18)], 3)
+    served.ask("b", [(5 * n) % 97 for n in range(18)], 30)
+    while "a" not in served.finished:
+        served.step()
+        own = block_of(served, "a", 2)
+    served.caches["l1"].view(torch.int32)[own, 0, 2, 0] ^= 1
+    served.extra["new_block_ids_to_zero"] = [own * 4 // BLOCK]
+    served.step()
+    found = served.wrapper.kvcanary_report()["findings"]
+    assert [(f["code"], f["reader"], f["position"], f["page"]) for f in found] == [("R9", "a", 2, own)]
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_cached_block_is_read_when_it_is_hit(serve, monkeypatch, is_connected: bool) -> None:
     """Bytes that changed while nobody ran: found in the first step of the request that finds the block."""
     monkeypatch.setenv("KVCANARY_CONTENT", "rolling")
-    served = serve()
+    served = serve(settings={"connector": Connector()} if is_connected else {})
     tokens = [(3 * n) % 97 for n in range(30)]
     served.ask("a", tokens, 4)
     go_on(served, 3)
     block, offset = served.place("a", 5)
     served.run()
     served.caches["l1"].view(torch.int32)[block, 0, offset, 0] ^= 1
+    served.ask("c", [1, 2, 3], 4)  # in the row that "a" had
     served.ask("b", tokens, 4)
     with pytest.raises(KVCorruptionError) as raised:
         served.step()
@@ -246,6 +292,9 @@ def test_external_loads_are_judged_by_name(serve, goes_wrong: bool) -> None:
         assert report["findings"] == []
         assert report["unchecked"] == {}
         assert report["loads_checked"] == 16
+        canary = served.wrapper.worker.kvcanary.canary
+        loaded = canary.groups[0].records[blocks[0] * BLOCK, REQUEST_GENERATION]
+        assert canary.writers[int(loaded) & MASK_32] == "b"
 
 
 def test_log_mode_goes_on(serve, monkeypatch) -> None:

@@ -4,8 +4,9 @@
 
 Needs a GPU and vllm. A Llama of 1.1 B random parameters is written first; requests share prefixes, prompts come in
 chunks, and the pool is small enough that requests are preempted. With and without the plug-in in turn, in one process,
-in the same order; each side of a pair is as many runs of the 256 requests as take the time asked for. What was measured
-is written after every part, so that a run that is cut short leaves what it had.
+in the same order; each side of a pair is as many runs of the 256 requests as take the time asked for, and equal steps
+of all of them are compared (`vllm_turns`). What was measured is written after every part, so that a run that is cut
+short leaves what it had.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 
+from kvcanary_tools.bench.vllm_clock import clocked
 from kvcanary_tools.bench.vllm_faults import Faults
 from kvcanary_tools.bench.vllm_model import BLOCKS, OUTPUT_TOKENS, REQUESTS, SHAPES, make_prompts, write_model
+from kvcanary_tools.bench.vllm_turns import agreement, by_step, stepped, throughput
 
 GAP = 1e-2  # of the two best logits, below which two runs may differ
 WARM_UPS = 2
@@ -32,31 +34,6 @@ GRAPHS = {
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "none": {"enforce_eager": True},
 }
-
-
-def agreement(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Share of equal tokens, and by request where the first different one stands."""
-    differs = {}
-    equal = total = 0
-    for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
-        total += max(len(ours), len(theirs))
-        same = [a == b for a, b in zip(ours, theirs, strict=False)]
-        equal += sum(same)
-        if False in same:
-            differs[number] = same.index(False)
-    return {"share": equal / max(total, 1), "first_different": differs}
-
-
-def throughput(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Of pairs, each the seconds of its runs: throughput with over without, and what runs without differ by."""
-    ratios = [sum(ours) / sum(theirs) for ours, theirs in zip(off, on, strict=True)]
-    return {
-        "ratios": ratios,
-        "throughput_ratio": median(ratios),
-        "fastest_runs_ratio": min(map(min, off)) / min(map(min, on)),
-        "median_runs_ratio": median(s for runs in off for s in runs) / median(s for runs in on for s in runs),
-        "off_over_off": [sum(runs[::2]) / sum(runs[1::2]) for runs in off],
-    }
 
 
 class Bench:
@@ -123,6 +100,8 @@ class Bench:
 
     def compare(self, pairs: int, seconds: float) -> Iterator[dict[str, Any]]:
         """Interleaved pairs with and without, each side at least so many seconds; what was measured after each."""
+        from kvcanary.adapters.vllm.worker import Handle
+
         prompts, seconds_of_run = make_prompts(), 1.0
         result: dict[str, Any] = {"requests": REQUESTS, "on_off": [], "off_off": []}
         if self.is_plugged:  # as users have it: from the start, and it saw warm-up
@@ -135,27 +114,28 @@ class Bench:
                 self.run(prompts)
         result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
         before, tokens = self.preemptions(), {}
+        steps: dict[bool, list[list[tuple[float, float]]]] = {False: [], True: []}
         for pair in range(pairs):
-            for name in ("off_s", "on_s", "off_host_s", "on_host_s"):
+            for name in ("off_s", "on_s", "hooks_us", "waits"):
                 result.setdefault(name, []).append([])
             tokens[pair, False], tokens[pair, True] = [], []
             for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
                 is_on = number % 4 in (1, 2)
-                with self.watched(mode="log") if is_on else nullcontext() as handle:
-                    host = time.thread_time()
-                    outputs, seconds_of_run = self.run(prompts)
-                    host = time.thread_time() - host
+                with clocked(Handle) as hooks, self.watched(mode="log") if is_on else nullcontext() as handle:
+                    with stepped(self.llm.llm_engine) as spent:
+                        outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
                         result["certificate"] = handle.report()
-                name = "on" if is_on else "off"
-                result[f"{name}_s"][-1].append(seconds_of_run)
-                result[f"{name}_host_s"][-1].append(host)
+                        result["hooks_us"][-1].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
+                        result["waits"][-1].append(result["certificate"]["waits"])
+                result["on_s" if is_on else "off_s"][-1].append(seconds_of_run)
+                steps[is_on].append(spent)
                 tokens[pair, is_on] += [list(output.token_ids) for output in outputs]
             result["on_off"].append(agreement(tokens[pair, True], tokens[pair, False]))
             if pair:
                 result["off_off"].append(agreement(tokens[pair, False], tokens.pop((pair - 1, False))))
             result |= throughput(result["off_s"], result["on_s"])
-            result["host"] = throughput(result["off_host_s"], result["on_host_s"])
+            result["by_step"] = by_step(steps[False], steps[True])
             result["findings"] = len(result["certificate"]["findings"])
             preempted = self.preemptions()
             result["preemptions"] = None if preempted is None or before is None else preempted - before
@@ -188,7 +168,7 @@ class Bench:
         from kvcanary_tools.bench import vllm_clock
 
         prompts = make_prompts()
-        with vllm_clock.clocked(Handle) as spent, self.watched(mode="log") as handle:
+        with clocked(Handle) as spent, self.watched(mode="log") as handle:
             _, seconds = self.run(prompts)
             result = vllm_clock.told(spent, seconds) | {"forwards": handle.report()["forwards"]}
         yield result
@@ -241,7 +221,8 @@ def command(
     for part in bench.compare(pairs, seconds):
         keep("compared", part)
     shown = result["compared"]
-    print(json.dumps({name: shown.get(name) for name in ("ratios", "off_over_off", "findings", "preemptions")}))
+    told = ("throughput_ratio", "ratios", "off_over_off", "by_step", "hooks_us", "waits", "findings", "preemptions")
+    print(json.dumps({name: shown.get(name) for name in told}))
     print([entry["share"] for entry in (*shown["on_off"], *shown["off_off"])], shown.get("largest_gap_where_different"))
     for part in bench.profile(out) if profile and not bench.is_late else ():
         keep("profile", part)

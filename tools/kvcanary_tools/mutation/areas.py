@@ -21,8 +21,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     "references": tuple(
         f"kvcanary_kernels/{name}.py"
         for name in (
-            "attention/merging", "attention/paged", "attest", "chain", "content", "count", "fingerprint", "finish",
-            "finite", "index",
+            "attention/merging", "attention/paged", "attest", "chain", "content", "count", "fetch", "fingerprint",
+            "finish", "finite", "index",
             "layers", "likeliest", "move", "plan", "poison", "post", "product", "put", "relay", "reread", "scatter",
             "seal", "settle", "store", "verify", "walk",
         )

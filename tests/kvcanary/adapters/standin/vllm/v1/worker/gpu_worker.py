@@ -9,7 +9,10 @@ from typing import Any
 class Worker:
     def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
         self.settings, self.rank = settings, rank
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=world_size))
+        parallel = SimpleNamespace(world_size=world_size, tensor_parallel_size=world_size)
+        parallel.prefill_context_parallel_size = 1
+        parallel.distributed_executor_backend = "uni" if world_size == 1 else "mp"
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
 
     def init_device(self) -> None:
         settings = dict(self.settings)
