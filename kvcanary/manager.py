@@ -25,6 +25,7 @@ from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
+from kvcanary.once import OnceSubstep
 from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
 from kvcanary.response import Response
@@ -359,7 +360,7 @@ class CanaryManager(Lifecycle):
         write: WritePlan,
         requests: list[Request],
         written: list[int],
-    ) -> StaticSubstep:
+    ) -> OnceSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
         if self.config.content == "full":
