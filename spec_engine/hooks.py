@@ -26,12 +26,15 @@ from spec_engine.models.decoder import KVAccess
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
     from kvcanary.substep import SubstepCanary, WarmupSubstep
+    from spec_engine.attention.base import PoolAttention
 
 
 class Forwards:
     """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
     backend: name of what reads the pool; behind: whose map leads to the pool's slots, None: they are the full ones.
+    tell:    tells the canary what waits to be told of, before a forward is opened; None: nothing ever waits.
+    defers:  whether a forward is opened while the device computes what comes before it reads the pool.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class Forwards:
         canary: CanaryManager | None,
         backend: str = "torch",
         behind: Mapped | None = None,
+        tell: Callable[[], None] | None = None,
     ) -> None:
-        self.pool, self.behind = pool, behind
+        self.pool, self.behind, self.tell = pool, behind, tell
+        self.defers = pool.kv.is_cuda
         self.num_heads = num_heads
         self.canary = canary
         self.backend = BACKENDS[backend]
@@ -56,18 +61,25 @@ class Forwards:
         if self.behind is not None and self.behind.window is not None:
             batch = within_window(batch, self.behind.window)
         opened, substep = self._opened(batch)
-        yield DeferredAttention(opened) if self.pool.kv.is_cuda else opened()
+        if self.defers:
+            attention = DeferredAttention(opened, self._attention.alone(self.pool, batch, self.num_heads))
+            yield attention
+            attention.finish()
+        else:
+            yield opened()
         if substep is not None:
             substep.close()
 
-    def _opened(self, batch: ForwardBatch) -> tuple[Callable[[], KVAccess], SubstepCanary | WarmupSubstep | None]:
+    def _opened(self, batch: ForwardBatch) -> tuple[Callable[[], PoolAttention], SubstepCanary | WarmupSubstep | None]:
         """What opens the attention of a forward, and the hooks that it opens first."""
         if self.canary is None:
             own = self._own(batch.kv_indices, batch.slots)
             return partial(self._attention, self.pool, batch, self.num_heads, *own, None), None
         substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
 
-        def opened() -> KVAccess:
+        def opened() -> PoolAttention:
+            if self.tell is not None:
+                self.tell()
             indices, slots = substep.open(read_plan(batch), write_plan(batch))
             return self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
 
