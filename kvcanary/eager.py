@@ -45,9 +45,7 @@ class EagerSubstep(SubstepCanary):
         run.open()
         self._phase, self.put = OPEN, self._put
         self._slots = run.slots
-        most = self._pool.view.num_slots - 1
-        safe = read.indices.clamp(0, most)
-        return safe.masked_fill_(safe != read.indices, 0), self._slots
+        return run.indices, self._slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """As `SubstepCanary.store`; on the device the values are put into the pool too."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcanary.arena import ALIGNMENT, Arena
 from kvcanary.buffers import NULL_SLOT, UNKNOWN
+from kvcanary.captures import Replays
 from kvcanary.launches import HEADER, Settings, Shared
 from kvcanary.state import PoolState
 from kvcanary.static import StaticSubstep
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from kvcanary.graphs import RowTruth
 
 #: Tensors that a forward has, and rather more: an arena's room. The last: what the host knows, by row.
-ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, TOLD_TENSORS = 22, 10, 2, 20
-SPARE_BITS = 4  # a size is rounded up by an eighth at most
-MOST_IDLE = 12  # substeps that no forward has
+ENTRY_TENSORS, ROW_TENSORS, READ_TENSORS, TOLD_TENSORS = 22, 10, 3, 20
+LEAST_SIZE, SPARE_BITS = 64, 4  # what is written is rounded up by an eighth at most, what is read to a power of two
+MOST_IDLE_BYTES = 32 << 20  # of substeps that no forward has
 
 
 class Size(NamedTuple):
@@ -37,21 +38,34 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, rows: int, entries: int, reads: int) -> Size:
         """The least one for these; of few kinds, so that buffers are met again and no kernel is compiled anew."""
-        return cls(1 if rows == 1 else _rounded(rows), _rounded(entries), _rounded(reads))
+        reads = 1 << max(reads - 1, LEAST_SIZE - 1).bit_length()
+        return cls(1 if rows == 1 else _rounded(rows), max(_rounded(entries), LEAST_SIZE), reads)
+
+    @property
+    def num_zeros(self) -> int:
+        """Numbers that the device alone has."""
+        rows, entries, reads = (n + ALIGNMENT for n in self)
+        return ENTRY_TENSORS * entries + ROW_TENSORS * rows + READ_TENSORS * reads
+
+
+Kind = tuple[int, tuple[str, int], Size]  # pool, site, size
 
 
 class OnceSubstep(StaticSubstep):
     """The hooks of a forward whose rows are chains; it belongs to one forward from `load` until that was heard.
 
     size:    what it has room for;  planned: rows, entries written and entries read of the forward that has it
+    num_bytes: of the device that it takes
     slots:   [entries] int64, where these are stored
+    indices: [nnz] int64, as the read plan has them, and null slot 0 where they lie outside the pool
     """
 
     planned: list[int]
     slots: Tensor
+    indices: Tensor
 
     def __init__(self, shared: Shared, pool: PoolState, site: tuple[str, int], size: Size) -> None:
-        self.size = size
+        self.size, self.num_bytes = size, 8 * size.num_zeros
         with torch.inference_mode(False):
             room = self._room = _room_for(pool, size)
             rows, entries, reads = size
@@ -77,7 +91,10 @@ class OnceSubstep(StaticSubstep):
                 roots=roots,
             )
             header = room(torch.zeros(HEADER, dtype=torch.int64))
+            self._safe_indices = room(reads)
+            self._is_outside = torch.zeros(reads, dtype=torch.bool, device=pool.records.device)
         super().__init__(shared, pool, site, plan, header, None, Settings(puts=True), room)
+        self._replays = Replays(pool.records.device)
         self._filled = entries, reads
 
     def load(self, read: ReadPlan, write: WritePlan, written: list[int], truth: RowTruth) -> None:
@@ -99,6 +116,7 @@ class OnceSubstep(StaticSubstep):
         self._pad(entries, reads)
         planned = self.work.planned.safe_slots, self.work.twice
         self.slots, self._twice = (values.narrow(0, 0, entries) for values in planned)
+        self.indices = self._safe_indices.narrow(0, 0, reads)
 
     def _pad(self, entries: int, reads: int) -> None:
         """Behind what the plans name nobody writes, and there is nothing to read."""
@@ -109,17 +127,27 @@ class OnceSubstep(StaticSubstep):
             self._indices[reads:last_reads].fill_(NO_SLOT)
         self._filled = entries, reads
 
+    def _plan_puts(self) -> None:
+        self._replays.run(None, self._plan_anew)
+
+    def _plan_anew(self) -> None:
+        super()._plan_puts()
+        torch.clamp(self._indices, 0, self.pool.view.num_slots - 1, out=self._safe_indices)
+        torch.ne(self._safe_indices, self._indices, out=self._is_outside)
+        self._safe_indices.masked_fill_(self._is_outside, NULL_SLOT)
+
     def _write(self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor | None, extras: tuple[Tensor, ...]) -> None:
         where = self.slots if slots is None else slots
         self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
 
 
 class Singles:
-    """Substeps that no forward has, the longest idle first."""
+    """Substeps that no forward has, by pool, site and size, the longest idle kind first."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._idle: list[OnceSubstep] = []
+        self._idle: dict[Kind, list[OnceSubstep]] = {}
+        self._idle_bytes = 0
 
     def take(
         self,
@@ -132,20 +160,26 @@ class Singles:
     ) -> OnceSubstep:
         """The substep of one forward: one of its size, or a new one."""
         size = Size.of(len(written), write.slots.shape[0], read.indices.shape[0])
-        substep = self._idle_of(pool, site, size) or OnceSubstep(self._shared, pool, site, size)
+        kind = pool.pool_id, site, size
+        substep = self._take_idle(kind) if kind in self._idle else OnceSubstep(self._shared, pool, site, size)
         substep.load(read, write, written, truth)
         return substep
 
     def give(self, substep: OnceSubstep) -> None:
         """The host has heard of its forward, and reads nothing more of it."""
-        self._idle.append(substep)
-        del self._idle[:-MOST_IDLE]
+        kind = substep.pool.pool_id, substep.site, substep.size
+        self._idle[kind] = [*self._idle.pop(kind, ()), substep]
+        self._idle_bytes += substep.num_bytes
+        while self._idle_bytes > MOST_IDLE_BYTES:
+            self._take_idle(next(iter(self._idle)))
 
-    def _idle_of(self, pool: PoolState, site: tuple[str, int], size: Size) -> OnceSubstep | None:
-        for number, substep in enumerate(self._idle):
-            if substep.size == size and substep.site == site and substep.pool is pool:
-                return self._idle.pop(number)
-        return None
+    def _take_idle(self, kind: Kind) -> OnceSubstep:
+        idle = self._idle[kind]
+        substep = idle.pop()
+        if not idle:
+            del self._idle[kind]
+        self._idle_bytes -= substep.num_bytes
+        return substep
 
 
 def _rounded(n: int) -> int:
@@ -154,7 +188,5 @@ def _rounded(n: int) -> int:
 
 
 def _room_for(pool: PoolState, size: Size) -> Arena:
-    rows, entries, reads = (n + ALIGNMENT for n in size)
-    num_zeros = ENTRY_TENSORS * entries + ROW_TENSORS * rows + READ_TENSORS * reads
-    num_told = TOLD_TENSORS * rows + HEADER + 2 * NUM_BITS * len(UNSET) + 8 * ALIGNMENT
-    return Arena(pool.records.device, num_zeros, num_told)
+    num_told = TOLD_TENSORS * (size.rows + ALIGNMENT) + HEADER + 2 * NUM_BITS * len(UNSET)
+    return Arena(pool.records.device, size.num_zeros, num_told)

@@ -75,14 +75,15 @@ class StaticSubstep:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         self._is_open, self._has_sealed, self._has_looked = True, False, False
         self.layers.clear()
+        if self._puts:
+            self._has_sealed = True
+            self._plan_puts()
+            return
         with self._beside.behind():  # of all that the forward before it has sealed
             self._launch.plan()
         if self._engine_stores:
             self._beside.join()
             self._launch.poison()
-        if self._puts:
-            self._seal()
-            self._beside.join()
 
     def store(
         self,
@@ -151,6 +152,12 @@ class StaticSubstep:
             # where it goes and how often it came: known since the plan, for which the first store waits
             is_settled = slots is None and bool(self.layers) and layer not in self.layers
             launch.store(layer, where, k, v, extras=extras, is_settled=is_settled)
+
+    def _plan_puts(self) -> None:
+        """The first store waits for all of it: nothing runs beside."""
+        self._launch.plan()
+        self._launch.chain()
+        self._launch.seal()
 
     def _seal(self) -> None:
         """Once, beside the body: seal what the forward writes."""
