@@ -18,7 +18,7 @@ NEW, SEEN, PREPARED = range(3)
 
 
 class Lengths(threading.local):
-    """What cuDNN has been asked for in this thread, which is what it is prepared for: it takes 65 ms for each.
+    """What cuDNN has been asked for in this thread, which is what it is prepared for: that takes the host long.
 
     states: by rows, their tokens, heads and type: SEEN in one forward so far, or PREPARED
     """
