@@ -150,8 +150,8 @@ class Assembly:
         return groups[0].forwards if len(groups) == 1 else LayeredForwards(groups)
 
     def _forwards(self, pool: str, heads: int) -> Forwards:
-        backend, tell = self.config.attention_backend, self.memory.tell
-        return Forwards(self.pools[pool], heads, self.canary, backend, self._behind(pool), tell)
+        backend, before = self.config.attention_backend, self.memory.before_open
+        return Forwards(self.pools[pool], heads, self.canary, backend, self._behind(pool), before)
 
     def _make_drafter(self, head: Draft) -> Drafter:
         return Drafter(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +32,7 @@ class Forwards:
     """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
     backend: name of what reads the pool; behind: whose map leads to the pool's slots, None: they are the full ones.
-    tell:    tells the canary what waits to be told of, before a forward is opened; None: nothing ever waits.
+    before:  what is called before each forward is opened, `KVMemory.before_open`; None: nothing waits for it.
     defers:  whether a forward is opened while the device computes what comes before it reads the pool.
     """
 
@@ -44,9 +43,9 @@ class Forwards:
         canary: CanaryManager | None,
         backend: str = "torch",
         behind: Mapped | None = None,
-        tell: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
-        self.pool, self.behind, self.tell = pool, behind, tell
+        self.pool, self.behind, self.before = pool, behind, before
         self.defers = pool.kv.is_cuda
         self.num_heads = num_heads
         self.canary = canary
@@ -72,16 +71,17 @@ class Forwards:
 
     def _opened(self, batch: ForwardBatch) -> tuple[Callable[[], PoolAttention], SubstepCanary | WarmupSubstep | None]:
         """What opens the attention of a forward, and the hooks that it opens first."""
-        if self.canary is None:
-            own = self._own(batch.kv_indices, batch.slots)
-            return partial(self._attention, self.pool, batch, self.num_heads, *own, None), None
-        substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
+        substep = None
+        if self.canary is not None:
+            substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
 
         def opened() -> PoolAttention:
-            if self.tell is not None:
-                self.tell()
-            indices, slots = substep.open(read_plan(batch), write_plan(batch))
-            return self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
+            if self.before is not None:
+                self.before()
+            full = batch.kv_indices, batch.slots
+            if substep is not None:
+                full = substep.open(read_plan(batch), write_plan(batch))
+            return self._attention(self.pool, batch, self.num_heads, *self._own(*full), substep)
 
         return opened, substep
 

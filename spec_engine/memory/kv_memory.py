@@ -30,8 +30,8 @@ PREFILL = "prefill"
 class KVMemory:
     """Gives requests rows and pages and takes them back; every change is told to the canary.
 
-    defers: whether admissions and grants of a step may be told when its first forward is opened, and the device has
-            something to compute meanwhile; before anything else is told, and in their order
+    defers: whether admissions and grants of a step may be told, and a row be written, when its first forward is opened,
+            and the device has something to compute meanwhile; before anything else is told, and in their order
     """
 
     def __init__(
@@ -67,6 +67,11 @@ class KVMemory:
         """What waits to be told is told now."""
         while self._untold:
             self._untold.popleft()()
+
+    def before_open(self) -> None:
+        """A forward is about to read its rows and the canary to judge them: nothing waits any more."""
+        self.tell()
+        self.table.flush()
 
     @property
     def num_available(self) -> int:
@@ -129,11 +134,16 @@ class KVMemory:
             self.windows.check_mapped(_window_row(request))
         return missing
 
-    def bring(self, what: str, requests: Iterable[Request]) -> None:
-        """Have on the device what the next forward, ``what``, of these requests reads and writes."""
-        if what != PREFILL:
-            self.tell()  # a decode step may be one program, in which nothing is opened
-        self.table.flush()
+    def bring(self, what: str, requests: Sequence[Request]) -> None:
+        """Have on the device what the next forward, ``what``, of these requests reads and writes.
+
+        A prefill on a GPU has some of it when it is opened (`before_open`).
+        """
+        is_late = self.defers and what == PREFILL  # a decode step may be one program, in which nothing is opened
+        if not is_late:
+            self.tell()
+        if not is_late or len(requests) > 1:  # the indices of one row are the table's own, those of several are copied
+            self.table.flush()
         if self.split is not None:
             self.split.bring(what, [SplitRow(r.request_id, r.pages, r.committed_len) for r in requests])
 

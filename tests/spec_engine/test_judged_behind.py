@@ -217,7 +217,8 @@ def defer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
         for forwards in [engine.runner.forwards, *([] if drafter is None else [drafter.forwards])]:
             forwards.defers = True
         engine.memory.defers = True
-        for name in ("begin_step", "admit", "on_alloc", "launch_eager", "check", "depart"):
+        monkeypatch.setattr(engine.request_table, "flush", noted("flush", engine.request_table.flush))
+        for name in ("begin_step", "admit", "on_alloc", "launch_eager", "check", "depart") if engine.canary else ():
             monkeypatch.setattr(engine.canary, name, noted(name, getattr(engine.canary, name)))
         return events
 
@@ -237,10 +238,21 @@ def test_it_is_told_of_a_prompt_behind_its_first_layer(make, defer):
     events = defer(engine)
     engine.submit(PROMPTS[0], GREEDY)
     engine.step()
-    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "launch_eager", "depart"]
+    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "flush", "launch_eager", "depart"]
     events.clear()
     engine.step()  # a chunk behind others reads the pool at once
-    assert events == ["begin_step", "on_alloc", "launch_eager", "depart"]
+    assert events == ["begin_step", "on_alloc", "flush", "launch_eager", "depart"]
+
+
+def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
+    """Their rows are written before: the indices of several are copied when they are put together."""
+    engine = make(prefill_chunk_tokens=2 * CHUNK)
+    events = defer(engine)
+    for prompt in PROMPTS[:2]:
+        engine.submit([*engine.tokenizer.encode(prompt)][:CHUNK], GREEDY)
+    engine.step()
+    told = ["admit", "admit", "on_alloc", "on_alloc", "flush"]
+    assert events == ["begin_step", "flush", "attends alone", *told, "launch_eager", "depart"]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +274,15 @@ def test_what_is_told_later_is_judged_as_ever(make, defer, settings):
     found = outcome(engine)
     assert ("attends alone" in events) is ("kv_cache_dtype" not in settings)
     assert found == outcome(make(**settings))
+
+
+def test_an_engine_without_a_canary_says_the_same(make, defer):
+    """Its rows are written behind the first layer too."""
+    engine = make(mode="off")
+    events = defer(engine)
+    tokens = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+    assert events[:2] == ["attends alone", "flush"]
+    assert tokens == [output.token_ids for output in make(mode="off").generate(PROMPTS, GREEDY)]
 
 
 def test_a_first_layer_that_never_stores_is_found(make, defer, monkeypatch):
