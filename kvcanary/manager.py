@@ -97,8 +97,7 @@ class CanaryManager(Lifecycle):
         if self._static is not None:
             self._checks.publish_pages()
             self._static.bank.begin_step(step)
-        if self._quarantine:
-            self._ledger.leave_quarantine(step, self._quarantine)
+        self._leave_quarantine(step)
 
     @property
     def bank(self) -> SubstepBank:
@@ -179,7 +178,7 @@ class CanaryManager(Lifecycle):
         self._checks.settle()
         self._checks.report(self._checks.roll(self.step))
         self._checks.land()
-        self._fill_freed_pages()
+        self._prepare_freed_pages()
         return self._conclude()
 
     def depart(self) -> Flight:
@@ -190,7 +189,7 @@ class CanaryManager(Lifecycle):
         self._expect_closed("depart()")
         self.recorder.departed(self.step)
         flight = self._checks.depart()
-        self._fill_freed_pages()
+        self._prepare_freed_pages()
         return flight
 
     @recorded
@@ -415,10 +414,17 @@ class CanaryManager(Lifecycle):
             "trigger": trigger,
         }
 
-    def _fill_freed_pages(self) -> None:
+    def _prepare_freed_pages(self) -> None:
+        """For the next step, which then begins at once; the device still computes this one."""
+        self._leave_quarantine(self.step + 1)
         self._poisoner.tick()
         for poisoner in self._mapped.values():
             poisoner.tick()
+
+    def _leave_quarantine(self, step: int) -> None:
+        """Of pages that have waited when this step begins."""
+        if self._quarantine:
+            self._ledger.leave_quarantine(step, self._quarantine)
 
     def _conclude(self) -> frozenset[str]:
         """A step was judged; what `check` answers."""
