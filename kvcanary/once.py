@@ -71,10 +71,9 @@ class OnceSubstep(StaticSubstep):
             rows, entries, reads = size
             self._starts, self._told_starts = room.numbers(rows + 1)
             bounds, self._told_bounds = room.numbers(rows + 1)
-            by_row, self._told_rows = zip(*(room.numbers(rows) for _ in range(4)), strict=True)
+            (uids, prefix_lens, truths, roots), self._told_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
             num_live, self._told_live = room.numbers(1)
             self._indices, self._slots, self._tokens, self._positions = map(room, (reads, entries, entries, entries))
-            uids, prefix_lens, truths, roots = by_row
             plan = ForwardPlan(
                 PageTable(self._indices.as_strided((1, reads), (ALIGNMENT, 1)), 1),  # one row: no kernel is for a width
                 self._starts[:-1],
@@ -95,7 +94,7 @@ class OnceSubstep(StaticSubstep):
             self._is_outside = torch.zeros(reads, dtype=torch.bool, device=pool.records.device)
         super().__init__(shared, pool, site, plan, header, None, Settings(puts=True), room)
         self._replays = Replays(pool.records.device)
-        self._filled = entries, reads
+        self._filled = size.entries, size.reads
 
     def load(self, read: ReadPlan, write: WritePlan, written: list[int], truth: RowTruth) -> None:
         """The plans of a forward that runs next, all of whose rows are live; behind the rows lies padding."""
@@ -104,7 +103,8 @@ class OnceSubstep(StaticSubstep):
         self._told_starts[:] = reads
         self._told_bounds[: rows + 1] = [0, *accumulate(written)]
         self._told_bounds[rows + 1 :] = entries
-        for told, values in zip(self._told_rows, truth, strict=True):
+        by_row = truth.uids, truth.prefix_lens, truth.truths, truth.roots
+        for told, values in zip(self._told_rows, by_row, strict=True):
             told[:rows] = values
         self._told_rows[1][rows:] = UNKNOWN
         self._told_live[0] = rows

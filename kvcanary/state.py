@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.aliasing import first_overlap
-from kvcanary.arena import ALIGNMENT
 from kvcanary.cards import WRITERS
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups, full_group_slots
@@ -97,16 +96,15 @@ class CanaryState:
         with torch.inference_mode(False):
             self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
             self.expected = torch.zeros_like(self.records)
-            width = -(-num_pages // ALIGNMENT) * ALIGNMENT
-            self._columns = torch.zeros(3, width, dtype=torch.int64, device=device)[:, :num_pages]
-            self.generations, self.owners, self.page_states = self._columns
-            self.owners.fill_(record.NO_OWNER)
-            self.page_states.fill_(record.FREE)
+            self.generations = torch.zeros(num_pages, dtype=torch.int64, device=device)
+            self.owners = torch.full_like(self.generations, record.NO_OWNER)
+            self.page_states = torch.full_like(self.generations, record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)
             self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
         self.by_name = {pool.name: pool for pool in self.pools}
         self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
-        self._host_pages = [column.numpy() for column in self._columns] if self.records.is_cpu else []
+        columns = self.generations, self.owners, self.page_states
+        self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
 
     @property
     def num_bytes(self) -> int:
@@ -163,8 +161,9 @@ class CanaryState:
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
         delta = torch.from_numpy(np.stack((pages, generations, owners, states.astype(np.int64))))
-        there = to_device(delta, self.records.device)
-        self._columns.index_copy_(1, there[0], there[1:])
+        where, *values = to_device(delta, self.records.device).unbind(0)
+        for column, new in zip((self.generations, self.owners, self.page_states), values, strict=True):
+            column.index_copy_(0, where, new)
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary import loops
