@@ -17,6 +17,7 @@ from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
+from kvcanary.once import OnceSubstep
 from kvcanary.outbox import Outbox
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState
@@ -41,7 +42,7 @@ class Snapshot(NamedTuple):
     """
 
     headers: dict[int, Ints]
-    once: Sequence[tuple[StaticSubstep, Ints]]
+    once: Sequence[tuple[OnceSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
     runs: dict[int, Ran]
@@ -173,7 +174,7 @@ class SubstepBank:
         self,
         told: dict[int, Ints] | None = None,
         runs: dict[int, Ran] | None = None,
-        once: Sequence[tuple[StaticSubstep, Ints]] = (),
+        once: Sequence[tuple[OnceSubstep, Ints]] = (),
     ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
@@ -209,9 +210,7 @@ class SubstepBank:
                 planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
             totals += self._take(self._in_order[number], new, planned, harvest, step, snapshot.runs.get(number))
         for substep, header in snapshot.once:
-            forward = substep.forward
-            planned = [forward.num_rows, forward.num_entries, forward.capacity]
-            totals += self._take(substep, header, planned, harvest, step, None)
+            totals += self._take(substep, header, substep.planned, harvest, step, None)
         harvest.runs = int(totals[RUN_ROWS]), int(totals[RUN_WRITTEN]), int(totals[RUN_READ])
         return harvest
 

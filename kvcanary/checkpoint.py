@@ -128,7 +128,7 @@ def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
         records=records,
         partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
         judged=checks.mirror.judged.copy(),
-        quarantine=tuple(ledger.quarantined.waiting),
+        quarantine=tuple(ledger.quarantined),
         poisoners=tuple(
             Poisoned(
                 group,

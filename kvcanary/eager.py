@@ -1,6 +1,7 @@
 """EagerSubstep: a forward over a pool on a device that judges itself there, as a captured one does, but comes once.
 
-Its buffers are made when it is opened. The host hears of it behind the step, with all that was launched.
+Its buffers wait for it, or are made when it is opened. The host hears of it behind the step, with all that was
+launched.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.once import OnceSubstep
 from kvcanary.state import PoolState
-from kvcanary.static import StaticSubstep
 from kvcanary.substep import CLOSED, NEW, OPEN, SubstepCanary
 from kvcanary.views import ReadPlan, WritePlan
 
@@ -26,7 +27,7 @@ class EagerSubstep(SubstepCanary):
 
     def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
         super().__init__(manager, kind, index, pool)
-        self._run: StaticSubstep | None = None
+        self._run: OnceSubstep | None = None
 
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         """As `SubstepCanary.open`; what is refused is known to the device alone, and reported when the step is heard.
@@ -43,10 +44,8 @@ class EagerSubstep(SubstepCanary):
         self._run = run = self._manager.launch_eager(self, where, self._pool, read, write, requests, written)
         run.open()
         self._phase, self.put = OPEN, self._put
-        self._slots = run.work.planned.safe_slots
-        most = self._pool.view.num_slots - 1
-        safe = read.indices.clamp(0, most)
-        return safe.masked_fill_(safe != read.indices, 0), self._slots
+        self._slots = run.slots
+        return run.indices, self._slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:
         """As `SubstepCanary.store`; on the device the values are put into the pool too."""

@@ -19,7 +19,7 @@ from kvcanary.hits import Hit
 from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
-from kvcanary.once import once
+from kvcanary.once import OnceSubstep, Singles
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import ROW_STARTS, VIOLATIONS, StaticSubstep
 from kvcanary.truths import note_row
@@ -77,6 +77,7 @@ class StaticChecks:
     def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
         self.bank = SubstepBank(state)
+        self._singles = Singles(self.bank.shared)
         self.launched: list[Launched] = []
         self.moves: list[StaticMove] = []
 
@@ -107,9 +108,9 @@ class StaticChecks:
         requests: list[Request],
         step: int,
         written: list[int],
-    ) -> StaticSubstep:
-        """The same for a forward that comes once, over an engine's own tensors."""
-        substep = once(self.bank.shared, pool, site, read, write, written, self._truth(pool.pool_id, requests))
+    ) -> OnceSubstep:
+        """The same for a forward that comes once, as an engine's own tensors describe it."""
+        substep = self._singles.take(pool, site, read, write, written, self._truth(pool.pool_id, requests))
         self._note([substep], requests, step, written)
         return substep
 
@@ -148,11 +149,11 @@ class StaticChecks:
         launched = [run for run in launched if not run.substep.is_open]
         moves, self.moves = self.moves, []
         forwards = [(run, run.substep.written.read(), _masks(run.substep)) for run in launched]
-        headers, runs, singles = dict[int, Ints](), dict[int, Ran](), list[tuple[StaticSubstep, Ints]]()
+        headers, runs, singles = dict[int, Ints](), dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
         for run, written, _ in forwards:
-            if (number := run.substep.number) is None:
+            if isinstance(run.substep, OnceSubstep):
                 singles.append((run.substep, written[-1]))
-            else:
+            elif (number := run.substep.number) is not None:
                 headers[number] = written[-1]
                 runs[number] = Ran(run.turn, written[ROW_STARTS], written[VIOLATIONS], run.requests)
         snapshot = self.bank.snapshot(headers or None, runs, singles)
@@ -201,6 +202,8 @@ class StaticChecks:
     def harvest(self, told: Told) -> list[Hit]:
         """Hits and gaps of the step."""
         harvest = self.bank.harvest(told.snapshot, told.step)
+        for substep, _ in told.snapshot.once:
+            self._singles.give(substep)
         for hit in harvest.hits:
             self.listener.noticed(hit)
         rows, entries, reads = harvest.runs

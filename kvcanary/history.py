@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Iterable
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 HISTORY_EVENTS = 8  # kept a page, newest last
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -40,20 +41,24 @@ class PageEvent(NamedTuple):
 class History:
     """By page its newest `HISTORY_EVENTS` events, oldest first."""
 
-    def __init__(self) -> None:
-        self._events: dict[int, deque[PageEvent]] = {}
+    def __init__(self, num_pages: int) -> None:
+        self._events = np.full((num_pages, HISTORY_EVENTS), None, object)  # of each page, counted around
+        self._counts = np.zeros(num_pages, np.int64)  # of all that each page has had
+        self._newest = np.empty((), object)
 
-    def add(self, kind: str, pages: Iterable[int], step: int, request_id: str | None) -> None:
-        """One event of all these pages, asked for by whoever called into this package."""
-        event, events = PageEvent(kind, step, request_id, call_site()), self._events
-        for page in pages:
-            kept = events.get(page)
-            if kept is None:
-                kept = events[page] = deque(maxlen=HISTORY_EVENTS)
-            kept.append(event)
+    def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
+        """One event of all these pages, [n] distinct, asked for by whoever called into this package."""
+        counts = self._counts.take(pages)
+        self._newest[()] = PageEvent(kind, step, request_id, call_site())
+        self._events[pages, counts % HISTORY_EVENTS] = self._newest
+        self._counts[pages] = counts + 1
 
     def of(self, page: int) -> tuple[PageEvent, ...]:
-        return tuple(self._events.get(page, ()))
+        if not 0 <= page < len(self._counts):
+            return ()
+        count = int(self._counts[page])
+        events: list[Any] = self._events[page].tolist()
+        return tuple(events[number % HISTORY_EVENTS] for number in range(max(count - HISTORY_EVENTS, 0), count))
 
 
 def phrase(kind: str, request_id: str | None) -> str:

@@ -114,7 +114,8 @@ class Learned:
     def rows(self) -> list[Ints]:
         """The slots that each row names, of a forward that came once; waits for the device."""
         indices, (starts, ends) = self._indices[0].cpu().numpy(), self._spans
-        return [indices[start:end] for start, end in zip(starts, ends, strict=True)]
+        spans = zip(starts[: self.num_rows], ends[: self.num_rows], strict=True)
+        return [indices[start:end] for start, end in spans]
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]

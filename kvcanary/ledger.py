@@ -27,7 +27,7 @@ class Ledger(RowBook):
 
     # private pages
 
-    def grant(self, request_id: str, pages: Sequence[int], step: int, for_load: bool = False) -> None:
+    def grant(self, request_id: str, pages: Sequence[int] | Array, step: int, for_load: bool = False) -> None:
         """Free pages at the end of the row; `for_load`: not to be written by a forward before a load has failed."""
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.pages.grant("set aside" if for_load else "granted", where, request.uid, step, request_id)
@@ -179,15 +179,14 @@ class Ledger(RowBook):
         """Freed pages wait before they are granted again."""
         where = self.pages.numbers(pages)
         self.pages.advance("quarantined", where, step)
-        self.quarantined.add(where.tolist(), step)
+        self.quarantined.add(where, step)
 
     def leave_quarantine(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> list[int]:
         """Pages that may be granted again: after `steps`; while `wanted` pages are needed, after `least` steps."""
         left = self.quarantined.leave(step, steps, wanted, least)
-        if not left:
-            return []
-        self.pages.advance("left quarantine", self.pages.numbers(left), step)
-        return left
+        if left.size:
+            self.pages.advance("left quarantine", left, step)
+        return left.tolist()
 
     # helpers
 

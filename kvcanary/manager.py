@@ -25,6 +25,7 @@ from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
+from kvcanary.once import OnceSubstep
 from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
 from kvcanary.response import Response
@@ -96,8 +97,7 @@ class CanaryManager(Lifecycle):
         if self._static is not None:
             self._checks.publish_pages()
             self._static.bank.begin_step(step)
-        if self._quarantine:
-            self._ledger.leave_quarantine(step, self._quarantine)
+        self._leave_quarantine(step)
 
     @property
     def bank(self) -> SubstepBank:
@@ -178,7 +178,7 @@ class CanaryManager(Lifecycle):
         self._checks.settle()
         self._checks.report(self._checks.roll(self.step))
         self._checks.land()
-        self._fill_freed_pages()
+        self._prepare_freed_pages()
         return self._conclude()
 
     def depart(self) -> Flight:
@@ -189,7 +189,7 @@ class CanaryManager(Lifecycle):
         self._expect_closed("depart()")
         self.recorder.departed(self.step)
         flight = self._checks.depart()
-        self._fill_freed_pages()
+        self._prepare_freed_pages()
         return flight
 
     @recorded
@@ -359,7 +359,7 @@ class CanaryManager(Lifecycle):
         write: WritePlan,
         requests: list[Request],
         written: list[int],
-    ) -> StaticSubstep:
+    ) -> OnceSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
         if self.config.content == "full":
@@ -414,10 +414,17 @@ class CanaryManager(Lifecycle):
             "trigger": trigger,
         }
 
-    def _fill_freed_pages(self) -> None:
+    def _prepare_freed_pages(self) -> None:
+        """For the next step, which then begins at once; the device still computes this one."""
+        self._leave_quarantine(self.step + 1)
         self._poisoner.tick()
         for poisoner in self._mapped.values():
             poisoner.tick()
+
+    def _leave_quarantine(self, step: int) -> None:
+        """Of pages that have waited when this step begins."""
+        if self._quarantine:
+            self._ledger.leave_quarantine(step, self._quarantine)
 
     def _conclude(self) -> frozenset[str]:
         """A step was judged; what `check` answers."""

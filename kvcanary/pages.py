@@ -108,23 +108,26 @@ class Pages:
         self.published = np.zeros(num_pages, dtype=np.bool_)
         self.writers = np.full(num_pages, _NOBODY, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
-        self.history = History()
+        self.history = History(num_pages)
         self._changed: list[Array] = []
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
 
     def __len__(self) -> int:
         return len(self.states)
 
-    def numbers(self, pages: Sequence[int]) -> Array:
+    def numbers(self, pages: Sequence[int] | Array) -> Array:
         """[n] int64; pages that one event names are inside the pool, not null, and distinct."""
         where = np.array(pages, dtype=np.int64)
-        listed = where.tolist()
-        if listed and not self.null_pages <= min(listed) <= max(listed) < len(self):
-            wrong = next(page for page in listed if not self.null_pages <= page < len(self))
+        if not where.size:
+            return where
+        ordered = np.sort(where)
+        if ordered[0] < self.null_pages or ordered[-1] >= len(self):
+            wrong = next(page for page in where.tolist() if not self.null_pages <= page < len(self))
             raise LifetimeError(
                 f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or freed"
             )
-        if len(set(listed)) < len(listed):
+        if (ordered[1:] == ordered[:-1]).any():
+            listed = where.tolist()
             twice = next(page for page in listed if listed.count(page) > 1)
             raise LifetimeError(f"an event must name a page once, got page {twice} twice: name it once")
         return where
@@ -237,7 +240,7 @@ class Pages:
         self.states[pages] = after
         self._note_changes(pages)
         self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
-        self.history.add(event, pages.tolist(), step, request_id)
+        self.history.add(event, pages, step, request_id)
 
     def _begin_generation(self, pages: Array, references: int, holders: int) -> None:
         self.generations[pages] = np.maximum(self.generations.take(pages) + 1 & MASK_32, 1)

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcanary.pages import Array
 
 
 class Quarantine:
-    """Pages in the order in which they came, each with its step."""
+    """Pages in the order in which they came, those of one event together, with its step."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[tuple[Array, int]] = deque()
 
     def __len__(self) -> int:
-        return len(self.waiting)
+        return sum(len(pages) for pages, _ in self._waiting)
 
-    def add(self, pages: Iterable[int], step: int) -> None:
-        self.waiting.extend((page, step) for page in pages)
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
-    def leave(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> list[int]:
-        """The pages that may go now, longest waiting first.
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Every page and its step, longest waiting first."""
+        for pages, since in self._waiting:
+            yield from ((page, since) for page in pages.tolist())
+
+    def add(self, pages: Array, step: int) -> None:
+        """[n] int64"""
+        if len(pages):
+            self._waiting.append((pages, step))
+
+    def leave(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> Array:
+        """[n] int64: the pages that may go now, longest waiting first.
 
         steps:  how long a page waits
         wanted: under pressure so many pages are needed: they go earlier, but never before `least` steps
         """
-        left: list[int] = []
-        while self.waiting:
-            page, since = self.waiting[0]
-            if step - since < (least if len(left) < wanted else steps):
+        left, num_left = [_NONE], 0
+        while self._waiting:
+            pages, since = self._waiting[0]
+            if step - since >= steps:
+                going = len(pages)
+            else:
+                going = min(len(pages), max(wanted - num_left, 0)) if step - since >= least else 0
+            if not going:
                 break
-            self.waiting.popleft()
-            left.append(page)
-        return left
+            self._waiting.popleft()
+            if going < len(pages):
+                self._waiting.appendleft((pages[going:], since))
+            left.append(pages[:going])
+            num_left += going
+        return np.concatenate(left) if len(left) > 2 else left[-1]
+
+
+_NONE = np.zeros(0, np.int64)

@@ -60,7 +60,7 @@ class StaticSubstep:
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
-        self._is_open = self._has_looked = False
+        self._is_open = self._has_sealed = self._has_looked = False
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -73,16 +73,17 @@ class StaticSubstep:
         """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
-        self._is_open, self._has_looked = True, False
+        self._is_open, self._has_sealed, self._has_looked = True, False, False
         self.layers.clear()
+        if self._puts:
+            self._has_sealed = True
+            self._plan_puts()
+            return
         with self._beside.behind():  # of all that the forward before it has sealed
             self._launch.plan()
         if self._engine_stores:
             self._beside.join()
             self._launch.poison()
-        if self._puts:
-            self._look()
-            self._beside.join()
 
     def store(
         self,
@@ -152,17 +153,31 @@ class StaticSubstep:
             is_settled = slots is None and bool(self.layers) and layer not in self.layers
             launch.store(layer, where, k, v, extras=extras, is_settled=is_settled)
 
+    def _plan_puts(self) -> None:
+        """The first store waits for all of it: nothing runs beside."""
+        self._launch.plan()
+        self._launch.chain()
+        self._launch.seal()
+
+    def _seal(self) -> None:
+        """Once, beside the body: seal what the forward writes."""
+        if self._has_sealed:
+            return
+        self._has_sealed = True
+        with self._beside.behind():
+            self._launch.chain()
+            self._launch.seal()
+
     def _look(self) -> None:
         """Once, beside the body: seal what the forward writes, judge what its rows read of earlier forwards."""
         if self._has_looked:
             return
         self._has_looked = True
+        self._seal()
         launch = self._launch
         with self._beside.behind():
             self.work.row_violations.zero_()
             launch.note_ancestors()
-            launch.chain()
-            launch.seal()
             launch.verify_prefixes()
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:

@@ -145,17 +145,18 @@ class Assembly:
             self.canary.arm()
 
     def _target_forwards(self) -> Forwards | LayeredForwards:
-        heads, backend = self.model.config.num_heads, self.config.attention_backend
-        groups = [
-            LayerGroup(layers, Forwards(self.pools[name], heads, self.canary, backend, self._behind(name)))
-            for name, layers in self.layers.items()
-        ]
+        heads = self.model.config.num_heads
+        groups = [LayerGroup(layers, self._forwards(name, heads)) for name, layers in self.layers.items()]
         return groups[0].forwards if len(groups) == 1 else LayeredForwards(groups)
+
+    def _forwards(self, pool: str, heads: int) -> Forwards:
+        backend, before = self.config.attention_backend, self.memory.before_open
+        return Forwards(self.pools[pool], heads, self.canary, backend, self._behind(pool), before)
 
     def _make_drafter(self, head: Draft) -> Drafter:
         return Drafter(
             head,
-            Forwards(self.pools["draft"], head.config.num_heads, self.canary, self.config.attention_backend),
+            self._forwards("draft", head.config.num_heads),
             self.request_table,
             topk=self.config.topk,
             num_steps=self.config.num_steps,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,12 +25,15 @@ from spec_engine.models.decoder import KVAccess
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
     from kvcanary.substep import SubstepCanary, WarmupSubstep
+    from spec_engine.attention.base import PoolAttention
 
 
 class Forwards:
     """Opens forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
     backend: name of what reads the pool; behind: whose map leads to the pool's slots, None: they are the full ones.
+    before:  what is called before each forward is opened, `KVMemory.before_open`; None: nothing waits for it.
+    defers:  whether a forward is opened while the device computes what comes before it reads the pool.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Forwards:
         canary: CanaryManager | None,
         backend: str = "torch",
         behind: Mapped | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
-        self.pool, self.behind = pool, behind
+        self.pool, self.behind, self.before = pool, behind, before
+        self.defers = pool.kv.is_cuda
         self.num_heads = num_heads
         self.canary = canary
         self.backend = BACKENDS[backend]
@@ -56,20 +60,28 @@ class Forwards:
         if self.behind is not None and self.behind.window is not None:
             batch = within_window(batch, self.behind.window)
         opened, substep = self._opened(batch)
-        yield DeferredAttention(opened) if self.pool.kv.is_cuda else opened()
+        if self.defers:
+            attention = DeferredAttention(opened, self._attention.alone(self.pool, batch, self.num_heads))
+            yield attention
+            attention.finish()
+        else:
+            yield opened()
         if substep is not None:
             substep.close()
 
-    def _opened(self, batch: ForwardBatch) -> tuple[Callable[[], KVAccess], SubstepCanary | WarmupSubstep | None]:
+    def _opened(self, batch: ForwardBatch) -> tuple[Callable[[], PoolAttention], SubstepCanary | WarmupSubstep | None]:
         """What opens the attention of a forward, and the hooks that it opens first."""
-        if self.canary is None:
-            own = self._own(batch.kv_indices, batch.slots)
-            return partial(self._attention, self.pool, batch, self.num_heads, *own, None), None
-        substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
+        substep = None
+        if self.canary is not None:
+            substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)
 
-        def opened() -> KVAccess:
-            indices, slots = substep.open(read_plan(batch), write_plan(batch))
-            return self._attention(self.pool, batch, self.num_heads, *self._own(indices, slots), substep)
+        def opened() -> PoolAttention:
+            if self.before is not None:
+                self.before()
+            full = batch.kv_indices, batch.slots
+            if substep is not None:
+                full = substep.open(read_plan(batch), write_plan(batch))
+            return self._attention(self.pool, batch, self.num_heads, *self._own(*full), substep)
 
         return opened, substep
 

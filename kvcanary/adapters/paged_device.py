@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.adapters.paged_state import ADMITTED, HEAD, LOOKS, PLACE, RING, SPLITS, STAMP, Forward, Group, Layers
-from kvcanary.adapters.replays import Replays
+from kvcanary.captures import Replays
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.views import PoolView

@@ -153,7 +153,8 @@ class Stage:
         for poisoned in start["poisoners"]:
             self._set_poison(poisoned, BUDGETS.get(dump.manifest["device"], BUDGETS["cuda"]))
         self.books.tickets.buffers.update((name, generation) for name, generation in start["buffers"])
-        ledger.quarantined.waiting.extend((page, since) for page, since in start["quarantine"])
+        for page, since in start["quarantine"]:
+            ledger.quarantined.add(np.array([page]), since)
         checks.sweeper.credit = {(uid, pool): credit for uid, pool, credit in start["budgets"]}
         checks.sweeper.hurried.update(start["hurried"])
         checks.cached.read_at[:] = dump.arrays["start.read_at"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from spec_engine.core import ForwardBatch
 from spec_engine.memory.pool import KVPool
-from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import SubstepCanary
+
+
+#: Attends in one layer, of q, k and v as `KVAccess.attend`, and stores nothing.
+Alone = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class OpenAttention(Protocol):
@@ -28,11 +32,15 @@ class OpenAttention(Protocol):
         indices: Tensor,
         slots: Tensor,
         substep: SubstepCanary | None,
-    ) -> KVAccess:
+    ) -> PoolAttention:
         """``indices`` and ``slots`` stand for those of the batch: a canary replaces what it refuses.
 
         num_heads: query heads of the model; substep: the canary's hooks of this forward, or None.
         """
+        ...
+
+    def alone(self, pool: KVPool, batch: ForwardBatch, num_heads: int) -> Alone | None:
+        """What attends in a forward whose tokens see each other alone, before it is opened; None: nothing does."""
         ...
 
 
@@ -63,8 +71,17 @@ class PoolAttention(ABC):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v ``[n, kv_heads, head_dim]`` and return the attention of q ``[n, heads, head_dim]``."""
-        self.pool.store(layer, self.slots, k, v, self.substep)
+        self.store(layer, k, v)
         return self.read(layer, q)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k, v ``[n, kv_heads, head_dim]`` into the pool."""
+        self.pool.store(layer, self.slots, k, v, self.substep)
+
+    @classmethod
+    def alone(cls, pool: KVPool, batch: ForwardBatch, num_heads: int) -> Alone | None:
+        """As `OpenAttention` has it; a backend that reads the pool in every forward has none."""
+        return None
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, indices: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcanary.faults import seam
@@ -22,8 +24,15 @@ if TYPE_CHECKING:
     from kvcanary import CanaryManager
 
 
+PREFILL = "prefill"
+
+
 class KVMemory:
-    """Gives requests rows and pages and takes them back; every change is told to the canary."""
+    """Gives requests rows and pages and takes them back; every change is told to the canary.
+
+    defers: whether admissions and grants of a step may be told, and a row be written, when its first forward is opened,
+            and the device has something to compute meanwhile; before anything else is told, and in their order
+    """
 
     def __init__(
         self,
@@ -36,14 +45,33 @@ class KVMemory:
         tier: HostTier | None = None,
     ) -> None:
         """``tier``: where what retracted requests had computed is put away; None: it is computed again."""
-        self.allocator, self.table, self.canary, self.tier = allocator, table, canary, tier
+        self.allocator, self.table, self.tier = allocator, table, tier
+        self._canary = canary
+        self._untold: deque[Callable[[], None]] = deque()
         self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.split = allocator if isinstance(allocator, SplitPool) else None
+        self.defers = table.table.is_cuda and self.windows is None and self.split is None and tier is None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
         self.cache = PrefixCache(
             allocator, PrefixTree(table.page_size, bigram=seam("identity.plain_key", is_drafting)), table
         )
+
+    @property
+    def canary(self) -> CanaryManager | None:
+        """To be told something else: it knows all that came before."""
+        self.tell()
+        return self._canary
+
+    def tell(self) -> None:
+        """What waits to be told is told now."""
+        while self._untold:
+            self._untold.popleft()()
+
+    def before_open(self) -> None:
+        """A forward is about to read its rows and the canary to judge them: nothing waits any more."""
+        self.tell()
+        self.table.flush()
 
     @property
     def num_available(self) -> int:
@@ -67,9 +95,9 @@ class KVMemory:
         """Take a row for a request and begin it with what is cached of its tokens, by now or by the ``running``."""
         request.begin()
         request.row = self.table.acquire()
-        if self.canary is not None:
+        if self._canary is not None:
             known = request.numbers(0, request.num_tokens)
-            self.canary.admit(request.request_id, known, request.salt, request.adapter)
+            self._tell_of(partial(self._canary.admit, request.request_id, known, request.salt, request.adapter))
         if self.caches_prefixes:
             self._acquire(request, request.tokens[: request.prefill_len], running)
         if request.block is not None and request.block.length <= request.committed_len:
@@ -106,9 +134,16 @@ class KVMemory:
             self.windows.check_mapped(_window_row(request))
         return missing
 
-    def bring(self, what: str, requests: Iterable[Request]) -> None:
-        """Have on the device what the next forward, ``what``, of these requests reads and writes."""
-        self.table.flush()
+    def bring(self, what: str, requests: Sequence[Request]) -> None:
+        """Have on the device what the next forward, ``what``, of these requests reads and writes.
+
+        A prefill on a GPU has some of it when it is opened (`before_open`).
+        """
+        is_late = self.defers and what == PREFILL  # a decode step may be one program, in which nothing is opened
+        if not is_late:
+            self.tell()
+        if not is_late or len(requests) > 1:  # the indices of one row are the table's own, those of several are copied
+            self.table.flush()
         if self.split is not None:
             self.split.bring(what, [SplitRow(r.request_id, r.pages, r.committed_len) for r in requests])
 
@@ -148,6 +183,7 @@ class KVMemory:
 
     def check_accounting(self, requests: Iterable[Request]) -> None:
         """PageLeakError unless every page is free, waits, or is held by a request or the cache."""
+        self.tell()
         self.cache.check_accounting(requests)
         if self.tier is not None:
             self.tier.check_accounting()
@@ -214,8 +250,13 @@ class KVMemory:
             return
         self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
         request.pages += seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
-        if self.canary is not None:
-            self.canary.on_alloc(request.request_id, pages, for_load)
+        if self._canary is not None:
+            self._tell_of(partial(self._canary.on_alloc, request.request_id, pages, for_load))
+
+    def _tell_of(self, event: Callable[[], None]) -> None:
+        self._untold.append(event)
+        if not self.defers:
+            self.tell()
 
     # sharing what running requests have
 
@@ -224,7 +265,7 @@ class KVMemory:
             if other is not request and self.windows is None and self._helps(other, request, known):
                 self._publish(other)  # a window pool keeps no pages that other rows gave up for their equals
         request.committed_len = request.cached_len = self.cache.acquire(request, known, *_root(request))
-        if self.canary is not None and request.pages:
+        if request.pages and self.canary is not None:
             self.canary.on_acquire(request.request_id, request.pages)
 
     def _helps(self, other: Request, request: Request, known: Sequence[int]) -> bool:

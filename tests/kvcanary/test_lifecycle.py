@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, LifetimeError, PlanError, PoolView
 from kvcanary.cached import SWEEP_SECONDS
 from kvcanary.config import ROTATION_STEPS
+from kvcanary_kernels.record import FREE, QUARANTINED
 
 
 def flip(engine, slot: int, layer: int = 1) -> None:
@@ -324,6 +325,29 @@ def test_static_substeps_and_quarantine_feed_their_checks():
     canary = CanaryManager(CanaryConfig(), views, holds_back=True)
     assert canary.bank is canary.bank
     assert {"W7", "W9", "P1", "T1"} <= set(canary.certificate()["classes"])
+
+
+def test_pages_whose_wait_is_over_are_ready_when_their_step_begins():
+    """They have left their quarantine behind the step before, while a device computes; or in a step that comes late."""
+    views = [PoolView("only", [torch.zeros(64, 2, 4)], [torch.zeros(64, 2, 4)], 4)]
+    canary = CanaryManager(CanaryConfig(quarantine=3), views, holds_back=True)
+    canary.arm()
+    canary.admit("one", [1, 2, 3])
+    canary.begin_step(1)
+    canary.on_alloc("one", [2, 5])
+    canary.on_free("one", [2])
+    states, seen = canary._ledger.states, []
+    for step in (2, 3):
+        canary.check()
+        seen.append(int(states[2]))
+        canary.begin_step(step)
+    canary.on_free("one", [5])
+    canary.check()
+    seen.append(int(states[2]))
+    canary.begin_step(9)
+    assert (seen, int(states[5])) == ([QUARANTINED, QUARANTINED, FREE], FREE)
+    assert [(event.kind, event.step) for event in canary._ledger.history.of(2)[-1:]] == [("left quarantine", 4)]
+    assert [(event.kind, event.step) for event in canary._ledger.history.of(5)[-1:]] == [("left quarantine", 9)]
 
 
 @pytest.mark.parametrize("page", [10**6, -3, 0])

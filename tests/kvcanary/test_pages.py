@@ -10,6 +10,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryManager
 from kvcanary.errors import LifetimeError, PageStateError
+from kvcanary.history import HISTORY_EVENTS, History
 from kvcanary.pages import EVENTS, STATE_NAMES, Pages
 from kvcanary_kernels import record
 from kvcanary_kernels.record import NO_OWNER, SHARED_OWNER
@@ -232,3 +233,18 @@ def test_the_documented_table_is_the_table(pytestconfig):
         name: {STATE_NAMES[before]: STATE_NAMES[after] for before, after in event.after.items()}
         for name, event in EVENTS.items()
     }
+
+
+def test_a_page_keeps_its_newest_events_in_their_order():
+    """However often pages had others together; one that does not exist has none."""
+    history = History(5)
+    for step in range(HISTORY_EVENTS + 3):
+        history.add("granted", np.array([1, 3]), step, "a")
+        history.add("freed", np.array([3]), step, None)
+    last = HISTORY_EVENTS + 3
+    assert [(event.kind, event.step) for event in history.of(1)] == [("granted", step) for step in range(3, last)]
+    steps = range(last - HISTORY_EVENTS // 2, last)
+    assert [(event.kind, event.step) for event in history.of(3)] == [
+        event for step in steps for event in (("granted", step), ("freed", step))
+    ]
+    assert (history.of(0), history.of(5), history.of(-1)) == ((), (), ())

@@ -102,3 +102,23 @@ def test_events_of_what_is_measured_go_to_stderr(kvcanary, tmp_path, monkeypatch
     result = kvcanary("bench", "retractions", "--out", str(tmp_path))
     assert (result.exit_code, result.stdout) == (0, "")
     assert "kvcanary.stats" in result.stderr
+
+
+def test_a_case_is_recorded_before_the_next_one_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those that were there: a run that ends in the middle leaves what it has measured."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(prefill.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(prefill, "random_decoder", lambda config: None)
+    monkeypatch.setattr(prefill, "device", dict)
+
+    def measured(size: int, tokens: int, model: None, rounds: int | None) -> dict:
+        if tokens > 8:
+            raise RuntimeError("out of time")
+        return {"requests": size, "tokens": tokens, "off_ms": 1.0, "over_off": {}}
+
+    monkeypatch.setattr(prefill, "_one_case", measured)
+    prefill.main([(1, 8)])
+    with pytest.raises(RuntimeError):
+        prefill.main([(1, 4), (2, 16)])
+    record = json.loads((tmp_path / f"{prefill.NAME}.json").read_text(encoding="utf-8"))
+    assert [(row["requests"], row["tokens"]) for row in record["rows"]] == [(1, 4), (1, 8)]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import kvcanary.manager
 from kvcanary import CanaryConfig, KVCorruptionError
@@ -17,6 +18,9 @@ from kvcanary.dumps.replaying import replay
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
+from spec_engine.attention import long_chunks
+from spec_engine.attention.torch_backend import TorchAttention
+from spec_engine.attention.triton_backend import TritonAttention
 from spec_engine.models.embedded import load_excerpts
 from spec_engine.request import TokenEvent
 
@@ -193,3 +197,109 @@ def test_its_dump_replays(make, tmp_path):
     outcome = replay(read_dump(engine.canary.dump(tmp_path / "dump")))
     assert outcome.errors == []
     assert outcome.missing == []
+
+
+@pytest.fixture
+def defer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
+    """Let an engine do as on a GPU, whose first chunks attend before anything is opened; what happens is noted."""
+    events: list[str] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        events.append("attends alone")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), q[..., 0]
+
+    def deferred(engine: Engine) -> list[str]:
+        for name, value in (("LEAST_LONG", CHUNK), ("LENGTH_STEP", CHUNK), ("_has_cudnn", lambda *_: True)):
+            monkeypatch.setattr(long_chunks, name, value)
+        monkeypatch.setattr(long_chunks, "_pass", attend)
+        monkeypatch.setattr(TorchAttention, "alone", TritonAttention.alone)
+        drafter = engine.runner.drafter
+        for forwards in [engine.runner.forwards, *([] if drafter is None else [drafter.forwards])]:
+            forwards.defers = True
+        engine.memory.defers = True
+        monkeypatch.setattr(engine.request_table, "flush", noted("flush", engine.request_table.flush))
+        for name in ("begin_step", "admit", "on_alloc", "launch_eager", "check", "depart") if engine.canary else ():
+            monkeypatch.setattr(engine.canary, name, noted(name, getattr(engine.canary, name)))
+        return events
+
+    def noted(name: str, method: Callable) -> Callable:
+        def call(*args: object, **kwargs: object) -> object:
+            events.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    return deferred
+
+
+def test_it_is_told_of_a_prompt_behind_its_first_layer(make, defer):
+    """Admission, pages and the opening come when the device has a layer to compute; each once, in their order."""
+    engine = make()
+    events = defer(engine)
+    engine.submit(PROMPTS[0], GREEDY)
+    engine.step()
+    assert events == ["begin_step", "attends alone", "admit", "on_alloc", "flush", "launch_eager", "depart"]
+    events.clear()
+    engine.step()  # a chunk behind others reads the pool at once
+    assert events == ["begin_step", "on_alloc", "flush", "launch_eager", "depart"]
+
+
+def test_it_is_told_of_several_prompts_behind_their_first_layer(make, defer):
+    """Their rows are written before: the indices of several are copied when they are put together."""
+    engine = make(prefill_chunk_tokens=2 * CHUNK)
+    events = defer(engine)
+    for prompt in PROMPTS[:2]:
+        engine.submit([*engine.tokenizer.encode(prompt)][:CHUNK], GREEDY)
+    engine.step()
+    told = ["admit", "admit", "on_alloc", "on_alloc", "flush"]
+    assert events == ["begin_step", "flush", "attends alone", *told, "launch_eager", "depart"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"content": "full"},
+        {"prefix_cache": True},
+        {"draft": "auto", "topk": 2, "num_steps": 2},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"max_total_tokens": 176, "new_token_ratio": 0.1},
+    ],
+    ids=str,
+)
+def test_what_is_told_later_is_judged_as_ever(make, defer, settings):
+    """The same tokens, and as much is checked."""
+    engine = make(**settings)
+    events = defer(engine)
+    found = outcome(engine)
+    assert ("attends alone" in events) is ("kv_cache_dtype" not in settings)
+    assert found == outcome(make(**settings))
+
+
+def test_an_engine_without_a_canary_says_the_same(make, defer):
+    """Its rows are written behind the first layer too."""
+    engine = make(mode="off")
+    events = defer(engine)
+    tokens = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+    assert events[:2] == ["attends alone", "flush"]
+    assert tokens == [output.token_ids for output in make(mode="off").generate(PROMPTS, GREEDY)]
+
+
+def test_a_first_layer_that_never_stores_is_found(make, defer, monkeypatch):
+    """It has attended already: R12, and the layer is named."""
+    engine = make(mode="log")
+    defer(engine)
+    monkeypatch.setattr(TorchAttention, "store", forgetful(TorchAttention.store, layer=0))
+    engine.generate(PROMPTS[:1], GREEDY)
+    first = engine.canary.findings[0]
+    assert (first.code, first.step, first.found["missing"]) == ("R12", 1, [0])
+
+
+def forgetful(store: Callable, layer: int) -> Callable:
+    """A store that leaves a layer out."""
+
+    def stored(self: TorchAttention, which: int, *values: torch.Tensor) -> None:
+        if which != layer:
+            store(self, which, *values)
+
+    return stored

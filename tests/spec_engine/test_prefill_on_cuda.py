@@ -8,6 +8,7 @@ import torch
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.attention.long_chunks import LEAST_LONG
 from spec_engine.models.embedded import load_excerpts
 from spec_engine.request import TokenEvent
 
@@ -84,3 +85,47 @@ def test_memory_does_not_grow():
         engine.generate(PROMPTS, GREEDY)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == allocated
+
+
+LONG = [text for excerpt in load_excerpts() for text in (excerpt.prompt, "\n")]
+
+
+def long_tokens(engine: Engine, length: int) -> list[int]:
+    """A prompt of so many tokens, that cuDNN attends."""
+    return engine.tokenizer.encode("".join(LONG * 8))[:length]
+
+
+def make_long(mode: str, **settings: object) -> Engine:
+    room = {"max_total_tokens": 8192, "context_length": 2400, "prefill_chunk_tokens": 2048, "page_size": 16}
+    return make(mode, dtype="bfloat16", **room | settings)
+
+
+@pytest.mark.parametrize("length", [LEAST_LONG, LEAST_LONG + 77])
+@pytest.mark.parametrize("settings", [{}, {"draft": "auto", "topk": 1}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+def test_a_long_prompt_says_the_same_every_time(settings, length):
+    """With a canary and without, whether its length is new, was seen, or is prepared for; and nothing fires."""
+    told = []
+    for mode in ("off", "raise"):
+        engine = make_long(mode, **settings)
+        prompt = long_tokens(engine, length)
+        told += [engine.generate([prompt], GREEDY)[0].token_ids for _ in range(4)]
+    assert told == told[:1] * len(told)
+    assert engine.canary.certificate()["findings"] == []
+    assert engine.canary.certificate()["slots_sealed"] >= 4 * length
+
+
+def test_damage_behind_a_long_chunk_is_found():
+    """The next chunk reads it, in buffers that were used before; no token leaves."""
+    engine = make_long("raise", prefill_chunk_tokens=LEAST_LONG)
+    prompt = long_tokens(engine, 2 * LEAST_LONG)
+    for _ in range(3):
+        engine.generate([prompt], GREEDY)
+    engine.submit(prompt, GREEDY)
+    engine.step()
+    slot = int(engine.request_table.table[engine.running[0].row, 700])
+    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    events: list[TokenEvent] = []
+    with pytest.raises(KVCorruptionError) as caught:
+        run(engine, events)
+    assert events == []
+    assert [(finding.code, finding.slot) for finding in caught.value.findings] == [("R3", slot)]

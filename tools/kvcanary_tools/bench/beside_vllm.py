@@ -12,7 +12,6 @@ What was measured is written after every part.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -29,7 +28,7 @@ import torch
 
 from kvcanary_tools.bench import step
 from kvcanary_tools.bench.common import machine, progress, save, settled, spread
-from kvcanary_tools.bench.gpu import device
+from kvcanary_tools.bench.gpu import device, give_back
 from kvcanary_tools.bench.prefill import CHUNK, FEW_TOKENS
 from spec_engine.metrics import Metrics
 from spec_engine.models.decoder import Decoder
@@ -97,8 +96,7 @@ def main(deadline: float = DEADLINE) -> None:
                 print(told(row), flush=True)
             ours.clear()
             del ours
-            gc.collect()
-            torch.cuda.empty_cache()
+            give_back()
 
 
 def told(row: dict) -> str:

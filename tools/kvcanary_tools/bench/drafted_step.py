@@ -12,7 +12,6 @@ engine alike, in rounds of their own; what the canary adds is the difference of 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ import torch
 
 from kvcanary_tools.bench import step
 from kvcanary_tools.bench.common import added, machine, progress, save, settled, spread, told
-from kvcanary_tools.bench.gpu import device
+from kvcanary_tools.bench.gpu import device, give_back
 from spec_engine import Engine
 from spec_engine.graphs.forward import StaticForward
 from spec_engine.models.decoder import Decoder
@@ -107,8 +106,7 @@ def measure(drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, **
         "certificates": {name: engines[name].canary.certificate() for name in names[1:]},
     }
     engines.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+    give_back()
     return row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from statistics import median
 
 import torch
@@ -15,6 +16,12 @@ def device() -> dict:
     import triton
 
     return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton.__version__}
+
+
+def give_back() -> None:
+    """The device's memory of engines that nobody has any more: those that come next must fit."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def read_ceiling() -> float:

@@ -5,13 +5,12 @@ chunks of as many whole prompts as CHUNK tokens hold, or of CHUNK tokens of a lo
 takes turns with one of the default rolling check, in cases of few tokens with one of ``content=write`` too; a prefill
 is timed from the host, with the device idle before the first chunk and after the last. The device rests REST seconds
 before each, so that it finds all of them alike.
-Rows of other cases that the record has from the same machine stay.
+The record is written behind each case, and rows of other cases that it has from the same machine stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
@@ -23,11 +22,10 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary_tools.bench import common
-from kvcanary_tools.bench.common import machine, progress, save, spread, told
-from kvcanary_tools.bench.gpu import device
-from kvcanary_tools.bench.step import CANARIES, LLAMA_8B, PAGE_SIZE, random_decoder
-from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine.mock.tokenizer import MockTokenizer
+from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
+from kvcanary_tools.bench.gpu import device, give_back
+from kvcanary_tools.bench.step import CANARIES, LLAMA_8B, PAGE_SIZE, plain_engine, random_decoder
+from spec_engine import Engine, SamplingParams
 from spec_engine.models.decoder import Decoder
 
 CASES = ((1, 4032), (1, 8192), (64, 4032))  # requests, tokens of each; 1x131072 takes over a minute more
@@ -46,17 +44,16 @@ def main(cases: Sequence[tuple[int, int]] = CASES, rounds: int | None = None) ->
         sys.exit("kvcanary_tools.bench.prefill measures a CUDA device, and there is none here")
     longest = max(tokens for _, tokens in cases) + 2 * PARAMS.max_new_tokens
     model = random_decoder(LLAMA_8B | {"max_position_embeddings": longest})
-    rows = [_one_case(size, tokens, model, rounds) for size, tokens in cases]
-    result = {
+    about = {
         "what": "milliseconds of a prefill, Llama-3-8B's shape, bf16, overlap; canary on / off",
         "machine": machine() | device(),
         "chunk_tokens": CHUNK,
         "rest_s": REST,
-        "rows": rows,
     }
-    save(NAME, result | {"rows": joined(result)})
-    for row in rows:
-        print(f"{row['requests']} x {row['tokens']}: off {row['off_ms']:.1f} ms{told(row['over_off'])}")
+    for size, tokens in cases:
+        row = _one_case(size, tokens, model, rounds)
+        save(NAME, about | {"rows": joined(about | {"rows": [row]})})
+        print(f"{size} x {tokens}: off {row['off_ms']:.1f} ms{told(row['over_off'])}", flush=True)
 
 
 def joined(result: dict) -> list[dict]:
@@ -93,35 +90,28 @@ def _turns(size: int, tokens: int, model: Decoder, rounds: int) -> tuple[dict[st
         for _ in range(max(1, WARM_TOKENS // (size * tokens))):
             _timed(engine, size, tokens, draws)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds):
-        progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
-        order = list(engines.items())
-        for name, engine in order if number % 2 else reversed(order):
-            seconds[name].append(_timed(engine, size, tokens, draws))
+    with settled():
+        for number in range(rounds):
+            progress(f"{size} x {tokens}: round {number + 1} of {rounds}")
+            order = list(engines.items())
+            for name, engine in order if number % 2 else reversed(order):
+                seconds[name].append(_timed(engine, size, tokens, draws))
     certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
     engines.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+    give_back()
     return seconds, certificates
 
 
 def _engine(size: int, tokens: int, model: Decoder, canary: CanaryConfig) -> Engine:
     room = tokens + 2 * PARAMS.max_new_tokens
-    config = EngineConfig(
-        draft="none",
-        dtype="bfloat16",
-        device="cuda",
-        page_size=PAGE_SIZE,
-        attention_backend="triton",
-        schedule="overlap",
-        prefix_cache=False,
+    return plain_engine(
+        model,
+        canary,
         max_total_tokens=size * (room + 4 * PAGE_SIZE) * (2 if size * tokens <= FEW_TOKENS else 1),
         max_running_requests=size,
         context_length=room,
         prefill_chunk_tokens=tokens * (CHUNK // tokens) or CHUNK,
-        canary=canary,
     )
-    return Engine(config, model=model, tokenizer=MockTokenizer())
 
 
 def _timed(engine: Engine, size: int, tokens: int, draws: random.Random) -> float:

@@ -8,7 +8,6 @@ to the engine without one, round by round.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from statistics import median
@@ -18,7 +17,7 @@ import torch
 
 from kvcanary_tools.bench import step
 from kvcanary_tools.bench.common import added, machine, progress, save, settled
-from kvcanary_tools.bench.gpu import device
+from kvcanary_tools.bench.gpu import device, give_back
 from spec_engine.models.decoder import Decoder
 
 CASES = (  # requests, tokens of each, size of the pool over what they need
@@ -75,8 +74,7 @@ def measure(size: int, tokens: int, times: int, model: Decoder, rounds: int, **s
         "findings": sum(len(engine.canary.findings) for engine in engines.values() if engine.canary is not None),
     }
     engines.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+    give_back()
     return row
 
 

@@ -10,12 +10,10 @@ The floor is the bytes that a step must read over what a plain read of the same 
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -23,7 +21,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
-from kvcanary_tools.bench.gpu import device, read_ceiling
+from kvcanary_tools.bench.gpu import device, give_back, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.config import parse_config
@@ -133,8 +131,7 @@ def _turns(size: int, model: Decoder, rounds: int, places: int) -> tuple[dict[st
     for first in range(places):
         order = names[first:] + names[:first]
         turns, certificates = _one_order(size, model, order, rounds)
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back()
         for name in names:
             seconds[name].append(turns[name])
     means = {name: [fmean(each) for each in zip(*orders, strict=True)] for name, orders in seconds.items()}
@@ -166,24 +163,30 @@ def make_engine(
 ) -> Engine:
     """With room for these requests and what rounds bring; ``settings`` go before those of this benchmark."""
     new = new_tokens(rounds)
-    config = EngineConfig(
-        draft="none",
-        dtype="bfloat16",
-        device="cuda",
-        page_size=PAGE_SIZE,
-        attention_backend="triton",
-        schedule="overlap",
-        prefix_cache=False,
-        max_total_tokens=size * (PROMPT_LEN + new + 4 * PAGE_SIZE),
-        max_running_requests=size,
-        context_length=PROMPT_LEN + new + 1,
-        prefill_chunk_tokens=PROMPT_LEN,
-        graphs="on",
-        graph_buckets=(size,),
-        canary=canary,
-    )
-    config = replace(config, draft="none" if head is None else head.kind, **settings)
-    return Engine(config, model=model, draft=head, tokenizer=MockTokenizer())
+    own = {
+        "max_total_tokens": size * (PROMPT_LEN + new + 4 * PAGE_SIZE),
+        "max_running_requests": size,
+        "context_length": PROMPT_LEN + new + 1,
+        "prefill_chunk_tokens": PROMPT_LEN,
+        "graphs": "on",
+        "graph_buckets": (size,),
+    }
+    return plain_engine(model, canary, head, **own | settings)
+
+
+def plain_engine(model: Decoder, canary: CanaryConfig, head: Draft | None = None, **settings: Any) -> Engine:
+    """What all benchmarks of an 8B model have in common, and ``settings`` of one of them."""
+    common = {
+        "draft": "none" if head is None else head.kind,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "page_size": PAGE_SIZE,
+        "attention_backend": "triton",
+        "schedule": "overlap",
+        "prefix_cache": False,
+        "canary": canary,
+    }
+    return Engine(EngineConfig(**common | settings), model=model, draft=head, tokenizer=MockTokenizer())
 
 
 def new_tokens(rounds: int) -> int:

@@ -1,4 +1,4 @@
-"""Launches that are the same in every step: captured into CUDA graphs, so that a step costs the host two replays."""
+"""Launches that are the same every time: captured into CUDA graphs, so that each costs the host one replay."""
 
 from __future__ import annotations
 
