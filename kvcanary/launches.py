@@ -230,6 +230,7 @@ class Launches:
             predecessors=work.roots,
             seeds=work.root_seeds,
             readers=self._forward.uids,
+            group=self._settings.width,
             **self._judged,
             **self._rows,
         )
