@@ -251,6 +251,7 @@ class Launches:
             predecessors=work.no_predecessors,
             seeds=work.no_seeds,
             readers=planned.requests,
+            longest=1,
             **self._judged,
             **self._entries,
         )

@@ -18,7 +18,6 @@ from kvcanary_kernels.device import (
     LOAD_FAILED,
     MULTIPLIER,
     NO_OWNER,
-    PROGRAMS_PER_SEGMENT,
     QUARANTINED,
     R1,
     R2,
@@ -38,6 +37,7 @@ from kvcanary_kernels.device import (
     high_word,
     live_count,
     low_word,
+    programs_for,
     seal_of,
     tl,
     triton,
@@ -82,6 +82,7 @@ def verify(
     step: Tensor | None = None,
     num_live: Tensor | None = None,
     group: int = 1,
+    longest: int | None = None,
 ) -> None:
     """Write the check bits (record.CODE_BITS) of every entry of the given segments. May be captured.
 
@@ -104,6 +105,7 @@ def verify(
     num_live:        [1] int64, segments at and after it are padding; None: all live
     group:           so many segments, one behind the other, are likely to read alike: what one of them reads as the one
                      before it did is judged once. Codes are the same for every group that divides the segments
+    longest:         entries that no segment exceeds, so that no more programs share one than it needs; None: not known
 
     Device truth, None where it is not fed; then its checks are not judged:
     grants:          of the shape of `indices` (of `pages`), int64, generation that the reading row was granted of the
@@ -135,7 +137,8 @@ def verify(
     )
     if starts.numel() == 0:
         return
-    _verify_kernel[(starts.numel() // group, PROGRAMS_PER_SEGMENT)](
+    programs = programs_for(codes.numel() if longest is None else longest)
+    _verify_kernel[(starts.numel() // group, programs)](
         records,
         table.pages,
         starts if table.rows is None else table.rows,
@@ -200,6 +203,7 @@ def verify_torch(
     step: Tensor | None = None,
     num_live: Tensor | None = None,
     group: int = 1,
+    longest: int | None = None,
 ) -> None:
     """The torch reference of `verify`."""
     table = _check(
