@@ -230,6 +230,7 @@ class Launches:
             predecessors=work.roots,
             seeds=work.root_seeds,
             readers=self._forward.uids,
+            group=self._settings.width,
             **self._judged,
             **self._rows,
         )
@@ -250,6 +251,7 @@ class Launches:
             predecessors=work.no_predecessors,
             seeds=work.no_seeds,
             readers=planned.requests,
+            longest=1,
             **self._judged,
             **self._entries,
         )

@@ -21,7 +21,9 @@ from kvcanary_kernels.device import (
 )
 from kvcanary_kernels.fingerprint import TEMPORARY_BYTES, expect_keys, join, keyed_sums, layer_lanes
 from kvcanary_kernels.record import Keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.rows import TILE_WORDS, PoolRows, pool_rows
+
+FEW_ROWS = 1024  # of which each has a program of its own, that reads it in few parts: what comes behind waits for less
 
 
 def kept_rows(rows: PoolRows, kept: Tensor) -> PoolRows:
@@ -57,7 +59,8 @@ def attest(
     n = slots.numel()
     if n == 0:
         return
-    _attest_kernel[(triton.cdiv(n, kept.tile), kept.num_layers)](
+    tile, chunk = (1, TILE_WORDS) if n * kept.num_layers <= FEW_ROWS else (kept.tile, kept.chunk)
+    _attest_kernel[(triton.cdiv(n, tile), kept.num_layers)](
         kept.ptrs,
         slots,
         keys.lane_a,
@@ -76,8 +79,8 @@ def attest(
         WORDS=kept.words_per_row,
         PIECES=kept.constants,
         ALIGNMENT=kept.alignment,
-        TILE=kept.tile,
-        CHUNK=kept.chunk,
+        TILE=tile,
+        CHUNK=chunk,
         HAS_LIVE=num_live is not None,
         num_warps=TILE_WARPS,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.checks import expect_int64
-from kvcanary_kernels.device import PROGRAMS_PER_SEGMENT, live_count, low_word, tl, triton
+from kvcanary_kernels.device import live_count, low_word, programs_for, tl, triton
 from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.table import PageTable, as_table, device_slot_at, expect_table, segment_entries, slot_at
 
@@ -57,7 +57,7 @@ def count(
     table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
     if starts.numel() == 0:
         return
-    _count_kernel[(starts.numel(), PROGRAMS_PER_SEGMENT)](
+    _count_kernel[(starts.numel(), programs_for(codes.numel(), SCAN_N))](
         codes,
         table.pages,
         starts if table.rows is None else table.rows,

@@ -100,6 +100,11 @@ UNROLL = tl.constexpr(8)  # such readings that are on their way together
 PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
 
 
+def programs_for(longest: int, block: int = BLOCK) -> int:
+    """Programs that share a segment which has at most so many entries, of which each takes a block at a time."""
+    return max(1, min(PROGRAMS_PER_SEGMENT, triton.cdiv(longest, block)))
+
+
 def stride_of(values: Tensor) -> int:
     """0 for a [1] tensor that stands for every entry, else 1."""
     return 0 if values.numel() == 1 else 1

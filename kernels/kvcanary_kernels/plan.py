@@ -17,7 +17,6 @@ from kvcanary_kernels.device import (
     CHAIN,
     COLUMNS,
     LOAD_FAILED,
-    PROGRAMS_PER_SEGMENT,
     QUARANTINED,
     R2,
     R10,
@@ -35,6 +34,7 @@ from kvcanary_kernels.device import (
     WRITTEN,
     follow,
     live_count,
+    programs_for,
     tl,
     triton,
 )
@@ -96,7 +96,7 @@ def plan(
         )
     if rows == 0:
         return
-    _plan_kernel[(rows, PROGRAMS_PER_SEGMENT)](
+    _plan_kernel[(rows, programs_for(entries))](
         table.pages,
         forward.row_starts if table.rows is None else table.rows,
         forward.row_starts if table.code_starts is None else table.code_starts,

@@ -15,12 +15,12 @@ from kvcanary_kernels.device import (
     COLUMNS,
     LAYERS_HIGH,
     LAYERS_LOW,
-    PROGRAMS_PER_SEGMENT,
     R5,
     R6,
     R12,
     W4,
     live_count,
+    programs_for,
     tl,
     triton,
 )
@@ -70,7 +70,7 @@ def settle(
         return
     table = forward.table
     starts = forward.row_starts
-    _settle_kernel[(forward.num_rows, PROGRAMS_PER_SEGMENT)](
+    _settle_kernel[(forward.num_rows, programs_for(forward.num_entries))](
         table.pages,
         starts if table.rows is None else table.rows,
         starts if table.code_starts is None else table.code_starts,

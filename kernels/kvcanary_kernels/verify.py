@@ -18,7 +18,6 @@ from kvcanary_kernels.device import (
     LOAD_FAILED,
     MULTIPLIER,
     NO_OWNER,
-    PROGRAMS_PER_SEGMENT,
     QUARANTINED,
     R1,
     R2,
@@ -38,6 +37,7 @@ from kvcanary_kernels.device import (
     high_word,
     live_count,
     low_word,
+    programs_for,
     seal_of,
     tl,
     triton,
@@ -81,6 +81,8 @@ def verify(
     readers: Tensor | None = None,
     step: Tensor | None = None,
     num_live: Tensor | None = None,
+    group: int = 1,
+    longest: int | None = None,
 ) -> None:
     """Write the check bits (record.CODE_BITS) of every entry of the given segments. May be captured.
 
@@ -101,6 +103,9 @@ def verify(
     layers:          [2] int64, bitmap of the layers that must be written
     codes:           [nnz] int64 out; entries outside the segments stay as they are
     num_live:        [1] int64, segments at and after it are padding; None: all live
+    group:           so many segments, one behind the other, are likely to read alike: what one of them reads as the one
+                     before it did is judged once. Codes are the same for every group that divides the segments
+    longest:         entries that no segment exceeds, so that no more programs share one than it needs; None: not known
 
     Device truth, None where it is not fed; then its checks are not judged:
     grants:          of the shape of `indices` (of `pages`), int64, generation that the reading row was granted of the
@@ -128,10 +133,12 @@ def verify(
         readers,
         step,
         num_live,
+        group,
     )
     if starts.numel() == 0:
         return
-    _verify_kernel[(starts.numel(), PROGRAMS_PER_SEGMENT)](
+    programs = programs_for(codes.numel() if longest is None else longest)
+    _verify_kernel[(starts.numel() // group, programs)](
         records,
         table.pages,
         starts if table.rows is None else table.rows,
@@ -167,6 +174,7 @@ def verify(
         HAS_STATES=states is not None,
         HAS_OWNERS=owners is not None,
         HAS_STEP=step is not None,
+        GROUP=group,
         BLOCK_N=BLOCK,
         HAS_LIVE=num_live is not None,
     )
@@ -194,6 +202,8 @@ def verify_torch(
     readers: Tensor | None = None,
     step: Tensor | None = None,
     num_live: Tensor | None = None,
+    group: int = 1,
+    longest: int | None = None,
 ) -> None:
     """The torch reference of `verify`."""
     table = _check(
@@ -214,6 +224,7 @@ def verify_torch(
         readers,
         step,
         num_live,
+        group,
     )
     live = starts.numel() if num_live is None else max(int(num_live), 0)
     counts = lengths[:live].tolist()
@@ -324,78 +335,149 @@ def _verify_kernel(
     HAS_STATES: tl.constexpr,
     HAS_OWNERS: tl.constexpr,
     HAS_STEP: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
-    i_segment = tl.program_id(0).to(tl.int64)
-    if i_segment >= live_count(num_live, num_segments, HAS_LIVE):
-        return
-    i_row = tl.zeros([], tl.int64)
-    if HAS_ROWS:
-        i_row = tl.load(rows + i_segment)
-    row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
-    start = tl.load(starts + i_segment)
-    code_start = tl.load(code_starts + i_segment)
-    length = tl.load(lengths + i_segment)
-    first_position = tl.load(first_positions + i_segment)
-    predecessor = tl.load(predecessors + i_segment)
-    seed = tl.load(seeds + i_segment)
+    """A group's segments side by side, block by block: what one reads as the one before it did is judged so too."""
+    i_group = tl.program_id(0).to(tl.int64) * GROUP
+    end = tl.minimum(i_group + GROUP, live_count(num_live, num_segments, HAS_LIVE).to(tl.int64))
+    longest = tl.zeros([], tl.int64)
+    for i_segment in range(i_group, end):
+        longest = tl.maximum(longest, tl.load(lengths + i_segment))
     i_first = tl.program_id(1).to(tl.int64) * BLOCK_N
-    for i_block in range(i_first, length, tl.num_programs(1) * BLOCK_N):
+    for i_block in range(i_first, longest, tl.num_programs(1) * BLOCK_N):
         o_j = i_block + tl.arange(0, BLOCK_N)
-        o_n = code_start + o_j
-        m_n = (o_j < length) & (o_n >= 0) & (o_n < num_codes)
-        row_pages = pages + i_row * page_stride
-        slot = device_slot_at(row_pages, start + o_j, m_n, row_width, PAGE)
-        before = device_slot_at(row_pages, start + o_j - 1, m_n & (o_j > 0), row_width, PAGE)
-        before = tl.where(o_j > 0, before, predecessor)
-        r1 = (slot < 0) | (slot >= num_slots)
-        r2 = (slot >= 0) & (slot < null_slots)
-        m_read = m_n & ~r1 & ~r2
-        row = records + slot * COLUMNS
-        token_position = tl.load(row + TOKEN_POSITION, mask=m_read, other=0)
-        chain = tl.load(row + CHAIN, mask=m_read, other=0)
-        owner = tl.load(row + REQUEST_GENERATION, mask=m_read, other=0)
-        site = tl.load(row + STEP_SITE, mask=m_read, other=0)
-        seal = tl.load(row + SEAL, mask=m_read, other=0)
-        r3 = seal != seal_of(token_position, chain, owner, site, slot, pool_id, constants)
-        r4 = high_word(token_position) != first_position + o_j
+        last_slot, last_before, code = o_j, o_j, tl.zeros_like(o_j)
+        last_position, last_seed, last_reader = longest, longest, longest
+        m_last = o_j < 0  # of the one before: none
+        for i_segment in range(i_group, end):
+            i_row = tl.zeros([], tl.int64)
+            if HAS_ROWS:
+                i_row = tl.load(rows + i_segment)
+            row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
+            row_pages = pages + i_row * page_stride
+            start = tl.load(starts + i_segment)
+            o_n = tl.load(code_starts + i_segment) + o_j
+            m_n = (o_j < tl.load(lengths + i_segment)) & (o_n >= 0) & (o_n < num_codes)
+            slot = device_slot_at(row_pages, start + o_j, m_n, row_width, PAGE)
+            predecessor = tl.load(predecessors + i_segment)
+            before = device_slot_at(row_pages, start + o_j - 1, m_n & (o_j > 0), row_width, PAGE)
+            before = tl.where(o_j > 0, before, predecessor)
+            first_position = tl.load(first_positions + i_segment)
+            seed = tl.load(seeds + i_segment)
+            reader = tl.zeros([], tl.int64)
+            if HAS_OWNERS:
+                reader = tl.load(readers + i_segment)
+            is_alike = (first_position == last_position) & (seed == last_seed) & (reader == last_reader)
+            m_known = m_last & (slot == last_slot) & (before == last_before) & is_alike
+            if HAS_GRANTS:  # they are the row's own
+                m_known = o_j < 0
+            if tl.max((m_n & ~m_known).to(tl.int32)) > 0:
+                code = _judge(
+                    records,
+                    slot,
+                    before,
+                    o_j,
+                    m_n,
+                    first_position,
+                    (o_j == 0) & (predecessor == -1),
+                    seed,
+                    reader,
+                    grants + i_row * grant_stride + (start + o_j) // PAGE,
+                    generations,
+                    layers,
+                    states,
+                    owners,
+                    step,
+                    constants,
+                    num_slots,
+                    page_size,
+                    null_slots,
+                    pool_id,
+                    HAS_GRANTS,
+                    HAS_STATES,
+                    HAS_OWNERS,
+                    HAS_STEP,
+                )
+            tl.store(codes + o_n, code, mask=m_n)
+            last_slot, last_before, m_last = slot, before, m_n
+            last_position, last_seed, last_reader = first_position, seed, reader
 
-        is_root = (o_j == 0) & (predecessor == -1)
-        m_before = (before >= null_slots) & (before < num_slots)
-        continued = tl.load(records + before * COLUMNS + CHAIN, mask=m_read & m_before, other=0)
-        continued = tl.where(is_root, seed, continued)
-        expected = device_mix(low_word(token_position), high_word(token_position), constants)
-        expected += tl.load(constants + MULTIPLIER) * continued
-        r5 = (chain != expected) & (is_root | m_before)
 
-        page = slot // page_size
-        current = low_word(tl.load(generations + page, mask=m_read, other=0))
-        low = tl.load(row + LAYERS_LOW, mask=m_read, other=0)
-        high = tl.load(row + LAYERS_HIGH, mask=m_read, other=0)
-        r7 = o_j < 0  # none
-        r12 = high_word(owner) != current
-        r12 |= ((tl.load(layers) & ~low) != 0) | ((tl.load(layers + 1) & ~high) != 0)
-        if HAS_STATES:
-            state = tl.load(states + page, mask=m_read, other=0)
-            r7 |= (state <= QUARANTINED) | (state > SHARED)
-            r12 |= state <= LOAD_FAILED
-        if HAS_GRANTS:
-            granted = tl.load(grants + i_row * grant_stride + (start + o_j) // PAGE, mask=m_read, other=0)
-            r7 |= low_word(granted) != current
-        r12 &= ~r7
+@triton.jit
+def _judge(
+    records,
+    slot,
+    before,
+    o_j,
+    m_n,
+    first_position,
+    is_root,
+    seed,
+    reader,
+    grants,
+    generations,
+    layers,
+    states,
+    owners,
+    step,
+    constants,
+    num_slots,
+    page_size,
+    null_slots,
+    pool_id,
+    HAS_GRANTS: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+    HAS_OWNERS: tl.constexpr,
+    HAS_STEP: tl.constexpr,
+):
+    """Codes [BLOCK_N] int64 of a segment's entries `o_j`, which are these slots and continue those before."""
+    r1 = (slot < 0) | (slot >= num_slots)
+    r2 = (slot >= 0) & (slot < null_slots)
+    m_read = m_n & ~r1 & ~r2
+    row = records + slot * COLUMNS
+    token_position = tl.load(row + TOKEN_POSITION, mask=m_read, other=0)
+    chain = tl.load(row + CHAIN, mask=m_read, other=0)
+    owner = tl.load(row + REQUEST_GENERATION, mask=m_read, other=0)
+    site = tl.load(row + STEP_SITE, mask=m_read, other=0)
+    seal = tl.load(row + SEAL, mask=m_read, other=0)
+    r3 = seal != seal_of(token_position, chain, owner, site, slot, pool_id, constants)
+    r4 = high_word(token_position) != first_position + o_j
 
-        judged = tl.where(r3, R3, 0) + tl.where(r4, R4, 0) + tl.where(r5, R5, 0)
-        judged += tl.where(r7, R7, 0) + tl.where(r12, R12, 0)
-        if HAS_OWNERS:
-            page_owner = tl.load(owners + page, mask=m_read, other=0)
-            is_private = (page_owner != NO_OWNER) & (page_owner != SHARED_OWNER)
-            judged += tl.where(is_private & (page_owner != tl.load(readers + i_segment)), R8, 0)
-        if HAS_STEP:
-            steps_later = (low_word(site) - tl.load(step)).to(tl.int32)  # wraps
-            judged += tl.where(steps_later > 0, R11, 0)
-        code = tl.where(r1, R1, tl.where(r2, R2, judged))
-        tl.store(codes + o_n, code.to(tl.int64), mask=m_n)
+    m_before = (before >= null_slots) & (before < num_slots)
+    continued = tl.load(records + before * COLUMNS + CHAIN, mask=m_read & m_before, other=0)
+    continued = tl.where(is_root, seed, continued)
+    expected = device_mix(low_word(token_position), high_word(token_position), constants)
+    expected += tl.load(constants + MULTIPLIER) * continued
+    r5 = (chain != expected) & (is_root | m_before)
+
+    page = slot // page_size
+    current = low_word(tl.load(generations + page, mask=m_read, other=0))
+    low = tl.load(row + LAYERS_LOW, mask=m_read, other=0)
+    high = tl.load(row + LAYERS_HIGH, mask=m_read, other=0)
+    r7 = o_j < 0  # none
+    r12 = high_word(owner) != current
+    r12 |= ((tl.load(layers) & ~low) != 0) | ((tl.load(layers + 1) & ~high) != 0)
+    if HAS_STATES:
+        state = tl.load(states + page, mask=m_read, other=0)
+        r7 |= (state <= QUARANTINED) | (state > SHARED)
+        r12 |= state <= LOAD_FAILED
+    if HAS_GRANTS:
+        granted = tl.load(grants, mask=m_read, other=0)
+        r7 |= low_word(granted) != current
+    r12 &= ~r7
+
+    judged = tl.where(r3, R3, 0) + tl.where(r4, R4, 0) + tl.where(r5, R5, 0)
+    judged += tl.where(r7, R7, 0) + tl.where(r12, R12, 0)
+    if HAS_OWNERS:
+        page_owner = tl.load(owners + page, mask=m_read, other=0)
+        is_private = (page_owner != NO_OWNER) & (page_owner != SHARED_OWNER)
+        judged += tl.where(is_private & (page_owner != reader), R8, 0)
+    if HAS_STEP:
+        steps_later = (low_word(site) - tl.load(step)).to(tl.int32)  # wraps
+        judged += tl.where(steps_later > 0, R11, 0)
+    return tl.where(r1, R1, tl.where(r2, R2, judged)).to(tl.int64)
 
 
 def _continued_chains(records: Tensor, chains: Tensor, heads: Tensor, predecessors: Tensor, seeds: Tensor) -> Tensor:
@@ -431,8 +513,11 @@ def _check(
     readers: Tensor | None,
     step: Tensor | None,
     num_live: Tensor | None,
+    group: int,
 ) -> PageTable:
     n = starts.numel()
+    if group < 1 or n % group:
+        raise ValueError(f"group must divide {n} segments, got {group}")
     table = as_table(indices)
     expect_records(records)
     expect_table(table, n)

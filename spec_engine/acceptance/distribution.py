@@ -39,6 +39,18 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return _bounded(logits).argmax(-1)  # of a row without a finite logit the first, uniform or not
 
 
+def likeliest_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """So many of the likeliest tokens of each row: ``[n, V]`` -> probabilities, float32, and tokens, ``[n, count]``."""
+    if logits.is_cuda and logits.dtype is not torch.float64:
+        from kvcanary_kernels.candidates import candidates  # an engine on a CPU loads no kernels
+
+        tokens = torch.empty(len(logits), count, dtype=torch.int64, device=logits.device)
+        probs = torch.empty_like(tokens, dtype=torch.float32)
+        candidates(logits, probs=probs, ids=tokens)
+        return probs, tokens
+    return torch.softmax(logits.float(), -1).topk(count, -1)
+
+
 def draw(probs: Tensor, coins: Tensor) -> Tensor:
     """One token a row: ``probs [..., V]`` not negative, ``coins [...]`` in [0, 1) -> ``[...] int64``.
 

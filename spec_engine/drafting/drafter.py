@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcanary.faults import seam
 from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
-from spec_engine.acceptance.distribution import greedy_tokens
+from spec_engine.acceptance.distribution import greedy_tokens, likeliest_tokens
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
 from spec_engine.drafting.drawn import DrawnDrafts
@@ -190,7 +190,7 @@ class Drafter:
             ids = greedy_tokens(logits)[:, None]
             probs = self._sure.expand_as(ids)
         else:
-            probs, ids = torch.softmax(logits.float(), -1).topk(self.topk, -1)
+            probs, ids = likeliest_tokens(logits, self.topk)
         return probs, ids if self._target_ids is None else self._target_ids[ids]
 
     # parts of a captured step, which waits for nothing and looks at no device value

@@ -33,7 +33,7 @@ CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS
 CONSTEXPRS |= {"FORMATS": (1, 2, 3, 4, 1 << 31) * 2}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
 CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8, "LAYERS": 16, "SCAN_N": 256}
-CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8}
+CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8, "GROUP": 4 if FLAGS else 1, "K": 4}
 ATTENTION = {"HEADS": 8, "FOLD": 4, "DIM": 80, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_S": 8, "PAGE": 16}
 ATTENTION |= {"BLOCK_R": 16, "BLOCK_N": 64, "NODES": 9 if FLAGS else 0, "BLOCK_NODES": 16, "WINDOW": 5 if FLAGS else 0}
 ATTENDED = {"scale": "fp32", "v_factor": "fp32", "tree_mask": "*u8"}
@@ -49,8 +49,10 @@ def type_of(name, module):
         return ("*i32" if name == "values" else "i32",) * 2
     if name in NUMBERS or name.endswith("_stride"):
         return "i32"
-    if name in ("eps", "largest", "best"):
-        return "*fp32" if name == "best" else "fp32"
+    if name in ("eps", "largest"):
+        return "fp32"
+    if name in ("best", "highest", "sums", "probs"):
+        return "*fp32"
     if name in FLOATS:
         return "*bf16"
     return "*i32" if name in ("key_a", "key_b") else "*i64"

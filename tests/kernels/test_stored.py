@@ -127,6 +127,16 @@ def test_references_bound_their_temporaries(module, way: str, make_stored, make_
     pool.expect([*range(5, 12)], values, [1])
 
 
+@pytest.mark.parametrize("layout", ["nhd_fused", "hnd_sides"])
+def test_many_rows_share_programs(layout: str, make_stored, make_content, monkeypatch) -> None:
+    """As few have one each: the same lanes and bits."""
+    monkeypatch.setattr(attest, "FEW_ROWS", 2 * 39 - 1)
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:39].tolist()
+    pool, values = make_stored(40, layout, 5, extras=1), make_content(39, extras=1, seed=1)
+    assert WAYS["store-triton"](pool, [0, 1], slots, values) == [POISON] * 39
+    pool.expect(slots, values, [0, 1])
+
+
 @every_way
 def test_other_types_of_the_same_size(store, make_stored, make_content) -> None:
     """Bytes are stored as they are: a float16 pool may be given the bits as int16."""

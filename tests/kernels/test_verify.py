@@ -98,7 +98,15 @@ def oracle(pool: Pool, indices: list[int], segments: list[Segment]) -> list[int]
     return codes
 
 
-def run(operation, pool: Pool, indices: list[int], segments: list[Segment], device: str, live: int | None = None):
+def run(
+    operation,
+    pool: Pool,
+    indices: list[int],
+    segments: list[Segment],
+    device: str,
+    live: int | None = None,
+    group: int = 1,
+):
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor([signed(v) for v in values], dtype=torch.int64, device=device)
 
@@ -119,6 +127,7 @@ def run(operation, pool: Pool, indices: list[int], segments: list[Segment], devi
         keys=pool.keys,
         codes=codes,
         num_live=None if live is None else tensor([live]),
+        group=group,
     )
     return codes.tolist()
 
@@ -245,6 +254,41 @@ def test_verify_spans_programs(operation, device: str) -> None:
     assert codes == oracle(pool, indices, segments)
     assert codes[:46] == [0] * 46
     assert set(codes[46:]) == {R4, R4 | R5}
+
+
+GROUPED = {
+    "alike": ({}, {}),
+    "one reads another slot": ({50 * 6 + 20: 12}, {}),
+    "one reads nothing of the pool": ({50 * 5 + 45: NUM_SLOTS}, {}),
+    "one reads what follows another slot": ({50 * 5 + 20: 12, 50 * 6 + 20: 13, 50 * 6 + 21: 25, 50 * 7 + 21: 25}, {}),
+    "one begins elsewhere": ({}, {6: {"first_position": 1}}),
+    "one has another root": ({}, {5: {"seed": 9}}),
+    "one continues another": ({}, {6: {"predecessor": 20}}),
+    "some are shorter": ({}, {4: {"length": 3}, 5: {"length": 40}, 6: {"length": 0}}),
+    "one reads nothing of the pool where one ends": (
+        {50 * 4 + 44: -1, 50 * 5 + 44: -1, 50 * 6 + 44: -1, 50 * 6 + 45: -1},
+        {5: {"length": 45}},
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("name", GROUPED)
+def test_segments_of_a_group_are_judged_each(operation, name: str, group: int, device: str) -> None:
+    """What is judged once for all of them is what all of them read, and as they read it; padding stays as it is."""
+    pool = Pool(make_keys(21, LAYERS, 4, device))
+    pool.write(list(range(4, 50)))
+    pool.words[30][0] ^= 1  # R3 and R5 to every reader
+    wrong, changes = GROUPED[name]
+    indices = [*range(4, 50), 99, 99, 99, 99] * 8
+    for place, slot in wrong.items():
+        indices[place] = slot
+    segments = [replace(Segment(50 * i, 46), **changes.get(i, {})) for i in range(8)]
+    codes = run(operation, pool, indices, segments, device, live=7, group=group)
+    assert codes == oracle(pool, indices, segments[:7])
+    with pytest.raises(ValueError, match="group must divide 8 segments, got 3"):
+        run(operation, pool, indices, segments, device, group=3)
 
 
 @both

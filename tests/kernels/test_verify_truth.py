@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -289,6 +290,22 @@ def test_verify_finds_nothing_in_the_clean_twins(operation, name: str, world: Wo
     """What looks like a fault and is none."""
     TWINS[name](world)
     assert run(operation, world, "pages", device) == oracle(world) == CLEAN
+
+
+@both
+@read_by
+@pytest.mark.parametrize("differ", ["readers", "grants"])
+def test_rows_of_a_group_have_readers_and_grants_of_their_own(operation, layout: str, differ: str, device: str) -> None:
+    """Both rows read the same slots: one of them is another request's to the second row, or its grant is another."""
+    readers = [70, 71] if differ == "readers" else [70, 70]
+    fed = frozenset({"states", "owners", "step"} | ({"grants"} & {differ}))
+    pages = [[2, 12, 5], [2, 12, 5]]
+    world = World(make_keys(21, LAYERS, 4, device), pages, first=[0, 0], lengths=[6, 6], readers=readers, fed=fed)
+    world.owners[12] = readers[0]
+    world.grants[1][1] += 1
+    codes = run(partial(operation, group=2), world, layout, device)
+    assert codes == oracle(world)
+    assert codes[1][4] == codes[0][4] | (R8 if differ == "readers" else R7)
 
 
 @both

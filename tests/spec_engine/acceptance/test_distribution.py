@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_engine import SamplingParams
-from spec_engine.acceptance.distribution import draw, finite_probs, greedy_tokens, target_probs
+from spec_engine.acceptance.distribution import draw, finite_probs, greedy_tokens, likeliest_tokens, target_probs
 from spec_engine.acceptance.settings import SamplingBatch
 
 VOCAB = 13
@@ -79,6 +79,17 @@ def test_logits_that_are_no_numbers_do_not_spread(case):
     if case in (CASES[0], CASES[-1]):
         assert torch.allclose(rows[2:], torch.full((2, 3), 1 / 3, dtype=torch.float64))
     assert greedy_tokens(logits).tolist() == [[1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_likeliest_tokens_come_with_their_probabilities(device, dtype):
+    """As many as are asked for, the likeliest first, with what the softmax of the whole row says of them in float32."""
+    logits = torch.randperm(5000, generator=torch.Generator().manual_seed(0)).view(2, -1).to(device, dtype) / 500
+    probs, tokens = likeliest_tokens(logits, 4)
+    assert (probs.dtype, tokens.dtype) == (torch.float32, torch.int64)
+    assert logits.gather(1, tokens).tolist() == logits.sort(dim=-1, descending=True).values[:, :4].tolist()
+    assert torch.allclose(probs, torch.softmax(logits.float(), -1).gather(1, tokens), rtol=1e-5)
 
 
 def test_a_tiny_temperature_is_greedy():

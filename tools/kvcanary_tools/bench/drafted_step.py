@@ -5,7 +5,7 @@ hardly a draft is accepted; trees and chains, requests of 4,096 tokens, overlap 
 ``content=write`` and with the default rolling check take turns, some rounds of steps each; a step is timed from the
 host, as in `kvcanary_tools.bench.step`.
 A draft substep lasts from where the index arrays of a draft forward are built to where those of the next forward are,
-the target's behind the last: with the selection that follows it. Events that the captured graphs hold time it, in every
+the target's behind the last: with the selection that follows it. Stamps that the captured graphs hold time it, in every
 engine alike, in rounds of their own; what the canary adds is the difference of two medians of one round.
 """
 
@@ -26,6 +26,7 @@ import torch
 from kvcanary_tools.bench import step
 from kvcanary_tools.bench.common import added, machine, progress, save, settled, spread, told
 from kvcanary_tools.bench.gpu import device, give_back
+from kvcanary_tools.bench.stamps import stamp
 from spec_engine import Engine
 from spec_engine.graphs.forward import StaticForward
 from spec_engine.models.decoder import Decoder
@@ -134,7 +135,8 @@ class Marks:
     """Where the draft forwards of a captured step begin, and the target's behind them."""
 
     def __init__(self) -> None:
-        self._marks: dict[tuple[str, int], Any] = {}  # by kind and index of the forward, in the order of a step
+        # nanoseconds by kind and index of the forward, in the order of a step: a number, or [1] int64 on the device
+        self._marks: dict[tuple[str, int], int | torch.Tensor] = {}
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -143,7 +145,7 @@ class Marks:
 
         def marked(forward: StaticForward, table: torch.Tensor, *rest: Any) -> None:
             if forward.kind in ("draft", "verify"):
-                self._mark((forward.kind, forward.index), table.is_cuda)
+                self._mark((forward.kind, forward.index), table)
             read(forward, table, *rest)
 
         StaticForward.read = marked  # type: ignore[method-assign]
@@ -154,18 +156,15 @@ class Marks:
 
     def seconds(self) -> list[float]:
         """From mark to mark of the last step, which is over."""
-        return [_between(one, other) for one, other in pairwise(self._marks.values())]
+        return [(int(other) - int(one)) / 1e9 for one, other in pairwise(self._marks.values())]
 
-    def _mark(self, which: tuple[str, int], is_cuda: bool) -> None:
-        if not is_cuda:
-            self._marks[which] = time.perf_counter()
+    def _mark(self, which: tuple[str, int], table: torch.Tensor) -> None:
+        if not table.is_cuda:
+            self._marks[which] = time.perf_counter_ns()
             return
-        event = self._marks.setdefault(which, torch.cuda.Event(enable_timing=True, external=True))
-        event.record()
-
-
-def _between(one: Any, other: Any) -> float:
-    return other - one if isinstance(one, float) else one.elapsed_time(other) / 1e3
+        if which not in self._marks:  # a program runs once before it is captured
+            self._marks[which] = table.new_zeros(1)
+        stamp(self._marks[which])
 
 
 def _case(text: str) -> tuple[str, int]:
