@@ -191,8 +191,8 @@ class StepChecks:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         if not self._pending:
             return
-        granted, size = set(pages), self._state.page_size
-        if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
+        granted = set(pages)
+        if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
             self.settle()
 
     def settle_rows_of(self, request: Request) -> None:
@@ -342,11 +342,12 @@ class StepChecks:
         coverage = self._coverage
         coverage.forwards += len(forwards)
         for forward in forwards:
-            coverage.slots_checked += forward.indices.shape[0]
-            coverage.slots_sealed += forward.num_entries
-            coverage.unproved_stores += forward.num_entries > 0 and not forward.is_proved
-            if pool.view.window is not None:
-                coverage.slots_checked -= sum(forward.skipped)
+            coverage.slots_checked += forward.num_reads
+            if forward.num_entries:
+                coverage.slots_sealed += forward.num_entries
+                coverage.unproved_stores += not forward.is_proved
+        if pool.view.window is not None:
+            coverage.slots_checked -= sum(sum(forward.skipped) for forward in forwards)
 
     def _check_all_bytes(
         self, pool: PoolState, forwards: Sequence[Forward], verdict: Verdict, rewritten: Rewritten | None

@@ -23,9 +23,10 @@ REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH = 1, 2, 4, 8
 
 
 class DensePart(NamedTuple):
-    """Values of one part of a row as a loop can read them: type, strides within a row, bytes an element, words."""
+    """Values of one part of a row as a loop can read them: type, shape and strides, bytes an element, words."""
 
     dtype: torch.dtype
+    shape: tuple[int, ...]
     inner: tuple[int, ...]
     size: int
     words: int
@@ -106,4 +107,4 @@ def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **
 
 def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:
     value = torch.empty((1, *shape), dtype=dtype, device="meta")
-    return DensePart(dtype, value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES)
+    return DensePart(dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES)

@@ -107,7 +107,7 @@ class RecordedForward:
 
     def _keep_rest(self, forward: Forward | Learned, stored: int) -> None:
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
-        self.requests = [request.request_id for request in forward.requests]
+        self.requests = forward.request_ids
         self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
         self.has_parents, self.has_starts, self.stored = forward.has_parents, forward.has_starts, stored
         self.mask: tuple[Ints, tuple[int, ...]] | None = None

@@ -189,7 +189,8 @@ class Request:
 
         committed_len: as it was at some time; None: as it is now
         """
-        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
+        most = (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
+        return most if most < (written := self.row_lens[pool_id]) else written
 
     def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,7 @@ class PoolState:
     content_a: Tensor
     layers: Tensor
     full_layers: int
+    bit_of: Callable[[int, int], int]
     seal_term: int
     signed_term: int
     all_layers: tuple[int, int]
@@ -192,6 +193,7 @@ class CanaryState:
             content_a=content_a,
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
+            bit_of={layer: 1 << layer for layer in range(view.num_layers)}.get,
             seal_term=seal_term,
             signed_term=signed(seal_term),
             all_layers=(low, high),

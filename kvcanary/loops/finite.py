@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.cards import LAYERS, PARTS, POOL_CARD
+from kvcanary.cards import ADDRESSES, LAYERS, LAYOUT, PARTS, PIECE_FIELDS, POOL_CARD
 from kvcanary.loops.lanes import RUN, RUN_STRIDE, WORD_BYTES
 from kvcanary.loops.lanes import WORDS as PIECE_WORDS
 from kvcanary.loops.memory import longs_at, loop, words_at
-from kvcanary.loops.store import place_of
+from kvcanary.loops.store import offsets_of
 
 
 @loop()
@@ -34,14 +34,14 @@ def are_finite(card, slots, formats):
     formats: [parts, fields] what each `Format` of a row says
     """
     pool, found = longs_at(card, POOL_CARD), np.uint32(0)
-    for part in range(pool[PARTS]):
-        form = formats[part]
-        if form[0] | form[1]:
-            for layer in range(pool[LAYERS]):
-                for slot in slots:
-                    target, piece = place_of(pool, part, layer, slot)
-                    run = piece[RUN]
-                    for number in range(piece[PIECE_WORDS] // max(run, 1)):
-                        at = target + WORD_BYTES * number * piece[RUN_STRIDE]
-                        found |= _run(at, number * run, run, form)
+    layers, parts, offsets = pool[LAYERS], pool[PARTS], offsets_of(pool, slots)
+    pieces, firsts = longs_at(pool[LAYOUT], PIECE_FIELDS * parts), longs_at(pool[ADDRESSES], parts * layers)
+    for layer in range(layers):
+        for i in range(slots.shape[0]):
+            for part in range(parts):
+                form, piece = formats[part], pieces[PIECE_FIELDS * part : PIECE_FIELDS * (part + 1)]
+                run, target = piece[RUN], firsts[part * layers + layer] + offsets[i, part]
+                for number in range(piece[PIECE_WORDS] // max(run, 1) if form[0] | form[1] else 0):
+                    at = target + WORD_BYTES * number * piece[RUN_STRIDE]
+                    found |= _run(at, number * run, run, form)
     return found == 0
