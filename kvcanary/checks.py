@@ -197,7 +197,7 @@ class StepChecks:
 
     def settle_rows_of(self, request: Request) -> None:
         """How far its rows are written is told by the forwards that have run, judged or not."""
-        if any(request is other for forward in self._pending for other in forward.requests):
+        if self._pending and any(request is other for forward in self._pending for other in forward.requests):
             self.settle()
 
     def roll(self, step: int) -> list[Hit | HitBatch]:

@@ -24,6 +24,7 @@ class Ledger(RowBook):
         """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
         self.quarantined = Quarantine()
+        self._most_ahead = max(role.ahead for role in self._roles)
 
     # private pages
 
@@ -55,6 +56,9 @@ class Ledger(RowBook):
 
         committed_len: behind it captured forwards may still be writing; None: nothing is
         """
+        most = (request.committed_len if committed_len is None else committed_len) + self._most_ahead
+        if most // self.page_size <= request.final_pages:  # as after most steps
+            return
         length = min(request.final_len(pool_id, committed_len) for pool_id in range(len(request.row_lens)))
         if request.owned_len is not None:
             length = min(length, request.owned_len)

@@ -184,6 +184,13 @@ class Request:
     in_the_air: int = 0
     is_damaged: bool = False
 
+    def commit(self, committed_len: int, step: int) -> None:
+        """Entries [0, committed_len) are final; what was final before joins the queues of looks."""
+        for pool_id, queue in enumerate(self.reads):
+            queue.extend_to(self.final_len(pool_id), self.commit_step)
+            self.row_lens[pool_id] = self.final_len(pool_id, committed_len)  # rejected nodes lie beyond
+        self.committed_len, self.commit_step = committed_len, step
+
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
 
@@ -244,7 +251,7 @@ class RequestBook:
 
     def append(self, request_id: str, token_ids: Sequence[int], step: int) -> None:
         request = self.request(request_id)
-        request.tokens.extend(int(token) for token in token_ids)
+        request.tokens.extend(map(int, token_ids))
         request.growth.append((step, len(request.tokens)))
 
     def request(self, request_id: str) -> Request:

@@ -92,7 +92,7 @@ def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: in
     hits = []
     for pool in pools:
         expected, seen = committed_len, request.row_lens[pool.pool_id]
-        if pool.view.token_offset == pool.view.ahead == 0 and seen < expected:
+        if seen < expected and pool.view.token_offset == pool.view.ahead == 0:
             hits.append(
                 Hit(
                     "H1",

@@ -3,7 +3,7 @@
 Loaded when a manager is built: compiling takes some seconds once, afterwards the loops come from the disk.
 """
 
-from kvcanary.loops.finite import are_finite
+from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
@@ -17,6 +17,7 @@ __all__ = [
     "are_written",
     "chain_tokens",
     "copy_records",
+    "find_unwritten",
     "keep_lanes",
     "keep_plans",
     "match_records",

@@ -1,4 +1,4 @@
-"""Elements that are not finite in slots in host memory, as `kvcanary_kernels.finite` finds them."""
+"""Elements that are not finite in slots in host memory, as `kvcanary_kernels.finite` finds them; and unwritten slots."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.cards import ADDRESSES, LAYERS, LAYOUT, PARTS, PIECE_FIELDS, POOL_CARD
+from kvcanary.cards import ADDRESSES, BASE, LAYERS, LAYOUT, NULL_SLOTS, PARTS, PIECE_FIELDS, POOL_CARD, SLOTS
 from kvcanary.loops.lanes import RUN, RUN_STRIDE, WORD_BYTES
 from kvcanary.loops.lanes import WORDS as PIECE_WORDS
 from kvcanary.loops.memory import longs_at, loop, words_at
 from kvcanary.loops.store import offsets_of
+from kvcanary_kernels.record import MASK_32, REQUEST_GENERATION
 
 
 @loop()
@@ -24,6 +25,24 @@ def _run(at, first, count, form):
         lanes = np.uint32((words[i] & (odd if i % 2 else even)) ^ value)
         found |= np.uint32(lanes - lows) & ~lanes & highs
     return found
+
+
+@loop("int64(int64, int64[::1], int64[::1], int64, int64[::1], int64[:, ::1], int64[::1])")
+def find_unwritten(card, slots, names, page_size, generations, table, which):
+    """Those of n slots that no forward has written since their pages were granted; how many these are.
+
+    card:  address of the pool's;  names: [n] what plans call the slots
+    table: [rows, 8] the records of all pools as written
+    which: [n] out; null slots, and those outside the pool, are not among them
+    """
+    pool, count = longs_at(card, POOL_CARD), 0
+    for i in range(slots.shape[0]):
+        if pool[NULL_SLOTS] <= slots[i] < pool[SLOTS]:
+            written = table[pool[BASE] + slots[i], REQUEST_GENERATION] >> 32 & MASK_32
+            if written != generations[names[i] // page_size]:
+                which[count] = i
+                count += 1
+    return count
 
 
 @loop("boolean(int64, int64[::1], int64[:, ::1])")
