@@ -49,7 +49,6 @@ class Learned:
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
         self.step, self.requests, self.width = run.step, run.requests, substep.width
-        self.request_ids = tuple([request.request_id for request in run.requests])
         self.num_rows = num_rows = len(run.requests) * substep.width
         self._num_ancestors = substep.forward.ancestors
         self.ancestors: Ints = ancestors.reshape(substep.forward.num_rows, -1)[:num_rows]

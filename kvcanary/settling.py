@@ -85,7 +85,7 @@ class Settler:
             request.truths, request.row_lens, request.judged, strict=True
         ):
             known, room = length if judged_in == epoch else 0, truth.room_for(num_tokens)
-            facts = room, len(truth.values), truth.signed_root, committed_len, row_len, known, 0, 0, 0
+            facts = room, truth.count, truth.signed_root, committed_len, row_len, known, 0, 0, 0
             numbers.extend(common + facts)
 
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:

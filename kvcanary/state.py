@@ -97,9 +97,10 @@ class CanaryState:
         with torch.inference_mode(False):
             self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
             self.expected = torch.zeros_like(self.records)
-            self.generations = torch.zeros(num_pages, dtype=torch.int64, device=device)
-            self.owners = torch.full_like(self.generations, record.NO_OWNER)
-            self.page_states = torch.full_like(self.generations, record.FREE)
+            self._page_truth = torch.zeros(3, num_pages, dtype=torch.int64, device=device)
+            self.generations, self.owners, self.page_states = self._page_truth
+            self.owners.fill_(record.NO_OWNER)
+            self.page_states.fill_(record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)
             self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
         self.by_name = {pool.name: pool for pool in self.pools}
@@ -161,10 +162,8 @@ class CanaryState:
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
-        delta = torch.from_numpy(np.stack((pages, generations, owners, states.astype(np.int64))))
-        where, *values = to_device(delta, self.records.device).unbind(0)
-        for column, new in zip((self.generations, self.owners, self.page_states), values, strict=True):
-            column.index_copy_(0, where, new)
+        delta = to_device(torch.from_numpy(np.stack((pages, generations, owners, states))), self.records.device)
+        self._page_truth.index_copy_(1, delta[0], delta[1:])
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary import loops

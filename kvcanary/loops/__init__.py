@@ -8,7 +8,15 @@ from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, s
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.recording import copy_records, keep_plans
-from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
+from kvcanary.loops.records import (
+    are_written,
+    chain_tokens,
+    grow_chains,
+    match_records,
+    move_records,
+    seal_plan,
+    write_records,
+)
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
@@ -18,6 +26,7 @@ __all__ = [
     "chain_tokens",
     "copy_records",
     "find_unwritten",
+    "grow_chains",
     "keep_lanes",
     "keep_plans",
     "match_records",

@@ -1,4 +1,4 @@
-"""Elements that are not finite in slots in host memory, as `kvcanary_kernels.finite` finds them; and unwritten slots."""
+"""Slots in host memory that nobody has written, and elements that are not finite, as `kvcanary_kernels.finite` says."""
 
 # mypy: disable-error-code="no-untyped-def"
 

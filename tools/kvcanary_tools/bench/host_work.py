@@ -98,7 +98,7 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
         tell(rows[-1])
         result = {
             "what": "microseconds of the host within the canary in a captured step (median step, waits left out), and "
-            f"percent of a step without a canary; {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
+            f"percent of a step without one; {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
             "machine": machine() | device(),
             "rounds": ROUNDS,
             "steps": step.STEPS,
