@@ -75,7 +75,7 @@ def chains_at(
     last = np.empty(len(truths), np.int64)
     if asked:
         grow_chains(np.frombuffer(asked, np.int64), signed(keys.multiplier), signed(keys.mix_key), last)
-    values: list[int | None] = last.tolist()
+    values: list[int | None] = [*last.tolist()]
     for number in unknown:
         values[number] = None
     return values

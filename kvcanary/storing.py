@@ -96,22 +96,12 @@ class Store:
         return True
 
     def _learn(self, geometry: tuple[Any, ...]) -> bool:
-        """Whether values like these are rows as the pool holds them; where they lie."""
-        k_shape, k_stride, k_type, v_shape, v_stride, v_type, is_cpu = geometry
-        host, n = self._forward.pool.host, self._forward.num_entries
-        if host is None or len(host.parts) != 2 or not is_cpu:
+        """Whether values like these are this forward's rows, as the pool holds them; where they lie."""
+        host = self._forward.pool.host
+        steps = None if host is None else host.steps[geometry]
+        if steps is None or geometry[0][0] != self._forward.num_entries:
             return False
-        own, other = host.parts
-        if (
-            k_shape != (n, *own.shape)
-            or v_shape != (n, *other.shape)
-            or k_type is not own.dtype
-            or v_type is not other.dtype
-            or k_stride[1:] != own.inner
-            or v_stride[1:] != other.inner
-        ):
-            return False
-        self._geometry, self._k_step, self._v_step = geometry, k_stride[0] * own.size, v_stride[0] * other.size
+        self._geometry, (self._k_step, self._v_step) = geometry, steps
         return True
 
     def _follow(self, slots: Tensor) -> bool:

@@ -86,6 +86,11 @@ class Tails:
         for pool in pools:
             self._granted.setdefault(pool.pool_id, []).append((slots, slots if names is None else names))
 
+    @property
+    def waits(self) -> bool:
+        """Whether a step that ends now has something to look at, whichever step it is."""
+        return bool(self._granted or self._looks)
+
     def look_at_granted(self, step: int) -> None:
         """A step ends in which pages were granted."""
         granted, self._granted = self._granted, {}
