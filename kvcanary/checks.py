@@ -67,6 +67,7 @@ class StepChecks:
         self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
+        self._is_full = config.content == "full" and self._compares_content
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=self._compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
@@ -98,15 +99,23 @@ class StepChecks:
             self.mirror.flush()
             return
         forwards, self._pending = self._pending, []
-        with torch.inference_mode():
-            self.publish_pages()
-            left = Settled.ALL if self.oracle is not None else self._settler.settle(forwards, self.hits)
-            if left is Settled.ALL:
-                self.hits += self._judge_plans(forwards)
-            for pool in self._state.pools:
-                own = [forward for forward in forwards if forward.pool is pool]
-                if own:
-                    self._judge(pool, own, rewritten, left is Settled.NOTHING)
+        self.publish_pages()
+        left = Settled.ALL if self.oracle is not None else self._settler.settle(forwards, self.hits)
+        if left is Settled.NOTHING and not self._is_full:
+            self.proved(forwards)
+        else:
+            with torch.inference_mode():
+                self._judge_all(forwards, rewritten, left)
+        self._count(forwards)
+
+    def _judge_all(self, forwards: list[Forward], rewritten: Rewritten | None, left: Settled) -> None:
+        """What the loop has left to the rules."""
+        if left is Settled.ALL:
+            self.hits += self._judge_plans(forwards)
+        for pool in self._state.pools:
+            own = [forward for forward in forwards if forward.pool is pool]
+            if own:
+                self._judge(pool, own, rewritten, left is Settled.NOTHING)
 
     def settle_before_launch(self) -> None:
         """A captured forward reads what the host sealed and what is true of pages: both are on the device first."""
@@ -191,13 +200,13 @@ class StepChecks:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         if not self._pending:
             return
-        granted, size = set(pages), self._state.page_size
-        if any(slot // size in granted for forward in self._pending for slot in forward.slot_names.tolist()):
+        granted = set(pages)
+        if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
             self.settle()
 
     def settle_rows_of(self, request: Request) -> None:
         """How far its rows are written is told by the forwards that have run, judged or not."""
-        if any(request is other for forward in self._pending for other in forward.requests):
+        if self._pending and any(request is other for forward in self._pending for other in forward.requests):
             self.settle()
 
     def roll(self, step: int) -> list[Hit | HitBatch]:
@@ -207,11 +216,12 @@ class StepChecks:
         """
         if self._config.content == "write" or not self._compares_content:
             return []
-        hits: list[Hit | HitBatch] = []
+        is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
+        if not (is_due or self._is_full or self.tails.waits):
+            return hits
         with torch.inference_mode():
             self.tails.look_at_granted(step)
-            is_due = self.sweeper.is_due(step)
-            if is_due or self._config.content == "full":
+            if is_due or self._is_full:
                 self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
             if is_due:
                 hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
@@ -323,29 +333,24 @@ class StepChecks:
 
     def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None, is_clean: bool) -> None:
         """What forwards of one pool have read; `is_clean`: the identity of all that was proved."""
-        is_full = self._config.content == "full" and self._compares_content
-        if is_clean and not is_full:
-            self.proved(forwards)
-            self._count(pool, forwards)
-            return
         for forward in forwards:
             forward.read_rows()
         verdict = Verdict([], sort_rows(forwards).segments, [], 0) if is_clean else self._reader.judge(pool, forwards)
-        if is_full:
+        if self._is_full:
             verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
         self.judged(forwards, verdict)
-        self._count(pool, forwards)
         self._coverage.skip("truth not known to the host", verdict.unknown_truths)
 
-    def _count(self, pool: PoolState, forwards: Sequence[Forward]) -> None:
+    def _count(self, forwards: Sequence[Forward]) -> None:
         coverage = self._coverage
         coverage.forwards += len(forwards)
         for forward in forwards:
-            coverage.slots_checked += forward.indices.shape[0]
-            coverage.slots_sealed += forward.num_entries
-            coverage.unproved_stores += forward.num_entries > 0 and not forward.is_proved
-            if pool.view.window is not None:
+            coverage.slots_checked += forward.num_reads
+            if forward.num_entries:
+                coverage.slots_sealed += forward.num_entries
+                coverage.unproved_stores += not forward.is_proved
+            if forward.pool.view.window is not None:
                 coverage.slots_checked -= sum(forward.skipped)
 
     def _check_all_bytes(

@@ -52,7 +52,8 @@ class Forward:
     """What a forward was told to read and write, and what it stored.
 
     width:          rows a request: 1, or the tree width of a draft substep
-    num_entries:    that it writes;  num_rows: that it reads
+    num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
+    request_ids:    names of `requests`
     memory:         int64, filled by `loops.take_plan`: HEAD numbers (cards.py), the plan, and of each request its uid
                     and what acceptance had made final; `head`: its address
     plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
@@ -68,7 +69,7 @@ class Forward:
     refused_reads:  entries of `indices` that were refused (R1)
     lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
                     address
-    stored:         bitmap of the layers that have stored; `put`: of those whose values the canary put into the pool
+    stored:         bitmap of the layers that have stored; `told`: whether one was stored by the engine itself
     names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
                     `host_names`, `host_ids`: where the loops read them
     """
@@ -76,7 +77,8 @@ class Forward:
     refused: Refused | None = None
     refused_reads: Refused | None = None
     lanes: Tensor | None = None
-    lanes_at = stored = put = 0
+    lanes_at = stored = 0
+    told = False
     raw = b""
     names: Ints
     ids: Ints
@@ -101,8 +103,7 @@ class Forward:
         n, num_rows, written = write.slots.shape[0], len(requests) * width, read.num_written
         who = array("q")
         for request in requests:
-            who.append(request.uid)
-            who.append(request.committed_len)
+            who.extend((request.uid, request.committed_len))
         memory = np.empty(HEAD + 4 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
         self.kind, self.index, self.pool, self.step, self.requests, self.width = (
             kind,
@@ -113,11 +114,12 @@ class Forward:
             width,
         )
         self.num_entries, self.num_rows, self.memory = n, num_rows, memory
+        self.request_ids, self.num_reads = tuple(read.requests), read.indices.shape[0]
         self.has_parents, self.has_starts, self.tree_mask = parents is not None, starts is not None, mask
         self.indices, self.slots = read.indices, write.slots
-        self.dense_indices = indices = dense(read.indices)
-        slots, tokens, positions = dense(write.slots), dense(write.tokens), dense(write.positions)
-        indptr, prefixes = dense(read.indptr), dense(read.prefix_lens)
+        asked = read.indices, write.slots, write.tokens, write.positions, read.indptr, read.prefix_lens
+        indices, slots, tokens, positions, indptr, prefixes = map(dense, asked)
+        self.dense_indices = indices
         parents = None if parents is None else dense(parents)
         starts = None if starts is None else dense(starts)
         counts = dense(written) if isinstance(written, Tensor) else None
@@ -140,7 +142,7 @@ class Forward:
             prefixes.data_ptr(),
             width,
             indices.data_ptr(),
-            indices.shape[0],
+            self.num_reads,
             mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
             -1 if mask is None else mask.shape[1],
             who.buffer_info()[0],
@@ -158,7 +160,7 @@ class Forward:
     @property
     def is_proved(self) -> bool:
         """Whether the canary itself wrote all that it stored, where it was planned."""
-        return self.put == self.pool.full_layers
+        return not self.told and self.stored == self.pool.full_layers
 
     @cached_property
     def uids(self) -> Ints:
@@ -194,6 +196,11 @@ class Forward:
     def write_slots(self) -> list[int]:
         """`planned.slots` as plain integers."""
         return self.planned.slots.tolist()
+
+    @cached_property
+    def pages(self) -> set[int]:
+        """Those whose slots it writes, by the plan's names."""
+        return set((self.slot_names // self.pool.view.page_size).tolist())
 
     @cached_property
     def slot_names(self) -> Ints:

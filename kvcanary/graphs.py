@@ -24,7 +24,6 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import ROW_STARTS, VIOLATIONS, StaticSubstep
 from kvcanary.truths import note_row
 from kvcanary.views import ReadPlan, WritePlan
-from kvcanary_kernels.record import signed
 
 
 class RowTruth(NamedTuple):
@@ -95,8 +94,9 @@ class StaticChecks:
         """
         for substep, count in zip(substeps, reads, strict=True):
             self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, count)
-        truth = self._truth(substeps[0].pool.pool_id, requests, len(substeps))
-        self._note(substeps, requests, step, written)
+        lengths = _final_lens(requests, substeps[0].pool.pool_id)
+        truth = self._truth(substeps[0].pool.pool_id, requests, lengths, len(substeps))
+        self._note(substeps, requests, lengths, step, written)
         return truth
 
     def launch_once(
@@ -110,33 +110,42 @@ class StaticChecks:
         written: list[int],
     ) -> OnceSubstep:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
-        substep = self._singles.take(pool, site, read, write, written, self._truth(pool.pool_id, requests))
-        self._note([substep], requests, step, written)
+        lengths = _final_lens(requests, pool.pool_id)
+        truth = self._truth(pool.pool_id, requests, lengths)
+        substep = self._singles.take(pool, site, read, write, written, truth)
+        self._note([substep], requests, lengths, step, written)
         return substep
 
-    def _truth(self, pool_id: int, requests: Sequence[Request], num_forwards: int = 1) -> RowTruth:
-        truth = RowTruth([request.uid for request in requests], [], [], [])
-        for request in requests:
-            length = request.final_len(pool_id)
-            chain = self._ledger.truth(request, pool_id, length)
-            truth.prefix_lens.append(UNKNOWN if chain is None else length)
-            truth.truths.append(0 if chain is None else signed(chain))
-            truth.roots.append(request.truths[pool_id].signed_root)
-        self._coverage.skip("truth not known to the host", num_forwards * truth.prefix_lens.count(UNKNOWN))
-        return truth
+    def _truth(self, pool_id: int, requests: Sequence[Request], lengths: list[int], num_forwards: int = 1) -> RowTruth:
+        chains = self._ledger.truths_at(requests, pool_id, lengths)
+        if None in chains:
+            self._coverage.skip("truth not known to the host", num_forwards * chains.count(None))
+            lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
+        return RowTruth(
+            [request.uid for request in requests],
+            lengths,
+            [chain or 0 for chain in chains],
+            [request.truths[pool_id].signed_root for request in requests],
+        )
 
     def _note(
-        self, substeps: Sequence[StaticSubstep], requests: list[Request], step: int, written: Sequence[int]
+        self,
+        substeps: Sequence[StaticSubstep],
+        requests: list[Request],
+        lengths: Sequence[int],
+        step: int,
+        written: Sequence[int],
     ) -> None:
-        """They run next."""
+        """They run next, over rows of these lengths."""
         committed = [request.committed_len for request in requests]
         for substep in substeps:
             substep.written.expect(self.bank.turn)
             self.launched.append(Launched(substep, requests, committed, step, self.bank.turn))
-        kind, pool_id = substeps[0].site[0], substeps[0].pool.pool_id
-        for request, count in zip(requests, written, strict=True):
-            note_row(request, kind, pool_id, request.final_len(pool_id) + count)
-            request.in_the_air += len(substeps)
+        kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
+        for request, length, count in zip(requests, lengths, written, strict=True):
+            request.in_the_air += num_forwards
+            if kind != "draft":
+                note_row(request, kind, pool_id, length + count)
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
@@ -190,12 +199,15 @@ class StaticChecks:
 
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
+        ledger = self._ledger
         for run, _, _ in told.forwards:
             for request, committed_len in zip(run.requests, run.committed, strict=True):
                 request.in_the_air -= 1
-                if self._ledger.requests.get(request.request_id) is request and request.pages:
+                if not ledger.may_finalise(request):
+                    continue
+                if ledger.requests.get(request.request_id) is request and request.pages:
                     try:
-                        self._ledger.finalise(request, told.step, committed_len if request.in_the_air else None)
+                        ledger.finalise(request, told.step, committed_len if request.in_the_air else None)
                     except PageStateError:
                         self._coverage.skip("pages that should be final and were not written", 1)
 
@@ -225,6 +237,10 @@ class StaticChecks:
         found = {"rows": gap.run_rows, "entries": gap.run_entries, "reads": gap.run_reads}
         pool = self._state.by_name[gap.pool]
         return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
+
+
+def _final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
+    return [request.final_len(pool_id) for request in requests]
 
 
 def _masks(substep: StaticSubstep) -> NDArray[np.bool_] | None:

@@ -16,6 +16,9 @@ from kvcanary_kernels.record import Keys, signed
 from kvcanary_kernels.rows import WORD_BYTES
 
 Longs = NDArray[np.int64]
+Shape = tuple[int, ...]
+Geometry = tuple[Shape, Shape, torch.dtype, Shape, Shape, torch.dtype, bool]  # of K, of V, and whether both are here
+MOST_GEOMETRIES = 256
 
 #: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
 #: a null slot, a page that is written for the first time.
@@ -23,19 +26,55 @@ REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH = 1, 2, 4, 8
 
 
 class DensePart(NamedTuple):
-    """Values of one part of a row as a loop can read them: type, strides within a row, bytes an element, words."""
+    """Values of one part of a row as a loop can read them: type, shape and strides, bytes an element, words."""
 
     dtype: torch.dtype
+    shape: tuple[int, ...]
     inner: tuple[int, ...]
     size: int
     words: int
+
+
+class Steps(dict[Geometry, tuple[int, int] | None]):
+    """Bytes from row to row of K and of V, by how both lie in memory; None: not as a pool of these parts holds them.
+
+    What was asked lately is kept.
+    """
+
+    def __init__(self, parts: tuple[DensePart, ...]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __missing__(self, geometry: Geometry) -> tuple[int, int] | None:
+        if len(self) == MOST_GEOMETRIES:
+            self.clear()
+        steps = self[geometry] = self._steps(*geometry)
+        return steps
+
+    def _steps(
+        self,
+        k_shape: Shape,
+        k_stride: Shape,
+        k_type: object,
+        v_shape: Shape,
+        v_stride: Shape,
+        v_type: object,
+        is_cpu: bool,
+    ) -> tuple[int, int] | None:
+        if len(self._parts) != 2 or not is_cpu:
+            return None
+        own, other = self._parts
+        asked = (k_shape[1:], k_stride[1:], k_type, v_shape, v_stride[1:], v_type)
+        if asked != (own.shape, own.inner, own.dtype, (k_shape[0], *other.shape), other.inner, other.dtype):
+            return None
+        return k_stride[0] * own.size, v_stride[0] * other.size
 
 
 @dataclass(frozen=True, eq=False)
 class HostPool:
     """Arrays over the memory of one pool's tensors, and numbers that loops are given by value; all int64.
 
-    parts:      of a row
+    parts:      of a row;  steps: of values as a model gives them
     address:    [pieces, layers] of slot 0
     layout:     [pieces, fields] what each `Piece` of a row says
     keys:       [layers, 2, words] int32, of lane a and lane b
@@ -46,6 +85,7 @@ class HostPool:
     """
 
     parts: tuple[DensePart, ...]
+    steps: Steps
     address: Longs
     layout: Longs
     keys: Tensor
@@ -64,8 +104,10 @@ def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, ex
     if not records.is_cpu:
         return None
     both = torch.stack([keys.lane_a, keys.lane_b], 1)
+    parts = tuple(_dense_part(part.shape, part.dtype) for part in view.parts)
     return HostPool(
-        parts=tuple(_dense_part(part.shape, part.dtype) for part in view.parts),
+        parts=parts,
+        steps=Steps(parts),
         address=view.rows.ptrs.numpy(),
         layout=np.array(view.rows.pieces, np.int64),
         keys=both,
@@ -106,4 +148,6 @@ def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **
 
 def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:
     value = torch.empty((1, *shape), dtype=dtype, device="meta")
-    return DensePart(dtype, value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES)
+    return DensePart(
+        dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES
+    )

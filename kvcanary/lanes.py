@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.groups import Ints
 from kvcanary.state import PoolState
 from kvcanary_kernels.fingerprint import fingerprint, join, keyed_sums
 from kvcanary_kernels.record import CONTENT_B, Keys
@@ -24,10 +25,15 @@ def lanes_of_slots(pool: PoolState, slots: Tensor) -> tuple[Tensor, Tensor]:
     return lane_a, lane_b
 
 
+def numbers_are_right(pool: PoolState, slots: Ints, both_lanes: bool = False) -> bool:
+    """`slots_are_right` of a pool in host memory."""
+    return pool.loops.match_slots(pool.card_at, slots, both_lanes)
+
+
 def slots_are_right(pool: PoolState, slots: Tensor, both_lanes: bool = False) -> bool:
     """Whether lane a of every layer is the one that is kept, for all of these slots; `both_lanes`: and lane b."""
     if pool.host is not None:
-        return pool.loops.match_slots(pool.card_at, slots.contiguous().numpy(), both_lanes)
+        return numbers_are_right(pool, slots.contiguous().numpy(), both_lanes)
     lane_a, lane_b = lanes_of_slots(pool, slots)
     is_right = torch.equal(lane_a, pool.content_a.index_select(1, slots))
     return is_right and (not both_lanes or torch.equal(lane_b, pool.records[:, CONTENT_B].index_select(0, slots)))

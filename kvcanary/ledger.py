@@ -24,6 +24,7 @@ class Ledger(RowBook):
         """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
         self.quarantined = Quarantine()
+        self._most_ahead = max(role.ahead for role in self._roles)
 
     # private pages
 
@@ -50,11 +51,17 @@ class Ledger(RowBook):
         if not request.pages:
             request.start_anew()
 
+    def may_finalise(self, request: Request) -> bool:
+        """Whether a page could be final that was not; false after most steps."""
+        return (request.committed_len + self._most_ahead) // self.page_size > request.final_pages
+
     def finalise(self, request: Request, step: int, committed_len: int | None = None) -> None:
         """Pages that lie wholly in what is final in every pool are not written again.
 
         committed_len: behind it captured forwards may still be writing; None: nothing is
         """
+        if not self.may_finalise(request):
+            return
         length = min(request.final_len(pool_id, committed_len) for pool_id in range(len(request.row_lens)))
         if request.owned_len is not None:
             length = min(length, request.owned_len)

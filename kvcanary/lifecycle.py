@@ -93,11 +93,9 @@ class Lifecycle:
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
         self._checks.settle_rows_of(request)
-        self._checks.report(judge_commit(request, self._state.pools, committed_len, self.step))
-        for pool in self._state.pools:  # rejected nodes lie beyond
-            request.row_lens[pool.pool_id] = request.final_len(pool.pool_id, committed_len)
-            self._checks.sweeper.commit(request, pool)
-        request.committed_len, request.commit_step = committed_len, self.step
+        if hits := judge_commit(request, self._state.pools, committed_len, self.step):
+            self._checks.report(hits)
+        request.commit(committed_len, self.step)
         if not request.in_the_air:
             self._ledger.finalise(request, self.step)
 
@@ -301,7 +299,8 @@ class Lifecycle:
         """
         self._expect_closed("on_move()")
         source, target = self._pool(pool), self._pool(pool if to is None else to)
-        _expect_equal_rows(source, target)
+        if source is not target:
+            _expect_equal_rows(source, target)
         self._checks.move(source, target, on_host(src), on_host(dst), self.step, guesses)
 
     # helpers

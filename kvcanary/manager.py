@@ -376,14 +376,13 @@ class CanaryManager(Lifecycle):
         except KeyError:
             return [self._ledger.request(request_id) for request_id in request_ids]
 
-    def refuse(self, forward: Forward) -> list[HitBatch]:
-        return refuse(forward, self._ledger.pages, self.config.disable)
-
-    def opened(self, substep: SubstepCanary, forward: Forward, hits: Sequence[HitBatch]) -> None:
+    def opened(self, substep: SubstepCanary, forward: Forward) -> None:
+        hits = () if forward.is_usable else refuse(forward, self._ledger.pages, self.config.disable)
         self._checks.open(forward)
         self._open.append(substep)
         self.recorder.opened(forward)
-        self.report_hits(hits)
+        if hits:
+            self.report_hits(hits)
 
     def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)

@@ -41,6 +41,7 @@ SPARE = 16  # part of the bytes that the newest step may take, and that a segmen
 RECORDS = 4  # part of the bytes that the records of one checkpoint may take
 PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
+_NOTHING: tuple[()] = ()
 
 Event = tuple[Any, ...]
 P = ParamSpec("P")
@@ -165,7 +166,7 @@ class Recorder:
         if self.maps:
             self.note_maps()
         if not _PLAIN.issuperset(map(type, args)):
-            args = tuple([arg if type(arg) in _PLAIN else self._kept(arg) for arg in args])
+            args = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in args])
         self._events.append((name, args, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
 
     def departed(self, step: int) -> None:

@@ -70,14 +70,14 @@ class RecordedForward:
         self.plan = _small(plan)
         for row in suspects:
             self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
-        self._keep_rest(forward, forward.stored)
+        self._keep_rest(forward, forward.stored, forward.request_ids)
 
     def keep_clean(self, forward: Forward, plan: Ints, tails: Ints) -> None:
         """The same for one whose rows are all as granted, of which a loop has taken plan and tails."""
         self.plan, self.tails = plan, tails
-        self._keep_rest(forward, forward.stored)
+        self._keep_rest(forward, forward.stored, forward.request_ids)
 
-    def keep_captured(self, forward: Learned, stored: int) -> None:
+    def keep_captured(self, forward: Learned, stored: int, request_ids: tuple[str, ...]) -> None:
         """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
 
         stored: bitmap of its layers
@@ -91,7 +91,7 @@ class RecordedForward:
             begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
             own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
         self.plan, self.tails = _small(plan), _small(own)
-        self._keep_rest(forward, stored)
+        self._keep_rest(forward, stored, request_ids)
 
     def keep_unjudged(self) -> None:
         """The same for one that is not judged yet: every row is kept whole."""
@@ -105,9 +105,9 @@ class RecordedForward:
         """All ids of all rows, in their order."""
         self.wholes = {number: _small(row) for number, row in enumerate(rows)}
 
-    def _keep_rest(self, forward: Forward | Learned, stored: int) -> None:
+    def _keep_rest(self, forward: Forward | Learned, stored: int, request_ids: tuple[str, ...]) -> None:
         self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
-        self.requests = [request.request_id for request in forward.requests]
+        self.requests = request_ids
         self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
         self.has_parents, self.has_starts, self.stored = forward.has_parents, forward.has_starts, stored
         self.mask: tuple[Ints, tuple[int, ...]] | None = None
@@ -143,13 +143,12 @@ class RecordedLaunch:
 
     def learn(self, forward: Learned, layers: Sequence[int]) -> None:
         """`layers`: those that stored, in their order."""
-        stored = set[int]()
-        for layer in layers:
-            if layer in stored:
-                self.again.append(layer)
-            stored.add(layer)
+        stored, full = set(layers), forward.pool.full_layers
+        if len(stored) < len(layers):
+            self.again += [layer for number, layer in enumerate(layers) if layer in layers[:number]]
+        bitmap = full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored)
         self.forward = RecordedForward(forward)
-        self.forward.keep_captured(forward, sum(1 << layer for layer in stored))
+        self.forward.keep_captured(forward, bitmap, self.requests)
         if self.number is None and forward.has_read_hits:
             self.forward.keep_wholes(forward.rows())
 

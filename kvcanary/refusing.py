@@ -18,10 +18,8 @@ def refuse(forward: Forward, pages: Pages, disabled: frozenset[str]) -> list[Hit
     """R1 and W1 for ids outside the pool; W2, W3, W7 and W8 for pages that the entry's request may not write.
 
     A refused write keeps the slot's old record, and its bytes too where the engine stores by the slots that `open`
-    gives back. Switched off, W2, W3, W7 and W8 refuse nothing; W1 always does.
+    gives back. Switched off, W2, W3, W7 and W8 refuse nothing; W1 always does. Nothing of a usable forward is refused.
     """
-    if forward.is_usable:
-        return []
     if forward.pool.view.slot_map is not None:
         _translate(forward)
     _refuse_reads(forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -18,46 +19,66 @@ from kvcanary_kernels.record import Keys, chain_root, signed
 NO_PAGE = -1
 
 
-@dataclass
 class TruthChain:
-    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned."""
+    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
 
-    root: int
-    token_offset: int
-    values: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    _room: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))  # `values` are its head
-    _room_at: int = 0
+    count: of these
+    """
 
-    def __post_init__(self) -> None:
-        self.signed_root = signed(self.root)
+    __slots__ = ("_room", "_room_at", "count", "root", "signed_root", "token_offset")
+
+    def __init__(self, root: int, token_offset: int) -> None:
+        self.root, self.token_offset = root, token_offset
+        self.signed_root, self.count = signed(root), 0
+        self._room: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._room_at = 0
+
+    @property
+    def values(self) -> NDArray[np.uint64]:
+        """[count]"""
+        return self._room[: self.count]
 
     def room_for(self, length: int) -> int:
         """The address of the values, where so many have room."""
         if length > len(self._room):
-            self._room = np.concatenate([self.values, np.empty(2 * length - len(self.values), np.uint64)])
-            self.values, self._room_at = self._room[: len(self.values)], self._room.ctypes.data
+            self._room = np.concatenate([self.values, np.empty(2 * length - self.count, np.uint64)])
+            self._room_at = self._room.ctypes.data
         return self._room_at
 
     def grown(self, length: int) -> None:
         """A loop has filled the room up to here."""
-        if length > len(self.values):
-            self.values = self._room[:length]
+        self.count = max(self.count, length)
 
     def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
         """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
-        first, offset = len(self.values), self.token_offset
-        if length + offset > len(tokens):
-            return None
-        if first < length:
-            from kvcanary.loops import chain_tokens
+        return None if chains_at([self], [length], [tokens], keys)[0] is None else self.values
 
-            new = np.array(tokens[first + offset : length + offset], np.int64)
-            last = int(self.values[-1]) if first else self.root
-            self.room_for(length)
-            self.grown(length)
-            factors = signed(keys.multiplier), signed(keys.mix_key)
-            chain_tokens(new, first, signed(last), *factors, self.values[first:].view(np.int64))
-        return self.values
+
+def chains_at(
+    truths: Sequence[TruthChain], lengths: Sequence[int], tokens: Sequence[list[int]], keys: Keys
+) -> list[int | None]:
+    """Of chains of these tokens the value of the last entry at these lengths, as int64; None: a token is not known."""
+    from kvcanary.loops import grow_chains
+
+    asked, unknown = array("q"), list[int]()
+    for number, (truth, length, known) in enumerate(zip(truths, lengths, tokens, strict=True)):
+        first, offset = truth.count, truth.token_offset
+        if length <= first:
+            asked.extend((truth.room_for(length), length, length, truth.signed_root))
+        elif length + offset > len(known):
+            unknown.append(number)
+            asked.extend((0, 0, 0, 0))
+        else:
+            asked.extend((truth.room_for(length), first, length, truth.signed_root))
+            asked.extend(known[first + offset : length + offset])
+            truth.count = length
+    last = np.empty(len(truths), np.int64)
+    if asked:
+        grow_chains(np.frombuffer(asked, np.int64), signed(keys.multiplier), signed(keys.mix_key), last)
+    values: list[int | None] = [*last.tolist()]
+    for number in unknown:
+        values[number] = None
+    return values
 
 
 class ReadQueue:
@@ -184,12 +205,24 @@ class Request:
     in_the_air: int = 0
     is_damaged: bool = False
 
+    def commit(self, committed_len: int, step: int) -> None:
+        """Entries [0, committed_len) are final; what was final before joins the queues of looks."""
+        before, row_lens = self.committed_len, self.row_lens
+        for pool_id, ahead in enumerate(self.ahead):
+            written = row_lens[pool_id]
+            most, final = committed_len + ahead, before + ahead
+            self.reads[pool_id].extend_to(final if final < written else written, self.commit_step)
+            if most < written:  # rejected nodes lie beyond
+                row_lens[pool_id] = most
+        self.committed_len, self.commit_step = committed_len, step
+
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
 
         committed_len: as it was at some time; None: as it is now
         """
-        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
+        most = (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
+        return most if most < (written := self.row_lens[pool_id]) else written
 
     def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
@@ -243,7 +276,7 @@ class RequestBook:
 
     def append(self, request_id: str, token_ids: Sequence[int], step: int) -> None:
         request = self.request(request_id)
-        request.tokens.extend(int(token) for token in token_ids)
+        request.tokens.extend(map(int, token_ids))
         request.growth.append((step, len(request.tokens)))
 
     def request(self, request_id: str) -> Request:
@@ -274,6 +307,11 @@ class RequestBook:
         if chains is None:
             return None
         return int(chains[length - 1]) if length else request.root(pool_id)
+
+    def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> list[int | None]:
+        """As `truth`, of many rows, as int64."""
+        truths = [request.truths[pool_id] for request in requests]
+        return chains_at(truths, lengths, [request.tokens for request in requests], self._keys)
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""

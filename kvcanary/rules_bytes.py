@@ -75,7 +75,7 @@ def never_stored(facts: Facts) -> Cause | None:
     if not facts.was_never_right or facts.word is not None or facts.whose_is("exchange", "shift", "layer"):
         return None
     evidence = []
-    whose, slots = facts.whose_is("poison", "stale", "zero"), {hit.slot for hit in facts.incident}
+    whose, slots = facts.whose_is("poison", "zero"), {hit.slot for hit in facts.incident}
     if whose is not None:
         evidence.append(f"{whose.text}; it was never right")
     if facts.is_first_look:

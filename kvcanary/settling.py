@@ -53,8 +53,9 @@ class Settler:
         """Prove, seal and note; W5 of what was sealed goes to `hits`."""
         if not self._is_able or not all(map(_is_whole, forwards)):
             return Settled.ALL
-        requests = list({request.uid: request for forward in forwards for request in forward.requests}.values())
-        numbers = array("q", [number for request in requests for number in self._facts(request)])
+        requests, numbers = _requests_of(forwards), array("q")
+        for request in requests:
+            self._add_facts(request, numbers)
         facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._cards), FACTS)
         ledger = self._ledger
         found = self._loop(
@@ -74,36 +75,35 @@ class Settler:
         self._note(requests, facts, has_judged=not wrong)
         return Settled.READS if wrong else Settled.NOTHING
 
-    def _facts(self, request: Request) -> list[int]:
+    def _add_facts(self, request: Request, numbers: array[int]) -> None:
         """[pools * FACTS] (cards.py)."""
         addresses, row, tokens, epoch = request.addresses, request.row, request.tokens, self._mirror.epoch
         addresses.follow(row, tokens)
-        num_tokens, facts = len(tokens), list[int]()
+        num_tokens, committed_len = len(tokens), request.committed_len
         common = request.uid, addresses.granted_at, len(row) // SLOT_BYTES, addresses.tokens_at, num_tokens
-        for truth, row_len, judged in zip(request.truths, request.row_lens, request.judged, strict=True):
-            facts += common
-            facts += (
-                truth.room_for(num_tokens),
-                len(truth.values),
-                truth.signed_root,
-                request.committed_len,
-                row_len,
-                judged.length if judged.epoch == epoch else 0,
-                0,
-                0,
-                0,
-            )
-        return facts
+        for truth, row_len, (length, _, judged_in) in zip(
+            request.truths, request.row_lens, request.judged, strict=True
+        ):
+            known, room = length if judged_in == epoch else 0, truth.room_for(num_tokens)
+            facts = room, truth.count, truth.signed_root, committed_len, row_len, known, 0, 0, 0
+            numbers.extend(common + facts)
 
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
         """How far rows are written, their truth is known, and they were judged clean."""
         epoch = self._mirror.epoch
-        for request, pools in zip(requests, facts.tolist(), strict=True):
-            for pool_id, fact in enumerate(pools):
-                request.row_lens[pool_id] = fact[ROW_LEN]
-                request.truths[pool_id].grown(fact[NUM_TRUTHS])
-                if has_judged and fact[JUDGED]:
-                    request.judged[pool_id] = Judged(max(fact[KNOWN], fact[JUDGED]), fact[JUDGED_STEP], epoch)
+        learned = facts[:, :, [ROW_LEN, NUM_TRUTHS, KNOWN, JUDGED, JUDGED_STEP]].tolist()
+        for request, pools in zip(requests, learned, strict=True):
+            for pool_id, (row_len, num_truths, known, judged, step) in enumerate(pools):
+                request.row_lens[pool_id] = row_len
+                request.truths[pool_id].grown(num_truths)
+                if has_judged and judged:
+                    request.judged[pool_id] = Judged(max(known, judged), step, epoch)
+
+
+def _requests_of(forwards: Sequence[Forward]) -> list[Request]:
+    """All of them, each once."""
+    batches = {forward.request_ids: forward.requests for forward in forwards}.values()  # most steps have one
+    return list({request.uid: request for batch in batches for request in batch}.values())
 
 
 def _is_whole(forward: Forward) -> bool:

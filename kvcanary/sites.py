@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 SUBSTEP_KINDS = ("prefill", "decode", "draft", "verify", "extend")
 #: Kinds that read or write the nodes of a draft tree.
 TREE_KINDS = ("draft", "verify", "extend")
@@ -15,6 +17,7 @@ KIND_NUMBERS = {
 _KIND_NAMES = {number: name for name, number in KIND_NUMBERS.items()}
 
 
+@lru_cache
 def pack_site(kind: str, index: int, node: int = 0) -> int:
     """kind (8 bits) | index (8 bits) | branch or node (16 bits)."""
     return KIND_NUMBERS[kind] | (index & 0xFF) << 8 | (node & 0xFFFF) << 16

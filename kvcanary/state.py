@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,7 @@ class PoolState:
     content_a: Tensor
     layers: Tensor
     full_layers: int
+    bit_of: Callable[[int, int], int]
     seal_term: int
     signed_term: int
     all_layers: tuple[int, int]
@@ -96,9 +97,10 @@ class CanaryState:
         with torch.inference_mode(False):
             self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
             self.expected = torch.zeros_like(self.records)
-            self.generations = torch.zeros(num_pages, dtype=torch.int64, device=device)
-            self.owners = torch.full_like(self.generations, record.NO_OWNER)
-            self.page_states = torch.full_like(self.generations, record.FREE)
+            self._page_truth = torch.zeros(3, num_pages, dtype=torch.int64, device=device)
+            self.generations, self.owners, self.page_states = self._page_truth
+            self.owners.fill_(record.NO_OWNER)
+            self.page_states.fill_(record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)
             self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
         self.by_name = {pool.name: pool for pool in self.pools}
@@ -160,10 +162,8 @@ class CanaryState:
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
         """One delta list, [n] each: what is true of these pages from now on."""
-        delta = torch.from_numpy(np.stack((pages, generations, owners, states.astype(np.int64))))
-        where, *values = to_device(delta, self.records.device).unbind(0)
-        for column, new in zip((self.generations, self.owners, self.page_states), values, strict=True):
-            column.index_copy_(0, where, new)
+        delta = to_device(torch.from_numpy(np.stack((pages, generations, owners, states))), self.records.device)
+        self._page_truth.index_copy_(1, delta[0], delta[1:])
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary import loops
@@ -192,6 +192,7 @@ class CanaryState:
             content_a=content_a,
             layers=layers_bitmap(view.num_layers, records.device),
             full_layers=(1 << view.num_layers) - 1,
+            bit_of={layer: 1 << layer for layer in range(view.num_layers)}.get,
             seal_term=seal_term,
             signed_term=signed(seal_term),
             all_layers=(low, high),

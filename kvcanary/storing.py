@@ -65,10 +65,11 @@ class Store:
     What was found about slots and values of one layer is asked again only where those of the next are different.
     """
 
-    __slots__ = ("_forward", "_geometry", "_head", "_loop", "_slots", "_slots_step", "_steps")
+    __slots__ = ("_bit_of", "_forward", "_geometry", "_head", "_k_step", "_loop", "_slots", "_slots_step", "_v_step")
 
     def __init__(self, forward: Forward) -> None:
-        self._forward, self._head, self._loop = forward, forward.head, forward.pool.loops.put_values
+        pool = forward.pool
+        self._forward, self._head, self._loop, self._bit_of = forward, forward.head, pool.loops.put_values, pool.bit_of
         self._slots: Tensor | None = None
         self._geometry: tuple[object, ...] = ()
 
@@ -80,35 +81,27 @@ class Store:
         """
         if extras:
             return False
-        geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype
+        geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, k.is_cpu and v.is_cpu
         if geometry != self._geometry and not self._learn(geometry):
             return False
         if slots is not self._slots and not self._follow(slots):
             return False
-        forward, bit = self._forward, 1 << layer if layer >= 0 else 0
-        if forward.stored & bit or not bit & forward.pool.full_layers or not (k.is_cpu and v.is_cpu):
+        forward, bit, at = self._forward, self._bit_of(layer, 0), slots.data_ptr()
+        if not bit or forward.stored & bit:
             return False
-        (k_step, v_step), at = self._steps, slots.data_ptr()
+        k_step, v_step = self._k_step, self._v_step
         if not self._loop(self._head, layer, at, self._slots_step, k.data_ptr(), k_step, v.data_ptr(), v_step):
             return False
         forward.stored |= bit
-        forward.put |= bit
         return True
 
     def _learn(self, geometry: tuple[Any, ...]) -> bool:
-        """Whether values like these are rows as the pool holds them; where they lie."""
-        k_shape, k_stride, k_type, v_shape, v_stride, v_type = geometry
-        pool, host = self._forward.pool, self._forward.pool.host
-        if host is None or len(host.parts) != 2:
+        """Whether values like these are this forward's rows, as the pool holds them; where they lie."""
+        host = self._forward.pool.host
+        steps = None if host is None else host.steps[geometry]
+        if steps is None or geometry[0][0] != self._forward.num_entries:
             return False
-        own, other = host.parts
-        if (
-            [k_shape, v_shape] != pool.view.value_shapes(self._forward.num_entries)
-            or (k_type, v_type) != (own.dtype, other.dtype)
-            or (k_stride[1:], v_stride[1:]) != (own.inner, other.inner)
-        ):
-            return False
-        self._geometry, self._steps = geometry, (k_stride[0] * own.size, v_stride[0] * other.size)
+        self._geometry, (self._k_step, self._v_step) = geometry, steps
         return True
 
     def _follow(self, slots: Tensor) -> bool:

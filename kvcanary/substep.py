@@ -54,7 +54,7 @@ class SubstepCanary:
         manager, pool = self._manager, self._pool
         requests = manager.requests_of(read.requests)
         forward = Forward(self._kind, self._index, pool, manager.step, requests, read, write)
-        manager.opened(self, forward, manager.refuse(forward))
+        manager.opened(self, forward)
         self._forward, self._phase = forward, OPEN
         self.put = Store(forward).put
         return forward.indices, forward.slots
@@ -83,6 +83,7 @@ class SubstepCanary:
             self._manager.recorder.stored_again(self._pool.name, layer)
             self._manager.report_hits(judge_layer(forward, layer))
         forward.stored |= 1 << layer
+        forward.told = True
         if forward.lanes is not None:
             take_lanes(forward, forward.lanes, layer, values)
 

@@ -33,7 +33,7 @@ from kvcanary_kernels.finite import formats_of
 from kvcanary_kernels.record import REQUEST_GENERATION
 
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
-_GENERATION_BITS = np.uint64(32)
+_GENERATION_BITS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +85,11 @@ class Tails:
         slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
         for pool in pools:
             self._granted.setdefault(pool.pool_id, []).append((slots, slots if names is None else names))
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step that ends now has something to look at, whichever step it is."""
+        return bool(self._granted or self._looks)
 
     def look_at_granted(self, step: int) -> None:
         """A step ends in which pages were granted."""
@@ -167,11 +172,11 @@ class Tails:
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
         """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
-        is_asked = (slots >= pool.view.null_slots) & (slots < pool.view.num_slots)
-        if self._is_host:
-            records = self._mirror.table[np.where(is_asked, slots, 0) + pool.base, REQUEST_GENERATION]
-            is_asked &= (records >> _GENERATION_BITS).astype(np.int64) != self._grants_of(names)
-        return np.flatnonzero(is_asked)
+        if not self._is_host:
+            return np.flatnonzero((slots >= pool.view.null_slots) & (slots < pool.view.num_slots))
+        which, ledger = np.empty(len(slots), np.int64), self._ledger
+        known = ledger.page_size, ledger.generations, self._mirror.memory
+        return which[: pool.loops.find_unwritten(pool.card_at, slots, names, *known, which)]
 
     def _grants_of(self, names: Ints) -> Ints:
         return self._ledger.generations[names // self._state.page_size]
@@ -202,7 +207,7 @@ class Tails:
         grants = torch.from_numpy(self._grants_of(entries.slots if entries.names is None else entries.names))
         slots, grants = to_device(torch.stack((slots, grants)), device)
         written_by = self._state.expected[:, REQUEST_GENERATION].index_select(0, slots + pool.base)
-        return torch.where(written_by >> int(_GENERATION_BITS) == grants, -1, slots)
+        return torch.where(written_by >> _GENERATION_BITS == grants, -1, slots)
 
 
 def _fired(looks: Sequence[_Look]) -> list[HitBatch]:

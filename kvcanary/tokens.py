@@ -38,9 +38,13 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
     """
     wrong = _outside_vocabulary(forward)
     if forward.kind != "draft" or oracle is not None:
-        tokens, first = forward.planned.tokens.tolist(), 0
-        for row, count in enumerate(forward.written):
-            wrong += _wrong_in_row(forward, row, first, tokens[first : first + count], oracle)
+        tokens, first, width, requests = forward.planned.tokens.tolist(), 0, forward.width, forward.requests
+        offset, is_tree = forward.pool.view.token_offset, forward.parents is not None
+        for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
+            place, judged = begin + offset, 1 if is_tree and count else count
+            known = requests[row // width].tokens[place : place + judged]
+            if known != tokens[first : first + len(known)] or oracle is not None:
+                wrong += _wrong_in_row(forward, row, first, tokens[first : first + count], oracle)
             first += count
     return [fired_writes("W6", forward, np.array(sorted(set(wrong))))] if wrong else []
 

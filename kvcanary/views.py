@@ -156,19 +156,29 @@ class ReadPlan:
     starts: Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows = len(self.requests) * self.rows_per_request
-        _expect_int64("indptr", self.indptr, rows + 1)
-        _expect_int64("indices", self.indices)
-        _expect_int64("prefix_lens", self.prefix_lens, len(self.requests))
-        if isinstance(self.num_written, Tensor):
-            _expect_int64("num_written", self.num_written, rows)
-        elif self.num_written < 0:
-            raise PlanError(f"num_written must not be negative, got {self.num_written}")
+        requests, indices = len(self.requests), self.indices
+        rows, written = requests * self.rows_per_request, self.num_written
+        if not (
+            self.indptr.shape == (rows + 1,)
+            and self.prefix_lens.shape == (requests,)
+            and len(indices.shape) == 1
+            and self.indptr.dtype is self.prefix_lens.dtype is indices.dtype is torch.int64
+        ):
+            self._refuse(rows)
+        if isinstance(written, Tensor):
+            _expect_int64("num_written", written, rows)
+        elif written < 0:
+            raise PlanError(f"num_written must not be negative, got {written}")
         if self.starts is not None:
             _expect_int64("starts", self.starts, rows)
         mask = self.tree_mask
         if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 3 or mask.shape[1] != mask.shape[2]):
             raise PlanError(f"tree_mask must be [requests, N, N] bool, got {list(mask.shape)} {mask.dtype}")
+
+    def _refuse(self, rows: int) -> None:
+        _expect_int64("indptr", self.indptr, rows + 1)
+        _expect_int64("indices", self.indices)
+        _expect_int64("prefix_lens", self.prefix_lens, len(self.requests))
 
 
 @dataclass(eq=False, slots=True)
@@ -186,12 +196,21 @@ class WritePlan:
     parents: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _expect_int64("slots", self.slots)
-        n = self.slots.shape[0]
-        _expect_int64("tokens", self.tokens, n)
-        _expect_int64("positions", self.positions, n)
+        slots, tokens, positions = self.slots, self.tokens, self.positions
+        shape = slots.shape
+        if not (
+            len(shape) == 1
+            and shape == tokens.shape == positions.shape
+            and slots.dtype is tokens.dtype is positions.dtype is torch.int64
+        ):
+            self._refuse()
         if self.parents is not None:
-            _expect_int64("parents", self.parents, n)
+            _expect_int64("parents", self.parents, shape[0])
+
+    def _refuse(self) -> None:
+        _expect_int64("slots", self.slots)
+        _expect_int64("tokens", self.tokens, self.slots.shape[0])
+        _expect_int64("positions", self.positions, self.slots.shape[0])
 
 
 def wrong_values(view: PoolView, n: int, values: Sequence[Tensor]) -> str:

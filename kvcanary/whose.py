@@ -44,7 +44,6 @@ class Scene:
 
     row:    [words] int32
     search: [n] int64, slots that hypotheses may compare with
-    before: lane a that this row had before its last declared write, where somebody kept it
     """
 
     pool: PoolState
@@ -52,7 +51,6 @@ class Scene:
     layer: int
     row: Tensor
     search: Tensor
-    before: int | None = None
 
     @property
     def num_parts(self) -> int:
@@ -83,19 +81,17 @@ def whose_bytes(
     slot: int,
     layer: int,
     first: Sequence[int] = (),
-    before: int | None = None,
     hypotheses: Sequence[Hypothesis] | None = None,
 ) -> tuple[Whose, ...]:
     """Answers for the bytes of one slot and layer, best first; empty where nothing fits.
 
     `first`: slots to search first, such as those of the reader's row; then those around the slot
-    `before`: lane a of the row before its last declared write, signed
     `hypotheses`: that are tested, in this order; None: all
     """
     device = pool.records.device
     row = pool.rows.gather_layer(layer, torch.tensor([slot], device=device))[0]
     search = torch.tensor(_searched(pool, slot, first), dtype=torch.int64, device=device)
-    scene = Scene(pool, slot, layer, row, search, before)
+    scene = Scene(pool, slot, layer, row, search)
     answers: list[Whose] = []
     for hypothesis in HYPOTHESES if hypotheses is None else hypotheses:
         answer = hypothesis(scene)
@@ -139,12 +135,6 @@ def poisoned(scene: Scene) -> Whose | None:
             if bool(same[scene.part(number)].all()):
                 return _inferred("poison", f"{PARTS[number]} is the poison of freed pages: it was not stored since")
     return None
-
-
-def stale(scene: Scene) -> Whose | None:
-    if scene.before is None or scene.before != scene.name:
-        return None
-    return _inferred("stale", "what lay here before the last declared write: its store never arrived")
 
 
 def of_the_next_slot(scene: Scene) -> Whose | None:
@@ -261,7 +251,6 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     scales_of_another,
     all_zero,
     poisoned,
-    stale,
     exchanged,
     part_of_a_slot,
     of_another_layer,

@@ -3,12 +3,20 @@
 Loaded when a manager is built: compiling takes some seconds once, afterwards the loops come from the disk.
 """
 
-from kvcanary.loops.finite import are_finite
+from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.recording import copy_records, keep_plans
-from kvcanary.loops.records import are_written, chain_tokens, match_records, move_records, seal_plan, write_records
+from kvcanary.loops.records import (
+    are_written,
+    chain_tokens,
+    grow_chains,
+    match_records,
+    move_records,
+    seal_plan,
+    write_records,
+)
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
@@ -17,6 +25,8 @@ __all__ = [
     "are_written",
     "chain_tokens",
     "copy_records",
+    "find_unwritten",
+    "grow_chains",
     "keep_lanes",
     "keep_plans",
     "match_records",

@@ -31,6 +31,16 @@ def keyed(words, count, key_a, key_b):
     return np.int64(lane_a), np.int64(lane_b)
 
 
+@loop()
+def keyed_once(words, count, keys):
+    """One keyed sum of `count` words."""
+    x, own = words_at(words, count), words_at(keys, count)
+    lane = np.uint64(0)
+    for i in range(count):
+        lane += np.uint64(x[i]) * np.uint64(own[i])
+    return np.int64(lane)
+
+
 @loop("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def sum_values(first, first_step, first_words, second, second_step, second_words, n, keys, start, lanes):
     """Lanes of n rows of one layer that are made of two parts; the second may have no words.

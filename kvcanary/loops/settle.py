@@ -179,9 +179,11 @@ def _rows_are_right(heads, number, forward, pool, plan, at, who, facts):
             start, count, own = bounds[row], plan[at + row], plan[at + 2 * rows + row]
             if plan[at + rows + row] != 0 or own - start != prefix + ancestors:
                 return False
+            differs = np.int64(0)
             for position in range(prefix):
-                if ids[start + position] != granted[position]:
-                    return False
+                differs |= ids[start + position] ^ granted[position]
+            if differs:
+                return False
             if ancestors and not _is_path(heads, number, forward, ids, start + prefix, own, who[place, 0], prefix):
                 return False
             for entry in range(count):

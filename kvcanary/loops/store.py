@@ -28,7 +28,7 @@ from kvcanary.cards import (
     STARTS,
     WORDS,
 )
-from kvcanary.loops.lanes import FIRST, PAGE_STRIDE, RUN, RUN_STRIDE, SLOT_STRIDE, WORD_BYTES, keyed
+from kvcanary.loops.lanes import FIRST, PAGE_STRIDE, RUN, RUN_STRIDE, SLOT_STRIDE, WORD_BYTES, keyed, keyed_once
 from kvcanary.loops.lanes import PAGE_SIZE as PIECE_PAGE_SIZE
 from kvcanary.loops.lanes import WORDS as PIECE_WORDS
 from kvcanary.loops.memory import longs_at, loop, words_at
@@ -48,6 +48,18 @@ def place_of(pool, part, layer, slot):
     piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
     size, first = piece[PIECE_PAGE_SIZE], longs_at(pool[ADDRESSES] + 8 * (part * pool[LAYERS] + layer), 1)[0]
     return first + WORD_BYTES * (slot // size * piece[PAGE_STRIDE] + slot % size * piece[SLOT_STRIDE]), piece
+
+
+@loop()
+def offsets_of(pool, slots):
+    """[n, parts] int64: from slot 0 of a layer to these slots, in bytes; the same in every layer."""
+    offsets = np.empty((slots.shape[0], pool[PARTS]), np.int64)
+    for part in range(pool[PARTS]):
+        piece = longs_at(pool[LAYOUT] + 8 * PIECE_FIELDS * part, PIECE_FIELDS)
+        size, page_stride, slot_stride = piece[PIECE_PAGE_SIZE], piece[PAGE_STRIDE], piece[SLOT_STRIDE]
+        for i in range(slots.shape[0]):
+            offsets[i, part] = WORD_BYTES * (slots[i] // size * page_stride + slots[i] % size * slot_stride)
+    return offsets
 
 
 @loop()
@@ -91,16 +103,17 @@ def put_values(head, layer, slots, slots_step, first, first_step, second, second
 
 
 @loop()
-def _sum_part(pool, part, layer, slot):
-    """Both keyed sums of one part of what lies in a slot."""
-    (at, piece), words = place_of(pool, part, layer, slot), pool[WORDS]
-    key = pool[KEYS] + WORD_BYTES * (2 * words * layer + piece[FIRST])
+def _sum_part(at, piece, key, words, both):
+    """Keyed sums of one part of what lies in a slot: of lane a, and of lane b where `both`."""
     lane_a, lane_b, run = np.int64(0), np.int64(0), piece[RUN]
     for number in range(piece[PIECE_WORDS] // max(run, 1)):
-        own = key + WORD_BYTES * number * run
-        a, b = keyed(at + WORD_BYTES * number * piece[RUN_STRIDE], run, own, own + WORD_BYTES * words)
-        lane_a += a
-        lane_b += b
+        place, own = at + WORD_BYTES * number * piece[RUN_STRIDE], key + WORD_BYTES * number * run
+        if both:
+            a, b = keyed(place, run, own, own + WORD_BYTES * words)
+            lane_a += a
+            lane_b += b
+        else:
+            lane_a += keyed_once(place, run, own)
     return lane_a, lane_b
 
 
@@ -111,16 +124,22 @@ def match_slots(card, slots, both):
     card: address of the pool's
     """
     pool, n = longs_at(card, POOL_CARD), slots.shape[0]
-    layers, size, starts = pool[LAYERS], pool[SLOTS], longs_at(pool[STARTS], pool[LAYERS])
+    layers, parts, size, words = pool[LAYERS], pool[PARTS], pool[SLOTS], pool[WORDS]
+    for slot in slots:
+        if not 0 <= slot < size:
+            return False
+    offsets, starts = offsets_of(pool, slots), longs_at(pool[STARTS], layers)
+    pieces, firsts = longs_at(pool[LAYOUT], PIECE_FIELDS * parts), longs_at(pool[ADDRESSES], parts * layers)
     content, records = longs_at(pool[CONTENT_A], layers * size), longs_at(pool[RECORDS], COLUMNS * size)
     lane_b = np.full(n, pool[START_B])
     for layer in range(layers):
+        keys = pool[KEYS] + 2 * WORD_BYTES * words * layer
         for i in range(n):
-            if not 0 <= slots[i] < size:
-                return False
             lane_a = starts[layer]
-            for part in range(pool[PARTS]):
-                a, b = _sum_part(pool, part, layer, slots[i])
+            for part in range(parts):
+                piece = pieces[PIECE_FIELDS * part : PIECE_FIELDS * (part + 1)]
+                at, key = firsts[part * layers + layer] + offsets[i, part], keys + WORD_BYTES * piece[FIRST]
+                a, b = _sum_part(at, piece, key, words, both)
                 lane_a += a
                 lane_b[i] += b
             if content[layer * size + slots[i]] != lane_a:

@@ -122,8 +122,8 @@ class StaticForwards:
             return
         truth = self.canary.launch_all(substeps, requests, written, reads)
         name, width = hooked[0].name, hooked[0].forward.width
-        rows = {part: [value for value in getattr(truth, part) for _ in range(width)] for part in TRUTH}
-        feed.set(**{f"{name}_{part}": values for part, values in rows.items()})
+        for part, values in zip(TRUTH, truth, strict=True):
+            feed.set(**{f"{name}_{part}": values if width == 1 else [one for one in values for _ in range(width)]})
 
     def hook_move(self, size: int) -> StaticMove | None:
         """What tells the canary of moves of at most ``size`` entries; None without one."""

@@ -137,7 +137,7 @@ SAID = [
                 ("what they are; it was never right",),
             ),
         )
-        for kind in ("poison", "stale", "zero")
+        for kind in ("poison", "zero")
     ),
     (
         bytes_.never_stored,

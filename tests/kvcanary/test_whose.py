@@ -148,14 +148,7 @@ def test_the_bytes_are_known_again(engine, damage, kind, text, basis):
 def test_every_hypothesis_is_asked():
     """Each function of the list has a case of its own above, or its own test below."""
     shown = {"of_another_slot", "of_the_next_slot", "all_zero", "poisoned", "exchanged", "part_of_a_slot"}
-    shown |= {
-        "of_another_layer",
-        "slipped_by_a_head",
-        "slipped_by_an_element",
-        "not_finite",
-        "stale",
-        "scales_of_another",
-    }
+    shown |= {"of_another_layer", "slipped_by_a_head", "slipped_by_an_element", "not_finite", "scales_of_another"}
     assert {hypothesis.__name__ for hypothesis in HYPOTHESES} == shown
 
 
@@ -167,16 +160,6 @@ def test_several_slots_of_one_name_are_counted(engine):
     state.content_a[LAYER, 300:307] = name
     (answer,) = whose_bytes(state, slot, LAYER)
     assert answer.text == "the bytes of slot 300, 301, 302, 303 and 3 more"
-
-
-def test_the_row_before_a_write_is_stale(engine):
-    """Where the lane before the last declared write is known, a store that never arrived is named."""
-    state, slot = engine.canary._state.pools[0], engine.slot("first", 5)
-    before = int(state.content_a[LAYER, slot])
-    state.content_a[LAYER, slot] += 12345  # a later write, as the record has it
-    (answer,) = whose_bytes(state, slot, LAYER, before=before)
-    assert answer.kind == "stale"
-    assert whose_bytes(state, slot, LAYER, before=before + 1) == ()
 
 
 def test_what_nobody_knows_has_no_answer(engine):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvcanary.config import ROTATION_STEPS
-from kvcanary_tools.bench import beside_vllm, drafted_step, scaling, step
+from kvcanary_tools.bench import beside_vllm, drafted_step, host_work, scaling, step
 from kvcanary_tools.bench.common import RESULTS
 from spec_engine.models.config import load_config
 from spec_engine.models.decoder import Decoder
@@ -50,6 +50,43 @@ def test_drafted_steps_and_their_substeps_are_timed(model: Decoder, drafts: str)
         assert added["min"] <= added["median"] <= added["max"]
     row["certificates"].clear()
     drafted_step.tell(row)
+
+
+@pytest.mark.parametrize("drafts", ["none", "chain"])
+def test_the_hosts_work_for_the_canary_is_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch, drafts: str) -> None:
+    """Of a lagging host: what it calls of its canary in every step, over a step without one."""
+    monkeypatch.setattr("kvcanary.manager.judges_on_device", lambda state: True)
+    row = host_work.measure(drafts, 2, model, drafted_step.random_head(model), 2, **HERE)
+    assert (row["drafts"], row["batch"]) == (drafts, 2)
+    assert row["calls"] > 8
+    assert 0 < row["canary_us"] < 1e6
+    assert min(row["engine_us"], row["off_us"], row["percent_of_step"]) > 0
+    host_work.tell(row)
+
+
+def test_each_moment_of_the_host_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the innermost that keeps time, also where it raises."""
+    now = iter(range(100))
+    monkeypatch.setattr(host_work.time, "perf_counter", lambda: next(now))
+    shares = host_work.Shares()
+    wait = shares.around("wait", lambda: None)
+
+    def judge() -> None:
+        wait()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        shares.around("canary", judge)()
+    assert (shares.seconds, shares.calls) == ({"canary": 2, "wait": 1}, {"canary": 1, "wait": 1})
+
+
+def test_everything_that_an_engine_calls_of_its_canary_is_timed() -> None:
+    """Methods of the manager, of its base and of the desk for tickets; the engine's own part; waits."""
+    names = {f"{owner.__name__}.{name}": who for owner, name, who in host_work.entries()}
+    asked = ("CanaryManager.depart", "CanaryManager.append", "TicketDesk.issue", "StaticForwards.launch_all")
+    assert {names[name] for name in asked} == {"canary"}
+    assert names["Event.synchronize"] == "wait"
+    assert not any(name.partition(".")[2].startswith("_") for name in names)
 
 
 def test_a_substep_lasts_from_one_draft_forward_to_the_next(model: Decoder) -> None:

@@ -52,12 +52,27 @@ def row_of(record: Record, **names: object) -> Record:
     return row
 
 
+def by_requests(
+    what: str, record: str, figure: Callable[[int], Callable[[Record], float]], reasons: dict[int, str], **goal: Any
+) -> Iterator[Bar]:
+    """One goal for several numbers of requests, each with why it is missed; ``goal``: the fields that are left."""
+    for size, reason in reasons.items():
+        requests = f"{size} request{'s' if size > 1 else ''}"
+        name = what if size == min(reasons) else "the same"
+        yield Bar(f"{name}, {requests}", record, figure(size), reason=reason, **goal)
+
+
 def over_off(content: str, **names: object) -> Callable[[Record], float]:
     return lambda record: row_of(record, **names)["over_off"][content]["median"]
 
 
 def over_vllm(of: str, requests: int) -> Callable[[Record], float]:
     return lambda record: row_of(record, of=of, requests=requests, canary="off")["ratio"]["median"]
+
+
+def host_share(**names: object) -> Callable[[Record], float]:
+    """Time of the host within the canary over that of a step without one, waits for the device left out."""
+    return lambda record: row_of(record, **names)["percent_of_step"]
 
 
 def substep_share(row: Record) -> float:
@@ -97,6 +112,10 @@ CPU = (
     "no profile has told why yet; with 8 requests the passes of the record lie further apart than what is missed, with "
     "one they do not."
 )
+HOST = (
+    "half of it are calls that come for each request or for each ticket, a third is what the host hears of the step "
+    "before; in steps without drafts the device computes meanwhile, and nobody waits for it."
+)
 BARS = (
     Bar("bytes fingerprinted a second over a device copy's", "gpu_kernels", slowest_rate("one lane"), least=0.9),
     Bar("bytes re-read and compared a second over a device copy's", "gpu_kernels", slowest_rate("check"), least=0.9),
@@ -106,29 +125,26 @@ BARS = (
         lambda record: row_of(record, batch=1)["over_floor"],
         most=1.3,
     ),
-    Bar(
-        "default canary on over off in that step, 1 request",
+    *by_requests(
+        "default canary on over off in that step",
         "gpu_step",
-        over_off("rolling", batch=1),
+        lambda size: over_off("rolling", batch=size),
+        {1: ONE, 64: MANY},
         most=1.01,
-        reason=ONE,
     ),
-    Bar("the same, 64 requests", "gpu_step", over_off("rolling", batch=64), most=1.01, reason=MANY),
-    Bar("`content=write` in that step, 1 request", "gpu_step", over_off("write", batch=1), most=1.005, reason=ONE),
-    Bar("the same, 64 requests", "gpu_step", over_off("write", batch=64), most=1.005, reason=MANY),
-    Bar(
-        "default canary on over off in a drafted step, chains of 3, 1 request",
-        "gpu_drafted_step",
-        over_off("rolling", drafts="chain", batch=1),
-        most=1.01,
-        reason=DRAFTED,
+    *by_requests(
+        "`content=write` in that step",
+        "gpu_step",
+        lambda size: over_off("write", batch=size),
+        {1: ONE, 64: MANY},
+        most=1.005,
     ),
-    Bar(
-        "the same, 64 requests",
+    *by_requests(
+        "default canary on over off in a drafted step, chains of 3",
         "gpu_drafted_step",
-        over_off("rolling", drafts="chain", batch=64),
+        lambda size: over_off("rolling", drafts="chain", batch=size),
+        {1: DRAFTED, 64: DRAFTED},
         most=1.01,
-        reason=DRAFTED,
     ),
     Bar(
         "what the default canary adds to a draft substep there, 1 request, over 4 us or 1 %",
@@ -170,17 +186,11 @@ BARS = (
         lambda record: min(way["ratio"] for way in record["ways"] if "bytes" in way["way"]),
         most=1.15,
     ),
-    Bar(
-        "drafting over no drafting on a GPU, embedded model, 1 request",
+    *by_requests(
+        "drafting over no drafting on a GPU, embedded model",
         "gpu_engine",
-        lambda record: row_of(record, batch=1)["speedup"]["off"]["median"],
-        least=1.0,
-        digits=2,
-    ),
-    Bar(
-        "the same, 8 requests",
-        "gpu_engine",
-        lambda record: row_of(record, batch=8)["speedup"]["off"]["median"],
+        lambda size: lambda record: row_of(record, batch=size)["speedup"]["off"]["median"],
+        {1: "", 8: ""},
         least=1.0,
         digits=2,
     ),
@@ -198,6 +208,24 @@ BARS = (
         lambda record: max(row["steps"]["median"] for row in record["rows"]),
         most=1.1,
         reason=CPU,
+    ),
+    *by_requests(
+        "host work for the canary over the time of a captured step",
+        "gpu_host_work",
+        lambda size: host_share(drafts="none", batch=size),
+        {1: HOST, 64: HOST},
+        most=3.0,
+        unit=" %",
+        digits=2,
+    ),
+    Bar(
+        "host work for the canary over the time of a drafted step, chains of 3, 1 request",
+        "gpu_host_work",
+        host_share(drafts="chain", batch=1),
+        most=3.0,
+        unit=" %",
+        digits=2,
+        reason=HOST,
     ),
     Bar(
         "always-on host checks, share of a step on a CPU",

@@ -167,12 +167,12 @@ class Marks:
         stamp(self._marks[which])
 
 
-def _case(text: str) -> tuple[str, int]:
+def case(text: str) -> tuple[str, int]:
     drafts, _, size = text.partition("x")
     return drafts, int(size)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", type=_case, action="append", help="DRAFTSxREQUESTS, such as treex16")
+    parser.add_argument("--case", type=case, action="append", help="DRAFTSxREQUESTS, such as treex16")
     main(parser.parse_args().case or CASES)

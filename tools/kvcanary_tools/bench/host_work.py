@@ -1,0 +1,174 @@
+"""What the host does for the canary in a captured step: ``python -m kvcanary_tools.bench.host_work``.
+
+The model, requests and settings of `kvcanary_tools.bench.step`, and chains of 3 drafts as in
+`kvcanary_tools.bench.drafted_step`, schedule overlap. Every call that the engine makes into its canary keeps the host's
+time, as does every wait for the device; each moment counts once, for the innermost of them. What is stated is the
+median step's time within the canary, without waits, over the time of a step of the same engine without a canary,
+measured from the host in rounds that take turns. Keeping time costs the host time too: an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import inspect
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kvcanary import CanaryManager
+from kvcanary.desk import TicketDesk
+from kvcanary_tools.bench import drafted_step, step
+from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.gpu import device
+from spec_engine import Engine
+from spec_engine.graphs.hooks import StaticForwards
+from spec_engine.models.decoder import Decoder
+from spec_engine.models.loader import Draft
+
+CASES = (("none", 1), ("none", 64), ("chain", 1), ("chain", 16))  # drafts, requests
+ROUNDS = 3
+NAMES = ("off", "rolling")  # of the canaries
+ENGINE, CANARY, WAIT = "engine", "canary", "wait"
+
+
+class Shares:
+    """Seconds of the host by who works: the innermost of the functions that keep them."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = Counter[str](), Counter[str]()
+        self._who: list[str] = []
+        self._since = 0.0
+
+    def around(self, who: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._turn()
+            self.calls[who] += 1
+            self._who.append(who)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._turn()
+                self._who.pop()
+
+        return timed
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        if self._who:
+            self.seconds[self._who[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """By all that an engine calls of its canary, and by what waits for the device."""
+        with ExitStack() as stack:
+            for owner, name, who in entries():
+                stack.enter_context(patch.object(owner, name, self.around(who, getattr(owner, name))))
+            yield
+
+
+def entries() -> list[tuple[type, str, str]]:
+    """Class, name and kind of every method that a step of an engine may call: of the canary, and those that wait."""
+    public = [
+        (owner, name, CANARY)
+        for owner in (CanaryManager, TicketDesk)
+        for name, _ in inspect.getmembers(owner, inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    return [*public, (StaticForwards, "launch_all", CANARY), (torch.cuda.Event, "synchronize", WAIT)]
+
+
+def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("kvcanary_tools.bench.host_work measures a CUDA device, and there is none here")
+    model = step.random_decoder(step.LLAMA_8B)
+    head, rows = drafted_step.random_head(model), []
+    for drafts, size in cases:
+        rows.append(measure(drafts, size, model, head))
+        tell(rows[-1])
+        result = {
+            "what": "microseconds of the host within the canary in a captured step (median step, waits left out), and "
+            f"percent of a step without one; {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
+            "machine": machine() | device(),
+            "rounds": ROUNDS,
+            "steps": step.STEPS,
+            "rows": rows,
+        }
+        save("gpu_host_work", result)
+
+
+def tell(row: dict) -> None:
+    print(
+        f"{row['drafts']} x {row['batch']}: canary {row['canary_us']:.0f} us in {row['calls']:.0f} calls, engine "
+        f"{row['engine_us']:.0f} us; a step without a canary {row['off_us']:.0f} us: {row['percent_of_step']:.2f} %",
+        flush=True,
+    )
+
+
+def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = ROUNDS, **settings: Any) -> dict:
+    """A row of the table; ``settings``: of the engines, beside those of the drafts."""
+    settings = drafted_step.DRAFTS.get(drafts, {}) | settings
+    engines = {}
+    for name in NAMES:
+        progress(f"{drafts} x {size}: prompts, canary {name}")
+        engines[name] = _engine(name, size, model, None if drafts == "none" else head, rounds, settings)
+    gc.collect()
+    gc.freeze()  # as `kvcanary serve` does
+    off, kept = list[float](), list[Counter[str]]()
+    calls = 0.0
+    for _ in range(rounds):
+        off.append(step.timed(engines["off"]))
+        own, calls = _kept(engines["rolling"])
+        kept += own
+    row = {
+        "drafts": drafts,
+        "batch": size,
+        "off_us": round(1e6 * median(off), 1),
+        **{f"{who}_us": round(1e6 * median(own[who] for own in kept), 1) for who in (CANARY, ENGINE, WAIT)},
+        "calls": round(calls, 1),
+    }
+    engines.clear()
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row | {"percent_of_step": round(100 * row["canary_us"] / row["off_us"], 3)}
+
+
+def _kept(engine: Engine) -> tuple[list[Counter[str]], float]:
+    """Seconds by who works, step by step, over STEPS of them; and calls of the canary a step."""
+    shares, found = Shares(), list[Counter[str]]()
+    run = shares.around(ENGINE, engine.step)
+    torch.cuda.synchronize()
+    with shares.kept():
+        for _ in range(step.STEPS):
+            shares.seconds.clear()
+            run()
+            found.append(shares.seconds.copy())
+    return found, shares.calls[CANARY] / step.STEPS
+
+
+def _engine(name: str, size: int, model: Decoder, head: Draft | None, rounds: int, settings: dict[str, Any]) -> Engine:
+    """Every request in decode, with room for what rounds of both kinds bring."""
+    room = 2 * rounds
+    if head is not None:
+        tokens = size * (step.PROMPT_LEN + step.new_tokens(room) + drafted_step.RESERVE)
+        settings = {"max_total_tokens": tokens} | settings
+    engine = step.make_engine(size, model, step.CANARIES[name], room, head, **settings)
+    step.fill(engine, size, room)
+    return engine
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", type=drafted_step.case, action="append", help="DRAFTSxREQUESTS: nonex64, chainx16")
+    main(parser.parse_args().case or CASES)
