@@ -19,6 +19,7 @@ from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
 from kvcanary.once import OnceSubstep
 from kvcanary.outbox import Outbox
+from kvcanary.seats import Seats, StaticTruth
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState
 from kvcanary.static import StaticSubstep
@@ -52,6 +53,8 @@ class SubstepBank:
     """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
 
     moves:  as they were added;  turn: how many steps have begun
+    seats:  of what steps accept; None: nobody asked for them
+    compares_moves: whether what moves is read again where it arrives
     shared: what all substeps use, those of forwards that come once too
     """
 
@@ -63,6 +66,8 @@ class SubstepBank:
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
         self.moves: list[StaticMove] = []
+        self.seats: Seats | None = None
+        self.compares_moves = True
         self._is_armed = False
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -114,8 +119,21 @@ class SubstepBank:
             raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(StaticMove(self.shared, self._state.by_name[pool], size))
+        self.moves.append(StaticMove(self.shared, self._state.by_name[pool], size, self.compares_moves))
         return self.moves[-1]
+
+    def add_seats(self, num_seats: int, places: int) -> Seats:
+        """For captured steps that accept up to ``places`` tokens a request, whose host may not have heard of them."""
+        if self._is_armed:
+            raise HookOrderError("add_seats() must come before arm(): they are late")
+        self.seats = Seats(self.shared, num_seats, places)
+        return self.seats
+
+    def add_truth(self, pool: str, seats: Tensor, *known: Tensor) -> StaticTruth:
+        """The truth of rows of this pool in one program; arguments of `StaticTruth`."""
+        if self.seats is None:
+            raise HookOrderError("add_truth() must follow add_seats(): nobody keeps what was accepted")
+        return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
 
     def join(self) -> None:
         """What is launched from now on follows all that substeps have launched beside it."""

@@ -19,11 +19,14 @@ class StaticMove:
     """At most ``size`` entries of one pool, made by `SubstepBank.add_move`. No hook allocates or waits for the device.
 
     src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
-    moved:    what the host learns of a run: dst, the first column of the records there, and src
+    moved:    what the host learns of a run: dst, the first column of the records there, src, and [size, 2] bitmaps of
+              the layers whose bytes at dst are not those that were written at src (T1)
     """
 
-    def __init__(self, shared: Shared, pool: PoolState, size: int) -> None:
+    def __init__(self, shared: Shared, pool: PoolState, size: int, compares_content: bool) -> None:
+        """`compares_content`: what arrived is read again; else no layer differs."""
         self.pool, self._shared, self._ops = pool, shared, ops_for(pool.records.device)
+        self._compares_content = compares_content
         layers, device = pool.view.num_layers, pool.records.device
         with torch.inference_mode(False):
             self.src, self.dst = (torch.full((size,), NOWHERE, dtype=torch.int64, device=device) for _ in range(2))
@@ -36,15 +39,25 @@ class StaticMove:
             self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
             self._site = torch.tensor([pack_site("move", 0)], device=device)
             self._tokens = torch.zeros_like(self.dst)
-            self.moved = Packed((self.dst, self._tokens, self.src), shared.step, self._ops.post)
+            self._mismatch = self.dst.new_zeros(size, 2)
+            self.moved = Packed((self.dst, self._tokens, self.src, self._mismatch), shared.step, self._ops.post)
 
     def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
 
-        Every source was read before any destination was written; destinations are distinct.
+        Every source was read before any destination was written; destinations are distinct. It runs beside: behind the
+        forwards that have judged and sealed these records, and before any that reads them.
         """
+        with self._shared.beside.behind():
+            self._record(source, destination, moves)
+            if self._compares_content:
+                self._mismatch.zero_()
+                pool = self.pool
+                self._ops.check_content(pool.rows, self.dst, pool.keys, pool.content_a, mismatch=self._mismatch)
+            self.moved.pack()
+
+    def _record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
         state, pool = self._shared.state, self.pool
-        self._shared.beside.join()  # records that are moved have been judged
         self.src.copy_(torch.where(moves, source, NOWHERE))
         self.dst.copy_(torch.where(moves, destination, NOWHERE))
         pages = torch.where(moves, destination, 0).clamp(0, pool.view.num_slots - 1) // state.page_size
@@ -65,4 +78,3 @@ class StaticMove:
                 scratch=scratch,
             )
         self._tokens.copy_(pool.expected[self.dst.clamp_min(0), TOKEN_POSITION])
-        self.moved.pack()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvcanary.desk import TicketDesk
     from kvcanary.ledger import Ledger, Request
     from kvcanary.poisoning import Poisoner
+    from kvcanary.requests import Unheard
     from kvcanary.state import CanaryState, PoolState
 
 Array = NDArray[Any]
@@ -77,6 +78,7 @@ class RequestState:
     owned_len: int | None
     growth: tuple[tuple[int, int], ...]
     is_damaged: bool
+    unheard: tuple[Unheard, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,4 +178,5 @@ def _request(request: Request, epoch: int) -> RequestState:
         request.owned_len,
         tuple(request.growth),
         request.is_damaged,
+        tuple(request.unheard),
     )

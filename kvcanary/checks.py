@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tails import Tails
 from kvcanary.tokens import Oracle, judge_tokens
-from kvcanary.truths import judge_lengths, judge_mask, judge_starts, note_row
+from kvcanary.truths import judge_commit, judge_lengths, judge_mask, judge_starts, note_row
 from kvcanary.writing import judge_layers
 
 
@@ -138,10 +137,10 @@ class StepChecks:
         while self._flights and (last is None or not last.has_landed):
             self._land(self._flights.popleft())
 
-    def land_departed(self) -> None:
-        """Judge what has departed, and nothing that was launched since."""
-        while self._flights:
-            self._land(self._flights.popleft())
+    @property
+    def compares_moves(self) -> bool:
+        """Whether bytes are compared where they have arrived."""
+        return self._mover.compares_content
 
     @property
     def waits(self) -> bool:
@@ -158,17 +157,13 @@ class StepChecks:
         """Captured forwards of which the host has not heard."""
         for flight in self._flights:
             if flight.told is not None:
-                yield from (run for run, _, _ in flight.told.forwards)
+                yield from (run.launched for run in flight.told.forwards)
 
     def _send(self, hits: list[Hit | HitBatch]) -> Flight:
         """`hits`: of this step, known already."""
         if len(self._flights) == IN_THE_AIR:
             self._land(self._flights.popleft())
         told = None if self.static is None else self.static.send(self.step)
-        if told is not None and self._mover.compares_content:
-            for move, (destination, *_) in told.moves:
-                judge = partial(self._mover.arrived, move.pool, destination, self.step)
-                hits += self.looks.look(move.pool, move.dst, judge)
         flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
         self._flights.append(flight)
         return flight
@@ -178,12 +173,15 @@ class StepChecks:
         flight.wait()
         hits, static, told = flight.hits, self.static, flight.told
         if static is not None and told is not None:
-            for forward in static.learn(told, self.mirror):
+            for forward in static.learn(told, self.mirror, self.commit):
                 hits += judge_tokens(forward, self.oracle)
                 hits += judge_mask(forward)
             static.learn_moves(told, self.mirror)
             hits += static.harvest(told)
             static.finalise(told)
+            with torch.inference_mode():
+                for move, (destination, *_, mismatch) in told.moves:
+                    hits += self._mover.arrived(move.pool, destination, flight.step) if mismatch.any() else ()
         if flight.looks is not None:
             with torch.inference_mode():
                 hits += flight.looks.hits()
@@ -191,6 +189,12 @@ class StepChecks:
         self.landing(flight.step)
         self.hits += hits
         self.landing(None)
+
+    def commit(self, request: Request, committed_len: int, step: int) -> None:
+        """Entries [0, committed_len) of a row are final since this step."""
+        if hits := judge_commit(request, self._state.pools, committed_len, step):
+            self.hits += hits
+        request.commit(committed_len, step)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""

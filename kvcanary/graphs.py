@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,10 +20,15 @@ from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
+from kvcanary.requests import Unheard
+from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import ROW_STARTS, VIOLATIONS, StaticSubstep
+from kvcanary.static import MASKS, ROW_STARTS, VIOLATIONS, StaticSubstep
 from kvcanary.truths import note_row
 from kvcanary.views import ReadPlan, WritePlan
+from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
+
+Commit = Callable[[Request, int, int], None]
 
 
 class RowTruth(NamedTuple):
@@ -33,12 +38,15 @@ class RowTruth(NamedTuple):
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
     truths:      chain value at that length, as int64
     roots:       chain value that position 0 continues, as int64
+    unheard:     1 where the row goes on by what the last step has accepted, which the device alone knows (`Seats`): the
+                 length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
     uids: list[int]
     prefix_lens: list[int]
     truths: list[int]
     roots: list[int]
+    unheard: list[int]
 
 
 class Listener(Protocol):
@@ -54,14 +62,26 @@ class Listener(Protocol):
         """A check on the device fired."""
 
 
+class Run(NamedTuple):
+    """A captured forward that has run, and what the device says of it.
+
+    written: as `StaticSubstep.written` tells it;  masks: of its trees;  accepted: [size, 1 + places], before it ran
+    """
+
+    launched: Launched
+    written: list[Ints]
+    masks: NDArray[np.bool_] | None
+    accepted: Ints | None
+
+
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    forwards: with what they wrote and the masks of their trees;  moves: with destinations and records' first columns
+    moves: as `StaticMove.moved` tells them
     """
 
     step: int
-    forwards: list[tuple[Launched, list[Ints], NDArray[np.bool_] | None]]
+    forwards: list[Run]
     moves: list[tuple[StaticMove, list[Ints]]]
     snapshot: Snapshot
 
@@ -85,18 +105,25 @@ class StaticChecks:
         substeps: Sequence[StaticSubstep],
         requests: list[Request],
         step: int,
-        written: Sequence[int],
+        written: Sequence[int] | None,
         reads: Sequence[int],
+        acceptance: StaticAcceptance | None = None,
     ) -> RowTruth:
         """These requests are the live rows of forwards of one kind and pool that run next, one behind the other.
 
-        written: by request, entries that each of its rows writes in each; reads: by forward
+        written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
+        runs before them. reads: by forward, as the engine knows the lengths of rows
         """
+        entries = 0 if written is None else sum(written)
         for substep, count in zip(substeps, reads, strict=True):
-            self.bank.expect(substep, len(requests) * substep.width, sum(written) * substep.width, count)
-        lengths = _final_lens(requests, substeps[0].pool.pool_id)
+            self.bank.expect(substep, len(requests) * substep.width, entries * substep.width, count)
+        lengths = self._known_lens(requests, substeps[0].pool)
         truth = self._truth(substeps[0].pool.pool_id, requests, lengths, len(substeps))
-        self._note(substeps, requests, lengths, step, written)
+        if acceptance is not None:
+            acceptance.told.expect(self.bank.turn)
+            for request in requests:
+                request.unlanded += 1
+        self._note(substeps, requests, lengths, step, written, acceptance)
         return truth
 
     def launch_once(
@@ -110,23 +137,36 @@ class StaticChecks:
         written: list[int],
     ) -> OnceSubstep:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
-        lengths = _final_lens(requests, pool.pool_id)
+        lengths = self._known_lens(requests, pool)
         truth = self._truth(pool.pool_id, requests, lengths)
         substep = self._singles.take(pool, site, read, write, written, truth)
-        self._note([substep], requests, lengths, step, written)
+        self._note([substep], requests, lengths, step, written, None)
         return substep
 
     def _truth(self, pool_id: int, requests: Sequence[Request], lengths: list[int], num_forwards: int = 1) -> RowTruth:
-        chains = self._ledger.truths_at(requests, pool_id, lengths)
-        if None in chains:
-            self._coverage.skip("truth not known to the host", num_forwards * chains.count(None))
+        chains = self._ledger.truths_at(requests, pool_id, [max(length, 0) for length in lengths])
+        if None in chains or UNKNOWN in lengths:
             lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
+            self._coverage.skip("truth not known to the host", num_forwards * lengths.count(UNKNOWN))
+        known = zip(requests, lengths, strict=True)
         return RowTruth(
             [request.uid for request in requests],
             lengths,
             [chain or 0 for chain in chains],
             [request.truths[pool_id].signed_root for request in requests],
+            [int(request.unlanded > 0 and length != UNKNOWN) for request, length in known],
         )
+
+    def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
+        """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""
+        lengths = _final_lens(requests, pool.pool_id)
+        for number, request in enumerate(requests):
+            if request.unlanded:
+                is_whole = lengths[number] == request.most_final(pool.pool_id)
+                is_one = request.unlanded == 1 and len(request.tokens) == request.committed_len + 1
+                known = len(request.tokens) - pool.view.token_offset
+                lengths[number] = known if is_whole and is_one and self.bank.seats is not None else UNKNOWN
+        return lengths
 
     def _note(
         self,
@@ -134,18 +174,22 @@ class StaticChecks:
         requests: list[Request],
         lengths: Sequence[int],
         step: int,
-        written: Sequence[int],
+        written: Sequence[int] | None,
+        acceptance: StaticAcceptance | None,
     ) -> None:
         """They run next, over rows of these lengths."""
         committed = [request.committed_len for request in requests]
+        is_behind = acceptance is not None or any(request.unheard or request.unlanded for request in requests)
+        heard = [request.heard_len for request in requests] if is_behind else None
         for substep in substeps:
             substep.written.expect(self.bank.turn)
-            self.launched.append(Launched(substep, requests, committed, step, self.bank.turn))
-        kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
-        for request, length, count in zip(requests, lengths, written, strict=True):
+            run = Launched(substep, requests, committed, step, self.bank.turn, heard, written, acceptance)
+            self.launched.append(run)
+        num_forwards = len(substeps)
+        for request in requests:
             request.in_the_air += num_forwards
-            if kind != "draft":
-                note_row(request, kind, pool_id, length + count)
+        if not is_behind and written is not None:
+            _note_rows(substeps[0], requests, lengths, written)
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
@@ -157,9 +201,9 @@ class StaticChecks:
         launched, self.launched = self.launched, [run for run in self.launched if run.substep.is_open]
         launched = [run for run in launched if not run.substep.is_open]
         moves, self.moves = self.moves, []
-        forwards = [(run, run.substep.written.read(), _masks(run.substep)) for run in launched]
+        forwards = [_run(run) for run in launched]
         headers, runs, singles = dict[int, Ints](), dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
-        for run, written, _ in forwards:
+        for run, written, *_ in forwards:
             if isinstance(run.substep, OnceSubstep):
                 singles.append((run.substep, written[-1]))
             elif (number := run.substep.number) is not None:
@@ -168,11 +212,24 @@ class StaticChecks:
         snapshot = self.bank.snapshot(headers or None, runs, singles)
         return Told(step, forwards, [(move, move.moved.read()) for move in moves], snapshot)
 
-    def learn(self, told: Told, mirror: Mirror) -> Iterator[Learned]:
-        """Forwards for the rules; pages are written, and the mirror knows where new records lie. Copies are over."""
+    def learn(self, told: Told, mirror: Mirror, commit: Commit) -> Iterator[Learned]:
+        """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
+        lie. Copies are over.
+
+        commit: a request's entries up to a length became final in a step
+        """
         num_learned = 0
-        for run, written, masks in told.forwards:
-            forward = Learned(run, written, masks)
+        for run, written, masks, accepted in told.forwards:
+            tokens = None if accepted is None else _tokens(run, accepted)
+            if run.heard is not None:
+                self._settle_counts(told.snapshot, run, tokens, run.heard)
+            if tokens is not None:
+                self._accept(run, tokens, commit)
+            if run.heard is not None:
+                counts = [len(own) for own in tokens or ()] if run.written is None else run.written
+                lengths = _final_lens(run.requests, run.substep.pool.pool_id)
+                _note_rows(run.substep, run.requests, lengths, counts)
+            forward = Learned(run, written, masks, tokens)
             if not forward.is_plan:
                 self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                 continue
@@ -183,9 +240,32 @@ class StaticChecks:
             yield forward
         self._coverage.forwards += num_learned
 
+    def _settle_counts(
+        self, snapshot: Snapshot, run: Launched, tokens: list[list[int]] | None, heard: Sequence[int]
+    ) -> None:
+        """Rows were longer than the engine knew by what steps before had accepted, which is known by now."""
+        substep, behind = run.substep, 0
+        for request, length in zip(run.requests, heard, strict=True):
+            behind += request.committed_len - length
+        written = 0 if tokens is None else sum(map(len, tokens))
+        if substep.number is not None:
+            first = substep.number * NUM_RUNS
+            snapshot.planned[first + RUN_READ] += (behind + written) * substep.width
+            snapshot.planned[first + RUN_WRITTEN] += written * substep.width
+
+    def _accept(self, run: Launched, tokens: list[list[int]], commit: Commit) -> None:
+        """The books go on by what the device says was accepted; the engine confirms it when it has heard."""
+        for request, own in zip(run.requests, tokens, strict=True):
+            request.unlanded -= 1
+            if own and self._ledger.requests.get(request.request_id) is request:
+                before = request.committed_len
+                self._ledger.append(request.request_id, own, run.step)
+                commit(request, before + len(own), run.step)
+                request.unheard.append(Unheard(own, before, request.committed_len))
+
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
-        for move, (destination, tokens, source) in told.moves:
+        for move, (destination, tokens, source, _) in told.moves:
             moved = destination >= 0
             slots: Ints = destination[moved]
             self.listener.moved(source[moved], slots)
@@ -200,7 +280,7 @@ class StaticChecks:
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
         ledger = self._ledger
-        for run, _, _ in told.forwards:
+        for run, *_ in told.forwards:
             for request, committed_len in zip(run.requests, run.committed, strict=True):
                 request.in_the_air -= 1
                 if not ledger.may_finalise(request):
@@ -239,9 +319,33 @@ class StaticChecks:
         return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
 
 
+def _note_rows(
+    substep: StaticSubstep, requests: Sequence[Request], lengths: Sequence[int], written: Sequence[int]
+) -> None:
+    """How far the forward writes the rows of its pool, which have these lengths before."""
+    kind, pool_id = substep.site[0], substep.pool.pool_id
+    if kind == "draft":
+        return
+    for request, length, count in zip(requests, lengths, written, strict=True):
+        note_row(request, kind, pool_id, length + count)
+
+
 def _final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
     return [request.final_len(pool_id) for request in requests]
 
 
-def _masks(substep: StaticSubstep) -> NDArray[np.bool_] | None:
-    return None if substep.masks is None else substep.masks.send()
+def _accepted(run: Launched) -> Ints | None:
+    if run.acceptance is None:
+        return None
+    (numbers,) = run.acceptance.told.read()
+    return numbers.reshape(-1, 1 + run.acceptance.places)
+
+
+def _tokens(run: Launched, accepted: Ints) -> list[list[int]]:
+    """By request."""
+    return [row[1 : 1 + count].tolist() for row in accepted[: len(run.requests)] for count in (max(int(row[0]), 0),)]
+
+
+def _run(launched: Launched) -> Run:
+    written, masks = launched.substep.written.read(), launched.substep.masks
+    return Run(launched, written, None if masks is None else masks.read(written[MASKS]), _accepted(launched))

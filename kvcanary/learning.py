@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
+from kvcanary.seats import StaticAcceptance
 from kvcanary.state import PoolState
 from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
@@ -21,6 +22,8 @@ class Launched(NamedTuple):
     """A captured forward that the host has launched in this turn and knows nothing more of.
 
     committed: by request, at that time
+    heard:     by request, committed length that the engine had told by then; None: rows of no request were longer
+    written:   by request, entries that each of its rows writes; None: as many as `acceptance` says
     """
 
     substep: StaticSubstep
@@ -28,6 +31,9 @@ class Launched(NamedTuple):
     committed: list[int]
     step: int
     turn: int
+    heard: list[int] | None = None
+    written: Sequence[int] | None = ()
+    acceptance: StaticAcceptance | None = None
 
 
 class Learned:
@@ -35,15 +41,23 @@ class Learned:
 
     slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
     ancestors: [rows, n], what each row reads between its prefix and what it writes
+    accepted: by request, the tokens of which the forward writes the entries, where only the device knew them; else None
     has_read_hits: whether a check of what was read has fired, in this forward or an earlier one of its substep
     """
 
     refused, has_starts = None, False
 
-    def __init__(self, run: Launched, written: Sequence[Ints], masks: NDArray[np.bool_] | None) -> None:
+    def __init__(
+        self,
+        run: Launched,
+        written: Sequence[Ints],
+        masks: NDArray[np.bool_] | None,
+        accepted: list[list[int]] | None = None,
+    ) -> None:
         """`written`: as `StaticSubstep.written` tells it."""
+        self.accepted = accepted
         substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, _, header = written
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, *_, header = written
         self.has_read_hits = bool(header[NUM_BITS : 2 * NUM_BITS].any())
         self._indices, self._spans = substep.forward.table.pages, (starts, ends)
         self.kind, self.index = self.site = substep.site

@@ -22,7 +22,7 @@ from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
-from kvcanary.truths import judge_commit
+from kvcanary.truths import judge_heard
 from kvcanary_kernels.record import FREE, QUARANTINED
 
 HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: the host is not behind the device
@@ -79,23 +79,28 @@ class Lifecycle:
         self._ledger.admit(request_id, tokens.tolist(), self.step, salt, adapter)
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Tokens that were accepted for this request."""
+        """Tokens that were accepted for this request; where the device has told of them, the same are expected."""
         self.recorder.note_of_request("append", request_id, token_ids)
-        self._ledger.append(request_id, token_ids, self.step)
+        request = self._ledger.request(request_id)
+        if request.unheard:
+            self._ledger.confirm(request, token_ids)
+        else:
+            self._ledger.append(request_id, token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
         self.recorder.note_of_request("commit", request_id, committed_len)
         self._expect_closed("commit()")
         request = self._ledger.request(request_id)
+        if request.unheard:
+            self._checks.report(judge_heard(request, self._state.pools[0], committed_len, self.step))
+            return
         if committed_len < request.committed_len:
             raise LifetimeError(
                 f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
             )
         self._checks.settle_rows_of(request)
-        if hits := judge_commit(request, self._state.pools, committed_len, self.step):
-            self._checks.report(hits)
-        request.commit(committed_len, self.step)
+        self._checks.commit(request, committed_len, self.step)
         if not request.in_the_air:
             self._ledger.finalise(request, self.step)
 

@@ -29,6 +29,7 @@ from kvcanary.once import OnceSubstep
 from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
 from kvcanary.response import Response
+from kvcanary.seats import StaticAcceptance
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
@@ -132,24 +133,47 @@ class CanaryManager(Lifecycle):
     ) -> RowTruth:
         """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
 
-        written: of each of them; reads: by forward
+        written: of each of them; reads: by forward. Where the engine launches a step before it has told of the last one
+        (`launch_accepted`), reads are those of the lengths that it has told.
         """
+        return self._launch(substeps, request_ids, written, reads, None)
+
+    def launch_accepted(
+        self, substep: StaticSubstep, request_ids: Sequence[str], reads: int, acceptance: StaticAcceptance
+    ) -> RowTruth:
+        """As `launch`, for a forward that writes the entries of what a captured step of these requests has accepted.
+
+        Only the device knows how many. The canary's books go on by its word when the step is judged, before anything
+        behind it is, and `append` and `commit` have to say the same when the engine has heard.
+        """
+        return self._launch([substep], request_ids, None, [reads], acceptance)
+
+    def _launch(
+        self,
+        substeps: Sequence[StaticSubstep],
+        request_ids: Sequence[str],
+        written: Sequence[int] | None,
+        reads: Sequence[int],
+        acceptance: StaticAcceptance | None,
+    ) -> RowTruth:
         if self._static is None:
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         self._expect_closed("launch()")
-        requests = self.requests_of(request_ids)
+        requests = self._known(request_ids)
+        if any(request.unlanded > 1 for request in requests):  # truth goes on by one step that nobody has heard of
+            self._checks.land()
         for substep, count in zip(substeps, reads, strict=True):
             self.recorder.launched(substep, request_ids, written, count)
         self._checks.settle_before_launch()
         if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
             self._checks.sweeper.look_around(request_ids)
-        return self._static.launch(substeps, requests, self.step, written, reads)
+        return self._static.launch(substeps, requests, self.step, written, reads, acceptance)
 
     def launch_move(self, move: StaticMove) -> None:
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
-        self.recorder.launched_move(self._static.bank.moves.index(move))
+        self.recorder.launched_move(self._static.bank.moves.index(move), move.pool.name)
         self._static.launch_move(move)
 
     def substep(self, kind: str, index: int, pool: str, puts: bool = False) -> SubstepCanary | WarmupSubstep:
@@ -191,16 +215,6 @@ class CanaryManager(Lifecycle):
         flight = self._checks.depart()
         self._prepare_freed_pages()
         return flight
-
-    @recorded
-    def overhear(self) -> None:
-        """Judge all steps that have departed, while the device runs what was launched since; waits for those alone.
-
-        For a host that is about to wait for what it has launched: `hear` of these steps then costs it next to nothing.
-        What fired acts when they are heard, if nothing makes it act before.
-        """
-        self._expect_closed("overhear()")
-        self._checks.land_departed()
 
     def hear(self, flight: Flight) -> frozenset[str]:
         """Judge a step that has departed, and those before it, before a token of it leaves; answers as `check` does.
@@ -370,6 +384,13 @@ class CanaryManager(Lifecycle):
         return run
 
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
+        """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
+        requests = self._known(request_ids)
+        if any(request.unlanded for request in requests):
+            self._checks.land()
+        return requests
+
+    def _known(self, request_ids: Sequence[str]) -> list[Request]:
         requests = self._ledger.requests
         try:
             return [requests[request_id] for request_id in request_ids]
@@ -396,6 +417,7 @@ class CanaryManager(Lifecycle):
     def _on_device(self) -> StaticChecks:
         if self._static is None:
             self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
+            self._static.bank.compares_moves = self._checks.compares_moves
             self._checks.static = self._static
         return self._static
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcanary_kernels.advance import advance, advance_torch
 from kvcanary_kernels.attest import attest, attest_torch
 from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
+from kvcanary_kernels.content import check_content, check_content_torch
 from kvcanary_kernels.count import count, count_torch
 from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
 from kvcanary_kernels.finish import finish, finish_torch
@@ -51,6 +53,8 @@ class Ops:
     settle: Operation
     count: Operation
     post: Operation
+    advance: Operation
+    check_content: Operation
 
 
 KERNELS = Ops(
@@ -71,6 +75,8 @@ KERNELS = Ops(
     settle=settle,
     count=count,
     post=post,
+    advance=advance,
+    check_content=check_content,
 )
 REFERENCES = Ops(
     plan=plan_torch,
@@ -90,6 +96,8 @@ REFERENCES = Ops(
     settle=settle_torch,
     count=count_torch,
     post=post_torch,
+    advance=advance_torch,
+    check_content=check_content_torch,
 )
 
 

@@ -70,6 +70,27 @@ class Packed:
         return [line[where] for where in self._where]
 
 
+class PackedMask:
+    """A mask that goes along in a `Packed`, as words of eight.
+
+    device: the mask, bool;  words: [n] int64, as of the last `pack`
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.device, self._count = mask, mask.numel()
+        with torch.inference_mode(False):
+            self.words = torch.zeros(-(-self._count // 8), dtype=torch.int64, device=mask.device)
+            self._bytes = self.words.view(torch.bool)[: self._count]
+
+    def pack(self) -> None:
+        """Within the body, before what it goes along in."""
+        self._bytes.copy_(self.device.view(-1))
+
+    def read(self, words: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The mask of these words."""
+        return words.view(np.bool_)[: self._count].reshape(self.device.shape)
+
+
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on the device; nobody waits for the copy, and the memory that it reads is kept until then."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -193,15 +193,17 @@ class Recorder:
         self._waiting[id(forward)] = recorded
         self._events.append(("forward", (recorded,), None))
 
-    def launched(self, substep: StaticSubstep, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+    def launched(
+        self, substep: StaticSubstep, requests: Sequence[str], written: Sequence[int] | None, reads: int
+    ) -> None:
         """A captured forward runs next."""
         if self.segments:
             self.captured.launched(substep, requests, written, reads, self.step, self.segments[-1])
 
-    def launched_move(self, number: int) -> None:
+    def launched_move(self, number: int, pool: str) -> None:
         """A captured move runs next."""
         if self.segments:
-            self.captured.launched_move(number, self.segments[-1])
+            self.captured.launched_move(number, pool, self.step, self.segments[-1])
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvcanary.recorder import Segment
     from kvcanary.static import StaticSubstep
 
+MOVE_SITE = ("move", 0)
 KEPT_STEPS = 8  # behind which nobody hears any more of what was launched
 Key = tuple[str, tuple[str, int], int]  # pool, site, low half of the step
 
@@ -33,6 +34,7 @@ class CapturedEvents:
     def __init__(self) -> None:
         self._launches: dict[Key, list[Launch]] = {}
         self._moves: deque[tuple[RecordedMove, Segment]] = deque()
+        self._move_events: dict[tuple[str, int], tuple[Segment, int]] = {}  # by pool and low half of the step
         self._departures: dict[int, tuple[Segment, int]] = {}
         self._landing: int | None = None
 
@@ -40,27 +42,30 @@ class CapturedEvents:
         self,
         substep: StaticSubstep,
         requests: Sequence[str],
-        written: Sequence[int],
+        written: Sequence[int] | None,
         reads: int,
         step: int,
         segment: Segment,
     ) -> None:
-        """A forward runs next; `requests`, `written`, `reads` as `CanaryManager.launch` has them."""
+        """A forward runs next; `requests`, `written`, `reads` as `CanaryManager.launch` has them, None: as accepted."""
         recorded = RecordedLaunch(substep.number, requests, written, reads)
         key = substep.pool.name, substep.site, step & MASK_32
         self._launches.setdefault(key, []).append(Launch(recorded, segment, len(segment.events)))
         segment.events.append(("launch", (recorded,), None))
 
-    def launched_move(self, number: int, segment: Segment) -> None:
+    def launched_move(self, number: int, pool: str, step: int, segment: Segment) -> None:
         """A move runs next. `number`: of those in the bank."""
         recorded = RecordedMove(number)
         self._moves.append((recorded, segment))
+        self._move_events[pool, step & MASK_32] = segment, len(segment.events)
         segment.events.append(("captured_move", (recorded,), None))
 
     def forget(self, step: int) -> None:
         """What nobody will ask for any more; once a step."""
         while self._launches and step - (oldest := next(iter(self._launches)))[2] >= KEPT_STEPS:
             del self._launches[oldest]
+        while self._move_events and step - (last := next(iter(self._move_events)))[1] >= KEPT_STEPS:
+            del self._move_events[last]
         self._departures.pop(step - KEPT_STEPS, None)
 
     def departed(self, step: int, segment: Segment) -> None:
@@ -73,13 +78,16 @@ class CapturedEvents:
         self._landing = step
 
     def event_of(self, pool: str, site: tuple[str, int], step: int) -> tuple[Segment, int] | None:
-        """Where the event lies in which a check has fired that fires now: the launch of its forward, or its departure.
+        """Where the event lies in which a check has fired that fires now: the launch of its forward or move, or its
+        departure.
 
         None: it is the last one.
         """
         launches = self._launches.get((pool, site, step & MASK_32))
         if launches is not None:
             return launches[-1].segment, launches[-1].number
+        if site == MOVE_SITE and (pool, step & MASK_32) in self._move_events:
+            return self._move_events[pool, step & MASK_32]
         return None if self._landing is None else self._departures.get(self._landing)
 
     # what the host hears

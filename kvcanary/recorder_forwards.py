@@ -121,17 +121,19 @@ class RecordedLaunch:
     """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
-    written, reads: as `CanaryManager.launch` was told
+    written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told since
     forward: its plans, and its rows as granted
+    accepted: as `Learned` has it
     again:   layers that have stored before, and did again
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
     padding: (row, entry, slot) of W9, one of them -1
     """
 
-    __slots__ = ("again", "forward", "number", "padding", "reads", "requests", "strays", "written")
+    __slots__ = ("accepted", "again", "forward", "number", "padding", "reads", "requests", "strays", "written")
 
-    def __init__(self, number: int | None, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
-        self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written), reads
+    def __init__(self, number: int | None, requests: Sequence[str], written: Sequence[int] | None, reads: int) -> None:
+        self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written or ()), reads
+        self.accepted: list[list[int]] | None = None
         self.forward: RecordedForward | None = None
         self.again: list[int] = []
         self.strays: list[tuple[int, int, int]] = []
@@ -147,6 +149,9 @@ class RecordedLaunch:
         if len(stored) < len(layers):
             self.again += [layer for number, layer in enumerate(layers) if layer in layers[:number]]
         bitmap = full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored)
+        self.accepted = forward.accepted
+        if self.accepted is not None:
+            self.written = tuple(map(len, self.accepted))
         self.forward = RecordedForward(forward)
         self.forward.keep_captured(forward, bitmap, self.requests)
         if self.number is None and forward.has_read_hits:

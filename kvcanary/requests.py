@@ -49,6 +49,10 @@ class TruthChain:
         """A loop has filled the room up to here."""
         self.count = max(self.count, length)
 
+    def forget_behind(self, length: int) -> None:
+        """Tokens behind these entries are others now."""
+        self.count = min(self.count, length)
+
     def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
         """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
         return None if chains_at([self], [length], [tokens], keys)[0] is None else self.values
@@ -143,6 +147,14 @@ class Role(NamedTuple):
     ahead: int = 0
 
 
+class Unheard(NamedTuple):
+    """What a step has accepted, as the device says before the engine does: tokens, what was final, and what is now."""
+
+    tokens: list[int]
+    before: int
+    committed_len: int
+
+
 class Addresses:
     """Where loops read a request's granted slots and its tokens, as far as they were known when it was last asked."""
 
@@ -182,6 +194,8 @@ class Request:
     growth:        (step, tokens known after it)
     addresses:     of `row` and `tokens`, for the compiled loops
     in_the_air:    captured forwards with its rows of which the host has not learned yet
+    unlanded:      captured steps with its rows that accept what the host has not learned yet
+    unheard:       steps that are in these books and of which the engine has not told yet, oldest first
     is_damaged:    something was found in what it holds, and it may have computed NaN from that
     """
 
@@ -203,6 +217,8 @@ class Request:
     growth: list[tuple[int, int]] = field(default_factory=list)
     addresses: Addresses = field(default_factory=Addresses)
     in_the_air: int = 0
+    unlanded: int = 0
+    unheard: deque[Unheard] = field(default_factory=deque)
     is_damaged: bool = False
 
     def commit(self, committed_len: int, step: int) -> None:
@@ -215,6 +231,11 @@ class Request:
             if most < written:  # rejected nodes lie beyond
                 row_lens[pool_id] = most
         self.committed_len, self.commit_step = committed_len, step
+
+    @property
+    def heard_len(self) -> int:
+        """The committed length that the engine has told last."""
+        return self.unheard[0].before if self.unheard else self.committed_len
 
     def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
@@ -239,6 +260,7 @@ class Request:
         for queue in self.reads:
             queue.clear()
         self.judged = [Judged()] * len(self.judged)
+        self.unheard.clear()
         self.is_damaged = False
 
     def tokens_since(self, step: int) -> int:
@@ -278,6 +300,21 @@ class RequestBook:
         request = self.request(request_id)
         request.tokens.extend(map(int, token_ids))
         request.growth.append((step, len(request.tokens)))
+
+    def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
+
+        What it has said goes out to its clients, and is what the next forwards must have been fed with.
+        """
+        told, tokens = request.unheard[0].tokens, [int(token) for token in token_ids]
+        if told == tokens:
+            return
+        first = len(request.tokens) - sum(len(step.tokens) for step in request.unheard)
+        request.tokens[first : first + len(told)] = tokens
+        request.unheard[0] = request.unheard[0]._replace(tokens=tokens)
+        request.addresses = Addresses()
+        for truth in request.truths:
+            truth.forget_behind(max(first - truth.token_offset, 0))
 
     def request(self, request_id: str) -> Request:
         request = self.requests.get(request_id)

@@ -12,13 +12,14 @@ from torch import Tensor
 from kvcanary.buffers import StaticBuffers
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
-from kvcanary.outbox import LINES, Outbox, Packed
+from kvcanary.outbox import LINES, Packed, PackedMask
 from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan, Room
 from kvcanary_kernels.plan import NO_CLAIM
 
-ROW_STARTS, VIOLATIONS = 1, -2  # of what `StaticSubstep.written` sends: where rows begin, entries that are wrong
+#: Of what `StaticSubstep.written` sends: where rows begin, words of masks, entries that are wrong.
+ROW_STARTS, MASKS, VIOLATIONS = 1, -3, -2
 
 
 class StaticSubstep:
@@ -30,7 +31,7 @@ class StaticSubstep:
     layers:  that the body has stored, in its order
     width:   rows a request
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
-    written: what the host learns of a run: of its plan what `Learned` takes, then `row_violations` and its header
+    written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StaticSubstep:
         self._claims, self._beside = shared.claims[pool.name], shared.beside
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
-        self.masks = None if settings.tree_mask is None else Outbox(settings.tree_mask)
+        self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
@@ -128,6 +129,8 @@ class StaticSubstep:
             launch.settle()
             launch.count_planned()
             launch.count_read()
+            if self.masks is not None:
+                self.masks.pack()
             self.written.pack()
         if joins:
             self._beside.join()
@@ -184,4 +187,5 @@ class StaticSubstep:
         plan = self.forward
         parents = plan.slots[:0] if plan.parents is None else plan.parents
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
-        return *own, self.work.planned.safe_slots, self.work.ancestors, self.work.row_violations, header
+        words = plan.slots[:0] if self.masks is None else self.masks.words
+        return *own, self.work.planned.safe_slots, self.work.ancestors, words, self.work.row_violations, header

@@ -110,6 +110,16 @@ def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: in
     return hits
 
 
+def judge_heard(request: Request, pool: PoolState, committed_len: int, step: int) -> list[Hit]:
+    """H1 where the engine says of a step that it has made another length final than the device has said."""
+    expected = request.unheard.popleft().committed_len
+    if committed_len == expected:
+        return []
+    values: tuple[Values, Values] = {"committed_len": expected}, {"committed_len": committed_len}
+    hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
+    return [replace(hit, expected=values[0], found=values[1])]
+
+
 def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:
     """By node the bits of itself and its ancestors, counted within its tree."""
     lineages: list[int] = []

@@ -97,7 +97,12 @@ class Assembly:
         if self.split is not None:
             self.split.serve(self.pools["target"], self.streams, self.canary)
         self.results = Results(
-            self.streams, self.canary, lag=self.lag, max_bs=sizes.num_rows, max_accept=sizes.max_accept
+            self.streams,
+            self.canary,
+            lag=self.lag,
+            max_bs=sizes.num_rows,
+            max_accept=sizes.max_accept,
+            max_nodes=0 if head is None else config.most_nodes,
         )
         self.memory = KVMemory(
             self.allocator,

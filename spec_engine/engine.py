@@ -252,8 +252,7 @@ class Engine(Intake):
         """Let the host hear of all steps but the last ``lag``: tokens leave into ``events``, requests end."""
         while len(self._pending) > lag:
             result = self.results.hear(self._pending.popleft())
-            if result.flight is not None:
-                self.runner.doomed = result.doomed
+            self.runner.heard(result)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             doomed = [request for request in self.running if request.request_id in result.doomed]

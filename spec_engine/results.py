@@ -15,9 +15,11 @@ from torch import Tensor
 from spec_engine.acceptance.walk import Acceptance
 from spec_engine.runner import Part, StepResult
 from spec_engine.streams import Event, Staging, StagingRing, Streams
+from spec_engine.verify import check_tree
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
+    from spec_engine.drafting.tree import Tree
 
 STREAM = "results"
 
@@ -29,27 +31,35 @@ class Landing:
     result: StepResult
     event: Event | None
     staging: Staging | None = None
+    num_columns: int = 0
 
 
 class Results:
-    """``max_bs`` requests a step, each with ``max_accept`` tokens at most: [max_bs, 1 + max_accept], counts first."""
+    """``max_bs`` requests a step, each with ``max_accept`` tokens of trees of ``max_nodes`` at most; see `told_of`."""
 
     def __init__(
-        self, streams: Streams, canary: CanaryManager | None, *, lag: int, max_bs: int, max_accept: int
+        self,
+        streams: Streams,
+        canary: CanaryManager | None,
+        *,
+        lag: int,
+        max_bs: int,
+        max_accept: int,
+        max_nodes: int = 0,
     ) -> None:
         self._streams, self._canary = streams, canary
-        shape = (max_bs, 1 + max_accept)
+        shape = (max_bs, 1 + 2 * (max_accept + max_nodes))
         self._ring = StagingRing(streams, STREAM, lag + 2, shape, torch.int64) if lag else None
 
     def send(self, result: StepResult) -> Landing:
         """The step is launched, and so is the copy of what it says."""
         if self._ring is None or result.accepted is None:
             return Landing(result, self._streams.launched())
-        staging, told = self._ring.take(), told_of(result.accepted)
+        staging, told = self._ring.take(), told_of(result.accepted, result.drafted)
         target = staging.tensor[: told.shape[0], : told.shape[1]]
         side = self._streams.behind_main(STREAM)
         staging.event = side.submit("results", lambda: target.copy_(told, non_blocking=True), writes=staging.planned)
-        return Landing(result, staging.event, staging)
+        return Landing(result, staging.event, staging, told.shape[1])
 
     def hear(self, landing: Landing) -> StepResult:
         """What the step says, once it is there and the canary has judged it.
@@ -63,23 +73,38 @@ class Results:
             self._streams.host.use("results", landing.staging.planned, requests=speaking)
             doomed = doomed if self._canary is None else self._canary.judge_copies()
             self._ring.check(landing.staging)
-            rows = iter(landing.staging.tensor[: len(speaking)].tolist())
-            parts = tuple(_told(part, next(rows)) if part.tokens else part for part in parts)
+            rows = iter(landing.staging.tensor[: len(speaking), : landing.num_columns].tolist())
+            drafted = result.drafted
+            parts = tuple(_told(part, next(rows), drafted) if part.tokens else part for part in parts)
         if self._canary is not None and result.flight is not None:
             doomed |= self._canary.hear(result.flight)
         if self._canary is not None and not result.is_heard:
             for part in parts:
                 if part.request.finish_reason is None and part.request.request_id not in doomed:
                     self._canary.append(part.request.request_id, part.tokens)
+                    if result.drafted is not None:
+                        self._canary.commit(part.request.request_id, part.committed_len)
         return replace(result, parts=parts, doomed=result.doomed | doomed, is_heard=True)
 
 
-def told_of(accepted: Acceptance) -> Tensor:
-    """``[bs, 1 + places] int64``: how many tokens each request has, then the tokens, then padding."""
-    return torch.cat((accepted.lens[:, None], accepted.tokens), 1)
+def told_of(accepted: Acceptance, drafted: Tree | None = None) -> Tensor:
+    """``[bs, columns] int64``: how many tokens each request has, then the tokens, then padding.
+
+    Of trees that the host has not heard of, behind them: the accepted nodes, then token and parent of every node.
+    """
+    columns = [accepted.lens[:, None], accepted.tokens]
+    if drafted is not None:
+        columns += [accepted.nodes, drafted.tokens, drafted.parents]
+    return torch.cat(columns, 1)
 
 
-def _told(part: Part, row: list[int]) -> Part:
-    """The part with the tokens of its row in the buffer."""
-    count, *tokens = row
-    return replace(part, tokens=tokens[:count])
+def _told(part: Part, row: list[int], drafted: Tree | None) -> Part:
+    """The part with what its row in the buffer says. TreeShapeError for a tree that is none, or no path of it."""
+    count, *told = row
+    if drafted is None:
+        return replace(part, tokens=told[:count])
+    num_nodes = drafted.tokens.shape[1]
+    places = len(told) // 2 - num_nodes
+    tokens, nodes, proposed = told[:places], told[places : 2 * places], told[2 * places :]
+    check_tree(part.request.request_id, proposed[num_nodes:], proposed[:num_nodes], nodes[:count])
+    return replace(part, committed_len=part.request.committed_len + count, tokens=tokens[:count])

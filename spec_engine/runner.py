@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 class Part:
     """One request's share of a step: [0, committed_len) is final, ``tokens`` are new, the last of them the bonus.
 
-    A token that the device has not told yet is NO_TOKEN, until the landing of the step says what it is.
+    A token that the device has not told yet is NO_TOKEN, until the landing of the step says what it is. Where it has
+    not told how many they are there is one, and the length is the one that the host knew before.
     logprobs: those of ``tokens``, where the request asks for them.
     """
 
@@ -67,6 +68,7 @@ class StepResult:
     num_steps: T of a decode step, where it may change.
     flight: what the canary has still to judge of it, before a token leaves; None: nothing.
     is_heard: whether the host knows its tokens; else each is NO_TOKEN in the parts, and was not told to the canary.
+    drafted: trees of a step of which the host knows not even how many tokens there are; None: it knows that.
     """
 
     is_decode: bool
@@ -76,6 +78,7 @@ class StepResult:
     num_steps: int | None = None
     flight: Flight | None = None
     is_heard: bool = True
+    drafted: Tree | None = None
 
 
 class Runner:
@@ -107,6 +110,11 @@ class Runner:
     def runs_ahead(self, requests: Sequence[Request]) -> bool:
         """Whether a decode step of these can be launched while the host has not heard the tokens of the last one."""
         return False
+
+    def heard(self, result: StepResult) -> None:
+        """The host knows now what this step has done."""
+        if result.flight is not None:
+            self.doomed = result.doomed
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""

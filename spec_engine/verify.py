@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcanary.invariants import check_parents, check_path, check_siblings
+from kvcanary.invariants import check_accepted, check_parents, check_path, check_siblings
 from spec_engine.acceptance.walk import Acceptance
 from spec_engine.drafting.tree import Tree
 
@@ -30,7 +30,13 @@ def to_host(tree: Tree, accepted: Acceptance, requests: Sequence[str] = ()) -> l
     names = requests or [f"request {b} of the batch" for b in range(len(parents))]
     paths = [Accepted(*path) for path in accepted.to_lists()]
     for name, own, proposed, path in zip(names, parents, tokens, paths, strict=True):
-        check_parents(name, own)
-        check_siblings(name, own, proposed)
-        check_path(name, path.nodes, own)
+        check_tree(name, own, proposed, path.nodes)
     return paths
+
+
+def check_tree(request: str, parents: Sequence[int], tokens: Sequence[int], nodes: Sequence[int]) -> None:
+    """TreeShapeError where parents and tokens of all nodes make no tree, and where ``nodes`` are no path of it."""
+    check_accepted(nodes, len(parents))
+    check_parents(request, parents)
+    check_siblings(request, parents, tokens)
+    check_path(request, nodes, parents)

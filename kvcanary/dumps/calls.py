@@ -87,10 +87,10 @@ CALLS: dict[str, dict[str, str]] = {
         "again": "ints",
         "strays": "ints",
         "padding": "ints",
+        "accepted": "tokens?",
     },
     "depart": {"step": "int"},
     "hear": {"step": "int"},
-    "overhear": {},
     "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
 }
 #: Events that are model calls: eager, and captured.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,8 +12,11 @@ from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.dumps.reading import Call
 from kvcanary.dumps.stage import Stage
 from kvcanary.graphs import RowTruth
+from kvcanary.seats import StaticAcceptance, entries_behind
+from kvcanary.state import PoolState
 from kvcanary.static import StaticSubstep
 from kvcanary.views import ReadPlan, WritePlan
+from kvcanary_kernels.record import chain_host, signed
 
 
 def captured_batch(substep: StaticSubstep, event: Call, read: ReadPlan, write: WritePlan, truth: RowTruth) -> Batch:
@@ -24,7 +29,7 @@ def captured_batch(substep: StaticSubstep, event: Call, read: ReadPlan, write: W
         begin, end = read.indptr[row : row + 2].tolist()
         if 0 <= place < end - begin:
             indices[begin + place] = slot
-    by_row = [torch.tensor(values).repeat_interleave(width) for values in truth]
+    by_row = [torch.tensor(values).repeat_interleave(width) for values in truth[:4]]
     written = torch.as_tensor(read.num_written)
     return Batch(
         read.indptr,
@@ -39,6 +44,28 @@ def captured_batch(substep: StaticSubstep, event: Call, read: ReadPlan, write: W
         truths=by_row[2] if substep.forward.truths is not None else None,
         roots=by_row[3] if substep.forward.roots is not None else None,
     )
+
+
+def advanced(truth: RowTruth, pool: PoolState, accepted: Sequence[Sequence[int]]) -> RowTruth:
+    """The same of rows as they are, `accepted` by request: behind what the host knows lies what the last step accepted.
+
+    As the device does it (`StaticTruth`).
+    """
+    lens, truths = list(truth.prefix_lens), list(truth.truths)
+    for number, tokens in enumerate(accepted):
+        count = entries_behind(pool, len(tokens))
+        if truth.unheard[number] and count > 0:
+            chains = chain_host(list(tokens[:count]), lens[number], truths[number], pool.keys)
+            lens[number], truths[number] = lens[number] + count, signed(chains[-1])
+    return truth._replace(prefix_lens=lens, truths=truths)
+
+
+def record_accepted(acceptance: StaticAcceptance, accepted: Sequence[Sequence[int]]) -> None:
+    """What a step has accepted, by request."""
+    rows = torch.zeros(acceptance.size, 1 + acceptance.places, dtype=torch.int64)
+    for row, tokens in zip(rows, accepted, strict=False):
+        row[: 1 + len(tokens)] = torch.tensor([len(tokens), *tokens])
+    acceptance.record(torch.arange(len(rows)), rows[:, 0], rows[:, 1:])
 
 
 def run_captured(stage: Stage, substep: StaticSubstep, event: Call, batch: Batch) -> None:

@@ -142,6 +142,9 @@ class _Reader:
             for one in manifest[key]:
                 self._expect(one["pool"] in names, "what is captured is of no pool")
                 check(one)
+        if manifest.get("seats") is not None:  # which older dumps do not name
+            sizes = [self._int(size, "seats") for size in manifest["seats"]]
+            self._expect(len(sizes) == 2 and all(0 < size < MOST_CAPTURED_ENTRIES for size in sizes), "seats are none")
         for key in ("config", "start", "certificate", "names"):
             self._expect(isinstance(manifest[key], dict), f"{key} is no object")
         for key in ("trigger", "created", "kvcanary", "device", "tokens"):
@@ -240,6 +243,7 @@ class _Reader:
         for queue in line["reads"]:
             self._table(queue, 3)
         self._table(line["growth"], 2)
+        self._table(line.get("unheard", []), 3)  # which older dumps do not name
         return line | {"tokens": self._array(line["tokens"]), "pages": self._array(line["pages"])}
 
     def _event(self, line: dict[str, Any], number: int, manifest: dict[str, Any]) -> Call:
@@ -302,6 +306,11 @@ class _Reader:
         mask = event.get("mask_shape")
         fits &= (mask is None) == (own["nodes"] is None)
         fits &= mask is None or mask.tolist() == [len(event["requests"]), own["nodes"], own["nodes"]]
+        accepted, seats = event.get("accepted"), manifest.get("seats")
+        if accepted is not None:
+            counts = event["counts"]
+            fits &= seats is not None and bool(((counts >= 0) & (counts <= seats[1])).all()) and rows <= seats[0]
+            fits &= int(counts.sum()) == len(accepted)
         self._expect(fits, "a launch does not fit into its captured forward")
         for name in ("strays", "padding"):
             triples = event[name]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.desk import Resources
-from kvcanary.dumps.captured import captured_batch, read_mask, run_captured
+from kvcanary.dumps.captured import advanced, captured_batch, read_mask, record_accepted, run_captured
 from kvcanary.dumps.damaging import Damager
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.dumps.stage import Stage
@@ -83,6 +83,7 @@ class Replayer:
         self._new_puts: deque[_Put] = deque()  # whose numbers the next events tell
         self._tickets: dict[tuple[str, int], Ticket] = {}
         self._flights: dict[int, Flight] = {}
+        self._accepted: dict[str, list[int]] = {}  # by request, in its last captured step
 
     def run(self, until: int | None, code: str | None) -> Outcome:
         outcome = Outcome(self._dump.manifest["first_step"])
@@ -145,9 +146,18 @@ class Replayer:
     def _launch(self, event: Call) -> None:
         self._damage(event)
         read, write = self._plans(event)
-        substep = self._stage.captured[event["number"]]
-        truth = self.manager.launch(substep, event["requests"], event["counts"].tolist(), event["reads"])
+        substep, names, counts = self._stage.captured[event["number"]], event["requests"], event["counts"]
+        acceptance = self._stage.acceptance if "accepted" in event else None
+        if acceptance is None:
+            truth = self.manager.launch(substep, names, counts.tolist(), event["reads"])
+        else:
+            truth = self.manager.launch_accepted(substep, names, event["reads"], acceptance)
+        truth = advanced(truth, substep.pool, [self._accepted.get(name, []) for name in names])
         run_captured(self._stage, substep, event, captured_batch(substep, event, read, write, truth))
+        if acceptance is not None:
+            accepted = [own.tolist() for own in np.split(event["accepted"], counts.cumsum()[:-1])]
+            self._accepted |= dict(zip(names, accepted, strict=True))
+            record_accepted(acceptance, accepted)
 
     def _depart(self, event: Call) -> None:
         self._damage(event)
@@ -162,6 +172,7 @@ class Replayer:
     def _captured_move(self, event: Call) -> None:
         move = self._stage.moves[event["number"]]
         self._move(move.pool, move.pool, event["src"], event["dst"])
+        self._damage(event)
         source, destination = (torch.zeros_like(move.src) for _ in range(2))
         count = len(event["src"])
         source[:count], destination[:count] = _tensor(event["src"]), _tensor(event["dst"])

@@ -23,6 +23,7 @@ from kvcanary.ledger import Judged, Request
 from kvcanary.manager import CanaryManager
 from kvcanary.mirror import no_records
 from kvcanary.poisoning import BUDGETS
+from kvcanary.requests import Unheard
 from kvcanary.state import PoolState
 from kvcanary.static import StaticSubstep
 from kvcanary.stats import Stats
@@ -58,6 +59,7 @@ class Stage:
     """A manager over stand-ins. `is_exact`: rows are as long as the engine's, so that a word has its true place.
 
     captured, moves: forwards and moves over static buffers, as the engine numbered them
+    acceptance: what captured steps accept for all requests of a batch; None: nobody launches before it has heard
     damaged: (pool, slot, layer) of bytes that are not what was stored, `fingerprint_of` it where only that is wrong
     """
 
@@ -83,6 +85,8 @@ class Stage:
         bank = self.manager.bank if dump.manifest["captured"] else None
         self.captured = [] if bank is None else [_captured(bank, one) for one in dump.manifest["captured"]]
         self.moves = [] if bank is None else [bank.add_move(**one) for one in dump.manifest["captured_moves"]]
+        seats = dump.manifest.get("seats")
+        self.acceptance = None if bank is None or seats is None else bank.add_seats(*seats).add_acceptance(seats[0])
         self.manager.arm()
         self._set_the_scene(dump)
         if bank is not None:
@@ -173,6 +177,10 @@ class Stage:
             setattr(request, name, line[name])
         request.growth = [(at, count) for at, count in line["growth"]]
         request.is_damaged = line.get("is_damaged", False)
+        first = len(request.tokens) - sum(count for count, *_ in line.get("unheard", ()))
+        for count, *lens in line.get("unheard", ()):
+            request.unheard.append(Unheard(request.tokens[first : first + count], *lens))
+            first += count
         self._set_looks(request, line)
 
     def _set_looks(self, request: Request, line: dict[str, Any]) -> None:

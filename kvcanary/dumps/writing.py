@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +67,7 @@ class Writer:
         static = source.books.checks.static
         self._captured = [] if static is None else list(static.bank)
         self._moves = [] if static is None else static.bank.moves
+        self._seats = None if static is None else static.bank.seats
         source.recorder.wait_over()
         segments = list(source.recorder.segments)
         self._first = segments[0].checkpoint
@@ -105,7 +107,8 @@ class Writer:
         """Every request of the recording, those of its beginning first."""
         open_ones: dict[str, Admission] = {}
         for request in self._first.requests:
-            open_ones[request.request_id] = Admission(request.roots, request.tokens[: request.num_tokens])
+            heard = request.num_tokens - sum(len(step.tokens) for step in request.unheard)  # of others an event tells
+            open_ones[request.request_id] = Admission(request.roots, request.tokens[:heard])
             yield open_ones[request.request_id]
         for (name, args, kwargs), _ in self._events:
             if name == "admit":
@@ -126,6 +129,8 @@ class Writer:
             forward = _forward_in(name, args)
             if forward is not None:
                 yield from _tokens_of(forward).tolist()
+            if name == "launch":
+                yield from chain.from_iterable(args[0].accepted or ())
         for checkpoint in (self._first, self._now):
             if checkpoint.records is not None:
                 tokens = np.unique(checkpoint.records[:, 0] & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
@@ -173,6 +178,7 @@ class Writer:
             "pools": [shape_of_pool(pool.view) for pool in self._state.pools],
             "captured": [shape_of_forward(substep) for substep in self._captured],
             "captured_moves": [{"pool": move.pool.name, "size": len(move.src)} for move in self._moves],
+            "seats": None if self._seats is None else [len(self._seats.accepted), self._seats.places],
             "seed": self._seed,
             "tokens": "as they are" if self._is_plain else "replaced",
             "content": config.dump_content,
@@ -216,6 +222,7 @@ class Writer:
             "owned_len": request.owned_len,
             "growth": [list(entry) for entry in request.growth],
             "is_damaged": request.is_damaged,
+            "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.unheard],
         }
 
     def _told(self) -> Iterator[dict[str, Any]]:
@@ -257,6 +264,7 @@ class Writer:
             "again": launch.again,
             "strays": launch.strays,
             "padding": launch.padding,
+            "accepted": None if launch.accepted is None else [*chain.from_iterable(launch.accepted)],
         }
 
     def _captured_move(self, move: RecordedMove) -> dict[str, Any] | None:

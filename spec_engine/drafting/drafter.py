@@ -19,7 +19,7 @@ from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
 from spec_engine.drafting.drawn import DrawnDrafts
 from spec_engine.drafting.growing import ancestor_path, grow, row_positions
-from spec_engine.drafting.layout import branch_positions, branch_stride
+from spec_engine.drafting.layout import branch_positions, branch_stride, longest_starts
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
 from spec_engine.hooks import Forwards
@@ -152,8 +152,14 @@ class Drafter:
         return self.head.features(output)
 
     def publish(self, requests: Sequence[Request], lens: Sequence[int]) -> None:
-        """Proposals of these requests lie in the relay, for these committed lengths."""
+        """Proposals of these requests lie in the relay, for these committed lengths, as the host knows them."""
         for request, length in zip(requests, lens, strict=True):
+            self._published[request.row] = request.request_id, length
+
+    def renew(self, request: Request, length: int) -> None:
+        """The host knows a request's committed length of later than when its proposals were published."""
+        published = self._published.get(request.row)
+        if published is not None and published[0] == request.request_id:
             self._published[request.row] = request.request_id, length
 
     def consume(self, batch: Batch) -> None:
@@ -161,16 +167,25 @@ class Drafter:
         for request, length in zip(batch.requests, batch.lens, strict=True):
             check_relay(request.request_id, request.row, length, self._published.pop(request.row, None))
 
-    def check_step(self, requests: Sequence[Request], lens: Sequence[int], num_steps: int, index_width: int) -> None:
+    def check_step(
+        self,
+        requests: Sequence[Request],
+        lens: Sequence[int],
+        num_steps: int,
+        index_width: int,
+        least: Sequence[int] | None = None,
+    ) -> None:
         """Before a step is launched, eager or captured: branches lie in what is owned, indices fit into their buffer.
 
         lens: final entries of each request in the draft pool; index_width: see `draft_index_width`.
+        least: where the host does not know these but that they are ``lens`` at most, and so many at least.
         """
         page_size = self.table.page_size
-        for request, length in zip(requests, lens, strict=True):
-            stride = branch_stride(length % page_size, num_steps, page_size)
+        for request, length, low in zip(requests, lens, lens if least is None else least, strict=True):
             allocated = len(request.pages) * page_size
-            check_branches(request.request_id, length, stride, self.topk, num_steps, allocated)
+            for start in longest_starts(low, length, page_size):
+                stride = branch_stride(start % page_size, num_steps, page_size)
+                check_branches(request.request_id, start, stride, self.topk, num_steps, allocated)
         for step in range(num_steps - 1):
             check_draft_indices(lens, self.topk, step, index_width)
 

@@ -48,3 +48,12 @@ def tail_duplicates(
 def branch_stride(tail_len: Length, num_steps: int, page_size: int) -> Length:
     """Positions from one branch of a request to the next; ``tail_len`` is S % P."""
     return pages_per_branch(tail_len, num_steps, page_size) * page_size
+
+
+def longest_starts(least: int, most: int, page_size: int) -> list[int]:
+    """Committed lengths among [least, most] whose branches may end furthest: the longest, and its page's forerunner.
+
+    Within a page branches lie further apart the longer its tail is, and a new page begins with a short one.
+    """
+    before = most // page_size * page_size - 1
+    return [before, most] if before >= least else [most]

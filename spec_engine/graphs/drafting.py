@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from spec_engine.drafting.chain import new_growth
 from spec_engine.drafting.growing import grow
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.tree import Tree
-from spec_engine.graphs.decision import compact
+from spec_engine.graphs.decision import Moves, compact
 from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward, slots_at
 from spec_engine.graphs.hooks import Hooked, StaticForwards
@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from spec_engine.relay import Relay
 
 
+class Path(NamedTuple):
+    """Accepted paths of all rows of a program, padding's of no node.
+
+    lens: [size], final entries of the draft pool before;  counts: [size]
+    tokens: [size, most], that follow each node;  nodes: [size, most], as they lie in the program's `output`
+    """
+
+    lens: Tensor
+    counts: Tensor
+    tokens: Tensor
+    nodes: Tensor
+
+
 class DraftProgram(StepProgram):
     """T selections with T - 1 draft forwards, the tree, and its verify, for up to ``size`` requests.
 
@@ -47,7 +60,9 @@ class DraftProgram(StepProgram):
         drafts: StaticForwards,
         relay: Relay,
         recorder: Recorder,
+        is_followed: bool,
     ) -> None:
+        """``is_followed``: by an extend in every step that decides, which tells the canary of moves."""
         sizes = {"rows": size, "branches": 1, **dict.fromkeys(SECTIONS, 1)}
         sizes |= target.sections("verify", size) | drafts.sections("draft", size * drafter.topk)
         super().__init__(size, Feed(sizes, drafter.table.table.device), relay)
@@ -55,14 +70,17 @@ class DraftProgram(StepProgram):
         self._table, self._page_size = drafter.table.table, drafter.table.page_size
         self._steps = torch.arange(drafter.num_steps - 1, device=self._table.device)[:, None, None]
         self._slots, self._positions = (self._steps.new_zeros(len(self._steps), size, drafter.topk) for _ in range(2))
+        self._rows = drafts.rows(self._feed, "draft", "branches", drafter.topk)
         self._draft_forwards = [self._make_draft(step) for step in range(drafter.num_steps - 1)]
         nodes, depth = drafter.num_draft_tokens, drafter.num_steps
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
-        self._verify = target.hook(verify, self._feed, "verify", "live")
+        self._verify = target.hook(verify, target.rows(self._feed, "verify", "live"))
         path = (size, depth + 1)
         shapes = {"tokens": (size, nodes), "parents": (size, nodes), "predict": (size, nodes)}
         self._results = Results(shapes | {"nodes": path, "lens": (size,)}, self._table.device)
         self._move = self._target.hook_move(size * (depth + 1)) if self.compacts else None
+        self._is_followed = is_followed
+        self._moved: Moves | None = None
         self._tree: Tree
         self.output: DecoderOutput
         self._run = recorder.record(self._body)
@@ -73,7 +91,7 @@ class DraftProgram(StepProgram):
             "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step
         )
         forward = replace(forward, slots=self._slots[step].view(-1), positions=self._positions[step].view(-1))
-        return self._drafts.hook(forward, self._feed, "draft", "branches")
+        return self._drafts.hook(forward, self._rows)
 
     def __call__(self, batch: Batch, decides: bool) -> Tensor:
         """The hidden states of all nodes, [bs * N, H]; ``decides``: acceptance, moves, the relay's new lengths too."""
@@ -84,9 +102,9 @@ class DraftProgram(StepProgram):
         )
         prefixes = topk * (committed + live * self._drafter.head.ahead)
         reads = [prefixes + branches * (step + 1) for step in range(len(self._draft_forwards))]
-        self._drafts.launch_all(self._draft_forwards, self._feed, batch.ids, [1] * live, reads)
+        self._drafts.launch_all(self._draft_forwards, batch.ids, [1] * live, reads)
         written = live * nodes
-        self._target.launch(self._verify, self._feed, batch.ids, [nodes] * live, reads=committed + written)
+        self._target.launch(self._verify, batch.ids, [nodes] * live, reads=committed + written)
         if self._move is not None and decides:
             self._target.launch_move(self._move)
         self._feed.send()
@@ -105,20 +123,36 @@ class DraftProgram(StepProgram):
         live = self.tree(len(batch))
         return to_host(Tree(found["tokens"], found["parents"], live.depths, live.mask), accepted, batch.ids)
 
+    @property
+    def size_of_path(self) -> int:
+        """Most nodes that a request accepts, which is most tokens that a step gives it."""
+        return min(self._drafter.num_steps + 1, self._drafter.num_draft_tokens)
+
+    def path(self) -> Path:
+        """What the requests have accepted, within a program behind this one."""
+        accepted, size = self._accepted, self.size_of_path
+        rows = torch.arange(self.size, device=self._table.device)
+        counts = torch.where(rows < self._feed["live"], accepted.lens, 0)
+        nodes = accepted.nodes[:, :size] + rows[:, None] * self._drafter.num_draft_tokens
+        return Path(self._lens + self._drafter.head.ahead, counts, accepted.tokens[:, :size], nodes)
+
     def windows(self, live: int) -> Tensor:
         """[live, N] int64: the slots of their nodes."""
         return self._verify.forward.slots.view(self.size, -1)[:live]
 
     def _body(self) -> None:
         rows, lens, bonus = self._load()
+        if self._draft_forwards:
+            self._rows.advance()
+        self._verify.rows.advance()
         self._tree = tree = self._grow(rows, lens + self._drafter.head.ahead, bonus)
         self._judge(rows, lens, tree)
         accepted = self._accept(tree)
         is_decided = self._commit(accepted)
         if self.compacts:
-            moved = compact(self._target.pool, self.windows(self.size), accepted, is_decided)
-            if self._move is not None:
-                self._move.record(*moved)
+            self._moved = compact(self._target.pool, self.windows(self.size), accepted, is_decided)
+            if not self._is_followed:
+                self.record_moves()
         self._results.put(
             tokens=tree.tokens,
             parents=tree.parents,
@@ -127,6 +161,11 @@ class DraftProgram(StepProgram):
             lens=accepted.lens,
         )
         self._target.join()
+
+    def record_moves(self) -> None:
+        """Within a program: records follow the entries that this one has moved."""
+        if self._move is not None and self._moved is not None:
+            self._move.record(*self._moved)
 
     @property
     def compacts(self) -> bool:

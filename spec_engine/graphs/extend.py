@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spec_engine.graphs.drafting import Path
 from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward, slots_at
 from spec_engine.graphs.hooks import StaticForwards
@@ -22,21 +23,39 @@ if TYPE_CHECKING:
 class ExtendProgram:
     """The draft's forward over accepted pairs of up to ``size`` requests, min(T + 1, N) each at most.
 
-    Rows are as long as ``counts`` on the device says; behind the last entry of the last row all is padding.
+    Rows are as long as ``counts`` on the device says; behind the last entry of the last row all is padding. What was
+    accepted the host says, or it lies on the device, where the step before has decided.
     """
 
     def __init__(
-        self, size: int, drafter: Drafter, drafts: StaticForwards, verified: DraftProgram, recorder: Recorder
+        self,
+        size: int,
+        drafter: Drafter,
+        drafts: StaticForwards,
+        verified: DraftProgram,
+        recorder: Recorder,
+        follows: bool,
     ) -> None:
-        """``verified``: the program whose nodes are accepted."""
-        self._drafter, self._drafts, self._verified = drafter, drafts, verified
+        """``verified``: the program whose nodes are accepted; ``follows``: whether `follow` is asked for."""
+        self._drafter, self._drafts, self._verified, self._follows = drafter, drafts, verified, follows
         self._table, self._size = drafter.table.table, size
-        self._width = width = min(drafter.num_steps + 1, drafter.num_draft_tokens)
-        sizes = {"rows": size, "live": 1, "lens": size, "counts": size, "tokens": size * width, "nodes": size * width}
-        self._feed = Feed(sizes | drafts.sections("extend", size), self._table.device)
+        self._width = width = verified.size_of_path
+        sizes = {"rows": size, "live": 1, "decided": 1, "lens": size, "counts": size}
+        sizes |= {"tokens": size * width, "nodes": size * width} | drafts.sections("extend", size)
+        self._feed = Feed(sizes, self._table.device)
         forward = StaticForward.allocate("extend", 0, self._table, requests=size, new=width)
-        self._hooked = drafts.hook(forward, self._feed, "extend", "live")
+        self._hooked = drafts.hook(forward, drafts.rows(self._feed, "extend", "live"))
+        self._acceptance = None if drafts.seats is None else drafts.seats.add_acceptance(size)
         self._run = recorder.record(self._body)
+
+    def follow(self, batch: Batch) -> None:
+        """Extend all requests of the batch by what the step before has accepted, of which the host has not heard."""
+        rows, live = [request.row for request in batch.requests], len(batch)
+        self._feed.set(rows=rows, live=[live], decided=[1])
+        reads = sum(batch.lens) + live * self._drafter.head.ahead
+        self._drafts.launch_accepted(self._hooked, batch.ids, reads, self._acceptance)
+        self._feed.send()
+        self._run()
 
     def __call__(self, batch: Batch, accepted: Sequence[Accepted], going: Sequence[int]) -> None:
         """Extend the requests ``going`` of the batch by what was accepted of their trees."""
@@ -49,15 +68,21 @@ class ExtendProgram:
         lens = [batch.lens[b] + self._drafter.head.ahead for b in going]
         counts = [len(accepted[b].tokens) for b in going]
         rows = [batch.requests[b].row for b in going]
-        self._feed.set(rows=rows, live=[len(going)], lens=lens, counts=counts, tokens=tokens, nodes=nodes)
+        told = {"rows": rows, "live": [len(going)], "decided": [0]}
+        self._feed.set(**told, lens=lens, counts=counts, tokens=tokens, nodes=nodes)
         ids = [batch.ids[b] for b in going]
-        self._drafts.launch(self._hooked, self._feed, ids, counts, reads=sum(lens) + sum(counts))
+        self._drafts.launch(self._hooked, ids, counts, reads=sum(lens) + sum(counts))
         self._feed.send()
         self._run()
 
     def _body(self) -> None:
-        feed, forward, drafter = self._feed, self._hooked.forward, self._drafter
-        rows, lens, counts = feed["rows"], feed["lens"], feed["counts"]
+        forward, drafter, rows = self._hooked.forward, self._drafter, self._feed["rows"]
+        self._hooked.rows.advance()
+        if self._follows:
+            self._verified.record_moves()
+        lens, counts, tokens, nodes = path = self._path()
+        if self._acceptance is not None:
+            self._acceptance.record(rows, path.counts, path.tokens.view(self._size, -1))
         ends = forward.bounds[1:]
         torch.cumsum(counts, 0, out=ends)
         entries = torch.arange(forward.slots.numel(), device=rows.device)
@@ -67,12 +92,20 @@ class ExtendProgram:
         flat = row * self._width + nth.clamp(0, self._width - 1)
         columns = torch.arange(self._width, device=rows.device)
         tails = slots_at(self._table, rows[:, None], lens[:, None] + columns)
-        forward.tokens.copy_(torch.where(is_live, feed["tokens"][flat], 0))
+        forward.tokens.copy_(torch.where(is_live, tokens.flatten()[flat], 0))
         forward.positions.copy_(torch.where(is_live, lens[row] + nth, 0))
         forward.slots.copy_(torch.where(is_live, tails.flatten()[flat], 0))
         forward.read(self._table, rows, lens, tails, self._drafts.pool.num_slots, counts)
-        features = drafter.features(self._verified.output, torch.where(is_live, feed["nodes"][flat], 0))
+        features = drafter.features(self._verified.output, torch.where(is_live, nodes.flatten()[flat], 0))
         with self._drafts.open(self._hooked) as attention:
             hidden = drafter.head(forward.tokens, features, forward.positions, attention)
         drafter.propose_from(rows, hidden[(ends - 1).clamp_min(0)], counts > 0)
         self._drafts.join()
+
+    def _path(self) -> Path:
+        feed, shape = self._feed, (self._size, self._width)
+        told = Path(feed["lens"], feed["counts"], feed["tokens"].view(shape), feed["nodes"].view(shape))
+        if not self._follows:
+            return told
+        is_decided = feed["decided"].bool()
+        return Path(*(torch.where(is_decided, *both) for both in zip(self._verified.path(), told, strict=True)))

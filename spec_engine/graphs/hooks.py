@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,8 @@ from spec_engine.models.decoder import KVAccess
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
     from kvcanary.captured_move import StaticMove
+    from kvcanary.graphs import RowTruth
+    from kvcanary.seats import Seats, StaticAcceptance, StaticTruth
     from kvcanary.static import StaticSubstep
 
 TRUTH = (
@@ -29,40 +31,86 @@ TRUTH = (
     "truths",
     "roots",
 )  # sections of a feed that a watched forward needs, by row
+UNHEARD = "unheard"  # one more, where the host may launch a step before it has heard of the last one
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a program's forwards, and what the host says of them.
+
+    name: of their sections in the feed;  live: the section that says how many are no padding
+    width: rows a request;  truth: where they go on by what the host has not heard of; None: the host knows them
+    """
+
+    feed: Feed
+    name: str
+    live: str
+    width: int
+    truth: StaticTruth | None
+
+    def section(self, part: str) -> Tensor:
+        return self.feed[f"{self.name}_{part}"]
+
+    def set(self, truth: RowTruth) -> None:
+        """What the canary knows of the rows that are live next, by request."""
+        parts = TRUTH if self.truth is None else (*TRUTH, UNHEARD)
+        for part, values in zip(parts, truth, strict=False):
+            rows = values if self.width == 1 else [value for value in values for _ in range(self.width)]
+            self.feed.set(**{f"{self.name}_{part}": rows})
+
+    def advance(self) -> None:
+        """Within a program, before it opens forwards of these rows."""
+        if self.truth is not None:
+            self.truth.advance()
 
 
 @dataclass(frozen=True, eq=False)
 class Hooked:
-    """A static forward with its hooks; name: of its sections in the feed; workspace: of its attention on a GPU.
+    """A static forward of these rows with its hooks; workspace: of its attention on a GPU.
 
     out: [n, heads, head_dim], what a layer's attention gives; padding that no row writes keeps what lies there, finite.
     """
 
     forward: StaticForward
+    rows: Rows
     out: Tensor
     workspace: Tensor | None
     substep: StaticSubstep | None
-    name: str
 
 
 class StaticForwards:
-    """Opens static forwards over one pool; ``num_heads`` are the query heads of the model that owns it."""
+    """Opens static forwards over one pool; ``num_heads`` are the query heads of the model that owns it.
 
-    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None) -> None:
-        self.pool, self.num_heads, self.canary = pool, num_heads, canary
+    seats: what steps accept, by row of the request table, where a host may be behind that; else None
+    """
+
+    def __init__(self, pool: KVPool, num_heads: int, canary: CanaryManager | None, seats: Seats | None = None) -> None:
+        self.pool, self.num_heads, self.canary, self.seats = pool, num_heads, canary, seats
 
     def sections(self, name: str, rows: int) -> dict[str, int]:
         """What a feed must hold for forwards of so many rows."""
-        return {} if self.canary is None else {f"{name}_{part}": rows for part in TRUTH}
+        if self.canary is None:
+            return {}
+        return {f"{name}_{part}": rows for part in (TRUTH if self.seats is None else (*TRUTH, UNHEARD))}
 
-    def hook(self, forward: StaticForward, feed: Feed, name: str, live: str) -> Hooked:
-        """The forward with its hooks over sections ``name`` of the feed; ``live``: the section with its live rows."""
+    def rows(self, feed: Feed, name: str, live: str, width: int = 1) -> Rows:
+        """Rows of the requests in the feed's ``rows``, with sections ``name``."""
+        rows = Rows(feed, name, live, width, None)
+        if self.canary is None or self.seats is None:
+            return rows
+        known = (rows.section(part) for part in (UNHEARD, "prefix_lens", "truths"))
+        return replace(rows, truth=self.canary.bank.add_truth(self.pool.name, feed["rows"], *known))
+
+    def hook(self, forward: StaticForward, rows: Rows) -> Hooked:
+        """The forward with its hooks."""
         kv, workspace = self.pool.kv, self._workspace(forward)
         shape = (forward.slots.numel(), self.num_heads, kv.shape[-1])
         out = torch.zeros(shape, dtype=self.pool.dtype, device=kv.device)
         if self.canary is None:
-            return Hooked(forward, out, workspace, None, name)
-        uids, prefix_lens, truths, roots = (feed[f"{name}_{part}"] for part in TRUTH)
+            return Hooked(forward, rows, out, workspace, None)
+        uids, prefix_lens, truths, roots = (rows.section(part) for part in TRUTH)
+        if rows.truth is not None:
+            prefix_lens, truths = rows.truth.prefix_lens, rows.truth.truths
         plan = ForwardPlan(
             as_table(forward.indices),
             forward.indptr[:-1],
@@ -75,7 +123,7 @@ class StaticForwards:
             prefix_lens,
             truths,
             uids,
-            feed[live],
+            rows.feed[rows.live],
             forward.ancestors,
             roots,
         )
@@ -88,7 +136,7 @@ class StaticForwards:
             max_depth=forward.depth,
             tree_mask=forward.tree_mask,
         )
-        return Hooked(forward, out, workspace, substep, name)
+        return Hooked(forward, rows, out, workspace, substep)
 
     def _workspace(self, forward: StaticForward) -> Tensor | None:
         kv, device = self.pool.kv, self.pool.kv.device
@@ -104,26 +152,24 @@ class StaticForwards:
             device=device,
         )
 
-    def launch(self, hooked: Hooked, feed: Feed, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
+    def launch(self, hooked: Hooked, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
         """Tell the canary that the forward runs next, and the feed what the canary knows of its rows."""
-        self.launch_all([hooked], feed, requests, written, [reads])
+        self.launch_all([hooked], requests, written, [reads])
 
     def launch_all(
-        self,
-        hooked: Sequence[Hooked],
-        feed: Feed,
-        requests: Sequence[str],
-        written: Sequence[int],
-        reads: Sequence[int],
+        self, hooked: Sequence[Hooked], requests: Sequence[str], written: Sequence[int], reads: Sequence[int]
     ) -> None:
-        """The same for forwards over the same sections that run one behind the other, with what each reads."""
+        """The same for forwards of the same rows that run one behind the other, with what each reads."""
         substeps = [one.substep for one in hooked if one.substep is not None]
-        if self.canary is None or not substeps:
-            return
-        truth = self.canary.launch_all(substeps, requests, written, reads)
-        name, width = hooked[0].name, hooked[0].forward.width
-        for part, values in zip(TRUTH, truth, strict=True):
-            feed.set(**{f"{name}_{part}": values if width == 1 else [one for one in values for _ in range(width)]})
+        if self.canary is not None and substeps:
+            hooked[0].rows.set(self.canary.launch_all(substeps, requests, written, reads))
+
+    def launch_accepted(
+        self, hooked: Hooked, requests: Sequence[str], reads: int, acceptance: StaticAcceptance | None
+    ) -> None:
+        """The same for a forward that writes what the step before it has accepted, as ``acceptance`` records it."""
+        if self.canary is not None and hooked.substep is not None and acceptance is not None:
+            hooked.rows.set(self.canary.launch_accepted(hooked.substep, requests, reads, acceptance))
 
     def hook_move(self, size: int) -> StaticMove | None:
         """What tells the canary of moves of at most ``size`` entries; None without one."""

@@ -23,6 +23,7 @@ from spec_engine.runner import Part, Runner, StepResult, Verified
 from spec_engine.verify import Accepted
 
 if TYPE_CHECKING:
+    from kvcanary.seats import Seats
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
     from spec_engine.request import Request
@@ -40,23 +41,44 @@ class GraphRunner(Runner):
     """Runs the smallest bucket that holds a batch; one that no bucket holds runs as without graphs.
 
     Where every request takes its likeliest token the program decides by itself, and the host reads what it did; else
-    acceptance runs behind it as it does without graphs. A host that lags hears what the canary found in such a step
-    behind the next launch; without drafts, whose lengths it knows beforehand, its tokens too.
+    acceptance runs behind it as it does without graphs. A host that lags hears of such a step, its tokens and what the
+    canary found in it, behind the next launch.
     """
 
     def record(self, buckets: Sequence[int]) -> None:
         """Make the programs of these batch sizes, ascending; before the canary is armed."""
-        self._lens: dict[int, int] = {}  # by row, the committed length that the relay holds
+        self._lens: dict[int, int] = {}  # by row, the committed length that the host knows
+        self._unheard: dict[int, int] = {}  # by row, steps behind it of which the host has not heard
         self._bucket: Bucket | None = None  # in which the current step runs
         self._decides = False  # whether its program does
         recorder = Recorder(self.device)
-        target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary)
+        seats = self._add_seats(self.drafter)
+        target = StaticForwards(self.forwards.pool, self.forwards.num_heads, self.canary, seats)
         self._buckets = [self._make_bucket(size, target, recorder) for size in buckets]
+
+    def _add_seats(self, drafter: Drafter | None) -> Seats | None:
+        """Where a canary keeps what steps accept, if the host goes ahead of that."""
+        if self.canary is None or drafter is None or not self.lag:
+            return None
+        places = min(drafter.num_steps + 1, drafter.num_draft_tokens)
+        return self.canary.bank.add_seats(len(self.table.table), places)
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
         super().begin(row, committed_len)
-        self._lens[row] = committed_len
+        self._lens[row], self._unheard[row] = committed_len, 0
+
+    def heard(self, result: StepResult) -> None:
+        """The host knows now what this step has done."""
+        super().heard(result)
+        if self.drafter is None or result.drafted is None:
+            return
+        for part in result.parts:
+            request = part.request
+            if request.finish_reason is None:
+                self._lens[request.row] = part.committed_len
+                self._unheard[request.row] -= 1
+                self.drafter.renew(request, part.committed_len)
 
     def prefill(self, chunks: Sequence[Chunk]) -> StepResult:
         """Forward prompt chunks, as without graphs."""
@@ -71,9 +93,10 @@ class GraphRunner(Runner):
         drafter = self.drafter
         if drafter is None:
             return Bucket(DecodeProgram(size, self.model, target, self.table, self.relay, recorder))
-        drafts = StaticForwards(drafter.forwards.pool, drafter.forwards.num_heads, self.canary)
-        step = DraftProgram(size, self.model, target, drafter, drafts, self.relay, recorder)
-        return Bucket(step, ExtendProgram(size, drafter, drafts, step, recorder))
+        drafts = StaticForwards(drafter.forwards.pool, drafter.forwards.num_heads, self.canary, target.seats)
+        follows = self.lag > 0
+        step = DraftProgram(size, self.model, target, drafter, drafts, self.relay, recorder, follows)
+        return Bucket(step, ExtendProgram(size, drafter, drafts, step, recorder, follows))
 
     # a step, in the order of its run
 
@@ -97,8 +120,6 @@ class GraphRunner(Runner):
         """A host that lags hears of the step later: this is what it knows now."""
         if self.canary is None or not self._decides or not self.lag:
             return super()._judge()
-        if self.drafter is not None:  # the host waits for this step: it hears of the one before in the meantime
-            self.canary.overhear()
         self._flight = self.canary.depart()
         return self.doomed
 
@@ -114,6 +135,20 @@ class GraphRunner(Runner):
             for request_id, length in zip(batch.ids, lens, strict=True):
                 self.canary.commit(request_id, length)
         return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False)
+
+    def _draft_step(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> StepResult:
+        """A host that lags only launches the step and its extend: the device knows what was accepted."""
+        bucket = self._bucket
+        if bucket is None or bucket.extend is None or not self._decides or not self.lag:
+            return super()._draft_step(batch, drafter, num_steps)
+        tree = self._verified(batch, drafter, num_steps).tree
+        bucket.extend.follow(batch)
+        doomed, accepted = self._judge(), bucket.step.accepted(len(batch))
+        drafter.publish(batch.requests, batch.lens)
+        for request in batch.requests:
+            self._unheard[request.row] += 1
+        parts = tuple(Part(*own, [NO_TOKEN]) for own in zip(batch.requests, batch.lens, strict=True))
+        return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False, drafted=tree)
 
     def _decoded(self, batch: Batch) -> Tensor:
         if self._bucket is None:
@@ -162,10 +197,13 @@ class GraphRunner(Runner):
         drafter.publish([batch.requests[b] for b in going], lens)
 
     def _check(self, batch: Batch, drafter: Drafter, size: int) -> None:
-        """What the host knows of the step's slots before they are used."""
-        page_size = self.table.page_size
-        for request, length in zip(batch.requests, batch.lens, strict=True):
+        """What the host knows of the step's slots before they are used: however much the last one has accepted."""
+        page_size, most = self.table.page_size, min(drafter.num_steps + 1, drafter.num_draft_tokens)
+        unheard = [self._unheard[request.row] for request in batch.requests]
+        lens = [length + most * steps for length, steps in zip(batch.lens, unheard, strict=True)]
+        for request, length in zip(batch.requests, lens, strict=True):
             check_window(request.request_id, length, drafter.num_draft_tokens, len(request.pages) * page_size)
-        lens = [length + drafter.head.ahead for length in batch.lens]
         width = draft_index_width(size, drafter.topk, self.table.width)
-        drafter.check_step(batch.requests, lens, drafter.num_steps, width)
+        ahead = drafter.head.ahead
+        least = [length + steps + ahead for length, steps in zip(batch.lens, unheard, strict=True)]
+        drafter.check_step(batch.requests, [length + ahead for length in lens], drafter.num_steps, width, least)

@@ -52,9 +52,10 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         canary.admit("only", [50])
         canary.on_alloc("only", [1])
         canary.begin_step(1)
-        truth = canary.launch(substep, ["only"], [2], 2)
+        truth = canary.launch(substep, ["only"], [2], 2)._asdict()
+        del truth["unheard"]
         ints = {"indptr": [0, 2], "indices": [4, 5], "bounds": [0, 2], "slots": [4, 5], "tokens": [50, 51]}
-        ints |= {"positions": [0, 1], "parents": [-1, 0], **truth._asdict()}
+        ints |= {"positions": [0, 1], "parents": [-1, 0], **truth}
         buffers.fill(Batch(**{name: torch.tensor(values) for name, values in ints.items()}))
         substep.open()
         substep.store(0, *torch.ones(2, 4, 1, 4))
@@ -191,6 +192,34 @@ def test_captured_forwards_have_bounds(captured, tmp_path, changes, words):
     own = json.loads(members(captured)["manifest.json"])["captured"]
     wrong = changes.get("captured", [own[0] | changes])
     assert words in refusal(changed(captured, tmp_path / "captured", captured=wrong))
+
+
+@pytest.mark.parametrize(
+    ("seats", "num_accepted", "words"),
+    [
+        ([0, 3], None, "seats are none"),
+        ([4, 1 << 40], None, "seats are none"),
+        ([4, 3, 1], None, "seats are none"),
+        ([4, 3], 2, None),
+        (None, 2, "a launch does not fit into its captured forward"),
+        ([4, 1], 2, "a launch does not fit into its captured forward"),
+        ([4, 3], 1, "a launch does not fit into its captured forward"),
+    ],
+)
+def test_what_was_accepted_has_bounds(captured, tmp_path, seats, num_accepted, words):
+    """As many tokens as are counted, two here, and no more a request than there are places."""
+    parts = members(captured)
+    manifest = json.loads(parts["manifest.json"]) | {"seats": seats}
+    events = [json.loads(line) for line in parts["events.jsonl"].splitlines()]
+    if num_accepted is not None:
+        (launch,) = [event for event in events if event["call"] == "launch"]
+        launch["accepted"] = [launch["plan"][0], num_accepted]
+    lines = b"".join(json.dumps(event).encode() + b"\n" for event in events)
+    path = packed(tmp_path / "seats", parts | {"manifest.json": json.dumps(manifest).encode(), "events.jsonl": lines})
+    if words is not None:
+        assert words in refusal(path)
+    else:
+        assert "accepted" in next(event for event in read_dump(path).events if event["call"] == "launch")
 
 
 def test_a_captured_dump_is_read_and_replayed(captured):

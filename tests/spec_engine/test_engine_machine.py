@@ -69,15 +69,16 @@ def texts() -> list[KnownText]:
     return known
 
 
-def make_engine(shape: Shape, schedule: str, room: int) -> Engine:
+def make_engine(shape: Shape, schedule: str, room: int, **settings: object) -> Engine:
     """A pool that holds the longest request and ``room`` eighths more; admission counts with prompts alone."""
     page_size, topk, num_steps, num_nodes, is_second, is_split = shape
-    reserve, draft, settings = 1, None, {"draft": "none"}
+    reserve, draft = 1, None
+    settings |= {"draft": "none"}
     if num_steps:
         lag = int(schedule == "overlap")
         reserve = reserve_len(draft_alloc_len(page_size, topk, num_steps, num_nodes), num_steps + 1, lag)
         draft = KnownDraft(model(), texts(), lambda *place: 1 + hash(place) % (num_steps + 1), is_second=is_second)
-        settings = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
+        settings |= {"draft": "auto", "topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
     longest = pages_for(max(PROMPT_LENS) + MOST_NEW, reserve, page_size)
     pages = longest * (8 + room) // 8 + 1
     if is_split:
@@ -162,6 +163,19 @@ class Traffic(RuleBasedStateMachine):
         Traffic.num_swaps += 0 if self.engine.split is None else self.engine.split.num_swapped_in
 
 
+class AheadTraffic(Traffic):
+    """The same in captured steps, each launched before the host has heard of the last one."""
+
+    @initialize(shape=st.sampled_from(SHAPES), room=st.integers(0, 5))
+    def begin(self, shape: Shape, room: int) -> None:
+        super().begin(shape, "overlap", room)
+        self.engine = make_engine(shape, "overlap", room, graphs="on", graph_buckets=[2, 4])
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert "truth not known to the host" not in self.engine.canary.certificate()["unchecked"]
+
+
 class SplitTraffic(Traffic):
     """The same where not all that run have room on the device."""
 
@@ -192,9 +206,15 @@ def test_any_order_of_actions_is_clean_where_pages_come_and_go() -> None:
     assert Traffic.num_swaps > 100
 
 
+def test_any_order_of_actions_is_clean_ahead_of_the_host() -> None:
+    """Requests end, are cancelled and retracted with steps of theirs in the air."""
+    run(5, AheadTraffic)
+
+
 @pytest.mark.slow
 def test_any_order_of_actions_is_clean_for_long() -> None:
     """The same 2,000 times, and silence over 10 million slot checks."""
     run(2000)
     assert Traffic.slots_checked >= LEAST_SLOT_CHECKS
     run(200, SplitTraffic)
+    run(200, AheadTraffic)

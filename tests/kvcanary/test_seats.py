@@ -1,0 +1,201 @@
+"""Rows behind a captured step of which the host has not heard: truth on the device, and the books when it is judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError
+from kvcanary.buffers import UNKNOWN, Batch, StaticBuffers
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
+from kvcanary_kernels.record import chain_host, signed
+
+PROMPT, PLACES = [50, 51, 52], 3
+ACCEPTED = [60, 61]
+
+
+class Ahead:
+    """One request with three final entries in a draft's pool; each step's extend writes what a step has accepted."""
+
+    def __init__(self, rig, **settings: object) -> None:
+        self.rig = rig
+        self.canary = CanaryManager(
+            CanaryConfig(seed=7, mode="log", **settings), [replace(rig.pool.view, token_offset=1)]
+        )
+        self.seats = self.canary.bank.add_seats(4, PLACES)
+        self.acceptance = self.seats.add_acceptance(2)
+        self.prefill, self.extend = (
+            self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 24, has_truths=True))
+            for kind in ("prefill", "extend")
+        )
+        self.canary.arm()
+        self.canary.admit("ann", [*PROMPT, 53])
+        self.canary.on_alloc("ann", [1, 2, 3])
+        (self.request,) = self.canary.requests_of(["ann"])
+        self.length, self.tokens, self.step = 0, [*PROMPT, 53], 0
+        self.begin()
+        self.canary.launch(self.prefill, ["ann"], [3], 3)
+        self.run(self.prefill, self.tokens[1:])
+        self.canary.check()
+        self.canary.commit("ann", 3)
+
+    def begin(self) -> None:
+        self.step += 1
+        self.canary.begin_step(self.step)
+
+    def run(self, substep, tokens: list[int], truth=None) -> None:
+        """A forward that writes these tokens behind the row, whatever the host knows of it."""
+        end = self.length + len(tokens)
+        is_known = truth is not None and not truth.unheard[0]
+        arrays = {"indptr": [0, end], "indices": range(4, 4 + end), "bounds": [0, len(tokens)]}
+        arrays |= {"slots": range(4 + self.length, 4 + end), "tokens": tokens, "positions": range(self.length, end)}
+        arrays |= {"prefix_lens": truth.prefix_lens if is_known else [UNKNOWN], "uids": [self.request.uid]}
+        arrays |= {"truths": truth.truths if is_known else [0]}
+        substep.buffers.fill(Batch(**{name: torch.tensor(list(values)) for name, values in arrays.items()}))
+        self.rig.body(substep)
+        self.length = end
+
+    def launch(self, accepted: list[int], told: list[int] | None = None, written: int | None = None):
+        """A step that accepts tokens, and the extend that writes their entries."""
+        self.begin()
+        truth = self.canary.launch_accepted(self.extend, ["ann"], self.heard, self.acceptance)
+        self.run(self.extend, [*accepted, 99][: len(accepted) if written is None else written], truth)
+        told = accepted if told is None else told
+        row = torch.tensor([told + [0] * (PLACES - len(told)), [0] * PLACES])
+        self.acceptance.record(torch.tensor([3, 0]), torch.tensor([len(told), 0]), row)
+        self.tokens += accepted
+        return truth
+
+    @property
+    def heard(self) -> int:
+        return self.request.heard_len
+
+    def hear(self, flight, tokens: list[int], length: int) -> list[tuple[str, int]]:
+        """What fired, by code and step, when the engine has heard of a step and says so."""
+        self.canary.hear(flight)
+        self.canary.append("ann", tokens)
+        self.canary.commit("ann", length)
+        self.canary.drain()
+        return [(finding.code, finding.step) for finding in self.canary.findings]
+
+
+@pytest.fixture
+def ahead(make_static):
+    return lambda **settings: Ahead(make_static(), **settings)
+
+
+def test_truth_is_a_checkpoint_behind_which_the_device_goes_on(ahead):
+    """Exact where all was heard; then the last length whose tokens are known, and a word that more lies behind it."""
+    one = ahead()
+    keys, root = one.canary._state.keys, one.request.root(0)
+
+    def truth_of(length: int, unheard: int):
+        return [one.request.uid], [length], [signed(chain_host(one.tokens[1 : 1 + length], 0, root, keys)[-1])], unheard
+
+    first = one.launch(ACCEPTED)
+    assert (*first[:3], first.unheard[0]) == truth_of(3, 0)
+    flight = one.canary.depart()
+    second = one.launch([62])
+    assert (*second[:3], second.unheard[0]) == truth_of(3, 1)
+    assert one.hear(flight, ACCEPTED, 5) == []
+
+
+def test_books_go_on_when_the_step_is_judged(ahead):
+    """By the device's word, in the step's own number; the engine says the same when it has heard."""
+    one = ahead()
+    one.launch(ACCEPTED)
+    flight = one.canary.depart()
+    assert (one.request.committed_len, one.request.unlanded, one.request.tokens) == (3, 1, [*PROMPT, 53])
+    one.canary.drain()
+    told = one.request.committed_len, one.request.heard_len, one.request.unlanded, one.request.tokens
+    assert told == (5, 3, 0, [*PROMPT, 53, *ACCEPTED])
+    assert (one.request.commit_step, one.request.growth[-1]) == (2, (2, 6))
+    assert one.hear(flight, ACCEPTED, 5) == []
+    assert (one.request.committed_len, one.request.heard_len) == (5, 5)
+
+
+def test_a_step_that_landed_early_leaves_the_next_one_exact_truth(ahead):
+    """Somebody needed to know: reads are told by what the engine has heard, truth by what the canary has."""
+    one = ahead()
+    one.launch(ACCEPTED)
+    first = one.canary.depart()
+    one.canary.drain()
+    truth = one.launch([62, 63, 64])
+    assert (truth.prefix_lens, truth.unheard) == ([5], [0])
+    second = one.canary.depart()
+    assert one.hear(first, ACCEPTED, 5) == []
+    assert one.hear(second, [62, 63, 64], 8) == []
+    assert one.canary.certificate()["unchecked"] == {}
+
+
+@pytest.mark.parametrize(("tokens", "length", "codes"), [([60, 61], 6, ["H1"]), ([60, 99], 5, ["R6"])])
+def test_an_engine_that_says_something_else(ahead, tokens, length, codes):
+    """Another length is H1 at once; another token is what the device has to be fed with next."""
+    one = ahead()
+    one.launch(ACCEPTED)
+    one.hear(one.canary.depart(), tokens, length)
+    one.launch([62])
+    one.canary.check()
+    assert [finding.code for finding in one.canary.findings] == codes
+
+
+@pytest.mark.parametrize("written", [1, 3])
+def test_an_extend_that_writes_another_number(ahead, written):
+    """H1, whose numbers are those of what was accepted."""
+    one = ahead()
+    one.launch(ACCEPTED, written=written)
+    one.canary.check()
+    found = [(finding.expected, finding.found) for finding in one.canary.findings if finding.code == "H1"]
+    assert found == [
+        ({"rows": 1, "entries": 2, "reads": 5}, {"rows": 1, "entries": written, "reads": 3 + written}),
+    ]
+
+
+def test_a_forward_that_the_host_judges_hears_first(ahead):
+    """What it must be fed with is known then."""
+    one = ahead()
+    one.launch(ACCEPTED)
+    one.canary.depart()
+    assert one.request.unlanded == 1
+    one.canary.requests_of(["ann"])
+    assert (one.request.unlanded, one.request.committed_len) == (0, 5)
+
+
+def test_pages_go_back_with_a_step_in_the_air(ahead):
+    """It lands first; what the engine never told of it is nobody's."""
+    one = ahead()
+    one.launch(ACCEPTED)
+    flight = one.canary.depart()
+    one.canary.release("ann", 3)
+    one.canary.on_free("ann", [1, 2, 3])
+    one.canary.hear(flight)
+    assert "ann" not in one.canary._ledger.requests
+    assert one.canary.findings == []
+
+
+def test_a_recording_is_followed_through_steps_that_nobody_had_heard_of(ahead, tmp_path):
+    """From its beginning, and from a segment that begins with one in the air."""
+    one, flights = ahead(ring=2), []
+    for number in range(5):
+        one.launch([70 + number])
+        flights.append(one.canary.depart())
+        if len(flights) > 1:
+            assert one.hear(flights.pop(0), [69 + number], 3 + number) == []
+    dump = read_dump(one.canary.dump(tmp_path / "ahead.kvdump"))
+    assert dump.manifest["seats"] == [4, PLACES]
+    assert any(request.get("unheard") for request in dump.now)
+    outcome = replay(dump)
+    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
+
+
+def test_hooks_come_in_their_order(ahead):
+    """Seats before the canary is armed, truth only where there are some."""
+    one = ahead()
+    with pytest.raises(HookOrderError, match=r"add_seats\(\) must come before arm\(\)"):
+        one.canary.bank.add_seats(2, 2)
+    one.canary.bank.seats = None
+    with pytest.raises(HookOrderError, match=r"add_truth\(\) must follow add_seats\(\)"):
+        one.canary.bank.add_truth("target", torch.zeros(1, dtype=torch.int64))
