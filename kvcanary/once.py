@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.arena import ALIGNMENT, Arena
-from kvcanary.buffers import NULL_SLOT, UNKNOWN
+from kvcanary.buffers import NULL_SLOT
 from kvcanary.captures import Replays
 from kvcanary.launches import HEADER, Settings, Shared
 from kvcanary.state import PoolState
@@ -106,7 +106,6 @@ class OnceSubstep(StaticSubstep):
         by_row = truth.uids, truth.prefix_lens, truth.truths, truth.roots
         for told, values in zip(self._told_rows, by_row, strict=True):
             told[:rows] = values
-        self._told_rows[1][rows:] = UNKNOWN
         self._told_live[0] = rows
         self._room.send()
         plans = read.indptr, read.indices, write.slots, write.tokens, write.positions

@@ -301,15 +301,13 @@ def test_a_finding_has_no_token_unless_asked(engine):
     assert replace(shown, expected=silent.expected, found=silent.found) == silent
 
 
-def test_history_has_the_caller_where_the_ledger_noted_it(engine):
+def test_history_has_the_caller_where_the_ledger_noted_it(engine, monkeypatch):
     """Grants and frees name the call site if the event has one."""
     state, ledger = engine.canary._state, engine.canary._ledger
 
     slot = engine.slot("first", 5)
-    ledger.history._events[slot // 4] = [
-        PageEvent("granted", 1, "old"),
-        PageEvent("freed", 3, "old", ("/engine/allocator.py", 42)),
-    ]
+    events = PageEvent("granted", 1, "old"), PageEvent("freed", 3, "old", ("/engine/allocator.py", 42))
+    monkeypatch.setattr(ledger.history, "of", {slot // 4: events}.__getitem__)
     finding = Describer(state, ledger).finding([Hit("R3", state.pools[0], slot, 5, "first", ("verify", 0), 9)], 1)
     assert finding.history == ("granted to 'old' at step 1", "freed by 'old' at step 3 (allocator.py:42)")
 

@@ -110,6 +110,22 @@ def test_nothing_is_left_of_a_longer_forward(prefills):
     assert certificate["slots_sealed"] == certificate["slots_checked"] == 58 + 26 + 48 + 4
 
 
+def test_what_lies_behind_a_forward_is_padding(prefills):
+    """Rows that never fall and name nothing, entries of the null slot, indices that are no slots."""
+    prefills.run([("a", 0, 20), ("b", 0, 20), ("c", 0, 18)])
+    assert prefills.codes() == []
+    prefills.run([("d", 0, 21), ("e", 0, 5)])
+    assert prefills.codes() == []
+    [substep] = prefills.idle
+    plan = substep.forward
+    assert substep.planned == [2, 26, 26]
+    assert plan.bounds.tolist() == [0, 21] + [26] * 15
+    assert plan.row_starts.tolist() == [0, 21] + [26] * 14
+    assert plan.row_ends.tolist() == [21] + [26] * 15
+    assert plan.slots[26:].tolist() == [0] * 38
+    assert plan.table.pages[0, 26:].tolist() == [-1] * 38
+
+
 def test_a_row_that_ends_behind_the_indices_reads_nothing_of_the_last_forward(prefills):
     """The array is as long as it is: what a longer one left in the buffer is no slot."""
     prefills.run([("a", 0, 40)])
