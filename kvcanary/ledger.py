@@ -24,7 +24,7 @@ class Ledger(RowBook):
         """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
         self.quarantined = Quarantine()
-        self._most_ahead = max(role.ahead for role in self._roles)
+        self._ahead = min(role.ahead for role in self._roles)
 
     # private pages
 
@@ -53,7 +53,7 @@ class Ledger(RowBook):
 
     def may_finalise(self, request: Request) -> bool:
         """Whether a page could be final that was not; false after most steps."""
-        return (request.committed_len + self._most_ahead) // self.page_size > request.final_pages
+        return (request.committed_len + self._ahead) // self.page_size > request.final_pages
 
     def finalise(self, request: Request, step: int, committed_len: int | None = None) -> None:
         """Pages that lie wholly in what is final in every pool are not written again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, LifetimeError
@@ -56,6 +57,21 @@ def test_truth_is_the_chain_by_its_definition(seed):
         length = rng.randrange(1, 40)
         assert ledger.truth(request, 0, length) == plain_chain(tokens[:length], ROOTS[0])
         assert ledger.truth(request, 1, length) == plain_chain(tokens[1 : length + 1], ROOTS[1])
+
+
+@pytest.mark.parametrize(("roles", "final"), [([("a", 0)], 0), ([("a", 1, 1)], 1), ([("a", 0), ("b", 1, 1)], 0)])
+def test_a_page_is_final_when_all_pools_have_filled_it(roles, final):
+    """Entries that every pool holds beyond what is committed count, those of some pools do not."""
+    ledger = Ledger(10, 4, 1, KEYS, roles)
+    request = ledger.admit("a", list(range(9)), step=0)
+    ledger.grant("a", [1, 2], step=0)
+    ledger.pages.wrote(np.array([1, 2]))
+    request.row_lens, request.committed_len = [8] * len(roles), 3
+    ledger.finalise(request, step=1)
+    assert request.final_pages == final
+    request.committed_len = 4
+    ledger.finalise(request, step=1)
+    assert request.final_pages == 1
 
 
 def test_truth_follows_appended_tokens():

@@ -19,6 +19,7 @@ from kvcanary import (
     SubstepCanary,
     WritePlan,
 )
+from kvcanary.host import MOST_GEOMETRIES, DensePart, Steps
 from kvcanary.lanes import lanes_of_slots
 
 HEADS, DIM, PROMPT = 2, 4, [11, 12, 13]
@@ -403,12 +404,17 @@ def test_what_the_canary_stores_itself_is_proved(canary):
         "another shape": lambda k, v: (ints(4, 5, 6), k[:, :1], v),
         "gaps within a row": lambda k, v: (ints(4, 5, 6), k, v.transpose(1, 2).contiguous().transpose(1, 2)),
         "slots of another type": lambda k, v: (ints(4, 5, 6).int(), k, v),
+        "fewer values": lambda k, v: (ints(4, 5, 6), k[:2], v[:2]),
+        "values elsewhere": lambda k, v: (ints(4, 5, 6), k.to("meta"), v),
     }.items(),
     ids=lambda item: item[0],
 )
 def test_what_the_loop_does_not_know_is_left_to_the_engine(canary, asked):
     """Where slots or values are not as they were planned nothing is written, and nothing counts as stored."""
-    view = canary._state.by_name["target"].view
+    pool = canary._state.by_name["target"]
+    view, seen = pool.view, values()[:2]
+    geometry = seen.shape, seen.stride(), seen.dtype
+    assert pool.host.steps[*geometry, *geometry, True] is not None  # two entries of another forward
     before = view.k[0].clone(), view.v[0].clone()
     substep = opened(canary)
     k = torch.arange(values().numel(), dtype=values().dtype).view(values().shape)
@@ -416,6 +422,19 @@ def test_what_the_loop_does_not_know_is_left_to_the_engine(canary, asked):
     assert torch.equal(view.k[0], before[0])
     assert torch.equal(view.v[0], before[1])
     substep.store(0, k, k)  # not a second store
+
+
+def test_how_values_lie_is_kept_of_what_was_asked_lately():
+    """Bytes from row to row, None for what no loop can read; never of more kinds than that."""
+    part = DensePart(torch.float16, (2, 4), (4, 1), 2, 4)
+    steps = Steps((part, part))
+    for n in range(2 * MOST_GEOMETRIES + 3):
+        own, gaps = ((n, 2, 4), (8, 4, 1), torch.float16), ((n, 2, 4), (24, 4, 1), torch.float16)
+        assert steps[*own, *gaps, True] == (16, 48)
+        assert len(steps) <= MOST_GEOMETRIES
+    assert steps[*own, *own, False] is None
+    assert steps[*own, *own[:2], torch.float32, True] is None
+    assert Steps((part,))[*own, *own, True] is None
 
 
 def test_a_layer_that_is_stored_twice_is_left_to_the_engine_and_found(canary):

@@ -27,7 +27,7 @@ import torch
 from kvcanary import CanaryManager
 from kvcanary.desk import TicketDesk
 from kvcanary_tools.bench import drafted_step, step
-from kvcanary_tools.bench.common import machine, progress, save
+from kvcanary_tools.bench.common import machine, progress, save, settled
 from kvcanary_tools.bench.gpu import device
 from spec_engine import Engine
 from spec_engine.graphs.hooks import StaticForwards
@@ -122,14 +122,13 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = R
     for name in NAMES:
         progress(f"{drafts} x {size}: prompts, canary {name}")
         engines[name] = _engine(name, size, model, None if drafts == "none" else head, rounds, settings)
-    gc.collect()
-    gc.freeze()  # as `kvcanary serve` does
     off, kept = list[float](), list[Counter[str]]()
     calls = 0.0
-    for _ in range(rounds):
-        off.append(step.timed(engines["off"]))
-        own, calls = _kept(engines["rolling"])
-        kept += own
+    with settled():
+        for _ in range(rounds):
+            off.append(step.timed(engines["off"]))
+            own, calls = _kept(engines["rolling"])
+            kept += own
     row = {
         "drafts": drafts,
         "batch": size,
@@ -138,7 +137,6 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = R
         "calls": round(calls, 1),
     }
     engines.clear()
-    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
     return row | {"percent_of_step": round(100 * row["canary_us"] / row["off_us"], 3)}

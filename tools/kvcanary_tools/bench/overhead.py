@@ -19,6 +19,7 @@ from kvcanary_tools.bench.common import (
     ratios,
     run_pass,
     save,
+    settled,
 )
 from spec_engine import Engine, EngineConfig
 from spec_engine.models.embedded import load_excerpts
@@ -55,9 +56,10 @@ def _one_batch_size(size: int, prompts: list[str]) -> dict:
     }
     run_pass(engines, batches[:1])
     passes = []
-    for number in range(PAIRS):
-        passes.append(run_pass(engines, batches))
-        progress(f"batch {size}, pass {number + 1} of {PAIRS}")
+    with settled():
+        for number in range(PAIRS):
+            passes.append(run_pass(engines, batches))
+            progress(f"batch {size}, pass {number + 1} of {PAIRS}")
     return {
         "batch": size,
         "prefill": ratios(passes, "raise", "off", lambda timing: timing.prefill_seconds),
