@@ -298,6 +298,24 @@ def test_a_worker_that_nobody_hears_ends_by_itself(serve, monkeypatch, tmp_path)
     assert told == [("R9", 1)]
 
 
+@pytest.mark.parametrize(
+    ("backend", "world", "tensor", "heard"),
+    [("uni", 1, 1, [0]), ("mp", 4, 2, [2]), ("mp", 2, 2, [0]), ("ray", 2, 2, [0, 1])],
+)
+def test_which_worker_is_heard(backend: str, world: int, tensor: int, heard: list[int]) -> None:
+    """Of processes that vLLM starts by itself the first of the last pipeline stage; elsewhere each."""
+    from kvcanary.adapters.vllm.worker import is_heard
+
+    parallel = SimpleNamespace(
+        distributed_executor_backend=backend,
+        world_size=world,
+        tensor_parallel_size=tensor,
+        prefill_context_parallel_size=1,
+    )
+    workers = [SimpleNamespace(rank=n, vllm_config=SimpleNamespace(parallel_config=parallel)) for n in range(world)]
+    assert [worker.rank for worker in workers if is_heard(worker)] == heard
+
+
 @pytest.mark.parametrize("struck", [[1], [0, 1]])
 def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypatch, tmp_path, struck) -> None:
     """A bit of a cached block in one worker or in both: the request that finds the block names those ranks."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-OURS = ("_advance_kernel", "_walk_kernel", "_reread_kernel", "_take_lanes_kernel")
+OURS = ("_fetch_kernel", "_keep_kernel", "_advance_kernel", "_walk_kernel", "_reread_kernel", "_take_lanes_kernel")
 
 
 @contextmanager
