@@ -94,6 +94,16 @@ def test_wrong_usage_ends_with_sentence_and_hint(kvcanary, arguments: list[str],
     assert result.stderr == f"kvcanary: {sentence}\n\nhint: {hint}\n"
 
 
+@pytest.mark.parametrize("command", ["demo", "doctor", "soak"])
+def test_a_fault_that_the_environment_misnames_is_wrong_usage(kvcanary, monkeypatch, command: str) -> None:
+    """KVCANARY_REENACT is what an engine reads when it starts; a name that nobody knows is told before, with a hint."""
+    monkeypatch.setenv("KVCANARY_REENACT", "bits.flop")
+    result = kvcanary(command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "KVCANARY_REENACT: fault must be one of the catalogue, got 'bits.flop': did you mean bits.f" in result.stderr
+    assert result.stderr.endswith("hint: kvcanary faults lists them all\n")
+
+
 def test_internal_error_is_no_finding(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect of our own ends with 3 and its traceback, so that no script takes it for corruption."""
 

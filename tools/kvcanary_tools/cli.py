@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 import kvcanary
+from kvcanary import faults
 from kvcanary_tools import console
 
 COMMANDS = (
@@ -128,3 +129,15 @@ def main(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         console.data(ctx.get_help())
+    elif name := os.environ.get(faults.ENVIRONMENT):
+        _expect_known(name)
+
+
+def _expect_known(fault: str) -> None:
+    """What the environment wants re-enacted is in the catalogue: said before an engine starts, and not by each."""
+    from kvcanary.faults.catalogue import UnknownFaultError, find
+
+    try:
+        find(fault)
+    except UnknownFaultError as error:
+        raise console.UsageFailure(f"{faults.ENVIRONMENT}: {error}", error.hint) from None
