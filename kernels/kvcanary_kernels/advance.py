@@ -86,7 +86,7 @@ def advance_torch(
         lens.add_(is_there)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seats", "places", "width", "shift"])
+@triton.jit(do_not_specialize=["num_rows", "num_seats", "most", "width", "shift"])
 def _advance_kernel(
     accepted,
     seats,
@@ -98,7 +98,7 @@ def _advance_kernel(
     chains,
     num_rows,
     num_seats,
-    places,
+    most,
     width,
     shift,
     BLOCK_N: tl.constexpr,
@@ -107,14 +107,14 @@ def _advance_kernel(
     m_r = o_r < num_rows
     seat = tl.load(seats + o_r // width, mask=m_r, other=0)
     seat = tl.where((seat >= 0) & (seat < num_seats), seat, 0)
-    told = accepted + seat * (places + 1)
+    told = accepted + seat * (most + 1)
     count = tl.load(told, mask=m_r, other=0) + shift
-    count = tl.minimum(tl.maximum(count, 0), places)
+    count = tl.minimum(tl.maximum(count, 0), most)
     count = tl.where(tl.load(unheard + o_r, mask=m_r, other=0) != 0, count, 0)
     length = tl.load(known_lens + o_r, mask=m_r, other=0)
     chain = tl.load(known_chains + o_r, mask=m_r, other=0)
     multiplier = tl.load(constants + MULTIPLIER)
-    for i_place in range(places):
+    for i_place in range(0, most):
         m_there = m_r & (i_place < count)
         token = tl.load(told + 1 + i_place, mask=m_there, other=0)
         chain = tl.where(m_there, device_mix(token, length, constants) + multiplier * chain, chain)
