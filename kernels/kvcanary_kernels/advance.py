@@ -114,7 +114,7 @@ def _advance_kernel(
     length = tl.load(known_lens + o_r, mask=m_r, other=0)
     chain = tl.load(known_chains + o_r, mask=m_r, other=0)
     multiplier = tl.load(constants + MULTIPLIER)
-    for i_place in range(0, most):
+    for i_place in range(most):
         m_there = m_r & (i_place < count)
         token = tl.load(told + 1 + i_place, mask=m_there, other=0)
         chain = tl.where(m_there, device_mix(token, length, constants) + multiplier * chain, chain)
