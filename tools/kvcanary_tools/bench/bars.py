@@ -117,8 +117,8 @@ CPU = (
 )
 HOST = (
     "no profile on a GPU has told yet; by Python's instructions, counted on a CPU, 64 requests take seven times what "
-    "one takes, most of it for what comes once for each request (commits, tokens, notes of both); in steps without drafts "
-    "the device computes meanwhile."
+    "one takes, most of it for what comes once for each request (commits, tokens, notes of both); in steps "
+    "without drafts the device computes meanwhile."
 )
 BARS = (
     Bar("bytes fingerprinted a second over a device copy's", "gpu_kernels", slowest_rate("one lane"), least=0.9),
