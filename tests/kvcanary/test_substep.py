@@ -424,6 +424,20 @@ def test_what_the_loop_does_not_know_is_left_to_the_engine(canary, asked):
     substep.store(0, k, k)  # not a second store
 
 
+def test_what_was_written_into_a_page_is_sealed_before_its_next_grant(canary):
+    """By the pages that forwards write, and not before another page is granted."""
+    substep, checks = opened(canary), canary._checks
+    slots = write_plan().slots
+    for layer in range(canary._state.by_name["target"].view.num_layers):
+        assert substep.put(layer, slots, values(), values())
+    substep.close()
+    page = int(slots[0]) // canary._state.page_size
+    checks.settle_writes_into([page + 1, page + 2])
+    assert checks.waits
+    checks.settle_writes_into([page + 2, page])
+    assert not checks.waits
+
+
 def test_how_values_lie_is_kept_of_what_was_asked_lately():
     """Bytes from row to row, None for what no loop can read; never of more kinds than that."""
     part = DensePart(torch.float16, (2, 4), (4, 1), 2, 4)

@@ -110,12 +110,15 @@ PREFILL = (
 )
 VLLM = "no profile of both has told why yet; the record has the spread of its rounds."
 CPU = (
-    "no profile has told why yet; with 8 requests the passes of the record lie further apart than what is missed, with "
-    "one they do not."
+    "of a step with one request on one thread, samples showed 6.7 % within the canary: 1.6 % stores that the engine "
+    "does not make then, 1.1 % taking plans, 0.5 % judging all forwards of the step at once, the rest in many small "
+    "functions; "
+    "with 8 requests the passes of the record lie further apart than what is missed."
 )
 HOST = (
-    "half of it are calls that come for each request or for each ticket, a third is what the host hears of the step "
-    "before; in steps without drafts the device computes meanwhile, and nobody waits for it."
+    "no profile on a GPU has told yet; by Python's instructions, counted on a CPU, 64 requests take seven times what "
+    "one takes, most of it for what comes once for each request (commits, tokens, notes of both); in steps "
+    "without drafts the device computes meanwhile."
 )
 BARS = (
     Bar("bytes fingerprinted a second over a device copy's", "gpu_kernels", slowest_rate("one lane"), least=0.9),

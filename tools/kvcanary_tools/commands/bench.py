@@ -31,6 +31,7 @@ TABLES = {
     "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
     "drafted-step": "the canary on over off in a captured step with drafts, and in one draft substep; needs a GPU",
     "scaling": "what the canary adds to a captured decode step by rows, tokens and pool size; needs a GPU",
+    "host-work": "what the host does for the canary in a captured step of an 8B model; needs a GPU",
     "beside-vllm": "prefills and decode steps of an 8B model beside vLLM's; needs a GPU and vllm",
 }
 
