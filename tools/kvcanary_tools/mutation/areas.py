@@ -21,10 +21,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "references": tuple(
         f"kvcanary_kernels/{name}.py"
         for name in (
-            "attention/merging", "attention/paged", "attest", "chain", "content", "count", "fetch", "fingerprint",
-            "finish", "finite", "index",
-            "layers", "likeliest", "move", "plan", "poison", "post", "product", "put", "relay", "reread", "scatter",
-            "seal", "settle", "store", "verify", "walk",
+            "advance", "attention/merging", "attention/paged", "attest", "candidates", "chain", "content", "count",
+            "fetch", "fingerprint", "finish", "finite", "index", "layers", "likeliest", "move", "plan", "poison",
+            "post", "product", "put", "relay", "reread", "scatter", "seal", "settle", "store", "verify", "walk",
         )
     ),
 }  # fmt: skip
