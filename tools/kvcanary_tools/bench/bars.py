@@ -105,8 +105,8 @@ SUBSTEP = (
     "that has the canary's beside it, as profiles of both show; stamps time substeps now, of which there is no record."
 )
 PREFILL = (
-    "what the host does for the canary before the first product (admission, pages, the forward's buffers and launches) "
-    "is hidden only where the device has another chunk to compute meanwhile."
+    "the beginning of a step comes before its first kernel, and fingerprints add to the stores of every layer; no "
+    "profile has told yet how much either is."
 )
 VLLM = "no profile of both has told why yet; the record has the spread of its rounds."
 CPU = (
