@@ -97,12 +97,11 @@ ONE = (
 )
 DRAFTED = (
     "the record is of when the host waited for the tokens of a drafted step, so that what it did for the canary before "
-    "the next launch was hidden by nothing. A trial since then, of which there is no record, found 1.021 for one "
-    "request: the device's own time, in draft substeps, at program borders and for the rolling check."
+    "the next launch was hidden by nothing. Steps are launched ahead of their tokens since; of that there is no record."
 )
 SUBSTEP = (
-    "the event nodes that timed this record hold up the next launch by 6 us in a graph of one branch and by 11 in one "
-    "that has the canary's beside it, as profiles of both show; stamps time substeps now, of which there is no record."
+    "the event nodes that timed this record hold up the next launch, in a profile of trees by 6 us in a graph of one "
+    "branch and by 11 in one that has the canary's beside it; stamps time substeps now, of which there is no record."
 )
 PREFILL = (
     "the beginning of a step comes before its first kernel, and fingerprints add to the stores of every layer; no "
