@@ -75,6 +75,11 @@ class Drafter:
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.dtype, device=device)
 
     @property
+    def most_accepted(self) -> int:
+        """Most nodes that a request accepts of a tree, which is most tokens that a step gives it."""
+        return min(self.num_steps + 1, self.num_draft_tokens)
+
+    @property
     def tap_layers(self) -> tuple[int, ...]:
         """Target layers whose input the head wants to see."""
         return self.head.tap_layers

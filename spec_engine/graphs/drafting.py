@@ -123,14 +123,9 @@ class DraftProgram(StepProgram):
         live = self.tree(len(batch))
         return to_host(Tree(found["tokens"], found["parents"], live.depths, live.mask), accepted, batch.ids)
 
-    @property
-    def size_of_path(self) -> int:
-        """Most nodes that a request accepts, which is most tokens that a step gives it."""
-        return min(self._drafter.num_steps + 1, self._drafter.num_draft_tokens)
-
     def path(self) -> Path:
         """What the requests have accepted, within a program behind this one."""
-        accepted, size = self._accepted, self.size_of_path
+        accepted, size = self._accepted, self._drafter.most_accepted
         rows = torch.arange(self.size, device=self._table.device)
         counts = torch.where(rows < self._feed["live"], accepted.lens, 0)
         nodes = accepted.nodes[:, :size] + rows[:, None] * self._drafter.num_draft_tokens

@@ -39,7 +39,7 @@ class ExtendProgram:
         """``verified``: the program whose nodes are accepted; ``follows``: whether `follow` is asked for."""
         self._drafter, self._drafts, self._verified, self._follows = drafter, drafts, verified, follows
         self._table, self._size = drafter.table.table, size
-        self._width = width = verified.size_of_path
+        self._width = width = drafter.most_accepted
         sizes = {"rows": size, "live": 1, "decided": 1, "lens": size, "counts": size}
         sizes |= {"tokens": size * width, "nodes": size * width} | drafts.sections("extend", size)
         self._feed = Feed(sizes, self._table.device)

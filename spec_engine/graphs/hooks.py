@@ -54,7 +54,8 @@ class Rows:
     def set(self, truth: RowTruth) -> None:
         """What the canary knows of the rows that are live next, by request."""
         parts = TRUTH if self.truth is None else (*TRUTH, UNHEARD)
-        for part, values in zip(parts, truth, strict=False):
+        for part in parts:
+            values = getattr(truth, part)
             rows = values if self.width == 1 else [value for value in values for _ in range(self.width)]
             self.feed.set(**{f"{self.name}_{part}": rows})
 

@@ -60,8 +60,7 @@ class GraphRunner(Runner):
         """Where a canary keeps what steps accept, if the host goes ahead of that."""
         if self.canary is None or drafter is None or not self.lag:
             return None
-        places = min(drafter.num_steps + 1, drafter.num_draft_tokens)
-        return self.canary.bank.add_seats(len(self.table.table), places)
+        return self.canary.bank.add_seats(len(self.table.table), drafter.most_accepted)
 
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
@@ -198,7 +197,7 @@ class GraphRunner(Runner):
 
     def _check(self, batch: Batch, drafter: Drafter, size: int) -> None:
         """What the host knows of the step's slots before they are used: however much the last one has accepted."""
-        page_size, most = self.table.page_size, min(drafter.num_steps + 1, drafter.num_draft_tokens)
+        page_size, most = self.table.page_size, drafter.most_accepted
         unheard = [self._unheard[request.row] for request in batch.requests]
         lens = [length + most * steps for length, steps in zip(batch.lens, unheard, strict=True)]
         for request, length in zip(batch.requests, lens, strict=True):

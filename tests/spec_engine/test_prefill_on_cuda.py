@@ -60,18 +60,23 @@ def test_a_step_of_prefills_waits_for_nothing_but_copies(settings, mode):
     assert engine.canary is None or engine.canary.certificate()["findings"] == []
 
 
-def test_no_token_leaves_a_prefill_that_read_damage():
-    """The flight of the step that reads it stops the engine, and so nothing that was launched behind it counts."""
-    engine = make()
-    engine.submit(PROMPTS[0], GREEDY)
-    engine.step()
-    slot = int(engine.request_table.table[engine.running[0].row, 1])
+def expect_found_before_a_token(engine: Engine, position: int) -> None:
+    """Damage to the record of this position of the first request stops the engine, and no token leaves."""
+    slot = int(engine.request_table.table[engine.running[0].row, position])
     engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
     events: list[TokenEvent] = []
     with pytest.raises(KVCorruptionError) as caught:
         run(engine, events)
     assert events == []
     assert [(finding.code, finding.slot) for finding in caught.value.findings] == [("R3", slot)]
+
+
+def test_no_token_leaves_a_prefill_that_read_damage():
+    """The flight of the step that reads it stops the engine, and so nothing that was launched behind it counts."""
+    engine = make()
+    engine.submit(PROMPTS[0], GREEDY)
+    engine.step()
+    expect_found_before_a_token(engine, 1)
 
 
 def test_memory_does_not_grow():
@@ -122,10 +127,4 @@ def test_damage_behind_a_long_chunk_is_found():
         engine.generate([prompt], GREEDY)
     engine.submit(prompt, GREEDY)
     engine.step()
-    slot = int(engine.request_table.table[engine.running[0].row, 700])
-    engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
-    events: list[TokenEvent] = []
-    with pytest.raises(KVCorruptionError) as caught:
-        run(engine, events)
-    assert events == []
-    assert [(finding.code, finding.slot) for finding in caught.value.findings] == [("R3", slot)]
+    expect_found_before_a_token(engine, 700)

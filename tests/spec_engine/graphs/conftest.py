@@ -8,7 +8,11 @@ import pytest
 
 from kvcanary import CanaryConfig
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine.core import Batch
+from spec_engine.graphs.decode import DecodeProgram
+from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.models.embedded import load_excerpts
+from spec_engine.verify import Accepted
 
 COVERAGE = ("forwards", "slots_checked", "slots_sealed", "bytes_checked", "unchecked")
 PROMPTS = [excerpt.prompt[:80] for excerpt in load_excerpts()[20:23]]
@@ -40,3 +44,20 @@ def outcome() -> Callable[..., tuple[list[tuple[int, ...]], dict[str, object]]]:
         return outputs, {name: certificate[name] for name in COVERAGE}
 
     return run
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches for whose tokens the host stood still within their own step."""
+    seen: list[int] = []
+
+    def noting(fetch: Callable[..., list[Accepted]]) -> Callable[..., list[Accepted]]:
+        def noted(program: DecodeProgram | DraftProgram, batch: Batch) -> list[Accepted]:
+            seen.append(len(batch))
+            return fetch(program, batch)
+
+        return noted
+
+    for program in (DecodeProgram, DraftProgram):
+        monkeypatch.setattr(program, "fetch", noting(program.fetch))
+    return seen

@@ -7,25 +7,11 @@ import torch
 
 from spec_engine import SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
-from spec_engine.graphs.decode import DecodeProgram
 from spec_engine.graphs.feed import Feed
 from spec_engine.models.embedded import load_excerpts
 
 PROMPTS = [excerpt.prompt[: 30 + 9 * number] for number, excerpt in enumerate(load_excerpts()[20:23])]
 SETTINGS = {"draft": "none", "page_size": 4, "graphs": "on", "graph_buckets": [1, 3]}
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the batches for whose tokens the host stood still within their own step."""
-    seen, fetch = [], DecodeProgram.fetch
-
-    def noted(program, batch):
-        seen.append(len(batch))
-        return fetch(program, batch)
-
-    monkeypatch.setattr(DecodeProgram, "fetch", noted)
-    return seen
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.drafting.layout import branch_stride, longest_starts
 from spec_engine.graphs import drafting
-from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.mock import MockTokenizer, random_model
 from spec_engine.models import Standalone
 from spec_engine.models.embedded import load_excerpts
@@ -24,19 +23,6 @@ TREES = {"topk": 2, "num_steps": 2, "page_size": 4}
 CHAINS = {"topk": 1, "num_steps": 3, "page_size": 1}
 UNPOISONED = "freed pages reused before they were poisoned"
 AHEAD = {"dtype": "float64", "schedule": "overlap", "graphs": "on", "graph_buckets": [1, 3]}
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the batches for whose accepted paths the host stood still within their own step."""
-    seen, fetch = [], DraftProgram.fetch
-
-    def noted(program, batch):
-        seen.append(len(batch))
-        return fetch(program, batch)
-
-    monkeypatch.setattr(DraftProgram, "fetch", noted)
-    return seen
 
 
 def run(engine: Engine, left: dict[str, list[int]]) -> dict[str, list[int]]:

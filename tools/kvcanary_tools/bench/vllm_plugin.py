@@ -27,7 +27,6 @@ from kvcanary_tools.bench.vllm_faults import Faults
 from kvcanary_tools.bench.vllm_model import BLOCKS, OUTPUT_TOKENS, REQUESTS, SHAPES, make_prompts, write_model
 from kvcanary_tools.bench.vllm_turns import agreement, by_step, stepped, throughput
 
-GAP = 1e-2  # of the two best logits, below which two runs may differ
 WARM_UPS = 2
 GRAPHS = {
     "full": {},
