@@ -101,7 +101,7 @@ def make_engine(shape: Shape, schedule: str, room: int, **settings: object) -> E
 class Traffic(RuleBasedStateMachine):
     """An engine and what became of its requests: (number of the text, tokens asked for), outputs and last words."""
 
-    slots_checked = num_retractions = num_sharing = num_swaps = 0  # of all runs
+    slots_checked = num_retractions = num_sharing = num_swaps = num_ahead = 0  # of all runs
 
     @initialize(shape=st.sampled_from(SHAPES), schedule=st.sampled_from(["sync", "overlap"]), room=st.integers(0, 5))
     def begin(self, shape: Shape, schedule: str, room: int) -> None:
@@ -140,6 +140,7 @@ class Traffic(RuleBasedStateMachine):
         self.engine.memory.check_accounting(self.engine.running)
         self.engine.memory.cache.check_references(self.engine.running)
         Traffic.num_sharing += sum(request.num_shared > 0 for request in self.engine.running)
+        Traffic.num_ahead += sum(landing.result.drafted is not None for landing in self.engine._pending)
 
     def heard(self, events) -> None:
         for event in events:
@@ -188,7 +189,7 @@ class SplitTraffic(Traffic):
 
 def run(examples: int, machine: type[Traffic] = Traffic) -> None:
     """So many random histories of 40 actions, the same ones every time."""
-    Traffic.slots_checked = Traffic.num_retractions = Traffic.num_sharing = Traffic.num_swaps = 0
+    Traffic.slots_checked = Traffic.num_retractions = Traffic.num_sharing = Traffic.num_swaps = Traffic.num_ahead = 0
     options = settings(max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True)
     run_state_machine_as_test(machine, settings=options)
 
@@ -209,6 +210,7 @@ def test_any_order_of_actions_is_clean_where_pages_come_and_go() -> None:
 def test_any_order_of_actions_is_clean_ahead_of_the_host() -> None:
     """Requests end, are cancelled and retracted with steps of theirs in the air."""
     run(5, AheadTraffic)
+    assert Traffic.num_ahead > 20
 
 
 @pytest.mark.slow
