@@ -27,6 +27,7 @@ SHAPES = {
 }
 REQUESTS, PREFIXES, PREFIX_TOKENS, OUTPUT_TOKENS = 256, 16, 240, 256
 BLOCKS = 3600  # of 16 tokens: fewer than the requests would fill
+POOL_BYTES = 16 << 30  # more than they take; said so that vLLM need not measure what it could have
 
 
 def make_prompts(count: int = REQUESTS, seed: int = 3) -> list[list[int]]:

@@ -24,7 +24,15 @@ import click
 
 from kvcanary_tools.bench.vllm_clock import clocked
 from kvcanary_tools.bench.vllm_faults import Faults
-from kvcanary_tools.bench.vllm_model import BLOCKS, OUTPUT_TOKENS, REQUESTS, SHAPES, make_prompts, write_model
+from kvcanary_tools.bench.vllm_model import (
+    BLOCKS,
+    OUTPUT_TOKENS,
+    POOL_BYTES,
+    REQUESTS,
+    SHAPES,
+    make_prompts,
+    write_model,
+)
 from kvcanary_tools.bench.vllm_turns import agreement, by_step, stepped, throughput
 
 WARM_UPS = 2
@@ -52,7 +60,7 @@ class Bench:
         self.llm = LLM(
             model=str(model), skip_tokenizer_init=True, enable_prefix_caching=True, max_model_len=2048,
             max_num_seqs=256, max_num_batched_tokens=2048, num_gpu_blocks_override=BLOCKS, gpu_memory_utilization=0.5,
-            disable_log_stats=False, seed=0, **speculative, **engine,
+            kv_cache_memory_bytes=POOL_BYTES, disable_log_stats=False, seed=0, **speculative, **engine,
         )  # fmt: skip
         core = self.llm.llm_engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
