@@ -188,7 +188,7 @@ def test_readme_quotes_steps_with_drafts_and_pools_of_all_sizes(root: Path) -> N
     )
     cases = [("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64)]
     assert [(row["drafts"], row["batch"]) for row in drafted] == cases
-    over = [f"{row['over_off']['rolling']['median']:.2f}" for row in drafted]
+    over = [f"{row['over_off']['rolling']['median']:.3f}" for row in drafted]
     added = [(row["substep_added_us"]["rolling"]["median"], row["substep_us"]["off"]) for row in drafted]
     pools = [row for row in scaling if (row["requests"], row["tokens"]) == (1, 4096)]
     assert [row["pool_times"] for row in pools] == [1, 8, 32]

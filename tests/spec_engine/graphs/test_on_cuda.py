@@ -87,7 +87,10 @@ def test_a_step_of_a_lagging_host_waits_for_nothing_but_copies(make, settings, m
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 @pytest.mark.parametrize("mode", ["off", "raise"])
 def test_memory_does_not_grow(make, outcome, mode, schedule):
-    """Over 1,000 steps the allocator holds what it held after the first prompts."""
+    """Over 1,000 steps the allocator comes to hold no more than after the first prompts.
+
+    Less it may hold: what a second stream has used is taken back by the next allocation only.
+    """
     engine = make(mode, graphs="on", device="cuda", dtype="float32", topk=2, num_steps=2, schedule=schedule)
     outcome(engine, max_new_tokens=64)
     outcome(engine, max_new_tokens=64)
@@ -97,4 +100,4 @@ def test_memory_does_not_grow(make, outcome, mode, schedule):
     while engine.metrics.num_steps < 1000:
         outcome(engine, max_new_tokens=64)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_allocated() <= allocated

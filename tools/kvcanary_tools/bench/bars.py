@@ -86,6 +86,28 @@ def slowest_rate(what: str) -> Callable[[Record], float]:
     return lambda record: min(rate[what]["of_copy"] for shape in record["shapes"] for rate in shape["rates"].values())
 
 
+def drafted(drafts: str, requests: int) -> Iterator[Bar]:
+    """The goals of a step with drafts, and of a substep of it."""
+    of = {"tree": "trees of 16 nodes", "chain": "chains of 3"}[drafts]
+    of += f", {requests} {'request' if requests == 1 else 'requests'}"
+    names: dict[str, Any] = {"drafts": drafts, "batch": requests}
+    yield Bar(
+        f"default canary on over off in a drafted step, {of}",
+        "gpu_drafted_step",
+        over_off("rolling", **names),
+        most=1.01,
+        reason=DRAFTED,
+    )
+    yield Bar(
+        "what it adds to a draft substep there, over 4 us or 1 %",
+        "gpu_drafted_step",
+        lambda record: substep_share(row_of(record, **names)),
+        most=1.0,
+        digits=2,
+        reason=SUBSTEP,
+    )
+
+
 MANY = (
     "of a step with 64 requests a profile showed 0.25 ms in which 262,144 records are read beside the model, 0.07 ms "
     "in which the rolling share of bytes is and 0.11 ms in which findings are counted; attention, which reads as fast "
@@ -96,12 +118,12 @@ ONE = (
     "also into a copy, and the plan (0.03 ms), and beside the model fingerprints, seals, counts and reading of records."
 )
 DRAFTED = (
-    "the record is of when the host waited for the tokens of a drafted step, so that what it did for the canary before "
-    "the next launch was hidden by nothing. Steps are launched ahead of their tokens since; of that there is no record."
+    "steps are launched ahead of their tokens, so that what is left is the device's: launches at the end of each "
+    "forward, and reading of records and bytes beside the model."
 )
 SUBSTEP = (
-    "the event nodes that timed this record hold up the next launch, in a profile of trees by 6 us in a graph of one "
-    "branch and by 11 in one that has the canary's beside it; stamps time substeps now, of which there is no record."
+    "a forward of one layer has as many launches of the canary as one of many; no profile has told yet which of them "
+    "delay it."
 )
 PREFILL = (
     "the beginning of a step comes before its first kernel, and fingerprints add to the stores of every layer; no "
@@ -142,20 +164,10 @@ BARS = (
         {1: ONE, 64: MANY},
         most=1.005,
     ),
-    *by_requests(
-        "default canary on over off in a drafted step, chains of 3",
-        "gpu_drafted_step",
-        lambda size: over_off("rolling", drafts="chain", batch=size),
-        {1: DRAFTED, 64: DRAFTED},
-        most=1.01,
-    ),
-    Bar(
-        "what the default canary adds to a draft substep there, 1 request, over 4 us or 1 %",
-        "gpu_drafted_step",
-        lambda record: substep_share(row_of(record, drafts="chain", batch=1)),
-        most=1.0,
-        digits=2,
-        reason=SUBSTEP,
+    *(
+        bar
+        for drafts, requests in (("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64))
+        for bar in drafted(drafts, requests)
     ),
     *(
         Bar(
