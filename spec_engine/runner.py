@@ -130,9 +130,12 @@ class Runner:
         batch = Batch.of([chunk.request for chunk in chunks], self.relay, [chunk.start for chunk in chunks])
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = np.concatenate([chunk.numbers for chunk in chunks])
-        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch)
+        last = to_device(np.cumsum(lens) - 1, self.device)
+        wanted = last if self.drafter is None else None  # a drafter goes on from every token's features
+        output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch, wanted=wanted)
+        hidden = output.hidden[last] if wanted is None else output.hidden
         is_ahead = self.is_ahead(batch.requests)
-        new, logprobs, accepted = self._first_tokens(chunks, batch, output, lens, is_ahead)
+        new, logprobs, accepted = self._first_tokens(chunks, batch, hidden, is_ahead)
         if self.drafter is not None:
             self._extend_prompts(self.drafter, batch, chunks, new, output, lens)
         doomed = self._judge()
@@ -270,11 +273,13 @@ class Runner:
 
     # parts of both
 
-    def _forward(self, forward: ForwardBatch, batch: Batch, tree: Tree | None = None) -> DecoderOutput:
+    def _forward(
+        self, forward: ForwardBatch, batch: Batch, tree: Tree | None = None, wanted: Tensor | None = None
+    ) -> DecoderOutput:
         taps = () if self.drafter is None else self.drafter.tap_layers
         states = () if self.states is None else (_open_states(self.states, forward, batch, tree),)
         with self.forwards.open(forward) as attention:
-            return self.model(forward.tokens, forward.positions, attention, taps, *states)
+            return self.model(forward.tokens, forward.positions, attention, taps, *states, wanted=wanted)
 
     def _decide(
         self, batch: Batch, hidden: Tensor, tree: Tree | None = None, draft_probs: Tensor | None = None
@@ -285,11 +290,12 @@ class Runner:
         return self.acceptor.decide(logits, nodes)
 
     def _first_tokens(
-        self, chunks: Sequence[Chunk], batch: Batch, output: DecoderOutput, lens: Sequence[int], is_ahead: bool
+        self, chunks: Sequence[Chunk], batch: Batch, hidden: Tensor, is_ahead: bool
     ) -> tuple[list[list[int]], list[tuple[TokenLogProb, ...] | None], Acceptance | None]:
         """The first token of every chunk at whose end it is not known yet, and what is asked of its probability.
 
-        Last the device's own word for these chunks, None where there are none; ``is_ahead``: nobody waits for it.
+        Last the device's own word for these chunks, None where there are none. ``hidden``: [bs, H], of their last
+        tokens; ``is_ahead``: nobody waits for it.
         """
         new: list[list[int]] = [[] for _ in chunks]
         logprobs: list[tuple[TokenLogProb, ...] | None] = [None] * len(chunks)
@@ -301,9 +307,8 @@ class Runner:
             return new, logprobs, None
         rows = to_device(ending, self.device)
         requests = [chunks[c].request for c in ending]
-        last = to_device(lens, self.device).cumsum(0) - 1
         positions = to_device([chunks[c].end for c in ending], self.device)
-        logits = self.model.logits(output.hidden[last[rows]])[:, None]
+        logits = self.model.logits(hidden[rows])[:, None]
         decision = self.acceptor.decide(logits, Nodes(requests, batch.rows[rows], positions))
         told = [NO_TOKEN] * len(ending) if is_ahead else decision.accepted.bonus.tolist()
         for number, (c, token) in enumerate(zip(ending, told, strict=True)):

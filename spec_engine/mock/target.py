@@ -35,11 +35,17 @@ class MockModel(nn.Module):
         self.config = mock_config(oracle.vocab_size, num_layers, max_positions, HIDDEN_SIZE)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv: KVAccess, tap_layers: tuple[int, ...] = ()
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv: KVAccess,
+        tap_layers: tuple[int, ...] = (),
+        wanted: Tensor | None = None,
     ) -> DecoderOutput:
         requests, intact = probe(self.config, self.dtype, input_ids, positions, kv)
         hidden = torch.stack((requests, positions + 1, torch.zeros_like(positions), intact), -1).to(self.dtype)
-        return DecoderOutput(hidden, hidden.repeat(1, len(tap_layers)) if tap_layers else None)
+        taps = hidden.repeat(1, len(tap_layers)) if tap_layers else None
+        return DecoderOutput(hidden if wanted is None else hidden[wanted], taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         requests, positions, _, intact = hidden.long().unbind(-1)

@@ -28,7 +28,7 @@ class KVAccess(Protocol):
 
 
 class DecoderOutput(NamedTuple):
-    hidden: Tensor  # [n, hidden_size], after the final norm
+    hidden: Tensor  # [n, hidden_size], after the final norm; of the wanted tokens alone, where not all are
     taps: Tensor | None  # [n, hidden_size * len(tap_layers)], the residual stream at the input of those layers
 
 
@@ -47,15 +47,25 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(config.rope, config.head_dim, config.max_position_embeddings)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv: KVAccess, tap_layers: tuple[int, ...] = ()
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv: KVAccess,
+        tap_layers: tuple[int, ...] = (),
+        wanted: Tensor | None = None,
     ) -> DecoderOutput:
+        """``wanted``: [m] int64, the tokens whose hidden states are asked for; None: all.
+
+        Of the others the last layer keeps keys and values alone: most of a layer, where a prompt's end is wanted.
+        """
+        last = self.config.num_layers - 1
         hidden = F.embedding(input_ids, self.embed_weight)
         rotation = self.rotary(positions)
         taps = []
         for layer in self.layers:
             if layer.layer in tap_layers:
                 taps.append(hidden)
-            hidden = layer(hidden, rotation, kv)
+            hidden = layer(hidden, rotation, kv, wanted if layer.layer == last else None)
         hidden = rms_norm(hidden, self.norm_weight, self.config.rms_norm_eps)
         return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
 
@@ -106,9 +116,15 @@ class DecoderLayer(nn.Module):
         self.gate_up_weight = _weight(2 * config.intermediate_size, hidden)
         self.down_weight = _weight(hidden, config.intermediate_size)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv: KVAccess) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv: KVAccess, wanted: Tensor | None = None
+    ) -> Tensor:
+        """hidden [n, size] -> the same of every token, or of those ``wanted`` [m]; all keys and values are stored."""
         q, k, v = self.project(hidden, rotation)
-        return self.finish(hidden, kv.attend(self.layer, q, k, v))
+        attention = kv.attend(self.layer, q, k, v)
+        if wanted is not None:
+            hidden, attention = hidden[wanted], attention[wanted]
+        return self.finish(hidden, attention)
 
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, the joint product and the rotation: x [n, input_size] -> q, k, v by head."""

@@ -58,7 +58,13 @@ class HybridDecoder(Decoder):
         )
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv: KVAccess, tap_layers: tuple[int, ...], states: StateAccess
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv: KVAccess,
+        tap_layers: tuple[int, ...],
+        states: StateAccess,
+        wanted: Tensor | None = None,
     ) -> DecoderOutput:
         hidden = F.embedding(input_ids, self.embed_weight)
         rotation = self.rotary(positions)
@@ -68,6 +74,8 @@ class HybridDecoder(Decoder):
                 taps.append(hidden)
             recurrent = isinstance(layer, RecurrentLayer)
             hidden = layer(hidden, states) if recurrent else layer(hidden, rotation, kv)
+        if wanted is not None:
+            hidden = hidden[wanted]
         hidden = F.rms_norm(hidden, hidden.shape[-1:], self.norm_weight, self.config.rms_norm_eps)
         return DecoderOutput(hidden, torch.cat(taps, -1) if taps else None)
 

@@ -11,6 +11,7 @@ from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
 from spec_engine.assembly import Assembly
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
+from spec_engine.models.decoder import DecoderLayer
 
 PROMPT = [5, 40, 3, 77, 40]
 
@@ -36,6 +37,19 @@ def test_an_engine_is_built_once(toy_model: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Assembly, "_pool", lambda self, name, *own: pools.append(name) or make(self, name, *own))
     engine_of(toy_model, draft="none")
     assert pools == ["target"]
+
+
+def test_without_drafts_the_last_layer_of_a_prompt_ends_with_its_last_token(
+    toy_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head goes on from the features of every token; without one nobody reads them."""
+    rows: dict[str, list[int]] = {"none": [], "eagle": []}
+    finish = DecoderLayer.finish
+    for draft, seen in rows.items():
+        monkeypatch.setattr(DecoderLayer, "finish", lambda *own, seen=seen: seen.append(len(own[1])) or finish(*own))
+        engine_of(toy_model, draft=draft).generate([PROMPT, PROMPT[:3]], SamplingParams(max_new_tokens=1))
+    assert rows["none"][:8] == [8] * 7 + [2]
+    assert rows["eagle"][:8] == [8] * 8
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spec_engine.models import load_target
+from spec_engine.models.decoder import DecoderLayer
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,6 +84,31 @@ def test_taps_are_the_inputs_of_the_tapped_layers(tmp_path: Path, plain_kv) -> N
         output = ours(ids, torch.arange(9), plain_kv(), tap_layers=(0, 2))
     torch.testing.assert_close(output.taps, torch.cat((states[0][0], states[2][0]), -1), atol=1e-4, rtol=0)
     torch.testing.assert_close(output.hidden, states[-1][0], atol=1e-4, rtol=0)
+
+
+def test_of_unwanted_tokens_the_last_layer_keeps_keys_and_values_alone(
+    tmp_path: Path, plain_kv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states of wanted tokens are those of a whole forward, and what comes next reads the same cache."""
+    save_random(tmp_path, "Llama", {})
+    model, ids, wanted = load_target(tmp_path), torch.arange(9), torch.tensor([3, 8])
+    finished = []
+    finish = DecoderLayer.finish
+
+    def counted(layer: DecoderLayer, hidden: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        finished.append(len(hidden))
+        return finish(layer, hidden, attention)
+
+    monkeypatch.setattr(DecoderLayer, "finish", counted)
+    with torch.no_grad():
+        caches = plain_kv(), plain_kv()
+        whole = model(ids, torch.arange(9), caches[0]).hidden
+        finished.clear()
+        few = model(ids, torch.arange(9), caches[1], wanted=wanted).hidden
+        assert finished == [9] * (len(model.layers) - 1) + [2]
+        following = [model(torch.tensor([5]), torch.tensor([9]), kv).hidden for kv in caches]
+    torch.testing.assert_close(few, whole[wanted], atol=1e-5, rtol=0)
+    torch.testing.assert_close(*following, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

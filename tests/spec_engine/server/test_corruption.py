@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -54,7 +55,10 @@ class Client(threading.Thread):
 
 
 def strike(server: Running) -> tuple[list[Client], str]:
-    """Three clients, one of whom loses a bit; the name of its request."""
+    """Three clients who are served together, one of whom loses a bit; the name of its request."""
+    worker = server.server.worker
+    everybody = worker.call(lambda _: wait_for(lambda: worker.num_live == len(PROMPTS)))
+    asyncio.run_coroutine_threadsafe(everybody, worker._loop)
     clients = [Client(server, prompt) for prompt in PROMPTS]
     name = wait_for(lambda: server.between_steps(lambda engine: flip_bit(engine, PROMPTS[1][0])))
     for client in clients:
