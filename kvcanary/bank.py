@@ -136,8 +136,8 @@ class SubstepBank:
         return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
 
     def join(self) -> None:
-        """What is launched from now on follows all that substeps have launched beside it."""
-        self.shared.beside.join()
+        """What is launched from now on follows all that substeps have launched beside it, or postponed."""
+        self.shared.beside.finish()
 
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""

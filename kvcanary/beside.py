@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None
         self._is_ahead = False
+        self._postponed: list[Callable[[], None]] = []
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -31,8 +32,31 @@ class Beside:
         with torch.cuda.stream(self._stream):
             yield
 
-    def join(self) -> None:
-        """What is launched from now on follows all that runs beside."""
-        if self._is_ahead and self._stream is not None:
+    @property
+    def is_captured(self) -> bool:
+        """Whether what is launched now goes into a graph: then a body has run before, as it will run from now on."""
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
+    def postpone(self, launch: Callable[[], None]) -> None:
+        """It launches something `behind`, which comes at the next `catch_up`, in the order of these."""
+        self._postponed.append(launch)
+
+    def catch_up(self) -> None:
+        """All that was postponed is launched, where the caller says."""
+        postponed, self._postponed = self._postponed, []
+        for launch in postponed:
+            launch()
+
+    def join(self) -> bool:
+        """What is launched from now on follows all that runs beside; whether something does that it did not follow."""
+        is_ahead, self._is_ahead = self._is_ahead, False
+        if is_ahead and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._is_ahead = False
+        return is_ahead
+
+    def finish(self) -> None:
+        """`join`, behind all that was postponed."""
+        if self._postponed:
+            with self.behind():
+                self.catch_up()
+        self.join()

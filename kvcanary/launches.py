@@ -55,6 +55,8 @@ class Settings:
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
     puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
                    what may be many entries
+    is_postponed:  where the forward may write is asked before it is opened (admit), and all else of it is found out
+                   beside a later forward of the same program: nothing of the canary but stores stands in its body
     """
 
     width: int = 1
@@ -63,6 +65,7 @@ class Settings:
     engine_stores: bool = False
     tree_mask: Tensor | None = None
     puts: bool = False
+    is_postponed: bool = False
 
 
 class Workspace:
@@ -76,6 +79,7 @@ class Workspace:
                     engine stores, and where values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
+    targets:        [entries], where values are stored: as planned, or as admitted before
     """
 
     def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings, room: Room | None = None) -> None:
@@ -87,6 +91,7 @@ class Workspace:
             return new(torch.full((n,), value))
 
         self.planned: Planned = new_planned(forward, new)
+        self.targets = new(entries) if settings.is_postponed else self.planned.safe_slots
         self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
         firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
@@ -148,6 +153,7 @@ class Launches:
             **self._truth,
         }
         counts = header[: 2 * NUM_BITS].view(2, NUM_BITS)
+        self.admit = self._admit()
         self.plan = self._plan(site)
         self.note_ancestors = self._note_ancestors()
         self.chain = self._chain()
@@ -174,6 +180,12 @@ class Launches:
             site=pack_site(*site),
             width=self._settings.width,
             **self._truth,
+        )
+
+    def _admit(self) -> Launch:
+        pages = {name: self._truth[name] for name in ("states", "owners", "page_size", "null_slots")}
+        return partial(
+            self._ops.admit, self._forward, num_slots=self._pool.view.num_slots, out=self._work.targets, **pages
         )
 
     def _note_ancestors(self) -> Launch:
@@ -262,7 +274,7 @@ class Launches:
             self._pool.rows,
             kept=self._work.kept,
             times=self._work.times,
-            **self._entries,
+            **({} if self._settings.is_postponed else self._entries),  # how many are live is not planned yet
         )
 
     def _put(self) -> Launch:

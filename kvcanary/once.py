@@ -135,7 +135,15 @@ class OnceSubstep(StaticSubstep):
         torch.ne(self._safe_indices, self._indices, out=self._is_outside)
         self._safe_indices.masked_fill_(self._is_outside, NULL_SLOT)
 
-    def _write(self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor | None, extras: tuple[Tensor, ...]) -> None:
+    def _write(
+        self,
+        layer: int,
+        slots: Tensor | None,
+        k: Tensor,
+        v: Tensor | None,
+        extras: tuple[Tensor, ...],
+        is_settled: bool,
+    ) -> None:
         where = self.slots if slots is None else slots
         self._launch.put(layer, where, k, v, extras=extras, twice=self._twice)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcanary_kernels.admit import admit, admit_torch
 from kvcanary_kernels.advance import advance, advance_torch
 from kvcanary_kernels.attest import attest, attest_torch
 from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
@@ -36,6 +37,7 @@ Operation = Callable[..., None]
 class Ops:
     """One implementation of every operation that a substep needs."""
 
+    admit: Operation
     plan: Operation
     chain_scan: Operation
     chain_tree: Operation
@@ -58,6 +60,7 @@ class Ops:
 
 
 KERNELS = Ops(
+    admit=admit,
     plan=plan,
     chain_scan=chain_scan,
     chain_tree=chain_tree,
@@ -79,6 +82,7 @@ KERNELS = Ops(
     check_content=check_content,
 )
 REFERENCES = Ops(
+    admit=admit_torch,
     plan=plan_torch,
     chain_scan=chain_scan_torch,
     chain_tree=chain_tree_torch,

@@ -56,12 +56,14 @@ class StaticSubstep:
         self._claims, self._beside = shared.claims[pool.name], shared.beside
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
+        self._is_postponed = settings.is_postponed
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
-        self._is_open = self._has_sealed = self._has_looked = False
+        self._stores: int | None = None  # that a body has when it runs; None: none has run yet
+        self._is_open = self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -70,12 +72,23 @@ class StaticSubstep:
     def is_open(self) -> bool:
         return self._is_open
 
+    def admit(self) -> None:
+        """Where a postponed forward may write: before its open(), when its slots and rows are on the device."""
+        self._is_admitted = True
+        with self._beside.behind():
+            self._launch.admit()
+
     def open(self) -> None:
         """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
-        self._is_open, self._has_sealed, self._has_looked = True, False, False
+        if self._is_postponed and not self._is_admitted:
+            raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
+        self._is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
         self.layers.clear()
+        if self._is_postponed:
+            self._is_admitted = False
+            return
         if self._puts:
             self._has_sealed = True
             self._plan_puts()
@@ -103,37 +116,41 @@ class StaticSubstep:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
-        if not self.layers:
-            self._beside.join()  # the plan says where
+        if self._has_judged:
+            raise HookOrderError(f"a captured body must store as often as before its capture, got more for {self}")
+        waited = not self.layers and self._beside.join()  # for the plan, which says where
         if not self._engine_stores:
             if k is None:
                 raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-            self._write(layer, slots, k, v, extras)
+            is_settled = (bool(self.layers) or self._is_postponed) and not waited and layer not in self.layers
+            self._write(layer, slots, k, v, extras, is_settled)
         self.layers.append(layer)
-        if layer == self._num_layers // 2:  # a graph that begins with branches begins late
-            self._look()
+        if self._is_postponed:
+            return
+        is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured
+        if is_last or layer == self._num_layers // 2:  # a graph that begins with branches begins late
+            with self._beside.behind():
+                self._look()
+                if is_last:
+                    self._judge()
 
     def close(self, joins: bool = True) -> None:
         """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
 
+        In a capture that came behind the last store: it runs beside what that layer does with what it stored.
         joins: what is launched next follows that; else `SubstepBank.join` must come, and before a graph's end
         """
         if not self._is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
-        self._look()
-        self._is_open = False
-        launch = self._launch
-        with self._beside.behind():
-            launch.attest()
-            launch.verify_own()
-            launch.settle()
-            launch.count_planned()
-            launch.count_read()
-            if self.masks is not None:
-                self.masks.pack()
-            self.written.pack()
+        self._is_open, self._stores = False, len(self.layers)
+        if self._is_postponed:
+            self._beside.postpone(self._judge_whole)
+        elif not self._has_judged:
+            with self._beside.behind():
+                self._look()
+                self._judge()
         if joins:
-            self._beside.join()
+            self._beside.finish()
 
     def abandon(self) -> None:
         """The body raised: the forward is not judged, and the next open() starts afresh.
@@ -142,19 +159,28 @@ class StaticSubstep:
         """
         if self._is_open:
             self._is_open = False
-            self._look()
-            self._beside.join()
+            if not self._is_postponed:
+                with self._beside.behind():
+                    self._look()
+            self._beside.finish()
             self._claims.fill_(NO_CLAIM)
             self.work.times.zero_()
 
-    def _write(self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor | None, extras: tuple[Tensor, ...]) -> None:
-        where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
+    def _write(
+        self,
+        layer: int,
+        slots: Tensor | None,
+        k: Tensor,
+        v: Tensor | None,
+        extras: tuple[Tensor, ...],
+        is_settled: bool,
+    ) -> None:
+        """`is_settled`: where it goes by plan, and how often it came, is known since before the last launch."""
+        where, launch = self.work.targets if slots is None else slots, self._launch
         if self._puts:
             launch.put(layer, where, k, v, extras=extras)
         else:
-            # where it goes and how often it came: known since the plan, for which the first store waits
-            is_settled = slots is None and bool(self.layers) and layer not in self.layers
-            launch.store(layer, where, k, v, extras=extras, is_settled=is_settled)
+            launch.store(layer, where, k, v, extras=extras, is_settled=is_settled and slots is None)
 
     def _plan_puts(self) -> None:
         """The first store waits for all of it: nothing runs beside."""
@@ -162,26 +188,41 @@ class StaticSubstep:
         self._launch.chain()
         self._launch.seal()
 
-    def _seal(self) -> None:
-        """Once, beside the body: seal what the forward writes."""
-        if self._has_sealed:
-            return
-        self._has_sealed = True
-        with self._beside.behind():
-            self._launch.chain()
-            self._launch.seal()
+    # beside the body, or a later one
 
     def _look(self) -> None:
-        """Once, beside the body: seal what the forward writes, judge what its rows read of earlier forwards."""
+        """Once: what was postponed; then seal what the forward writes, judge what its rows read of earlier forwards."""
         if self._has_looked:
             return
         self._has_looked = True
-        self._seal()
+        self._beside.catch_up()
         launch = self._launch
-        with self._beside.behind():
-            self.work.row_violations.zero_()
-            launch.note_ancestors()
-            launch.verify_prefixes()
+        if not self._has_sealed:
+            self._has_sealed = True
+            launch.chain()
+            launch.seal()
+        self.work.row_violations.zero_()
+        launch.note_ancestors()
+        launch.verify_prefixes()
+
+    def _judge(self) -> None:
+        """When all is stored: fingerprints, layers and own entries, what fired and what has run."""
+        self._has_judged = True
+        launch = self._launch
+        launch.attest()
+        launch.verify_own()
+        launch.settle()
+        launch.count_planned()
+        launch.count_read()
+        if self.masks is not None:
+            self.masks.pack()
+        self.written.pack()
+
+    def _judge_whole(self) -> None:
+        """A postponed forward, of which only stores have been launched."""
+        self._launch.plan()
+        self._look()
+        self._judge()
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
         plan = self.forward

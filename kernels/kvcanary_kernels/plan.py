@@ -11,27 +11,18 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels import record
+from kvcanary_kernels.admit import page_code, page_codes
 from kvcanary_kernels.checks import expect_int64, expect_records
 from kvcanary_kernels.device import (
     BLOCK,
     CHAIN,
     COLUMNS,
-    LOAD_FAILED,
-    QUARANTINED,
     R2,
     R10,
-    RESERVED,
-    SHARED,
-    SHARED_OWNER,
     W1,
-    W2,
-    W3,
     W4,
     W5,
-    W7,
-    W8,
     W9,
-    WRITTEN,
     follow,
     live_count,
     programs_for,
@@ -189,7 +180,7 @@ def plan_torch(
     safe = torch.where(valid, slots, 0)
     page = safe // page_size
     fired = {"W1": outside, "R2": null, "W4": valid & (claims[safe] != entry)}
-    fired |= {code: valid & by for code, by in _page_codes(states[page], owners[page], forward.uids[row]).items()}
+    fired |= {code: valid & by for code, by in page_codes(states[page], owners[page], forward.uids[row]).items()}
     refused = torch.stack(tuple(fired.values())).any(0)
     fired["W5"] = whole & (
         forward.positions[own] != _wanted_positions(forward, planned, row, entry, prefix + nth, prefix)
@@ -351,16 +342,8 @@ def _plan_kernel(
         null = (slot >= 0) & (slot < null_slots)
         valid = m_e & (outside == 0) & (null == 0)
         page = slot // page_size
-        state = tl.load(states + page, mask=valid, other=0)
-        owner = tl.load(owners + page, mask=valid, other=0)
-        shared = (owner == SHARED_OWNER) | (state == SHARED)
-        quarantined = (shared == 0) & (state == QUARANTINED)
-        foreign = (shared == 0) & (quarantined == 0) & (owner != uid)
-        writable = (state == RESERVED) | (state == WRITTEN) | (state == LOAD_FAILED)
-        kept = (shared == 0) & (quarantined == 0) & (foreign == 0) & valid & (writable == 0)
         later = tl.load(claims + slot, mask=valid, other=0) != o_e
-        code = tl.where(shared, W3, 0) + tl.where(quarantined, W7, 0) + tl.where(foreign, W2, 0)
-        code += tl.where(kept, W8, 0) + tl.where(later, W4, 0)
+        code = page_code(page, valid, uid, states, owners) + tl.where(later, W4, 0)
         code = tl.where(outside, W1, tl.where(null, R2, code)).to(tl.int64)
         refused = code != 0
         wanted = prefix + o_j
@@ -473,16 +456,6 @@ def _seeds(
     chains = torch.where(found, records[:, record.CHAIN][slots.clamp(0, num_slots - 1)], 0)
     is_live = torch.arange(len(slots), device=slots.device) < live
     return torch.where(is_whole & is_live & (prefixes == 0), roots, chains)
-
-
-def _page_codes(states: Tensor, owners: Tensor, uids: Tensor) -> dict[str, Tensor]:
-    """At most one of W3, W7, W2, W8 an entry, by the state and owner of its page."""
-    shared = (owners == record.SHARED_OWNER) | (states == record.SHARED)
-    quarantined = ~shared & (states == record.QUARANTINED)
-    foreign = ~shared & ~quarantined & (owners != uids)
-    writable = (states == record.RESERVED) | (states == record.WRITTEN) | (states == record.LOAD_FAILED)
-    kept = ~(shared | quarantined | foreign | writable)
-    return {"W3": shared, "W7": quarantined, "W2": foreign, "W8": kept}
 
 
 def _wanted_positions(

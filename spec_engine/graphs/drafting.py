@@ -91,7 +91,7 @@ class DraftProgram(StepProgram):
             "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step
         )
         forward = replace(forward, slots=self._slots[step].view(-1), positions=self._positions[step].view(-1))
-        return self._drafts.hook(forward, self._rows)
+        return self._drafts.hook(forward, self._rows, is_postponed=True)
 
     def __call__(self, batch: Batch, decides: bool) -> Tensor:
         """The hidden states of all nodes, [bs * N, H]; ``decides``: acceptance, moves, the relay's new lengths too."""
@@ -180,6 +180,7 @@ class DraftProgram(StepProgram):
         slots = slots_at(self._table, rows[:, None, None], branch_positions(lens, **layout))  # [size, K, T]
         self._slots.copy_(slots.permute(2, 0, 1)[:-1])
         self._positions.copy_(lens[:, None] + self._steps)
+        self._drafts.admit(self._draft_forwards)
         growth = new_growth(topk, self.size, drafter.chain_constants)
 
         def run(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

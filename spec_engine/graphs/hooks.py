@@ -102,8 +102,8 @@ class StaticForwards:
         known = (rows.section(part) for part in (UNHEARD, "prefix_lens", "truths"))
         return replace(rows, truth=self.canary.bank.add_truth(self.pool.name, feed["rows"], *known))
 
-    def hook(self, forward: StaticForward, rows: Rows) -> Hooked:
-        """The forward with its hooks."""
+    def hook(self, forward: StaticForward, rows: Rows, is_postponed: bool = False) -> Hooked:
+        """The forward with its hooks; ``is_postponed``: judged beside a later one of its program, and `admit` comes."""
         kv, workspace = self.pool.kv, self._workspace(forward)
         shape = (forward.slots.numel(), self.num_heads, kv.shape[-1])
         out = torch.zeros(shape, dtype=self.pool.dtype, device=kv.device)
@@ -136,6 +136,7 @@ class StaticForwards:
             width=forward.width,
             max_depth=forward.depth,
             tree_mask=forward.tree_mask,
+            is_postponed=is_postponed,
         )
         return Hooked(forward, rows, out, workspace, substep)
 
@@ -180,6 +181,12 @@ class StaticForwards:
         """Tell the canary that a move runs next."""
         if self.canary is not None:
             self.canary.launch_move(move)
+
+    def admit(self, hooked: Sequence[Hooked]) -> None:
+        """Within a program: the slots of these postponed forwards lie on the device, and none of them has begun."""
+        for one in hooked:
+            if one.substep is not None:
+                one.substep.admit()
 
     @contextmanager
     def open(self, hooked: Hooked) -> Iterator[KVAccess]:
