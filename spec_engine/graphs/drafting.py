@@ -137,9 +137,6 @@ class DraftProgram(StepProgram):
 
     def _body(self) -> None:
         rows, lens, bonus = self._load()
-        if self._draft_forwards:
-            self._rows.advance()
-        self._verify.rows.advance()
         self._tree = tree = self._grow(rows, lens + self._drafter.head.ahead, bonus)
         self._judge(rows, lens, tree)
         accepted = self._accept(tree)
@@ -207,5 +204,8 @@ class DraftProgram(StepProgram):
         forward.parents.copy_(torch.where(tree.parents < 0, -1, tree.parents + first).flatten())
         forward.tree_mask.copy_(tree.mask)
         forward.read(self._table, rows, lens, window, self._target.pool.num_slots)
+        if self._draft_forwards:
+            self._rows.advance()  # postponed as they are
+        self._verify.rows.advance()
         with self._target.open(self._verify) as attention:
             self.output = self._model(forward.tokens, forward.positions, attention, self._drafter.tap_layers)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from spec_engine.graphs.drafting import Path
 from spec_engine.graphs.feed import Feed
@@ -77,12 +78,8 @@ class ExtendProgram:
 
     def _body(self) -> None:
         forward, drafter, rows = self._hooked.forward, self._drafter, self._feed["rows"]
-        self._hooked.rows.advance()
-        if self._follows:
-            self._verified.record_moves()
         lens, counts, tokens, nodes = path = self._path()
-        if self._acceptance is not None:
-            self._acceptance.record(rows, path.counts, path.tokens.view(self._size, -1))
+        self._look_behind(rows, path)
         ends = forward.bounds[1:]
         torch.cumsum(counts, 0, out=ends)
         entries = torch.arange(forward.slots.numel(), device=rows.device)
@@ -101,6 +98,14 @@ class ExtendProgram:
             hidden = drafter.head(forward.tokens, features, forward.positions, attention)
         drafter.propose_from(rows, hidden[(ends - 1).clamp_min(0)], counts > 0)
         self._drafts.join()
+
+    def _look_behind(self, rows: Tensor, path: Path) -> None:
+        """What the canary has yet to hear of the step before: not at first, a graph that begins so begins late."""
+        self._hooked.rows.advance()
+        if self._follows:
+            self._verified.record_moves()
+        if self._acceptance is not None:
+            self._acceptance.record(rows, path.counts, path.tokens.view(self._size, -1))
 
     def _path(self) -> Path:
         feed, shape = self._feed, (self._size, self._width)
