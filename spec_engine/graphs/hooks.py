@@ -60,7 +60,7 @@ class Rows:
             self.feed.set(**{f"{self.name}_{part}": rows})
 
     def advance(self) -> None:
-        """Within a program, before it opens forwards of these rows."""
+        """Within a program, before forwards of these rows are judged: opened, or postponed ones caught up with."""
         if self.truth is not None:
             self.truth.advance()
 
