@@ -19,7 +19,7 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None
         self._is_ahead = False
-        self._postponed: list[Callable[[], None]] = []
+        self._postponed: list[tuple[str, Callable[[], None]]] = []
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -37,14 +37,18 @@ class Beside:
         """Whether what is launched now goes into a graph: then a body has run before, as it will run from now on."""
         return self._stream is not None and torch.cuda.is_current_stream_capturing()
 
-    def postpone(self, launch: Callable[[], None]) -> None:
-        """It launches something `behind`, which comes at the next `catch_up`, in the order of these."""
-        self._postponed.append(launch)
+    def postpone(self, pool: str, launch: Callable[[], None]) -> None:
+        """What it launches, of this pool, is launched at the next `catch_up`, in the order of these."""
+        self._postponed.append((pool, launch))
+
+    def owes(self, pool: str) -> bool:
+        """Whether something of this pool was postponed."""
+        return any(pool == own for own, _ in self._postponed)
 
     def catch_up(self) -> None:
-        """All that was postponed is launched, where the caller says."""
+        """Launch all that was postponed, where the caller is: `behind`."""
         postponed, self._postponed = self._postponed, []
-        for launch in postponed:
+        for _, launch in postponed:
             launch()
 
     def join(self) -> bool:

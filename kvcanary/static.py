@@ -30,6 +30,7 @@ class StaticSubstep:
     number:  of the substep in its bank; None: its forward comes once
     layers:  that the body has stored, in its order
     width:   rows a request
+    is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
     """
@@ -56,7 +57,7 @@ class StaticSubstep:
         self._claims, self._beside = shared.claims[pool.name], shared.beside
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
-        self._is_postponed = settings.is_postponed
+        self.is_postponed = settings.is_postponed
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
@@ -82,18 +83,20 @@ class StaticSubstep:
         """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
         if self._is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
-        if self._is_postponed and not self._is_admitted:
+        if self.is_postponed and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
         self._is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
         self.layers.clear()
-        if self._is_postponed:
+        if self.is_postponed:
             self._is_admitted = False
             return
         if self._puts:
             self._has_sealed = True
             self._plan_puts()
             return
-        with self._beside.behind():  # of all that the forward before it has sealed
+        with self._beside.behind():  # of all that forwards before it have sealed
+            if self._beside.owes(self.pool.name):
+                self._beside.catch_up()
             self._launch.plan()
         if self._engine_stores:
             self._beside.join()
@@ -122,10 +125,10 @@ class StaticSubstep:
         if not self._engine_stores:
             if k is None:
                 raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
-            is_settled = (bool(self.layers) or self._is_postponed) and not waited and layer not in self.layers
+            is_settled = (bool(self.layers) or self.is_postponed) and not waited and layer not in self.layers
             self._write(layer, slots, k, v, extras, is_settled)
         self.layers.append(layer)
-        if self._is_postponed:
+        if self.is_postponed:
             return
         is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured
         if is_last or layer == self._num_layers // 2:  # a graph that begins with branches begins late
@@ -143,8 +146,8 @@ class StaticSubstep:
         if not self._is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
         self._is_open, self._stores = False, len(self.layers)
-        if self._is_postponed:
-            self._beside.postpone(self._judge_whole)
+        if self.is_postponed:
+            self._beside.postpone(self.pool.name, self._judge_whole)
         elif not self._has_judged:
             with self._beside.behind():
                 self._look()
@@ -159,7 +162,7 @@ class StaticSubstep:
         """
         if self._is_open:
             self._is_open = False
-            if not self._is_postponed:
+            if not self.is_postponed:
                 with self._beside.behind():
                     self._look()
             self._beside.finish()

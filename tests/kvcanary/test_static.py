@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvcanary import PlanError
+from kvcanary import HookOrderError, PlanError
 from kvcanary import launches as launches_module
 from kvcanary.beside import Beside
 from kvcanary.buffers import Batch, StaticBuffers
@@ -183,6 +183,17 @@ def test_interpreted_kernels_tell_the_same(make_static, monkeypatch, static_row,
     assert ("R3", 1, -1, 1, 13) in told(rig.run(decode, clean(rig, rows, slots=[9, 96]), step=3))
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_postponed_forward_tells_the_same(rig, decode, rows, fault):
+    """Its stores were admitted before it was opened, and all else was found out behind them."""
+    prepare, changes, expected = FAULTS[fault]
+    prepare(rig)
+    postponed = rig.add("draft", has_truths=True, is_postponed=True)
+    assert expected in told(rig.run(postponed, clean(rig, rows, **changes), step=2))
+    assert bool((rig.bank.shared.claims["target"] == NO_CLAIM).all())
+    assert rig.bank.harvest().hits == []
+
+
 def test_a_record_of_a_later_step_is_future(rig, decode, rows):
     """R11: the reader is in an earlier step than the record's writer."""
     harvest = rig.run(decode, clean(rig, rows), step=0)
@@ -242,6 +253,71 @@ def test_the_first_store_waits_for_the_plan(rig, decode, rows, monkeypatch):
     assert [one for one in order if isinstance(one, tuple)] == [(0, False), (1, True), (0, False)]
 
 
+def test_a_captured_body_is_judged_behind_its_last_store(rig, decode, rows, monkeypatch):
+    """As often as it stored when it ran before; what would come behind that is refused, for nobody would judge it."""
+    order: list[str] = []
+    again: list[int] = []
+    attest, forward = decode._launch.attest, decode.forward
+
+    def before_close() -> None:
+        order.append("body")
+        for layer in again:
+            decode.store(layer, *rig.values(layer, forward.tokens, forward.positions))
+
+    rig.before_close = before_close
+    monkeypatch.setattr(decode._launch, "attest", lambda: (order.append("attest"), attest()))
+    for is_captured, expected in ((False, "body attest"), (False, "body attest"), (True, "attest body")):
+        monkeypatch.setattr(Beside, "is_captured", is_captured)
+        order.clear()
+        assert rig.run(decode, clean(rig, rows), step=2).hits == []
+        assert order == expected.split()
+    again.append(0)
+    with pytest.raises(HookOrderError, match="a captured body must store as often as before its capture"):
+        rig.run(decode, clean(rig, rows), step=3)
+
+
+def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, monkeypatch):
+    """What its forwards read is judged in their order, at a join or before another forward of their pool is planned.
+
+    The first store waits for what admits it, and then reads early what was there before it.
+    """
+    prefix = [4, 5, 6, 7, 8]
+    drafts = [rig.add("draft", index, ancestors=index, is_postponed=True) for index in range(2)]
+    chain = [static_row(ANN, [*prefix, 9], [80]), static_row(ANN, [*prefix, 9, 10], [90], prefix_len=5)]
+    order: list[object] = []
+
+    def noted(what: object, launch):
+        def note(*arguments: object, **more: object) -> None:
+            order.append((*what, more["is_settled"]) if "is_settled" in more else what)
+            launch(*arguments, **more)
+
+        return note
+
+    for substep in (*drafts, decode):
+        for name in ("admit", "plan", "verify_prefixes", "store", "settle"):
+            launch = getattr(substep._launch, name)
+            monkeypatch.setattr(substep._launch, name, noted((str(substep)[:8], name), launch))
+    rig.bank.begin_step(2)
+    for draft, row in zip(drafts, chain, strict=True):
+        rig.bank.load(draft, rig.batch([row]))
+    for draft in drafts:
+        rig.body(draft)
+    is_gpu = rig.device == "cuda"
+    waits = [[False, True], [False, True]] if is_gpu else [[True, True], [True, True]]
+    stored = [
+        one
+        for name, settled in zip(("draft[0]", "draft[1]"), waits, strict=True)
+        for one in ((name, "admit"), *((name, "store", flag) for flag in settled))
+    ]
+    assert order == stored
+    order.clear()
+    assert rig.run(decode, rig.batch([static_row(ANN, [*prefix, 9], [55])], truths=truths(rig)[:1]), step=2).hits == []
+    judged = [(name, what) for name in ("draft[0]", "draft[1]") for what in ("plan", "verify_prefixes", "settle")]
+    assert order[:7] == [*judged, ("decode o", "plan")]
+    with pytest.raises(HookOrderError, match=r"open\(\) must follow admit\(\): nobody says where draft\[0\]"):
+        drafts[0].open()
+
+
 def test_padding_outside_null_slots(rig, decode, rows):
     """W9: a padding row that reads, and a padding entry that would write, what is no null slot."""
     batch = clean(rig, rows)
@@ -255,8 +331,10 @@ def test_padding_outside_null_slots(rig, decode, rows):
     assert told(rig.bank.harvest()) == [("W9", -1, 5, -1, 21), ("W9", 3, -1, -1, 20)]
 
 
-def test_a_refused_write_changes_nothing(rig, decode, rows):
+@pytest.mark.parametrize("is_postponed", [False, True])
+def test_a_refused_write_changes_nothing(rig, decode, rows, is_postponed):
     """The record, the bytes and the fingerprint of a slot that may not be written stay as they are."""
+    decode = rig.add("draft", has_truths=True, is_postponed=is_postponed)
     parts = rig.pool.records[8], rig.kv[:, 8], rig.pool.content_a[:, 8]
     before = [part.clone() for part in parts]
     harvest = rig.run(decode, clean(rig, rows, slots=[9, 8]), step=2)

@@ -93,18 +93,21 @@ class StaticRig:
     def body(self, substep: StaticSubstep) -> None:
         """A forward with all its hooks, over static buffers."""
         forward = substep.forward
+        if substep.is_postponed:
+            substep.admit()
         substep.open()
         for layer in range(self.LAYERS):
             if layer not in self.skipped_layers:
                 substep.store(layer, *self.values(layer, forward.tokens, forward.positions))
         self.before_close()
-        substep.close()
+        substep.close(joins=not substep.is_postponed)
 
     def run(self, substep: StaticSubstep, batch: Batch, step: int = 1) -> Harvest:
         """One forward of this batch in this step, and what it found."""
         self.bank.begin_step(step)
         self.bank.load(substep, batch)
         self.body(substep)
+        self.bank.join()
         return self.bank.harvest()
 
 
