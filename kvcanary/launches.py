@@ -79,7 +79,6 @@ class Workspace:
                     engine stores, and where values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
-    targets:        [entries], where values are stored: as planned, or as admitted before
     """
 
     def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings, room: Room | None = None) -> None:
@@ -91,7 +90,6 @@ class Workspace:
             return new(torch.full((n,), value))
 
         self.planned: Planned = new_planned(forward, new)
-        self.targets = new(entries) if settings.is_postponed else self.planned.safe_slots
         self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
         firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
@@ -184,9 +182,8 @@ class Launches:
 
     def _admit(self) -> Launch:
         pages = {name: self._truth[name] for name in ("states", "owners", "page_size", "null_slots")}
-        return partial(
-            self._ops.admit, self._forward, num_slots=self._pool.view.num_slots, out=self._work.targets, **pages
-        )
+        out = self._work.planned.safe_slots  # which the plan makes again
+        return partial(self._ops.admit, self._forward, num_slots=self._pool.view.num_slots, out=out, **pages)
 
     def _note_ancestors(self) -> Launch:
         """What the recorder cannot know of a row: what is neither granted to it nor written by this forward."""

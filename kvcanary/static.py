@@ -179,7 +179,7 @@ class StaticSubstep:
         is_settled: bool,
     ) -> None:
         """`is_settled`: where it goes by plan, and how often it came, is known since before the last launch."""
-        where, launch = self.work.targets if slots is None else slots, self._launch
+        where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
         if self._puts:
             launch.put(layer, where, k, v, extras=extras)
         else:
