@@ -79,7 +79,6 @@ class ExtendProgram:
     def _body(self) -> None:
         forward, drafter, rows = self._hooked.forward, self._drafter, self._feed["rows"]
         lens, counts, tokens, nodes = path = self._path()
-        self._look_behind(rows, path)
         ends = forward.bounds[1:]
         torch.cumsum(counts, 0, out=ends)
         entries = torch.arange(forward.slots.numel(), device=rows.device)
@@ -94,14 +93,18 @@ class ExtendProgram:
         forward.slots.copy_(torch.where(is_live, tails.flatten()[flat], 0))
         forward.read(self._table, rows, lens, tails, self._drafts.pool.num_slots, counts)
         features = drafter.features(self._verified.output, torch.where(is_live, nodes.flatten()[flat], 0))
+        self._hooked.rows.advance()
         with self._drafts.open(self._hooked) as attention:
             hidden = drafter.head(forward.tokens, features, forward.positions, attention)
+        self._record(rows, path)
         drafter.propose_from(rows, hidden[(ends - 1).clamp_min(0)], counts > 0)
         self._drafts.join()
 
-    def _look_behind(self, rows: Tensor, path: Path) -> None:
-        """What the canary has yet to hear of the step before: not at first, a graph that begins so begins late."""
-        self._hooked.rows.advance()
+    def _record(self, rows: Tensor, path: Path) -> None:
+        """What the step before has moved and accepted: behind the forward, whose first store would wait for it.
+
+        A graph that begins with branches begins late.
+        """
         if self._follows:
             self._verified.record_moves()
         if self._acceptance is not None:
