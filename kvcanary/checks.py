@@ -190,11 +190,12 @@ class StepChecks:
         self.hits += hits
         self.landing(None)
 
-    def commit(self, request: Request, committed_len: int, step: int) -> None:
-        """Entries [0, committed_len) of a row are final since this step."""
-        if hits := judge_commit(request, self._state.pools, committed_len, step):
+    def commit(self, told: Sequence[tuple[Request, int]], step: int) -> None:
+        """Entries [0, committed length) of these rows are final since this step."""
+        if hits := judge_commit(told, self._state.pools, step):
             self.hits += hits
-        request.commit(committed_len, step)
+        for request, committed_len in told:
+            request.commit(committed_len, step)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -208,9 +209,12 @@ class StepChecks:
         if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
             self.settle()
 
-    def settle_rows_of(self, request: Request) -> None:
-        """How far its rows are written is told by the forwards that have run, judged or not."""
-        if self._pending and any(request is other for forward in self._pending for other in forward.requests):
+    def settle_rows_of(self, requests: Sequence[Request]) -> None:
+        """How far their rows are written is told by the forwards that have run, judged or not."""
+        if not self._pending:
+            return
+        uids = {request.uid for request in requests}
+        if any(request.uid in uids for forward in self._pending for request in forward.requests):
             self.settle()
 
     def roll(self, step: int) -> list[Hit | HitBatch]:

@@ -28,7 +28,7 @@ from kvcanary.truths import note_row
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
 
-Commit = Callable[[Request, int, int], None]
+Commit = Callable[[Sequence[tuple[Request, int]], int], None]
 
 
 class RowTruth(NamedTuple):
@@ -216,7 +216,7 @@ class StaticChecks:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
 
-        commit: a request's entries up to a length became final in a step
+        commit: entries of requests up to a length each became final in a step
         """
         num_learned = 0
         for run, written, masks, accepted in told.forwards:
@@ -259,8 +259,8 @@ class StaticChecks:
             request.unlanded -= 1
             if own and self._ledger.requests.get(request.request_id) is request:
                 before = request.committed_len
-                self._ledger.append(request.request_id, own, run.step)
-                commit(request, before + len(own), run.step)
+                request.append(own, run.step)
+                commit([(request, before + len(own))], run.step)
                 request.unheard.append(Unheard(own, before, request.committed_len))
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
@@ -281,10 +281,10 @@ class StaticChecks:
         """
         ledger = self._ledger
         for run, *_ in told.forwards:
-            for request, committed_len in zip(run.requests, run.committed, strict=True):
+            for request in run.requests:
                 request.in_the_air -= 1
-                if not ledger.may_finalise(request):
-                    continue
+            for number in ledger.may_finalise(run.requests):
+                request, committed_len = run.requests[number], run.committed[number]
                 if ledger.requests.get(request.request_id) is request and request.pages:
                     try:
                         ledger.finalise(request, told.step, committed_len if request.in_the_air else None)

@@ -80,29 +80,37 @@ class Lifecycle:
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Tokens that were accepted for this request; where the device has told of them, the same are expected."""
-        self.recorder.note_of_request("append", request_id, token_ids)
-        request = self._ledger.request(request_id)
-        if request.unheard:
-            self._ledger.confirm(request, token_ids)
-        else:
-            self._ledger.append(request_id, token_ids, self.step)
+        self.append_all((request_id,), (token_ids,))
+
+    def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
+        """The same for the requests of a step, each named once, in one call."""
+        self.recorder.appended(request_ids, token_ids)
+        for request, own in zip(self._ledger.known(request_ids), token_ids, strict=True):
+            if request.unheard:
+                self._ledger.confirm(request, own)
+            else:
+                request.append(own, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
-        self.recorder.note_of_request("commit", request_id, committed_len)
+        self.commit_all((request_id,), (committed_len,))
+
+    @recorded
+    def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
+        """The same for the requests of a step, each named once, in one call."""
         self._expect_closed("commit()")
-        request = self._ledger.request(request_id)
-        if request.unheard:
-            self._checks.report(judge_heard(request, self._state.pools[0], committed_len, self.step))
-            return
-        if committed_len < request.committed_len:
-            raise LifetimeError(
-                f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
-            )
-        self._checks.settle_rows_of(request)
-        self._checks.commit(request, committed_len, self.step)
-        if not request.in_the_air:
-            self._ledger.finalise(request, self.step)
+        requests = self._ledger.known(request_ids)
+        told = list(zip(requests, committed_lens, strict=True))
+        fresh = [one for one in told if not one[0].unheard]
+        _expect_growth(fresh)
+        if len(fresh) < len(told):
+            heard = [one for one in told if one[0].unheard]
+            self._checks.report(judge_heard(heard, self._state.pools[0], self.step))
+        self._checks.settle_rows_of([request for request, _ in fresh])
+        self._checks.commit(fresh, self.step)
+        landed = [request for request, _ in fresh if not request.in_the_air]
+        for number in self._ledger.may_finalise(landed):
+            self._ledger.finalise(landed[number], self.step)
 
     # pages of one request
 
@@ -389,6 +397,16 @@ class Lifecycle:
             slots = sum(max(0, min(length - place * size, size)) for place in own)
             unread += slots * pool.view.slot_bytes
         return unread
+
+
+def _expect_growth(told: Sequence[tuple[Request, int]]) -> None:
+    """What is committed stays so."""
+    for request, committed_len in told:
+        if committed_len < request.committed_len:
+            raise LifetimeError(
+                f"committed_len of {request.request_id!r} must not shrink, {committed_len} follows "
+                f"{request.committed_len}"
+            )
 
 
 def _expect_equal_rows(source: PoolState, target: PoolState) -> None:

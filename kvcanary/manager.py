@@ -159,7 +159,7 @@ class CanaryManager(Lifecycle):
         if self._static is None:
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         self._expect_closed("launch()")
-        requests = self._known(request_ids)
+        requests = self._ledger.known(request_ids)
         if any(request.unlanded > 1 for request in requests):  # truth goes on by one step that nobody has heard of
             self._checks.land()
         for substep, count in zip(substeps, reads, strict=True):
@@ -385,17 +385,10 @@ class CanaryManager(Lifecycle):
 
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
         """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
-        requests = self._known(request_ids)
+        requests = self._ledger.known(request_ids)
         if any(request.unlanded for request in requests):
             self._checks.land()
         return requests
-
-    def _known(self, request_ids: Sequence[str]) -> list[Request]:
-        requests = self._ledger.requests
-        try:
-            return [requests[request_id] for request_id in request_ids]
-        except KeyError:
-            return [self._ledger.request(request_id) for request_id in request_ids]
 
     def opened(self, substep: SubstepCanary, forward: Forward) -> None:
         hits = () if forward.is_usable else refuse(forward, self._ledger.pages, self.config.disable)

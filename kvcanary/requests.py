@@ -221,15 +221,19 @@ class Request:
     unheard: deque[Unheard] = field(default_factory=deque)
     is_damaged: bool = False
 
+    def append(self, token_ids: Sequence[int], step: int) -> None:
+        """Tokens that were accepted."""
+        self.tokens.extend(map(int, token_ids))
+        self.growth.append((step, len(self.tokens)))
+
     def commit(self, committed_len: int, step: int) -> None:
         """Entries [0, committed_len) are final; what was final before joins the queues of looks."""
-        before, row_lens = self.committed_len, self.row_lens
+        before, since, row_lens = self.committed_len, self.commit_step, self.row_lens
         for pool_id, ahead in enumerate(self.ahead):
-            written = row_lens[pool_id]
-            most, final = committed_len + ahead, before + ahead
-            self.reads[pool_id].extend_to(final if final < written else written, self.commit_step)
-            if most < written:  # rejected nodes lie beyond
-                row_lens[pool_id] = most
+            written, final = row_lens[pool_id], before + ahead
+            self.reads[pool_id].extend_to(final if final < written else written, since)
+            if committed_len + ahead < written:  # rejected nodes lie beyond
+                row_lens[pool_id] = committed_len + ahead
         self.committed_len, self.commit_step = committed_len, step
 
     @property
@@ -296,10 +300,13 @@ class RequestBook:
         self.requests[request_id] = request
         return request
 
-    def append(self, request_id: str, token_ids: Sequence[int], step: int) -> None:
-        request = self.request(request_id)
-        request.tokens.extend(map(int, token_ids))
-        request.growth.append((step, len(request.tokens)))
+    def known(self, request_ids: Sequence[str]) -> list[Request]:
+        """The requests of these ids; LifetimeError for one that is not admitted."""
+        requests = self.requests
+        try:
+            return [requests[request_id] for request_id in request_ids]
+        except KeyError:
+            return [self.request(request_id) for request_id in request_ids]
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine tells tokens that the device has told before; where they differ, the engine's word counts.

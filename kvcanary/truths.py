@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcanary.learning import Learned
 
 Values = dict[str, Any]
+Told = tuple[Request, int]  # a request, and the committed length that it has from now on
 
 
 def judge_lengths(forward: Forward) -> list[Hit]:
@@ -88,36 +89,29 @@ def note_row(request: Request, kind: str, pool_id: int, length: int) -> None:
         request.row_lens[pool_id] = length
 
 
-def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: int, step: int) -> list[Hit]:
+def judge_commit(told: Sequence[Told], pools: Sequence[PoolState], step: int) -> list[Hit]:
     """H1 where entries become final that no forward with hooks has written. Draft pools catch up one step later."""
     hits = []
     for pool in pools:
-        expected, seen = committed_len, request.row_lens[pool.pool_id]
-        if seen < expected and pool.view.token_offset == pool.view.ahead == 0:
-            hits.append(
-                Hit(
-                    "H1",
-                    pool,
-                    0,
-                    seen,
-                    request.request_id,
-                    ("commit", 0),
-                    step,
-                    expected={"entries": expected},
-                    found={"entries": seen},
-                )
-            )
+        if pool.view.token_offset or pool.view.ahead:
+            continue
+        pool_id = pool.pool_id
+        for request, committed_len in [one for one in told if one[0].row_lens[pool_id] < one[1]]:
+            seen = request.row_lens[pool_id]
+            hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
+            hits.append(replace(hit, expected={"entries": committed_len}, found={"entries": seen}))
     return hits
 
 
-def judge_heard(request: Request, pool: PoolState, committed_len: int, step: int) -> list[Hit]:
+def judge_heard(told: Sequence[Told], pool: PoolState, step: int) -> list[Hit]:
     """H1 where the engine says of a step that it has made another length final than the device has said."""
-    expected = request.unheard.popleft().committed_len
-    if committed_len == expected:
-        return []
-    values: tuple[Values, Values] = {"committed_len": expected}, {"committed_len": committed_len}
-    hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
-    return [replace(hit, expected=values[0], found=values[1])]
+    hits = []
+    for request, committed_len in told:
+        expected = request.unheard.popleft().committed_len
+        if committed_len != expected:
+            hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
+            hits.append(replace(hit, expected={"committed_len": expected}, found={"committed_len": committed_len}))
+    return hits
 
 
 def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:
