@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tails import Tails
 from kvcanary.tokens import Oracle, judge_tokens
-from kvcanary.truths import judge_commit, judge_lengths, judge_mask, judge_starts, note_row
+from kvcanary.truths import judge_commit, judge_lengths, judge_mask, judge_starts, note_rows
 from kvcanary.writing import judge_layers
 
 
@@ -179,9 +180,10 @@ class StepChecks:
             static.learn_moves(told, self.mirror)
             hits += static.harvest(told)
             static.finalise(told)
-            with torch.inference_mode():
-                for move, (destination, *_, mismatch) in told.moves:
-                    hits += self._mover.arrived(move.pool, destination, flight.step) if mismatch.any() else ()
+            for move, (destination, *_, mismatch) in told.moves:
+                if np.count_nonzero(mismatch):
+                    with torch.inference_mode():
+                        hits += self._mover.arrived(move.pool, destination, flight.step)
         if flight.looks is not None:
             with torch.inference_mode():
                 hits += flight.looks.hits()
@@ -190,11 +192,11 @@ class StepChecks:
         self.hits += hits
         self.landing(None)
 
-    def commit(self, told: Sequence[tuple[Request, int]], step: int) -> None:
+    def commit(self, requests: Sequence[Request], committed_lens: Sequence[int], step: int) -> None:
         """Entries [0, committed length) of these rows are final since this step."""
-        if hits := judge_commit(told, self._state.pools, step):
+        if hits := judge_commit(requests, self._state.pools, committed_lens, step):
             self.hits += hits
-        for request, committed_len in told:
+        for request, committed_len in zip(requests, committed_lens, strict=True):
             request.commit(committed_len, step)
 
     def publish_pages(self) -> None:
@@ -408,5 +410,5 @@ def _nobody(forwards: Sequence[Forward], verdict: Verdict | None = None) -> None
 def _note_rows(forward: Forward) -> None:
     """How far each row of the pool has been written by a forward that is no guess."""
     pool_id, width = forward.pool.pool_id, forward.width
-    for number, request in enumerate(forward.requests):
-        note_row(request, forward.kind, pool_id, forward.prefixes[number] + forward.written[number * width])
+    lengths = map(add, forward.prefixes, forward.written[::width])
+    note_rows(forward.requests, forward.kind, pool_id, list(lengths))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import lt
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +22,7 @@ from kvcanary.pages import Array
 from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
+from kvcanary.requests import COMMITTED, UNHEARD
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_heard
@@ -100,15 +103,17 @@ class Lifecycle:
         """The same for the requests of a step, each named once, in one call."""
         self._expect_closed("commit()")
         requests = self._ledger.known(request_ids)
-        told = list(zip(requests, committed_lens, strict=True))
-        fresh = [one for one in told if not one[0].unheard]
-        _expect_growth(fresh)
-        if len(fresh) < len(told):
-            heard = [one for one in told if one[0].unheard]
-            self._checks.report(judge_heard(heard, self._state.pools[0], self.step))
-        self._checks.settle_rows_of([request for request, _ in fresh])
-        self._checks.commit(fresh, self.step)
-        landed = [request for request, _ in fresh if not request.in_the_air]
+        is_heard = list(map(UNHEARD, requests))
+        if any(is_heard):
+            known = [not steps for steps in is_heard]
+            heard, lens = list(compress(requests, is_heard)), list(compress(committed_lens, is_heard))
+            requests, committed_lens = list(compress(requests, known)), list(compress(committed_lens, known))
+            _expect_growth(requests, committed_lens)
+            self._checks.report(judge_heard(heard, self._state.pools[0], lens, self.step))
+        _expect_growth(requests, committed_lens)
+        self._checks.settle_rows_of(requests)
+        self._checks.commit(requests, committed_lens, self.step)
+        landed = [request for request in requests if not request.in_the_air]
         for number in self._ledger.may_finalise(landed):
             self._ledger.finalise(landed[number], self.step)
 
@@ -399,14 +404,14 @@ class Lifecycle:
         return unread
 
 
-def _expect_growth(told: Sequence[tuple[Request, int]]) -> None:
+def _expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) -> None:
     """What is committed stays so."""
-    for request, committed_len in told:
-        if committed_len < request.committed_len:
-            raise LifetimeError(
-                f"committed_len of {request.request_id!r} must not shrink, {committed_len} follows "
-                f"{request.committed_len}"
-            )
+    if any(map(lt, committed_lens, map(COMMITTED, requests))):
+        told = zip(requests, committed_lens, strict=True)
+        request, length = next((request, length) for request, length in told if length < request.committed_len)
+        raise LifetimeError(
+            f"committed_len of {request.request_id!r} must not shrink, {length} follows {request.committed_len}"
+        )
 
 
 def _expect_equal_rows(source: PoolState, target: PoolState) -> None:

@@ -28,6 +28,7 @@ from kvcanary.lifecycle import Lifecycle
 from kvcanary.once import OnceSubstep
 from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
+from kvcanary.requests import UNLANDED
 from kvcanary.response import Response
 from kvcanary.seats import StaticAcceptance
 from kvcanary.sites import SUBSTEP_KINDS
@@ -160,7 +161,7 @@ class CanaryManager(Lifecycle):
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         self._expect_closed("launch()")
         requests = self._ledger.known(request_ids)
-        if any(request.unlanded > 1 for request in requests):  # truth goes on by one step that nobody has heard of
+        if max(map(UNLANDED, requests), default=0) > 1:  # truth goes on by one step that nobody has heard of
             self._checks.land()
         for substep, count in zip(substeps, reads, strict=True):
             self.recorder.launched(substep, request_ids, written, count)
@@ -386,7 +387,7 @@ class CanaryManager(Lifecycle):
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
         """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
         requests = self._ledger.known(request_ids)
-        if any(request.unlanded for request in requests):
+        if any(map(UNLANDED, requests)):
             self._checks.land()
         return requests
 

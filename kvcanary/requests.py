@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +74,8 @@ def chains_at(
             unknown.append(number)
             asked.extend((0, 0, 0, 0))
         else:
-            asked.extend((truth.room_for(length), first, length, truth.signed_root))
-            asked.extend(known[first + offset : length + offset])
+            missing = known[first + offset : length + offset]
+            asked.extend((truth.room_for(length), first, length, truth.signed_root, *missing))
             truth.count = length
     last = np.empty(len(truths), np.int64)
     if asked:
@@ -273,6 +274,19 @@ class Request:
         return len(self.tokens) - (self.growth[place - 1][1] if place else 0)
 
 
+#: What many requests have, by `map`.
+UID, TOKENS, TRUTHS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED, IN_THE_AIR = map(
+    attrgetter,
+    ("uid", "tokens", "truths", "row_lens", "committed_len", "unheard", "unlanded", "in_the_air"),
+)
+SIGNED_ROOT = attrgetter("signed_root")
+
+
+def in_pool(pool_id: int, what: attrgetter[Any], requests: Sequence[Request]) -> Iterator[Any]:
+    """Of each request what it has in this pool; `what`: TRUTHS or ROW_LENS."""
+    return map(itemgetter(pool_id), map(what, requests))
+
+
 class RequestBook:
     """The live requests, by id."""
 
@@ -302,9 +316,8 @@ class RequestBook:
 
     def known(self, request_ids: Sequence[str]) -> list[Request]:
         """The requests of these ids; LifetimeError for one that is not admitted."""
-        requests = self.requests
         try:
-            return [requests[request_id] for request_id in request_ids]
+            return list(map(self.requests.__getitem__, request_ids))
         except KeyError:
             return [self.request(request_id) for request_id in request_ids]
 
@@ -354,8 +367,7 @@ class RequestBook:
 
     def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> list[int | None]:
         """As `truth`, of many rows, as int64."""
-        truths = [request.truths[pool_id] for request in requests]
-        return chains_at(truths, lengths, [request.tokens for request in requests], self._keys)
+        return chains_at(list(in_pool(pool_id, TRUTHS, requests)), lengths, list(map(TOKENS, requests)), self._keys)
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""

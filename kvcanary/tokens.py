@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,14 +39,20 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
     """
     wrong = _outside_vocabulary(forward)
     if forward.kind != "draft" or oracle is not None:
-        tokens, first, width, requests = forward.planned.tokens.tolist(), 0, forward.width, forward.requests
-        offset, is_tree = forward.pool.view.token_offset, forward.parents is not None
-        for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
-            place, judged = begin + offset, 1 if is_tree and count else count
-            known = requests[row // width].tokens[place : place + judged]
-            if known != tokens[first : first + len(known)] or oracle is not None:
-                wrong += _wrong_in_row(forward, row, first, tokens[first : first + count], oracle)
-            first += count
+        tokens, width, written = forward.planned.tokens.tolist(), forward.width, forward.written
+        offset = forward.pool.view.token_offset
+        judged = written if forward.parents is None else [min(count, 1) for count in written]
+        owners = forward.requests if width == 1 else [owner for owner in forward.requests for _ in range(width)]
+        *firsts, _ = accumulate(written, initial=0)
+        rows = zip(owners, forward.begins, firsts, judged, strict=True)
+        suspects = [
+            row
+            for row, (owner, begin, first, count) in enumerate(rows)
+            if (known := owner.tokens[begin + offset : begin + offset + count]) != tokens[first : first + len(known)]
+        ]
+        for row in suspects if oracle is None else range(len(written)):
+            first = firsts[row]
+            wrong += _wrong_in_row(forward, row, first, tokens[first : first + written[row]], oracle)
     return [fired_writes("W6", forward, np.array(sorted(set(wrong))))] if wrong else []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import lt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from kvcanary.forward import Forward, on_host
 from kvcanary.groups import window_start
 from kvcanary.hits import Hit
 from kvcanary.ledger import Request
+from kvcanary.requests import ROW_LENS, in_pool
 from kvcanary.state import PoolState
 
 if TYPE_CHECKING:
     from kvcanary.learning import Learned
 
 Values = dict[str, Any]
-Told = tuple[Request, int]  # a request, and the committed length that it has from now on
 
 
 def judge_lengths(forward: Forward) -> list[Hit]:
@@ -81,32 +82,37 @@ def judge_mask(forward: Forward | Learned) -> list[Hit]:
     ]
 
 
-def note_row(request: Request, kind: str, pool_id: int, length: int) -> None:
-    """A forward has written the row of a pool up to this length, or is about to; guesses lengthen no row."""
-    if kind == "extend":
-        length = min(length, request.most_final(pool_id))  # what lies beyond is junk
-    if kind != "draft":
-        request.row_lens[pool_id] = length
+def note_rows(requests: Sequence[Request], kind: str, pool_id: int, lengths: Sequence[int]) -> None:
+    """A forward has written the rows of a pool up to these lengths, or is about to; guesses lengthen no row."""
+    if kind == "draft":
+        return
+    if kind == "extend":  # what lies beyond is junk
+        lengths = list(map(min, lengths, [request.most_final(pool_id) for request in requests]))
+    for row_lens, length in zip(map(ROW_LENS, requests), lengths, strict=True):
+        row_lens[pool_id] = length
 
 
-def judge_commit(told: Sequence[Told], pools: Sequence[PoolState], step: int) -> list[Hit]:
+def judge_commit(
+    requests: Sequence[Request], pools: Sequence[PoolState], committed_lens: Sequence[int], step: int
+) -> list[Hit]:
     """H1 where entries become final that no forward with hooks has written. Draft pools catch up one step later."""
     hits = []
     for pool in pools:
         if pool.view.token_offset or pool.view.ahead:
             continue
-        pool_id = pool.pool_id
-        for request, committed_len in [one for one in told if one[0].row_lens[pool_id] < one[1]]:
-            seen = request.row_lens[pool_id]
-            hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
-            hits.append(replace(hit, expected={"entries": committed_len}, found={"entries": seen}))
+        written = list(in_pool(pool.pool_id, ROW_LENS, requests))
+        if any(map(lt, written, committed_lens)):
+            for request, seen, expected in zip(requests, written, committed_lens, strict=True):
+                if seen < expected:
+                    hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
+                    hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))
     return hits
 
 
-def judge_heard(told: Sequence[Told], pool: PoolState, step: int) -> list[Hit]:
+def judge_heard(requests: Sequence[Request], pool: PoolState, committed_lens: Sequence[int], step: int) -> list[Hit]:
     """H1 where the engine says of a step that it has made another length final than the device has said."""
     hits = []
-    for request, committed_len in told:
+    for request, committed_len in zip(requests, committed_lens, strict=True):
         expected = request.unheard.popleft().committed_len
         if committed_len != expected:
             hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
