@@ -154,7 +154,7 @@ class StaticChecks:
         return RowTruth(
             list(map(UID, requests)),
             lengths,
-            [chain or 0 for chain in chains] if None in chains else chains,
+            [chain or 0 for chain in chains],
             list(map(SIGNED_ROOT, in_pool(pool_id, TRUTHS, requests))),
             [int(unlanded > 0 and length != UNKNOWN) for unlanded, length in behind],
         )

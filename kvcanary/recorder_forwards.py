@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from kvcanary.learning import Learned
 
 Ints = NDArray[Any]
-MOST_UNPACKED = (
-    4096  # entries of a captured forward that is packed only when somebody asks: till then it is twice as large
-)
+MOST_UNPACKED = 4096  # entries of a forward that is packed only when somebody asks: till then it is twice as large
 
 
 class RecordedForward:
