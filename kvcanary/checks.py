@@ -73,7 +73,7 @@ class StepChecks:
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
-        self.looks = Looks(state.records.device)
+        self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
         self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
         self.cached = CachedSweep(state, ledger, self.looks)

@@ -18,7 +18,6 @@ from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
-from kvcanary.pages import Array
 from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
@@ -126,9 +125,8 @@ class Lifecycle:
         `for_load`: their bytes come from elsewhere (`on_load_begin`), no forward may write them.
         """
         self._checks.settle_writes_into(pages)
-        where = self._ledger.pages.numbers(pages)
-        self._release_early(where)
-        self._ledger.grant(request_id, where, self.step, for_load)
+        self._release_early(pages)
+        self._ledger.grant(request_id, pages, self.step, for_load)
         self._checks.report(self._poisoner.granted(pages, self.step))
 
     @recorded
@@ -185,7 +183,7 @@ class Lifecycle:
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
         self._checks.settle()
-        self._release_early(self._ledger.pages.numbers([copy]))
+        self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self.step)
         self._checks.report(self._poisoner.granted([copy], self.step))
         request = self._ledger.request(request_id)
@@ -365,11 +363,11 @@ class Lifecycle:
                 positions = np.arange(first, min(first + size, request.final_len(pool.pool_id)))
                 adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self.step)
 
-    def _release_early(self, pages: Array) -> None:
+    def _release_early(self, pages: Sequence[int]) -> None:
         """Under pressure an engine grants pages that wait, the longest waiting first."""
         if not self._ledger.quarantined:
             return
-        waiting = int((self._ledger.states.take(pages) == QUARANTINED).sum())
+        waiting = int((self._ledger.states.take(self._ledger.pages.numbers(pages)) == QUARANTINED).sum())
         if waiting:
             self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 
