@@ -86,6 +86,7 @@ class Lifecycle:
 
     def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
         """The same for the requests of a step, each named once, in one call."""
+        _expect_one_each("tokens", request_ids, token_ids)
         self.recorder.appended(request_ids, token_ids)
         for request, own in zip(self._ledger.known(request_ids), token_ids, strict=True):
             if request.unheard:
@@ -99,7 +100,8 @@ class Lifecycle:
 
     @recorded
     def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
-        """The same for the requests of a step, each named once, in one call."""
+        """The same for the requests of a step, each named once, in one call; refused for all where one is refused."""
+        _expect_one_each("a length", request_ids, committed_lens)
         self._expect_closed("commit()")
         requests = self._ledger.known(request_ids)
         is_heard = list(map(UNHEARD, requests))
@@ -400,6 +402,13 @@ class Lifecycle:
             slots = sum(max(0, min(length - place * size, size)) for place in own)
             unread += slots * pool.view.slot_bytes
         return unread
+
+
+def _expect_one_each(what: str, request_ids: Sequence[str], values: Sequence[object]) -> None:
+    if len(request_ids) != len(values):
+        raise LifetimeError(
+            f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these"
+        )
 
 
 def _expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) -> None:

@@ -242,6 +242,10 @@ def test_a_captured_dump_is_read_and_replayed(captured):
         ({"call": "on_free", "request_id": "only", "pages": [0, 1 << 60]}, "where there are none"),
         ({"call": "on_free", "request_id": "only", "pages": [-5, 3]}, "where there are none"),
         ({"call": "on_free", "request_id": "only", "pages": "all"}, "is a, no integer"),
+        (
+            {"call": "append_all", "request_ids": ["only", "other"], "counts": [0, 1], "token_ids": [0, 1]},
+            "tokens are not those of requests",
+        ),
     ],
 )
 def test_events_are_of_their_kind(good, tmp_path, line, words):

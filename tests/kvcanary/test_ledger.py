@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, LifetimeError
+from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, KVCorruptionError, LifetimeError
 from kvcanary.errors import PageGenerationError
 from kvcanary.ledger import NO_PAGE, Ledger, ReadQueue
 from kvcanary_kernels.record import chain_root, make_keys, mix_host
@@ -365,6 +365,37 @@ def test_a_committed_length_does_not_shrink(canary):
     """What is final stays final; the message has both lengths."""
     canary.commit("only", 3)
     assert refused(canary.commit, "only", 2) == "committed_len of 'only' must not shrink, 2 follows 3"
+
+
+def test_what_is_told_of_many_requests_is_refused_for_all(canary):
+    """One that is unknown, or shrinks, or has nothing of its own: the others keep what they had."""
+    canary.admit("other", [4, 5])
+    canary.on_alloc("other", [3])
+    canary.commit_all(["only", "other"], [2, 1])
+    requests = canary._ledger.known(["only", "other"])
+    words = refused(canary.append_all, ["only", "nobody"], [[7], [8]])
+    assert words == "request 'nobody' is not admitted: call admit() first"
+    words = refused(canary.commit_all, ["only", "other"], [3, 0])
+    assert words == "committed_len of 'other' must not shrink, 0 follows 1"
+    words = refused(canary.append_all, ["only", "other"], [[7]])
+    assert words == "each request must have tokens, got 2 requests and 1 of these"
+    words = refused(canary.commit_all, ["only"], [3, 2])
+    assert words == "each request must have a length, got 1 requests and 2 of these"
+    assert [(request.committed_len, len(request.tokens)) for request in requests] == [(2, 3), (1, 2)]
+
+
+def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):
+    """Tokens and lengths go to the request that they are told of; a length that nobody wrote is H1 of that one."""
+    canary.admit("other", [4, 5])
+    canary.on_alloc("other", [3])
+    requests = canary._ledger.known(["other", "only"])
+    requests[0].row_lens[:] = [2, 2]
+    canary.append_all(["other", "only"], [[6, 7], []])
+    canary.commit_all(["other", "only"], [2, 3])
+    assert [(request.tokens, request.committed_len) for request in requests] == [([4, 5, 6, 7], 2), ([1, 2, 3], 3)]
+    with pytest.raises(KVCorruptionError) as caught:
+        canary.check()
+    assert [(finding.code, finding.reader) for finding in caught.value.findings] == [("H1", "only")]
 
 
 def test_a_request_is_unknown_once_released_and_freed(canary):
