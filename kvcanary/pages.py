@@ -187,7 +187,7 @@ class Pages:
     def wrote(self, pages: Array) -> None:
         """A forward has written slots of these pages; pages that it must not write stay as they are."""
         states = self.states.take(pages)
-        if (states != WRITTEN).any():
+        if np.count_nonzero(states != WRITTEN):
             fresh = pages[_IS_WRITABLE.take(states)]
             self.states[fresh] = WRITTEN
             self._note_changes(fresh)

@@ -59,9 +59,10 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
 def _outside_vocabulary(forward: Forward | Learned) -> list[int]:
     """Guesses and padding too: whatever is fed must be a token."""
     size, tokens = forward.pool.view.vocab_size, forward.planned.tokens
-    if size is None or not len(tokens) or tokens.view(np.uint64).max() < size:  # unsigned, -1 is huge
+    if size is None:
         return []
-    return np.flatnonzero((tokens < 0) | (tokens >= size)).tolist()
+    is_outside = tokens.view(np.uint64) >= size  # unsigned, -1 is huge
+    return np.flatnonzero(is_outside).tolist() if np.count_nonzero(is_outside) else []
 
 
 def _wrong_in_row(

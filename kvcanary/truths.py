@@ -68,9 +68,11 @@ def judge_mask(forward: Forward | Learned) -> list[Hit]:
         return []
     num_nodes = forward.tree_mask.shape[-1]
     sees, parents = on_host(forward.tree_mask).reshape(-1, num_nodes), np.array(forward.parents, np.int64)
-    itself = np.tile(np.eye(num_nodes, dtype=np.bool_), (len(sees) // num_nodes, 1))
-    if len(sees) == len(parents) and (sees == itself | sees[parents] & (parents >= 0)[:, None]).all():
-        return []  # each what its parent sees, and itself
+    if len(sees) == len(parents):
+        wanted = sees[parents] & (parents >= 0)[:, None]  # what its parent sees
+        wanted.reshape(-1, num_nodes * num_nodes)[:, :: num_nodes + 1] = True  # and itself
+        if not np.count_nonzero(sees != wanted):
+            return []
     seen = np.packbits(sees, axis=1, bitorder="little")
     expected = _lineages(forward.parents, forward.written)
     found = [int.from_bytes(row.tobytes(), "little") for row in seen]
