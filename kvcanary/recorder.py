@@ -308,16 +308,15 @@ class Recorder:
 
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more."""
-        if type(value) in _PLAIN or (
-            type(value) is tuple and len(value) < LONG and _PLAIN.issuperset(map(type, value))
-        ):
+        kind = type(value)
+        if kind in _PLAIN:
             return value
+        if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
+            return tuple(value)
         if isinstance(value, list) and value and isinstance(value[0], Parcel):
             value = [self._number_of(parcel) for parcel in value]
         if isinstance(value, list | tuple) and value and isinstance(value[0], str):
             return tuple(value)
-        if type(value) is list and len(value) < LONG:
-            return tuple(map(int, value))
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
