@@ -21,7 +21,7 @@ from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
-from kvcanary.requests import COMMITTED, SIGNED_ROOT, TRUTHS, UID, UNHEARD, UNLANDED, Unheard, in_pool
+from kvcanary.requests import COMMITTED, SIGNED_ROOT, TRUTHS, UID, UNHEARD, UNLANDED, Unheard, final_lens, in_pool
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import MASKS, ROW_STARTS, VIOLATIONS, StaticSubstep
@@ -161,7 +161,7 @@ class StaticChecks:
 
     def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
         """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""
-        lengths = _final_lens(requests, pool.pool_id)
+        lengths = final_lens(requests, pool.pool_id)
         for number, request in enumerate(requests) if any(map(UNLANDED, requests)) else ():
             if request.unlanded:
                 is_whole = lengths[number] == request.most_final(pool.pool_id)
@@ -229,7 +229,7 @@ class StaticChecks:
                 self._accept(run, tokens, commit)
             if run.heard is not None:
                 counts = [len(own) for own in tokens or ()] if run.written is None else run.written
-                lengths = _final_lens(run.requests, run.substep.pool.pool_id)
+                lengths = final_lens(run.requests, run.substep.pool.pool_id)
                 _note_rows(run.substep, run.requests, lengths, counts)
             forward = Learned(run, written, masks, tokens)
             if not forward.is_plan:
@@ -330,10 +330,6 @@ def _note_rows(
 ) -> None:
     """How far the forward writes the rows of its pool, which have these lengths before."""
     note_rows(requests, substep.site[0], substep.pool.pool_id, list(map(add, lengths, written)))
-
-
-def _final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
-    return [request.final_len(pool_id) for request in requests]
 
 
 def _accepted(run: Launched) -> Ints | None:

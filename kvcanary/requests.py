@@ -247,8 +247,7 @@ class Request:
 
         committed_len: as it was at some time; None: as it is now
         """
-        most = (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
-        return most if most < (written := self.row_lens[pool_id]) else written
+        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
 
     def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
@@ -280,6 +279,14 @@ UID, TOKENS, TRUTHS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED, IN_THE_AIR = map(
     ("uid", "tokens", "truths", "row_lens", "committed_len", "unheard", "unlanded", "in_the_air"),
 )
 SIGNED_ROOT = attrgetter("signed_root")
+
+
+def final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
+    """`Request.final_len` of each."""
+    if not requests:
+        return []
+    ahead = requests[0].ahead[pool_id]  # that of the pool's role
+    return list(map(min, map(ahead.__add__, map(COMMITTED, requests)), in_pool(pool_id, ROW_LENS, requests)))
 
 
 def in_pool(pool_id: int, what: attrgetter[Any], requests: Sequence[Request]) -> Iterator[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress, count, repeat
+from operator import add, getitem, ne
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
+from kvcanary.requests import TOKENS
 
 if TYPE_CHECKING:
     from kvcanary.learning import Learned
@@ -40,16 +42,13 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
     wrong = _outside_vocabulary(forward)
     if forward.kind != "draft" or oracle is not None:
         tokens, width, written = forward.planned.tokens.tolist(), forward.width, forward.written
-        offset = forward.pool.view.token_offset
         judged = written if forward.parents is None else [min(count, 1) for count in written]
         owners = forward.requests if width == 1 else [owner for owner in forward.requests for _ in range(width)]
         *firsts, _ = accumulate(written, initial=0)
-        rows = zip(owners, forward.begins, firsts, judged, strict=True)
-        suspects = [
-            row
-            for row, (owner, begin, first, count) in enumerate(rows)
-            if (known := owner.tokens[begin + offset : begin + offset + count]) != tokens[first : first + len(known)]
-        ]
+        places = list(map(forward.pool.view.token_offset.__add__, forward.begins))
+        known = list(map(getitem, map(TOKENS, owners), map(slice, places, map(add, places, judged))))
+        fed = map(getitem, repeat(tokens), map(slice, firsts, map(add, firsts, map(len, known))))
+        suspects = compress(count(), map(ne, known, fed))
         for row in suspects if oracle is None else range(len(written)):
             first = firsts[row]
             wrong += _wrong_in_row(forward, row, first, tokens[first : first + written[row]], oracle)
