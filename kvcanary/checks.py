@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tails import Tails
 from kvcanary.tokens import Oracle, judge_tokens
-from kvcanary.truths import judge_commit, judge_lengths, judge_mask, judge_starts, note_row
+from kvcanary.truths import judge_commit, judge_lengths, judge_mask, judge_starts, note_rows
 from kvcanary.writing import judge_layers
 
 
@@ -72,7 +73,7 @@ class StepChecks:
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
-        self.looks = Looks(state.records.device)
+        self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
         self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
         self.cached = CachedSweep(state, ledger, self.looks)
@@ -179,9 +180,10 @@ class StepChecks:
             static.learn_moves(told, self.mirror)
             hits += static.harvest(told)
             static.finalise(told)
-            with torch.inference_mode():
-                for move, (destination, *_, mismatch) in told.moves:
-                    hits += self._mover.arrived(move.pool, destination, flight.step) if mismatch.any() else ()
+            for move, (destination, *_, mismatch) in told.moves:
+                if np.count_nonzero(mismatch):
+                    with torch.inference_mode():
+                        hits += self._mover.arrived(move.pool, destination, flight.step)
         if flight.looks is not None:
             with torch.inference_mode():
                 hits += flight.looks.hits()
@@ -190,11 +192,12 @@ class StepChecks:
         self.hits += hits
         self.landing(None)
 
-    def commit(self, request: Request, committed_len: int, step: int) -> None:
-        """Entries [0, committed_len) of a row are final since this step."""
-        if hits := judge_commit(request, self._state.pools, committed_len, step):
+    def commit(self, requests: Sequence[Request], committed_lens: Sequence[int], step: int) -> None:
+        """Entries [0, committed length) of these rows are final since this step."""
+        if hits := judge_commit(requests, self._state.pools, committed_lens, step):
             self.hits += hits
-        request.commit(committed_len, step)
+        for request, committed_len in zip(requests, committed_lens, strict=True):
+            request.commit(committed_len, step)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -208,9 +211,12 @@ class StepChecks:
         if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
             self.settle()
 
-    def settle_rows_of(self, request: Request) -> None:
-        """How far its rows are written is told by the forwards that have run, judged or not."""
-        if self._pending and any(request is other for forward in self._pending for other in forward.requests):
+    def settle_rows_of(self, requests: Sequence[Request]) -> None:
+        """How far their rows are written is told by the forwards that have run, judged or not."""
+        if not self._pending:
+            return
+        uids = {request.uid for request in requests}
+        if any(request.uid in uids for forward in self._pending for request in forward.requests):
             self.settle()
 
     def roll(self, step: int) -> list[Hit | HitBatch]:
@@ -404,5 +410,5 @@ def _nobody(forwards: Sequence[Forward], verdict: Verdict | None = None) -> None
 def _note_rows(forward: Forward) -> None:
     """How far each row of the pool has been written by a forward that is no guess."""
     pool_id, width = forward.pool.pool_id, forward.width
-    for number, request in enumerate(forward.requests):
-        note_row(request, forward.kind, pool_id, forward.prefixes[number] + forward.written[number * width])
+    lengths = map(add, forward.prefixes, forward.written[::width])
+    note_rows(forward.requests, forward.kind, pool_id, list(lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,15 +21,15 @@ from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
-from kvcanary.requests import Unheard
+from kvcanary.requests import COMMITTED, SIGNED_ROOT, TRUTHS, UID, UNHEARD, UNLANDED, Unheard, final_lens, in_pool
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import MASKS, ROW_STARTS, VIOLATIONS, StaticSubstep
-from kvcanary.truths import note_row
+from kvcanary.truths import note_rows
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
 
-Commit = Callable[[Request, int, int], None]
+Commit = Callable[[Sequence[Request], Sequence[int], int], None]
 
 
 class RowTruth(NamedTuple):
@@ -144,23 +145,24 @@ class StaticChecks:
         return substep
 
     def _truth(self, pool_id: int, requests: Sequence[Request], lengths: list[int], num_forwards: int = 1) -> RowTruth:
-        chains = self._ledger.truths_at(requests, pool_id, [max(length, 0) for length in lengths])
+        lasts = [max(length, 0) for length in lengths] if UNKNOWN in lengths else lengths
+        chains = self._ledger.truths_at(requests, pool_id, lasts)
         if None in chains or UNKNOWN in lengths:
             lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
             self._coverage.skip("truth not known to the host", num_forwards * lengths.count(UNKNOWN))
-        known = zip(requests, lengths, strict=True)
+        behind = zip(map(UNLANDED, requests), lengths, strict=True)
         return RowTruth(
-            [request.uid for request in requests],
+            list(map(UID, requests)),
             lengths,
             [chain or 0 for chain in chains],
-            [request.truths[pool_id].signed_root for request in requests],
-            [int(request.unlanded > 0 and length != UNKNOWN) for request, length in known],
+            list(map(SIGNED_ROOT, in_pool(pool_id, TRUTHS, requests))),
+            [int(unlanded > 0 and length != UNKNOWN) for unlanded, length in behind],
         )
 
     def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
         """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""
-        lengths = _final_lens(requests, pool.pool_id)
-        for number, request in enumerate(requests):
+        lengths = final_lens(requests, pool.pool_id)
+        for number, request in enumerate(requests) if any(map(UNLANDED, requests)) else ():
             if request.unlanded:
                 is_whole = lengths[number] == request.most_final(pool.pool_id)
                 is_one = request.unlanded == 1 and len(request.tokens) == request.committed_len + 1
@@ -178,8 +180,8 @@ class StaticChecks:
         acceptance: StaticAcceptance | None,
     ) -> None:
         """They run next, over rows of these lengths."""
-        committed = [request.committed_len for request in requests]
-        is_behind = acceptance is not None or any(request.unheard or request.unlanded for request in requests)
+        committed = list(map(COMMITTED, requests))
+        is_behind = acceptance is not None or any(map(UNHEARD, requests)) or any(map(UNLANDED, requests))
         heard = [request.heard_len for request in requests] if is_behind else None
         for substep in substeps:
             substep.written.expect(self.bank.turn)
@@ -216,7 +218,7 @@ class StaticChecks:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
 
-        commit: a request's entries up to a length became final in a step
+        commit: entries of requests up to a length each became final in a step
         """
         num_learned = 0
         for run, written, masks, accepted in told.forwards:
@@ -227,7 +229,7 @@ class StaticChecks:
                 self._accept(run, tokens, commit)
             if run.heard is not None:
                 counts = [len(own) for own in tokens or ()] if run.written is None else run.written
-                lengths = _final_lens(run.requests, run.substep.pool.pool_id)
+                lengths = final_lens(run.requests, run.substep.pool.pool_id)
                 _note_rows(run.substep, run.requests, lengths, counts)
             forward = Learned(run, written, masks, tokens)
             if not forward.is_plan:
@@ -236,8 +238,8 @@ class StaticChecks:
             num_learned += 1
             self._ledger.pages.wrote(forward.slots // self._ledger.page_size)
             mirror.learn(forward.slots + forward.pool.base)
-            self.listener.learned(forward, run.substep.layers)
             yield forward
+            self.listener.learned(forward, run.substep.layers)
         self._coverage.forwards += num_learned
 
     def _settle_counts(
@@ -255,13 +257,17 @@ class StaticChecks:
 
     def _accept(self, run: Launched, tokens: list[list[int]], commit: Commit) -> None:
         """The books go on by what the device says was accepted; the engine confirms it when it has heard."""
+        live, going, unheard = self._ledger.requests, list[Request](), list[Unheard]()
         for request, own in zip(run.requests, tokens, strict=True):
             request.unlanded -= 1
-            if own and self._ledger.requests.get(request.request_id) is request:
+            if own and live.get(request.request_id) is request:
                 before = request.committed_len
-                self._ledger.append(request.request_id, own, run.step)
-                commit(request, before + len(own), run.step)
-                request.unheard.append(Unheard(own, before, request.committed_len))
+                request.append(own, run.step)
+                going.append(request)
+                unheard.append(Unheard(own, before, before + len(own)))
+        commit(going, [step.committed_len for step in unheard], run.step)
+        for request, step in zip(going, unheard, strict=True):
+            request.unheard.append(step)
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
@@ -281,10 +287,10 @@ class StaticChecks:
         """
         ledger = self._ledger
         for run, *_ in told.forwards:
-            for request, committed_len in zip(run.requests, run.committed, strict=True):
+            for request in run.requests:
                 request.in_the_air -= 1
-                if not ledger.may_finalise(request):
-                    continue
+            for number in ledger.may_finalise(run.requests):
+                request, committed_len = run.requests[number], run.committed[number]
                 if ledger.requests.get(request.request_id) is request and request.pages:
                     try:
                         ledger.finalise(request, told.step, committed_len if request.in_the_air else None)
@@ -323,15 +329,7 @@ def _note_rows(
     substep: StaticSubstep, requests: Sequence[Request], lengths: Sequence[int], written: Sequence[int]
 ) -> None:
     """How far the forward writes the rows of its pool, which have these lengths before."""
-    kind, pool_id = substep.site[0], substep.pool.pool_id
-    if kind == "draft":
-        return
-    for request, length, count in zip(requests, lengths, written, strict=True):
-        note_row(request, kind, pool_id, length + count)
-
-
-def _final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
-    return [request.final_len(pool_id) for request in requests]
+    note_rows(requests, substep.site[0], substep.pool.pool_id, list(map(add, lengths, written)))
 
 
 def _accepted(run: Launched) -> Ints | None:

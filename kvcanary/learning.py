@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +57,7 @@ class Learned:
         self.accepted = accepted
         substep = run.substep
         bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, *_, header = written
-        self.has_read_hits = bool(header[NUM_BITS : 2 * NUM_BITS].any())
+        self.has_read_hits = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
         self._indices, self._spans = substep.forward.table.pages, (starts, ends)
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
@@ -80,7 +79,7 @@ class Learned:
     def is_plan(self) -> bool:
         """Whether lengths and parents make a plan at all; where they do not, R10 and the write codes tell."""
         counts, begins, nodes = self._counts, self._begins, self._parents
-        is_plan = bool((counts >= 0).all() and (begins >= 0).all()) and len(self.planned.slots) == self._live.stop
+        is_plan = not np.count_nonzero((counts | begins) < 0) and len(self.planned.slots) == self._live.stop
         if self.tree_mask is not None:
             is_plan = is_plan and bool((counts == self.tree_mask.shape[-1]).all())
         if not is_plan or nodes is None:
@@ -96,7 +95,22 @@ class Learned:
     def has_parents(self) -> bool:
         return self._parents is not None
 
-    @cached_property
+    @property
+    def num_bytes(self) -> int:
+        """Of the plans, where somebody keeps them."""
+        mask = 0 if self.tree_mask is None else self.tree_mask.numel()
+        return 8 * (4 * self.num_entries + 6 * self.num_rows + self.ancestors.size) + mask
+
+    def keep(self) -> None:
+        """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""
+        slots, tokens, positions = self.planned
+        self.planned = Planned(slots.copy(), tokens.copy(), positions.copy())
+        self._parents = None if self._parents is None else self._parents.copy()
+        self.ancestors, self._bounds = self.ancestors.copy(), self._bounds.copy()
+        self.tree_mask = None if self.tree_mask is None else self.tree_mask.clone()
+        self.requests, self._indices = [], self._indices[:0]
+
+    @property
     def plan(self) -> Ints:
         """As `Forward.plan`."""
         none = np.zeros(self.num_rows, np.int64)
@@ -107,17 +121,17 @@ class Learned:
         rows = self._counts, none, reads[:-1] + self._begins, self._begins, none
         return np.concatenate((*self.planned, parents, reads, *rows, prefixes))
 
-    @cached_property
+    @property
     def written(self) -> list[int]:
         """By row, entries that it writes."""
         return self._counts.tolist()
 
-    @cached_property
+    @property
     def begins(self) -> list[int]:
         """By row, the position of the first of them."""
         return self._begins.tolist()
 
-    @cached_property
+    @property
     def parents(self) -> list[int] | None:
         return None if self._parents is None else self._parents.tolist()
 

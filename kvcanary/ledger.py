@@ -51,17 +51,16 @@ class Ledger(RowBook):
         if not request.pages:
             request.start_anew()
 
-    def may_finalise(self, request: Request) -> bool:
-        """Whether a page could be final that was not; false after most steps."""
-        return (request.committed_len + self._ahead) // self.page_size > request.final_pages
+    def may_finalise(self, requests: Sequence[Request]) -> list[int]:
+        """Numbers of those of which a page could be final that was not: none after most steps."""
+        size, ahead = self.page_size, self._ahead
+        return [n for n, one in enumerate(requests) if (one.committed_len + ahead) // size > one.final_pages]
 
     def finalise(self, request: Request, step: int, committed_len: int | None = None) -> None:
         """Pages that lie wholly in what is final in every pool are not written again.
 
         committed_len: behind it captured forwards may still be writing; None: nothing is
         """
-        if not self.may_finalise(request):
-            return
         length = min(request.final_len(pool_id, committed_len) for pool_id in range(len(request.row_lens)))
         if request.owned_len is not None:
             length = min(length, request.owned_len)

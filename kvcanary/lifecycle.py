@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import lt
 
 import numpy as np
 from torch import Tensor
@@ -16,10 +18,10 @@ from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
-from kvcanary.pages import Array
 from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
+from kvcanary.requests import COMMITTED, UNHEARD
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
 from kvcanary.truths import judge_heard
@@ -80,29 +82,41 @@ class Lifecycle:
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Tokens that were accepted for this request; where the device has told of them, the same are expected."""
-        self.recorder.note_of_request("append", request_id, token_ids)
-        request = self._ledger.request(request_id)
-        if request.unheard:
-            self._ledger.confirm(request, token_ids)
-        else:
-            self._ledger.append(request_id, token_ids, self.step)
+        self.append_all((request_id,), (token_ids,))
+
+    def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
+        """The same for the requests of a step, each named once, in one call."""
+        _expect_one_each("tokens", request_ids, token_ids)
+        self.recorder.appended(request_ids, token_ids)
+        for request, own in zip(self._ledger.known(request_ids), token_ids, strict=True):
+            if request.unheard:
+                self._ledger.confirm(request, own)
+            else:
+                request.append(own, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
-        self.recorder.note_of_request("commit", request_id, committed_len)
+        self.commit_all((request_id,), (committed_len,))
+
+    @recorded
+    def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
+        """The same for the requests of a step, each named once, in one call; refused for all where one is refused."""
+        _expect_one_each("a length", request_ids, committed_lens)
         self._expect_closed("commit()")
-        request = self._ledger.request(request_id)
-        if request.unheard:
-            self._checks.report(judge_heard(request, self._state.pools[0], committed_len, self.step))
-            return
-        if committed_len < request.committed_len:
-            raise LifetimeError(
-                f"committed_len of {request_id!r} must not shrink, {committed_len} follows {request.committed_len}"
-            )
-        self._checks.settle_rows_of(request)
-        self._checks.commit(request, committed_len, self.step)
-        if not request.in_the_air:
-            self._ledger.finalise(request, self.step)
+        requests = self._ledger.known(request_ids)
+        is_heard = list(map(UNHEARD, requests))
+        if any(is_heard):
+            known = [not steps for steps in is_heard]
+            heard, lens = list(compress(requests, is_heard)), list(compress(committed_lens, is_heard))
+            requests, committed_lens = list(compress(requests, known)), list(compress(committed_lens, known))
+            _expect_growth(requests, committed_lens)
+            self._checks.report(judge_heard(heard, self._state.pools[0], lens, self.step))
+        _expect_growth(requests, committed_lens)
+        self._checks.settle_rows_of(requests)
+        self._checks.commit(requests, committed_lens, self.step)
+        landed = [request for request in requests if not request.in_the_air]
+        for number in self._ledger.may_finalise(landed):
+            self._ledger.finalise(landed[number], self.step)
 
     # pages of one request
 
@@ -113,9 +127,8 @@ class Lifecycle:
         `for_load`: their bytes come from elsewhere (`on_load_begin`), no forward may write them.
         """
         self._checks.settle_writes_into(pages)
-        where = self._ledger.pages.numbers(pages)
-        self._release_early(where)
-        self._ledger.grant(request_id, where, self.step, for_load)
+        self._release_early(pages)
+        self._ledger.grant(request_id, pages, self.step, for_load)
         self._checks.report(self._poisoner.granted(pages, self.step))
 
     @recorded
@@ -172,7 +185,7 @@ class Lifecycle:
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
         """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
         self._checks.settle()
-        self._release_early(self._ledger.pages.numbers([copy]))
+        self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self.step)
         self._checks.report(self._poisoner.granted([copy], self.step))
         request = self._ledger.request(request_id)
@@ -352,11 +365,11 @@ class Lifecycle:
                 positions = np.arange(first, min(first + size, request.final_len(pool.pool_id)))
                 adopt(self._ledger, self._checks.mirror, self._state, pool, request, positions, self.step)
 
-    def _release_early(self, pages: Array) -> None:
+    def _release_early(self, pages: Sequence[int]) -> None:
         """Under pressure an engine grants pages that wait, the longest waiting first."""
         if not self._ledger.quarantined:
             return
-        waiting = int((self._ledger.states.take(pages) == QUARANTINED).sum())
+        waiting = int((self._ledger.states.take(self._ledger.pages.numbers(pages)) == QUARANTINED).sum())
         if waiting:
             self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 
@@ -389,6 +402,23 @@ class Lifecycle:
             slots = sum(max(0, min(length - place * size, size)) for place in own)
             unread += slots * pool.view.slot_bytes
         return unread
+
+
+def _expect_one_each(what: str, request_ids: Sequence[str], values: Sequence[object]) -> None:
+    if len(request_ids) != len(values):
+        raise LifetimeError(
+            f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these"
+        )
+
+
+def _expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) -> None:
+    """What is committed stays so."""
+    if any(map(lt, committed_lens, map(COMMITTED, requests))):
+        told = zip(requests, committed_lens, strict=True)
+        request, length = next((request, length) for request, length in told if length < request.committed_len)
+        raise LifetimeError(
+            f"committed_len of {request.request_id!r} must not shrink, {length} follows {request.committed_len}"
+        )
 
 
 def _expect_equal_rows(source: PoolState, target: PoolState) -> None:

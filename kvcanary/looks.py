@@ -17,7 +17,9 @@ from kvcanary.outbox import Outbox
 from kvcanary.state import PoolState
 from kvcanary_kernels.content import check_content
 
-MOST_LOOKS = 16  # behind one step; more are judged at once
+#: Behind one step, a byte of one copy each: more than requests may be granted pages in a step. What comes on top is
+#: judged at once, and waited for.
+MOST_LOOKS = 1024
 Judge = Callable[[], Sequence[Hit | HitBatch]]
 
 
@@ -36,11 +38,13 @@ class Sent(NamedTuple):
 class Looks:
     """Lane a of slots against what is kept; judged at once in host memory, on a device when the step is heard."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, at_once: bool) -> None:
+        """`at_once`: nobody waits for an answer, which lies in host memory."""
         self._judges: list[Judge] = []
-        self._is_host = device.type == "cpu"
-        if not self._is_host:
+        self._at_once = at_once
+        if not at_once:
             self._outbox = Outbox(torch.zeros(MOST_LOOKS, dtype=torch.bool, device=device))
+            self._answers = self._outbox.device.unbind()
 
     @property
     def waits(self) -> bool:
@@ -52,8 +56,8 @@ class Looks:
 
         slots: [n] int64; those outside the pool are nobody's
         """
-        if self._is_host or len(self._judges) == MOST_LOOKS:
-            own = slots[(slots >= 0) & (slots < pool.view.num_slots)] if not self._is_host else slots
+        if self._at_once or len(self._judges) == MOST_LOOKS:
+            own = slots[(slots >= 0) & (slots < pool.view.num_slots)] if not self._at_once else slots
             return [] if slots_are_right(pool, own) else judge()
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
         check_content(pool.rows, slots, pool.keys, pool.content_a, mismatch=mismatch)
@@ -61,9 +65,9 @@ class Looks:
 
     def ask(self, mismatch: Tensor, judge: Judge) -> Sequence[Hit | HitBatch]:
         """The same for what a kernel has compared already: whether a number of `mismatch` is not zero."""
-        if self._is_host or len(self._judges) == MOST_LOOKS:
+        if self._at_once or len(self._judges) == MOST_LOOKS:
             return judge() if mismatch.any() else []
-        self._outbox.device[len(self._judges)].copy_(mismatch.any())
+        torch.any(mismatch, out=self._answers[len(self._judges)])
         self._judges.append(judge)
         return []
 

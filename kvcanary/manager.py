@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence, Set
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from kvcanary.accounting import audit
+from kvcanary.answering import Answering
 from kvcanary.attachment import Attachment
-from kvcanary.bank import SubstepBank
-from kvcanary.captured_move import StaticMove
-from kvcanary.certificate import certificate
-from kvcanary.codes import FED
 from kvcanary.config import CanaryConfig
-from kvcanary.describe import Describer
-from kvcanary.dumper import Dumper
 from kvcanary.eager import EagerSubstep
-from kvcanary.errors import CanaryConfigError, HookOrderError, KVCorruptionError, LifetimeError, PlanError
-from kvcanary.findings import Finding
+from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
 from kvcanary.flights import Flight
 from kvcanary.forward import Forward
-from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
-from kvcanary.lifecycle import Lifecycle
-from kvcanary.once import OnceSubstep
 from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
-from kvcanary.response import Response
-from kvcanary.seats import StaticAcceptance
+from kvcanary.requests import UNLANDED
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import StaticSubstep
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
 from kvcanary.tokens import Oracle, TokenOf
-from kvcanary.views import PoolView, ReadPlan, WritePlan
+from kvcanary.views import PoolView
 
 
-class CanaryManager(Lifecycle):
+class CanaryManager(Answering):
     """The canary of one engine. See the method names in the order in which an engine calls them.
 
     Nothing is checked before `arm()`, everything after it. One pool has one manager: HookOrderError for a second one.
@@ -52,15 +39,8 @@ class CanaryManager(Lifecycle):
         self._attachment = Attachment(pools)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         super().__init__(config, CanaryState(pools, seed), holds_back)
-        describer = Describer(self._state, self._ledger, config.show_tokens)
-        self._dumper = Dumper(config, self.recorder, self._source)
-        self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
         self._stats = Stats()
-        self._doomed: frozenset[str] = frozenset()
-        self._static: StaticChecks | None = None
         self._judges_there = judges_on_device(self._state)
-        self._has_bank = False  # whether somebody asked for it, and so has padding that may be judged
-        self._error: KVCorruptionError | None = None  # that was raised last
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""
@@ -101,80 +81,12 @@ class CanaryManager(Lifecycle):
         self._leave_quarantine(step)
 
     @property
-    def bank(self) -> SubstepBank:
-        """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
-        self._has_bank = True
-        return self._on_device().bank
-
-    @property
     def may_depart(self) -> bool:
         """Whether a host that hears of its steps later may call `depart` now and wait for nothing.
 
         All that was opened since the last check judges itself on the device.
         """
         return self._judges_there and not self._checks.waits
-
-    def launch(
-        self, substep: StaticSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
-    ) -> RowTruth:
-        """A captured forward of these requests runs next, the live rows of its bucket in this order.
-
-        written: by request, entries that each of its rows writes; reads: entries that all rows read. What is returned
-        goes into the forward's buffers before it runs, one value for each row of a request.
-        """
-        return self.launch_all([substep], request_ids, written, [reads])
-
-    def launch_all(
-        self,
-        substeps: Sequence[StaticSubstep],
-        request_ids: Sequence[str],
-        written: Sequence[int],
-        reads: Sequence[int],
-    ) -> RowTruth:
-        """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
-
-        written: of each of them; reads: by forward. Where the engine launches a step before it has told of the last one
-        (`launch_accepted`), reads are those of the lengths that it has told.
-        """
-        return self._launch(substeps, request_ids, written, reads, None)
-
-    def launch_accepted(
-        self, substep: StaticSubstep, request_ids: Sequence[str], reads: int, acceptance: StaticAcceptance
-    ) -> RowTruth:
-        """As `launch`, for a forward that writes the entries of what a captured step of these requests has accepted.
-
-        Only the device knows how many. The canary's books go on by its word when the step is judged, before anything
-        behind it is, and `append` and `commit` have to say the same when the engine has heard.
-        """
-        return self._launch([substep], request_ids, None, [reads], acceptance)
-
-    def _launch(
-        self,
-        substeps: Sequence[StaticSubstep],
-        request_ids: Sequence[str],
-        written: Sequence[int] | None,
-        reads: Sequence[int],
-        acceptance: StaticAcceptance | None,
-    ) -> RowTruth:
-        if self._static is None:
-            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
-        self._expect_closed("launch()")
-        requests = self._known(request_ids)
-        if any(request.unlanded > 1 for request in requests):  # truth goes on by one step that nobody has heard of
-            self._checks.land()
-        for substep, count in zip(substeps, reads, strict=True):
-            self.recorder.launched(substep, request_ids, written, count)
-        self._checks.settle_before_launch()
-        if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
-            self._checks.sweeper.look_around(request_ids)
-        return self._static.launch(substeps, requests, self.step, written, reads, acceptance)
-
-    def launch_move(self, move: StaticMove) -> None:
-        """A captured move runs next, behind the forwards that were launched before it."""
-        if self._static is None:
-            raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
-        self.recorder.launched_move(self._static.bank.moves.index(move), move.pool.name)
-        self._static.launch_move(move)
 
     def substep(self, kind: str, index: int, pool: str, puts: bool = False) -> SubstepCanary | WarmupSubstep:
         """The hooks of the next forward; of one whose layers lie in pools of several groups, one substep a group.
@@ -317,85 +229,14 @@ class CanaryManager(Lifecycle):
             self._act()
         poisoner.freed(own_pages, fired or self._are_damaged(pages))
 
-    # what was found
-
-    @property
-    def doomed(self) -> frozenset[str]:
-        """Mode abort: running requests that must end, by all that was judged; the release of another may name some."""
-        return self._doomed
-
-    @property
-    def damaged_pages(self) -> Set[int]:
-        """Mode abort: pages of the prefix cache in which damage was found; it must give them up, and those behind them.
-
-        `on_evict` tells when it has.
-        """
-        return self._response.damaged_pages if self.config.mode == "abort" else frozenset()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory that records, fingerprints and page states take; they never grow."""
-        return self._state.num_bytes
-
-    @property
-    def findings(self) -> list[Finding]:
-        """The first finding of every incident."""
-        return self._response.log.findings
-
-    def certificate(self) -> dict[str, Any]:
-        """What was checked, what was not and why; plain JSON."""
-        self._refresh()
-        groups = [group.to_dict() for group in self._response.log.groups.values()]
-        live_bytes, seed_id = self._checks.sweeper.live_bytes(), self._state.keys.seed_id
-        return certificate(self.config, self._coverage, live_bytes, seed_id, groups, self._fed())
-
-    def page_map(self) -> dict[str, Any]:
-        """What is true of every page now; plain JSON, see `kvcanary.page_map`."""
-        from kvcanary.page_map import page_map
-
-        return page_map(self._ledger, self._checks.cached.read_at, self.step)
-
-    def dump(self, path: Path | str) -> Path:
-        """Write what was recorded, and all findings so far, into this file. DumpError with `ring` 0 or before `arm()`.
-
-        Nothing of prompts, bytes and keys leaves, unless `config.dump_content` asks for it.
-        """
-        return self._dumper.write(Path(path), self.findings, "command")
-
     # called by substeps
-
-    def launch_eager(
-        self,
-        substep: SubstepCanary,
-        site: tuple[str, int],
-        pool: PoolState,
-        read: ReadPlan,
-        write: WritePlan,
-        requests: list[Request],
-        written: list[int],
-    ) -> OnceSubstep:
-        """As `launch`, for a forward that comes once: what judges it."""
-        self._checks.settle_before_launch()
-        if self.config.content == "full":
-            self._checks.sweeper.look_around(read.requests)
-        run = self._on_device().launch_once(pool, site, read, write, requests, self.step, written)
-        self.recorder.launched(run, read.requests, written, read.indices.shape[0])
-        self._open.append(substep)
-        return run
 
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
         """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
-        requests = self._known(request_ids)
-        if any(request.unlanded for request in requests):
+        requests = self._ledger.known(request_ids)
+        if any(map(UNLANDED, requests)):
             self._checks.land()
         return requests
-
-    def _known(self, request_ids: Sequence[str]) -> list[Request]:
-        requests = self._ledger.requests
-        try:
-            return [requests[request_id] for request_id in request_ids]
-        except KeyError:
-            return [self._ledger.request(request_id) for request_id in request_ids]
 
     def opened(self, substep: SubstepCanary, forward: Forward) -> None:
         hits = () if forward.is_usable else refuse(forward, self._ledger.pages, self.config.disable)
@@ -413,27 +254,6 @@ class CanaryManager(Lifecycle):
         self._open.remove(substep)
 
     # helpers
-
-    def _on_device(self) -> StaticChecks:
-        if self._static is None:
-            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
-            self._static.bank.compares_moves = self._checks.compares_moves
-            self._checks.static = self._static
-        return self._static
-
-    def _source(self, findings: Sequence[Finding], trigger: str) -> dict[str, Any]:
-        """What a dump of now is written of: all that was launched is heard first."""
-        self._checks.land()
-        return {
-            "config": self.config,
-            "books": self.recorder.books,
-            "recorder": self.recorder,
-            "findings": findings,
-            "certificate": self.certificate(),
-            "quarantine": self._quarantine,
-            "step": self.step,
-            "trigger": trigger,
-        }
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""
@@ -458,53 +278,6 @@ class CanaryManager(Lifecycle):
             self._checks.land()
         self.recorder.tick(self.step)
         return doomed
-
-    def _act(self) -> frozenset[str]:
-        """Respond to what fired; the running requests that must end, also those named before."""
-        groups = self._checks.hits.take()
-        if groups:
-            self._count_reads()
-            self._checks.look_around(groups)
-            try:
-                self._doomed |= self._response.act(groups, self.step, self._coverage)
-            except KVCorruptionError as error:
-                self._error = error
-                raise
-        if self._doomed:
-            requests = self._ledger.requests
-            self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)
-        return self._doomed
-
-    def _fed(self) -> frozenset[str]:
-        """The codes that this engine and these settings can make fire."""
-        feeds = {
-            "W7": self._quarantine > 0,
-            "W9": self._has_bank,
-            "P1": self.config.poison != "off",
-            "T1": self.config.content != "write",
-            "O1": self.tickets.is_used,
-        }
-        return (FED | {"W9"}) - {code for code, is_fed in feeds.items() if not is_fed}
-
-    def _are_damaged(self, pages: Sequence[int]) -> bool:
-        """Whether something was found in what a request holds that has one of these pages."""
-        if not self._response.log.findings:
-            return False
-        holders = map(self._ledger.holder, pages)
-        return any(request is not None and request.is_damaged for request in holders)
-
-    def _refresh(self) -> None:
-        """Bring the coverage up to now."""
-        self._count_reads()
-        self._note_live_bytes()
-        sweeps = self._checks.sweeper, self._checks.cached
-        waits = [steps for sweep in sweeps for steps in (sweep.longest_wait, sweep.waiting(self.step))]
-        self._coverage.max_unread_steps = max(self._coverage.max_unread_steps, *waits)
-
-    def _count_reads(self) -> None:
-        for sweep in (self._checks.sweeper, self._checks.cached):
-            self._coverage.bytes_checked += sweep.bytes_read
-            sweep.bytes_read = 0
 
 
 def judges_on_device(state: CanaryState) -> bool:

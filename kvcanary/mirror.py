@@ -139,7 +139,7 @@ class Mirror:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""
         if not self._is_host:
             self._learned[rows] = self._is_behind = True
-        self._note(int(self.judged[rows].any()))
+        self._note(int(np.count_nonzero(self.judged[rows])))
 
     @property
     def memory(self) -> Rows:

@@ -118,16 +118,15 @@ class Pages:
     def numbers(self, pages: Sequence[int] | Array) -> Array:
         """[n] int64; pages that one event names are inside the pool, not null, and distinct."""
         where = np.array(pages, dtype=np.int64)
-        if not where.size:
+        listed = where.tolist()
+        if not listed:
             return where
-        ordered = np.sort(where)
-        if ordered[0] < self.null_pages or ordered[-1] >= len(self):
-            wrong = next(page for page in where.tolist() if not self.null_pages <= page < len(self))
+        if min(listed) < self.null_pages or max(listed) >= len(self):
+            wrong = next(page for page in listed if not self.null_pages <= page < len(self))
             raise LifetimeError(
                 f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or freed"
             )
-        if (ordered[1:] == ordered[:-1]).any():
-            listed = where.tolist()
+        if len(set(listed)) < len(listed):
             twice = next(page for page in listed if listed.count(page) > 1)
             raise LifetimeError(f"an event must name a page once, got page {twice} twice: name it once")
         return where
@@ -187,7 +186,7 @@ class Pages:
     def wrote(self, pages: Array) -> None:
         """A forward has written slots of these pages; pages that it must not write stay as they are."""
         states = self.states.take(pages)
-        if (states != WRITTEN).any():
+        if np.count_nonzero(states != WRITTEN):
             fresh = pages[_IS_WRITABLE.take(states)]
             self.states[fresh] = WRITTEN
             self._note_changes(fresh)

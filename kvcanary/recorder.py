@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -174,14 +175,11 @@ class Recorder:
         if self.segments:
             self.captured.departed(step, self.segments[-1])
 
-    def note_of_request(self, name: str, request_id: str, value: int | Sequence[int]) -> None:
-        """As `note`, for calls that come for every request in every step; `value`: a length, or token ids."""
-        if not self.segments:
-            return
-        if self.maps:
-            self.note_maps()
-        kept = value if isinstance(value, int) else tuple(value) if len(value) < LONG else self._kept(value)
-        self._events.append((name, (request_id, kept), None))
+    def appended(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
+        """These tokens are about to be appended, by request."""
+        if self.segments:
+            counts = tuple(map(len, token_ids))
+            self.note("append_all", (tuple(request_ids), counts, [*chain.from_iterable(token_ids)]))
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -310,20 +308,19 @@ class Recorder:
 
     def _kept(self, value: Any) -> Any:
         """An argument that nobody can change any more."""
-        if type(value) in _PLAIN or (
-            type(value) is tuple and len(value) < LONG and _PLAIN.issuperset(map(type, value))
-        ):
+        kind = type(value)
+        if kind in _PLAIN:
             return value
+        if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
+            return tuple(value)
         if isinstance(value, list) and value and isinstance(value[0], Parcel):
             value = [self._number_of(parcel) for parcel in value]
-        if type(value) is list and len(value) < LONG:
-            return tuple(map(int, value))
+        if isinstance(value, list | tuple) and value and isinstance(value[0], str):
+            return tuple(value)
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
             return ("parcel", self._number_of(value))
-        if isinstance(value, tuple) and value and isinstance(value[0], str):
-            return value
         kept = np.array(value, np.int64) if len(value) >= LONG else tuple(int(number) for number in value)
         if self.segments and isinstance(kept, np.ndarray):
             self.segments[-1].array_bytes += kept.nbytes

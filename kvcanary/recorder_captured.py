@@ -94,7 +94,7 @@ class CapturedEvents:
 
     def learned(self, forward: Learned, layers: Sequence[int]) -> None:
         for launch in self._launches.get((forward.pool.name, forward.site, forward.step & MASK_32), ()):
-            if launch.recorded.forward is None:
+            if not launch.recorded.is_heard:
                 launch.recorded.learn(forward, layers)
                 launch.segment.array_bytes += launch.recorded.num_bytes
                 return

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvcanary.learning import Learned
 
 Ints = NDArray[Any]
+MOST_UNPACKED = 4096  # entries of a forward that is packed only when somebody asks: till then it is twice as large
 
 
 class RecordedForward:
@@ -122,26 +123,55 @@ class RecordedLaunch:
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
     written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told since
-    forward: its plans, and its rows as granted
+    is_heard: whether the host has heard of it
     accepted: as `Learned` has it
     again:   layers that have stored before, and did again
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
     padding: (row, entry, slot) of W9, one of them -1
     """
 
-    __slots__ = ("accepted", "again", "forward", "number", "padding", "reads", "requests", "strays", "written")
+    __slots__ = (
+        "_forward",
+        "_learned",
+        "_stored",
+        "accepted",
+        "again",
+        "number",
+        "padding",
+        "reads",
+        "requests",
+        "strays",
+        "written",
+    )
 
     def __init__(self, number: int | None, requests: Sequence[str], written: Sequence[int] | None, reads: int) -> None:
         self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written or ()), reads
         self.accepted: list[list[int]] | None = None
-        self.forward: RecordedForward | None = None
+        self._forward: RecordedForward | None = None
+        self._learned: Learned | None = None
+        self._stored = 0
         self.again: list[int] = []
         self.strays: list[tuple[int, int, int]] = []
         self.padding: list[tuple[int, int, int]] = []
 
     @property
+    def is_heard(self) -> bool:
+        return self._learned is not None or self._forward is not None
+
+    @property
+    def forward(self) -> RecordedForward | None:
+        """Its plans, and its rows as granted; packed when somebody asks for the first time, which few ever do."""
+        learned, self._learned = self._learned, None
+        if learned is not None:
+            self._forward = RecordedForward(learned)
+            self._forward.keep_captured(learned, self._stored, self.requests)
+        return self._forward
+
+    @property
     def num_bytes(self) -> int:
-        return 0 if self.forward is None else self.forward.num_bytes
+        if self._learned is not None:
+            return self._learned.num_bytes
+        return 0 if self._forward is None else self._forward.num_bytes
 
     def learn(self, forward: Learned, layers: Sequence[int]) -> None:
         """`layers`: those that stored, in their order."""
@@ -152,10 +182,14 @@ class RecordedLaunch:
         self.accepted = forward.accepted
         if self.accepted is not None:
             self.written = tuple(map(len, self.accepted))
-        self.forward = RecordedForward(forward)
-        self.forward.keep_captured(forward, bitmap, self.requests)
-        if self.number is None and forward.has_read_hits:
-            self.forward.keep_wholes(forward.rows())
+        self._learned, self._stored = forward, bitmap
+        rows = forward.rows() if self.number is None and forward.has_read_hits else None
+        if forward.num_entries > MOST_UNPACKED or rows is not None:
+            recorded = self.forward
+            if recorded is not None and rows is not None:
+                recorded.keep_wholes(rows)
+        else:
+            forward.keep()
 
 
 class RecordedMove:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +74,8 @@ def chains_at(
             unknown.append(number)
             asked.extend((0, 0, 0, 0))
         else:
-            asked.extend((truth.room_for(length), first, length, truth.signed_root))
-            asked.extend(known[first + offset : length + offset])
+            missing = known[first + offset : length + offset]
+            asked.extend((truth.room_for(length), first, length, truth.signed_root, *missing))
             truth.count = length
     last = np.empty(len(truths), np.int64)
     if asked:
@@ -221,15 +222,19 @@ class Request:
     unheard: deque[Unheard] = field(default_factory=deque)
     is_damaged: bool = False
 
+    def append(self, token_ids: Sequence[int], step: int) -> None:
+        """Tokens that were accepted."""
+        self.tokens.extend(map(int, token_ids))
+        self.growth.append((step, len(self.tokens)))
+
     def commit(self, committed_len: int, step: int) -> None:
         """Entries [0, committed_len) are final; what was final before joins the queues of looks."""
-        before, row_lens = self.committed_len, self.row_lens
+        before, since, row_lens = self.committed_len, self.commit_step, self.row_lens
         for pool_id, ahead in enumerate(self.ahead):
-            written = row_lens[pool_id]
-            most, final = committed_len + ahead, before + ahead
-            self.reads[pool_id].extend_to(final if final < written else written, self.commit_step)
-            if most < written:  # rejected nodes lie beyond
-                row_lens[pool_id] = most
+            written, final = row_lens[pool_id], before + ahead
+            self.reads[pool_id].extend_to(final if final < written else written, since)
+            if committed_len + ahead < written:  # rejected nodes lie beyond
+                row_lens[pool_id] = committed_len + ahead
         self.committed_len, self.commit_step = committed_len, step
 
     @property
@@ -242,8 +247,7 @@ class Request:
 
         committed_len: as it was at some time; None: as it is now
         """
-        most = (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
-        return most if most < (written := self.row_lens[pool_id]) else written
+        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
 
     def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
         """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
@@ -267,6 +271,27 @@ class Request:
         """Tokens appended in steps after `step`."""
         place = bisect_right(self.growth, (step, 1 << 62))
         return len(self.tokens) - (self.growth[place - 1][1] if place else 0)
+
+
+#: What many requests have, by `map`.
+UID, TOKENS, TRUTHS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED, IN_THE_AIR = map(
+    attrgetter,
+    ("uid", "tokens", "truths", "row_lens", "committed_len", "unheard", "unlanded", "in_the_air"),
+)
+SIGNED_ROOT = attrgetter("signed_root")
+
+
+def final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
+    """`Request.final_len` of each."""
+    if not requests:
+        return []
+    ahead = requests[0].ahead[pool_id]  # that of the pool's role
+    return list(map(min, map(ahead.__add__, map(COMMITTED, requests)), in_pool(pool_id, ROW_LENS, requests)))
+
+
+def in_pool(pool_id: int, what: attrgetter[Any], requests: Sequence[Request]) -> Iterator[Any]:
+    """Of each request what it has in this pool; `what`: TRUTHS or ROW_LENS."""
+    return map(itemgetter(pool_id), map(what, requests))
 
 
 class RequestBook:
@@ -296,10 +321,12 @@ class RequestBook:
         self.requests[request_id] = request
         return request
 
-    def append(self, request_id: str, token_ids: Sequence[int], step: int) -> None:
-        request = self.request(request_id)
-        request.tokens.extend(map(int, token_ids))
-        request.growth.append((step, len(request.tokens)))
+    def known(self, request_ids: Sequence[str]) -> list[Request]:
+        """The requests of these ids; LifetimeError for one that is not admitted."""
+        try:
+            return list(map(self.requests.__getitem__, request_ids))
+        except KeyError:
+            return [self.request(request_id) for request_id in request_ids]
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
@@ -347,8 +374,7 @@ class RequestBook:
 
     def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> list[int | None]:
         """As `truth`, of many rows, as int64."""
-        truths = [request.truths[pool_id] for request in requests]
-        return chains_at(truths, lengths, [request.tokens for request in requests], self._keys)
+        return chains_at(list(in_pool(pool_id, TRUTHS, requests)), lengths, list(map(TOKENS, requests)), self._keys)
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""

@@ -84,6 +84,8 @@ class Tickets:
         self._generations = generations
         self.buffers: dict[str, int] = {}  # generations of host buffers that have one
         self._clocks: dict[Stream, dict[Stream, int]] = {HOST: {}}
+        self._host_turn = 0  # how often the host's clock was moved
+        self._host_seen: dict[Stream, int] = {}  # in which turn each stream has taken it over
         self._in_flight: dict[Resource, _Accesses] = {}
 
     def issue(self, what: str, stream: Stream, reads: Touched | None = None, writes: Touched | None = None) -> Ticket:
@@ -92,6 +94,7 @@ class Tickets:
         found = self.use(what, stream, reads) + self.use(what, stream, writes, writes=True)
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
+        self._host_turn += stream == HOST
         ticket = Ticket(what, stream, clock[stream], reads, writes, dict(clock), tuple(found))
         for resource in reads:
             self._in_flight.setdefault(resource, _Accesses()).reads[stream] = ticket
@@ -102,6 +105,7 @@ class Tickets:
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
         _advance(self._clock(stream), ticket.clock)
+        self._host_turn += stream == HOST
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else: who comes for what it held before is too late."""
@@ -141,7 +145,9 @@ class Tickets:
     def _clock(self, stream: Stream) -> dict[Stream, int]:
         """How far the stream has seen each stream; what is enqueued now comes behind all that the host has seen."""
         clock = self._clocks.setdefault(stream, {})
-        _advance(clock, self._clocks[HOST])
+        if self._host_seen.get(stream) != self._host_turn:
+            _advance(clock, self._clocks[HOST])
+            self._host_seen[stream] = self._host_turn
         return clock
 
     def _outdated(self, access: str, stream: Stream, touched: Touched, ticket: Ticket | None = None) -> list[Violation]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, compress, count, repeat
+from operator import add, getitem, ne
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +14,7 @@ from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
+from kvcanary.requests import TOKENS
 
 if TYPE_CHECKING:
     from kvcanary.learning import Learned
@@ -38,23 +41,27 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
     """
     wrong = _outside_vocabulary(forward)
     if forward.kind != "draft" or oracle is not None:
-        tokens, first, width, requests = forward.planned.tokens.tolist(), 0, forward.width, forward.requests
-        offset, is_tree = forward.pool.view.token_offset, forward.parents is not None
-        for row, (begin, count) in enumerate(zip(forward.begins, forward.written, strict=True)):
-            place, judged = begin + offset, 1 if is_tree and count else count
-            known = requests[row // width].tokens[place : place + judged]
-            if known != tokens[first : first + len(known)] or oracle is not None:
-                wrong += _wrong_in_row(forward, row, first, tokens[first : first + count], oracle)
-            first += count
+        tokens, width, written = forward.planned.tokens.tolist(), forward.width, forward.written
+        judged = written if forward.parents is None else [min(count, 1) for count in written]
+        owners = forward.requests if width == 1 else [owner for owner in forward.requests for _ in range(width)]
+        *firsts, _ = accumulate(written, initial=0)
+        places = list(map(forward.pool.view.token_offset.__add__, forward.begins))
+        known = list(map(getitem, map(TOKENS, owners), map(slice, places, map(add, places, judged))))
+        fed = map(getitem, repeat(tokens), map(slice, firsts, map(add, firsts, map(len, known))))
+        suspects = compress(count(), map(ne, known, fed))
+        for row in suspects if oracle is None else range(len(written)):
+            first = firsts[row]
+            wrong += _wrong_in_row(forward, row, first, tokens[first : first + written[row]], oracle)
     return [fired_writes("W6", forward, np.array(sorted(set(wrong))))] if wrong else []
 
 
 def _outside_vocabulary(forward: Forward | Learned) -> list[int]:
     """Guesses and padding too: whatever is fed must be a token."""
     size, tokens = forward.pool.view.vocab_size, forward.planned.tokens
-    if size is None or not len(tokens) or tokens.view(np.uint64).max() < size:  # unsigned, -1 is huge
+    if size is None:
         return []
-    return np.flatnonzero((tokens < 0) | (tokens >= size)).tolist()
+    is_outside = tokens.view(np.uint64) >= size  # unsigned, -1 is huge
+    return np.flatnonzero(is_outside).tolist() if np.count_nonzero(is_outside) else []
 
 
 def _wrong_in_row(

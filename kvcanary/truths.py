@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import lt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvcanary.forward import Forward, on_host
 from kvcanary.groups import window_start
 from kvcanary.hits import Hit
 from kvcanary.ledger import Request
+from kvcanary.requests import ROW_LENS, in_pool
 from kvcanary.state import PoolState
 
 if TYPE_CHECKING:
@@ -66,9 +68,11 @@ def judge_mask(forward: Forward | Learned) -> list[Hit]:
         return []
     num_nodes = forward.tree_mask.shape[-1]
     sees, parents = on_host(forward.tree_mask).reshape(-1, num_nodes), np.array(forward.parents, np.int64)
-    itself = np.tile(np.eye(num_nodes, dtype=np.bool_), (len(sees) // num_nodes, 1))
-    if len(sees) == len(parents) and (sees == itself | sees[parents] & (parents >= 0)[:, None]).all():
-        return []  # each what its parent sees, and itself
+    if len(sees) == len(parents):
+        wanted = sees[parents] & (parents >= 0)[:, None]  # what its parent sees
+        wanted.reshape(-1, num_nodes * num_nodes)[:, :: num_nodes + 1] = True  # and itself
+        if not np.count_nonzero(sees != wanted):
+            return []
     seen = np.packbits(sees, axis=1, bitorder="little")
     expected = _lineages(forward.parents, forward.written)
     found = [int.from_bytes(row.tobytes(), "little") for row in seen]
@@ -80,44 +84,42 @@ def judge_mask(forward: Forward | Learned) -> list[Hit]:
     ]
 
 
-def note_row(request: Request, kind: str, pool_id: int, length: int) -> None:
-    """A forward has written the row of a pool up to this length, or is about to; guesses lengthen no row."""
-    if kind == "extend":
-        length = min(length, request.most_final(pool_id))  # what lies beyond is junk
-    if kind != "draft":
-        request.row_lens[pool_id] = length
+def note_rows(requests: Sequence[Request], kind: str, pool_id: int, lengths: Sequence[int]) -> None:
+    """A forward has written the rows of a pool up to these lengths, or is about to; guesses lengthen no row."""
+    if kind == "draft":
+        return
+    if kind == "extend":  # what lies beyond is junk
+        lengths = list(map(min, lengths, [request.most_final(pool_id) for request in requests]))
+    for row_lens, length in zip(map(ROW_LENS, requests), lengths, strict=True):
+        row_lens[pool_id] = length
 
 
-def judge_commit(request: Request, pools: Sequence[PoolState], committed_len: int, step: int) -> list[Hit]:
+def judge_commit(
+    requests: Sequence[Request], pools: Sequence[PoolState], committed_lens: Sequence[int], step: int
+) -> list[Hit]:
     """H1 where entries become final that no forward with hooks has written. Draft pools catch up one step later."""
     hits = []
     for pool in pools:
-        expected, seen = committed_len, request.row_lens[pool.pool_id]
-        if seen < expected and pool.view.token_offset == pool.view.ahead == 0:
-            hits.append(
-                Hit(
-                    "H1",
-                    pool,
-                    0,
-                    seen,
-                    request.request_id,
-                    ("commit", 0),
-                    step,
-                    expected={"entries": expected},
-                    found={"entries": seen},
-                )
-            )
+        if pool.view.token_offset or pool.view.ahead:
+            continue
+        written = list(in_pool(pool.pool_id, ROW_LENS, requests))
+        if any(map(lt, written, committed_lens)):
+            for request, seen, expected in zip(requests, written, committed_lens, strict=True):
+                if seen < expected:
+                    hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
+                    hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))
     return hits
 
 
-def judge_heard(request: Request, pool: PoolState, committed_len: int, step: int) -> list[Hit]:
+def judge_heard(requests: Sequence[Request], pool: PoolState, committed_lens: Sequence[int], step: int) -> list[Hit]:
     """H1 where the engine says of a step that it has made another length final than the device has said."""
-    expected = request.unheard.popleft().committed_len
-    if committed_len == expected:
-        return []
-    values: tuple[Values, Values] = {"committed_len": expected}, {"committed_len": committed_len}
-    hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
-    return [replace(hit, expected=values[0], found=values[1])]
+    hits = []
+    for request, committed_len in zip(requests, committed_lens, strict=True):
+        expected = request.unheard.popleft().committed_len
+        if committed_len != expected:
+            hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
+            hits.append(replace(hit, expected={"committed_len": expected}, found={"committed_len": committed_len}))
+    return hits
 
 
 def _lineages(parents: Sequence[int], written: Sequence[int]) -> list[int]:

@@ -382,11 +382,11 @@ class Runner:
             for request, length, new, listed in zip(batch.requests, lens, tokens, logprobs, strict=True)
         )
         if self.canary is not None:
-            for part in parts:
-                if part.request.request_id not in doomed:
-                    if not is_ahead:
-                        self.canary.append(part.request.request_id, part.tokens)
-                    self.canary.commit(part.request.request_id, part.committed_len)
+            going = [part for part in parts if part.request.request_id not in doomed]
+            ids = [part.request.request_id for part in going]
+            if not is_ahead:
+                self.canary.append_all(ids, [part.tokens for part in going])
+            self.canary.commit_all(ids, [part.committed_len for part in going])
         is_heard = self.canary is None or not is_ahead
         return StepResult(is_decode, parts, doomed, accepted, flight=self._take_flight(), is_heard=is_heard)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 _FORWARD = {
     "kind": "name",
     "index": "int",
@@ -31,8 +34,10 @@ CALLS: dict[str, dict[str, str]] = {
     "store": {"pool": "name", "layer": "int"},
     "map": {"pool": "name", "slots": "ints", "places": "ints"},
     "admit": {"request_id": "name", "token_ids": "tokens", "root": "int"},
-    "append": {"request_id": "name", "token_ids": "tokens"},
+    "append": {"request_id": "name", "token_ids": "tokens"},  # this and `commit`: up to version 2
+    "append_all": {"request_ids": "names", "counts": "ints", "token_ids": "tokens"},
     "commit": {"request_id": "name", "committed_len": "int"},
+    "commit_all": {"request_ids": "names", "committed_lens": "ints"},
     "release": {"request_id": "name", "committed_len": "int?"},
     "on_alloc": {"request_id": "name", "pages": "ints", "for_load": "flag?"},
     "on_free": {"request_id": "name", "pages": "ints"},
@@ -93,10 +98,18 @@ CALLS: dict[str, dict[str, str]] = {
     "hear": {"step": "int"},
     "captured_move": {"number": "int", "pool": "name", "src": "ints", "dst": "ints"},
 }
+
+
+def by_request(counts: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
+    """The tokens of each request, which lie one behind the other."""
+    ends = list(accumulate(counts))
+    return [[int(token) for token in tokens[end - count : end]] for count, end in zip(counts, ends, strict=True)]
+
+
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 2
+VERSION = 3
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(
     {

@@ -260,6 +260,9 @@ class _Reader:
             event[field] = self._field(kind.rstrip("?"), value, f"{field} of event {number}")
         if call in FORWARDS:
             self._forward(event, manifest)
+        if call == "append_all":
+            fits = len(event["counts"]) == len(event["request_ids"]) and bool((event["counts"] >= 0).all())
+            self._expect(fits and event["counts"].sum() == len(event["token_ids"]), "tokens are not those of requests")
         if call == "launch":
             self._launch(event, manifest)
         if call == "captured_move":

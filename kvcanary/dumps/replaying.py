@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.desk import Resources
+from kvcanary.dumps.calls import by_request
 from kvcanary.dumps.captured import advanced, captured_batch, read_mask, record_accepted, run_captured
 from kvcanary.dumps.damaging import Damager
 from kvcanary.dumps.reading import Call, Dump
@@ -126,6 +127,10 @@ class Replayer:
         self._damage(event)
         self.manager.admit(event["request_id"], event["token_ids"].tolist(), salt_of(event["root"]))
 
+    def _append_all(self, event: Call) -> None:
+        self._damage(event)
+        self.manager.append_all(event["request_ids"], by_request(event["counts"], event["token_ids"]))
+
     def _map(self, event: Call) -> None:
         slot_map = self._stage.pool(event["pool"]).view.slot_map
         if slot_map is None:
@@ -155,7 +160,7 @@ class Replayer:
         truth = advanced(truth, substep.pool, [self._accepted.get(name, []) for name in names])
         run_captured(self._stage, substep, event, captured_batch(substep, event, read, write, truth))
         if acceptance is not None:
-            accepted = [own.tolist() for own in np.split(event["accepted"], counts.cumsum()[:-1])]
+            accepted = by_request(counts, event["accepted"])
             self._accepted |= dict(zip(names, accepted, strict=True))
             record_accepted(acceptance, accepted)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import kvcanary
 from kvcanary.checkpoint import Books, RequestState, take_checkpoint
-from kvcanary.dumps.calls import CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD
+from kvcanary.dumps.calls import CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
 from kvcanary.dumps.codebook import Chains, CodeBook, rooted
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
@@ -116,8 +116,11 @@ class Writer:
                 roots = self._roots_of(given.get("salt", ""), given.get("adapter", ""))
                 open_ones[given["request_id"]] = Admission(roots, [int(token) for token in given["token_ids"]])
                 yield open_ones[given["request_id"]]
-            elif name == "append" and args[0] in open_ones:
-                open_ones[args[0]].tokens.extend(int(token) for token in args[1])
+            elif name == "append_all":
+                names, counts, tokens = args
+                for request_id, own in zip(names, by_request(counts, tokens), strict=True):
+                    if request_id in open_ones:
+                        open_ones[request_id].tokens.extend(own)
 
     def _roots_of(self, salt: str, adapter: str) -> Roots:
         return tuple(chain_root(self._state.keys, pool.view.root_name, salt, adapter) for pool in self._state.pools)
@@ -350,7 +353,7 @@ def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dic
 
 
 #: Events that are no calls of the manager.
-_OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name) and name != "before_move"}
+_OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name)} | {"before_move", "append_all"}
 _SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CALLS if name not in _OWN}
 
 

@@ -131,8 +131,7 @@ class GraphRunner(Runner):
         self._publish(batch, lens, ())
         parts = tuple(Part(*own, [NO_TOKEN]) for own in zip(batch.requests, lens, strict=True))
         if self.canary is not None:
-            for request_id, length in zip(batch.ids, lens, strict=True):
-                self.canary.commit(request_id, length)
+            self.canary.commit_all(batch.ids, lens)
         return StepResult(True, parts, doomed, accepted, flight=self._take_flight(), is_heard=False)
 
     def _draft_step(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> StepResult:

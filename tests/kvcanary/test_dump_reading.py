@@ -18,6 +18,7 @@ from safetensors.numpy import load, save
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
 from kvcanary.buffers import Batch, StaticBuffers
+from kvcanary.dumps.calls import VERSION
 from kvcanary.dumps.container import MEMBERS
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import replay
@@ -131,10 +132,11 @@ def test_files_that_are_none(good, tmp_path):
 
 def test_newer_versions_say_so(good, tmp_path):
     """Whatever a newer version holds, its number is what the sentence is about."""
-    path = changed(good, tmp_path / "newer", version=3)
-    assert "has version 3, this kvcanary reads up to 2: read it with the one that wrote it" in refusal(path)
+    path = changed(good, tmp_path / "newer", version=VERSION + 1)
+    words = f"has version {VERSION + 1}, this kvcanary reads up to {VERSION}: read it with the one that wrote it"
+    assert words in refusal(path)
     parts = members(path) | {"novelty.bin": b""}
-    assert "has version 3" in refusal(packed(path, parts))
+    assert f"has version {VERSION + 1}" in refusal(packed(path, parts))
     assert "its manifest says" in refusal(changed(good, tmp_path / "foreign", format="other"))
     assert "its version is 'one'" in refusal(changed(good, tmp_path / "strange", version="one"))
 
@@ -240,6 +242,10 @@ def test_a_captured_dump_is_read_and_replayed(captured):
         ({"call": "on_free", "request_id": "only", "pages": [0, 1 << 60]}, "where there are none"),
         ({"call": "on_free", "request_id": "only", "pages": [-5, 3]}, "where there are none"),
         ({"call": "on_free", "request_id": "only", "pages": "all"}, "is a, no integer"),
+        (
+            {"call": "append_all", "request_ids": ["only", "other"], "counts": [0, 1], "token_ids": [0, 1]},
+            "tokens are not those of requests",
+        ),
     ],
 )
 def test_events_are_of_their_kind(good, tmp_path, line, words):

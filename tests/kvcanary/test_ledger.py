@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, LifetimeError
+from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, KVCorruptionError, LifetimeError
 from kvcanary.errors import PageGenerationError
 from kvcanary.ledger import NO_PAGE, Ledger, ReadQueue
 from kvcanary_kernels.record import chain_root, make_keys, mix_host
@@ -79,7 +79,7 @@ def test_truth_follows_appended_tokens():
     ledger = make_ledger()
     request = ledger.admit("only", [5, 6], 0)
     assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
-    ledger.append("only", [7, 8], 1)
+    ledger.request("only").append([7, 8], 1)
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
@@ -133,8 +133,8 @@ def test_tokens_since_counts_what_was_appended_after_a_step():
     """Exposure is the tokens of later steps."""
     ledger = make_ledger()
     request = ledger.admit("only", [1, 2, 3], 1)
-    ledger.append("only", [4], 2)
-    ledger.append("only", [5, 6], 4)
+    ledger.request("only").append([4], 2)
+    ledger.request("only").append([5, 6], 4)
     assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
 
 
@@ -150,7 +150,7 @@ def test_admitting_twice_is_refused():
 
 @pytest.mark.parametrize(
     ("call", "arguments"),
-    [("append", ([1], 0)), ("request", ()), ("grant", ([1], 0)), ("free", ([1], 0))],
+    [("request", ()), ("grant", ([1], 0)), ("free", ([1], 0))],
 )
 def test_an_unknown_request_is_refused(call, arguments):
     """Every event of a request that was not admitted says what to do first."""
@@ -365,6 +365,37 @@ def test_a_committed_length_does_not_shrink(canary):
     """What is final stays final; the message has both lengths."""
     canary.commit("only", 3)
     assert refused(canary.commit, "only", 2) == "committed_len of 'only' must not shrink, 2 follows 3"
+
+
+def test_what_is_told_of_many_requests_is_refused_for_all(canary):
+    """One that is unknown, or shrinks, or has nothing of its own: the others keep what they had."""
+    canary.admit("other", [4, 5])
+    canary.on_alloc("other", [3])
+    canary.commit_all(["only", "other"], [2, 1])
+    requests = canary._ledger.known(["only", "other"])
+    words = refused(canary.append_all, ["only", "nobody"], [[7], [8]])
+    assert words == "request 'nobody' is not admitted: call admit() first"
+    words = refused(canary.commit_all, ["only", "other"], [3, 0])
+    assert words == "committed_len of 'other' must not shrink, 0 follows 1"
+    words = refused(canary.append_all, ["only", "other"], [[7]])
+    assert words == "each request must have tokens, got 2 requests and 1 of these"
+    words = refused(canary.commit_all, ["only"], [3, 2])
+    assert words == "each request must have a length, got 1 requests and 2 of these"
+    assert [(request.committed_len, len(request.tokens)) for request in requests] == [(2, 3), (1, 2)]
+
+
+def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):
+    """Tokens and lengths go to the request that they are told of; a length that nobody wrote is H1 of that one."""
+    canary.admit("other", [4, 5])
+    canary.on_alloc("other", [3])
+    requests = canary._ledger.known(["other", "only"])
+    requests[0].row_lens[:] = [2, 2]
+    canary.append_all(["other", "only"], [[6, 7], []])
+    canary.commit_all(["other", "only"], [2, 3])
+    assert [(request.tokens, request.committed_len) for request in requests] == [([4, 5, 6, 7], 2), ([1, 2, 3], 3)]
+    with pytest.raises(KVCorruptionError) as caught:
+        canary.check()
+    assert [(finding.code, finding.reader) for finding in caught.value.findings] == [("H1", "only")]
 
 
 def test_a_request_is_unknown_once_released_and_freed(canary):

@@ -311,9 +311,9 @@ def test_what_a_pool_holds_is_final_up_to_what_was_written():
 def test_tokens_since_a_step_are_those_that_came_after_it():
     """Several in one step count together; before the first step all do."""
     ledger = make_ledger()
-    ledger.append("a", [1, 2], 4)
-    ledger.append("a", [3], 4)
-    ledger.append("a", [4.0], 6)
+    ledger.request("a").append([1, 2], 4)
+    ledger.request("a").append([3], 4)
+    ledger.request("a").append([4.0], 6)
     request = ledger.request("a")
     assert [request.tokens_since(step) for step in (-1, 0, 3, 4, 6)] == [104, 4, 4, 1, 0]
     assert request.tokens[-4:] == [1, 2, 3, 4]
@@ -329,7 +329,7 @@ def test_a_request_is_admitted_with_its_roots():
     assert (request.request_id, request.uid, request.tokens, request.growth) == ("b", digest("b", 0), [7, 8], [(3, 2)])
     assert (request.ahead, [truth.token_offset for truth in request.truths]) == ((0, 1), [0, 1])
     assert str(said(LifetimeError, ledger.admit, "b", [1], 4)) == "request 'b' is admitted already"
-    assert str(said(LifetimeError, ledger.append, "c", [1], 4)) == "request 'c' is not admitted: call admit() first"
+    assert str(said(LifetimeError, ledger.known, ["a", "c"])) == "request 'c' is not admitted: call admit() first"
     assert str(said(LifetimeError, ledger.forget, "a")) == "request 'a' still holds 3 pages: free them first"
     ledger.forget("b")
     assert (ledger.name(request.uid), "b" in ledger.requests) == ("b", False)

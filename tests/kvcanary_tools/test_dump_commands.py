@@ -156,7 +156,7 @@ def test_timeline_is_a_trace(kvcanary, bad, tmp_path):
     assert {event["ph"] for event in events} == {"M", "X", "C", "i"}
     assert [event["name"] for event in events if event["ph"] == "i"] == ["R9 content changed"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert {"step 4", "prefill", "draft[0]", "verify", "extend", "commit"} <= {event["name"] for event in spans}
+    assert {"step 4", "prefill", "draft[0]", "verify", "extend", "commit_all"} <= {event["name"] for event in spans}
     assert all(event["ts"] % 1000 + event["dur"] <= 1000.001 for event in spans)
     assert kvcanary("timeline", bad, "-o", str(tmp_path / "no" / "such")).exit_code == 2
 

@@ -231,10 +231,12 @@ def test_the_host_hears_other_tokens_than_were_accepted(make, monkeypatch) -> No
 def test_a_length_that_the_host_hears_wrong(make) -> None:
     """H1: the canary was told by the device how far entries are final."""
     engine = started(make, mode="log")
-    commit, request = engine.canary.commit, engine.running[0]
-    engine.canary.commit = lambda name, length: commit(name, length + (name == request.request_id))
+    commit, request = engine.canary.commit_all, engine.running[0]
+    engine.canary.commit_all = lambda names, lens: commit(
+        names, [length + (name == request.request_id) for name, length in zip(names, lens, strict=True)]
+    )
     engine.step()
-    engine.canary.commit = commit
+    engine.canary.commit_all = commit
     engine.step()
     found = [finding for finding in engine.canary.findings if finding.code == "H1"]
     assert [finding.reader for finding in found] == [request.request_id]

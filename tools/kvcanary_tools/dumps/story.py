@@ -28,9 +28,9 @@ def story_of(dump: Dump, pool: str, slot: int) -> list[Line]:
     own = _Follower(dump, pool, slot, page)
     events = [(event["n"], line) for step, event in dump.stepped() for line in own.lines(step, event)]
     numbers = {_head(line): number for number, line in events} | {
-        (step, f"page {page} committed by {event['request_id']!r}"): event["n"]
+        (step, f"page {page} committed by {name!r}"): event["n"]
         for step, event in dump.stepped()
-        if event["call"] == "commit"
+        for name in _committed(event)
     }
     history = _placed(dump.history.get(page, ()), page, numbers)
     known = {_head(line) for _, line in history}
@@ -42,6 +42,14 @@ def story_of(dump: Dump, pool: str, slot: int) -> list[Line]:
             step = finding["step"]
             lines.append((judged.get(step, len(dump.events)), Line(step, "found", text)))
     return [line for _, line in sorted(lines, key=lambda placed: (placed[1].step, placed[0]))]
+
+
+def _committed(event: Call) -> Sequence[str]:
+    """Requests whose entries became final with this event."""
+    if event["call"] == "commit_all":
+        names: list[str] = event["request_ids"]
+        return names
+    return [event["request_id"]] if event["call"] == "commit" else []
 
 
 def _judged(dump: Dump) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcanary.dumps.calls import FORWARDS
@@ -45,9 +45,9 @@ def _events(dump: Dump) -> Iterator[dict[str, Any]]:
                 name, rows = site_name(event["kind"], event["index"]), event["rows"]
                 facts = {"rows": rows, "entries": event["entries"], "requests": event["requests"]}
                 yield _span("forward", name, ENGINE, pools[event["pool"]], at, width, facts)
-            elif "request_id" in event:
-                lane = lanes.setdefault(event["request_id"], len(lanes) + 1)
-                yield _span("request", call, REQUESTS, lane, at, width, {"request": event["request_id"]})
+            for name in _requests_of(event):
+                lane = lanes.setdefault(name, len(lanes) + 1)
+                yield _span("request", call, REQUESTS, lane, at, width, {"request": name})
             in_use += {"on_alloc": 1, "on_free": -1, "on_evict": -1}.get(call, 0) * len(event.get("pages", ()))
         yield {"ph": "C", "pid": PAGES, "tid": 0, "name": "pages in rows", "ts": start, "args": {"pages": in_use}}
     for name, lane in lanes.items():
@@ -56,6 +56,12 @@ def _events(dump: Dump) -> Iterator[dict[str, Any]]:
         name, at = f"{finding['code']} {finding['name']}", finding["step"] * STEP_US + STEP_US - 1
         facts = {key: finding[key] for key in ("pool", "page", "slot", "position")}
         yield {"ph": "i", "s": "g", "pid": ENGINE, "tid": 0, "name": name, "ts": at, "args": facts}
+
+
+def _requests_of(event: Call) -> Sequence[str]:
+    """Whom a call names that is no forward."""
+    names: Sequence[str] = event.get("request_ids", ())
+    return [event["request_id"]] if "request_id" in event else names
 
 
 def _by_step(dump: Dump) -> Iterator[tuple[int, list[Call]]]:

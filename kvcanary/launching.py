@@ -1,0 +1,123 @@
+"""Launching: forwards that judge themselves on the device, captured ones and those that come once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcanary.bank import SubstepBank
+from kvcanary.captured_move import StaticMove
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import HookOrderError
+from kvcanary.graphs import RowTruth, StaticChecks
+from kvcanary.ledger import Request
+from kvcanary.lifecycle import Lifecycle
+from kvcanary.once import OnceSubstep
+from kvcanary.requests import UNLANDED
+from kvcanary.seats import StaticAcceptance
+from kvcanary.state import CanaryState, PoolState
+from kvcanary.static import StaticSubstep
+from kvcanary.substep import SubstepCanary
+from kvcanary.views import ReadPlan, WritePlan
+
+
+class Launching(Lifecycle):
+    """The part of CanaryManager that is told of a forward before it runs, and hears of it behind the step."""
+
+    def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
+        super().__init__(config, state, holds_back)
+        self._static: StaticChecks | None = None
+        self._has_bank = False  # whether somebody asked for it, and so has padding that may be judged
+
+    @property
+    def bank(self) -> SubstepBank:
+        """Substeps over static buffers, for graphs: add them before `arm()`; `check()` reads what they found."""
+        self._has_bank = True
+        return self._on_device().bank
+
+    def launch(
+        self, substep: StaticSubstep, request_ids: Sequence[str], written: Sequence[int], reads: int
+    ) -> RowTruth:
+        """A captured forward of these requests runs next, the live rows of its bucket in this order.
+
+        written: by request, entries that each of its rows writes; reads: entries that all rows read. What is returned
+        goes into the forward's buffers before it runs, one value for each row of a request.
+        """
+        return self.launch_all([substep], request_ids, written, [reads])
+
+    def launch_all(
+        self,
+        substeps: Sequence[StaticSubstep],
+        request_ids: Sequence[str],
+        written: Sequence[int],
+        reads: Sequence[int],
+    ) -> RowTruth:
+        """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
+
+        written: of each of them; reads: by forward. Where the engine launches a step before it has told of the last one
+        (`launch_accepted`), reads are those of the lengths that it has told.
+        """
+        return self._launch(substeps, request_ids, written, reads, None)
+
+    def launch_accepted(
+        self, substep: StaticSubstep, request_ids: Sequence[str], reads: int, acceptance: StaticAcceptance
+    ) -> RowTruth:
+        """As `launch`, for a forward that writes the entries of what a captured step of these requests has accepted.
+
+        Only the device knows how many. The canary's books go on by its word when the step is judged, before anything
+        behind it is, and `append` and `commit` have to say the same when the engine has heard.
+        """
+        return self._launch([substep], request_ids, None, [reads], acceptance)
+
+    def launch_move(self, move: StaticMove) -> None:
+        """A captured move runs next, behind the forwards that were launched before it."""
+        if self._static is None:
+            raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
+        self.recorder.launched_move(self._static.bank.moves.index(move), move.pool.name)
+        self._static.launch_move(move)
+
+    def launch_eager(
+        self,
+        substep: SubstepCanary,
+        site: tuple[str, int],
+        pool: PoolState,
+        read: ReadPlan,
+        write: WritePlan,
+        requests: list[Request],
+        written: list[int],
+    ) -> OnceSubstep:
+        """As `launch`, for a forward that comes once: what judges it."""
+        self._checks.settle_before_launch()
+        if self.config.content == "full":
+            self._checks.sweeper.look_around(read.requests)
+        run = self._on_device().launch_once(pool, site, read, write, requests, self.step, written)
+        self.recorder.launched(run, read.requests, written, read.indices.shape[0])
+        self._open.append(substep)
+        return run
+
+    def _launch(
+        self,
+        substeps: Sequence[StaticSubstep],
+        request_ids: Sequence[str],
+        written: Sequence[int] | None,
+        reads: Sequence[int],
+        acceptance: StaticAcceptance | None,
+    ) -> RowTruth:
+        if self._static is None:
+            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
+        self._expect_closed("launch()")
+        requests = self._ledger.known(request_ids)
+        if max(map(UNLANDED, requests), default=0) > 1:  # truth goes on by one step that nobody has heard of
+            self._checks.land()
+        for substep, count in zip(substeps, reads, strict=True):
+            self.recorder.launched(substep, request_ids, written, count)
+        self._checks.settle_before_launch()
+        if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
+            self._checks.sweeper.look_around(request_ids)
+        return self._static.launch(substeps, requests, self.step, written, reads, acceptance)
+
+    def _on_device(self) -> StaticChecks:
+        if self._static is None:
+            self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
+            self._static.bank.compares_moves = self._checks.compares_moves
+            self._checks.static = self._static
+        return self._static
