@@ -94,7 +94,9 @@ def command(
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.report import as_junit, failures, matrix_lines
     from kvcanary_tools.campaign.runner import default_workers
+    from kvcanary_tools.reenactment import expect_nothing_armed
 
+    expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     plan, record = PLANS[config], None if record_file is None else _record(record_file, config)
     planned = _planned(names, config, runs, seed, dumps)
