@@ -249,7 +249,9 @@ class KVMemory:
         if not pages:
             return
         self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
-        request.pages += seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
+        kept = seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
+        request.pages += kept
+        request.generations += self.allocator.generations_of(kept)
         if self._canary is not None:
             self._teller(self._canary.on_alloc)(request.request_id, pages, for_load)
 
