@@ -48,7 +48,8 @@ class CachedSweep:
     def slice(self, step: int, stride: int) -> list[Hit | HitBatch]:
         """So many pages that with a slice every `stride` steps each is read once in a rotation.
 
-        What fires at once; on a GPU the host hears of it with the step.
+        What fires at once; on a GPU the host hears of it with the step. By steps, and not by the clock alone: a host
+        may never come to ask `overdue`, and a replay reads in a step what was read in it.
         """
         pages = self._pages()
         if not len(pages):

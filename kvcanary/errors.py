@@ -67,14 +67,6 @@ class PageReferenceError(LifetimeError):
         self.page, self.refcount = page, refcount
 
 
-class PageGenerationError(LifetimeError):
-    """An event belongs to an earlier grant of the page: a free that came twice, or too late."""
-
-    def __init__(self, message: str, *, page: int, generation: int, current: int) -> None:
-        super().__init__(message)
-        self.page, self.generation, self.current = page, generation, current
-
-
 class RepairRefusedError(KVCanaryError, ValueError):
     """Bytes are patched only where exactly one changed word is certain; `reason` is one word for the sentence."""
 

@@ -34,7 +34,8 @@ class StaticHit:
     slot:     as the plan or the index array named it, in the pool or not
     uid:      of the row's request; NOWHERE for padding
     step:     low 32 bits of the engine step
-    is_exact: the place is that of this step; else a later run's, in which the same check fired
+    is_exact: the place is that of this step; else a later run's, in which the same check fired: the device keeps the
+              place of each check's first finding until the host has heard of it, and none of the next step's before
     others:   uids of more requests in whose rows something fired, at places that nobody tells
     """
 

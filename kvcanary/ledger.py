@@ -34,15 +34,9 @@ class Ledger(RowBook):
         self.pages.grant("set aside" if for_load else "granted", where, request.uid, step, request_id)
         self._extend(request, where)
 
-    def free(self, request_id: str, pages: Sequence[int], step: int, generations: Sequence[int] | None = None) -> None:
-        """The pages leave the row: private ones are free, shared ones have one reference fewer.
-
-        generations: those of the grants that are meant; a free that arrives twice is refused even where the page was
-                     granted to the same request again
-        """
+    def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
+        """The pages leave the row: private ones are free, shared ones have one reference fewer."""
         request, where = self.request(request_id), self.pages.numbers(pages)
-        if generations is not None:
-            self._expect_generations(where, generations)
         self._expect_held("freed", request, where)
         shared = self.states[where] == SHARED
         self.pages.free("freed", where[~shared], step, request_id)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcanary.errors import LifetimeError, PageGenerationError, PageOwnerError, PageReferenceError
+from kvcanary.errors import PageOwnerError, PageReferenceError
 from kvcanary.pages import Array, Pages
 from kvcanary.requests import NO_PAGE, Request, RequestBook, Role
 from kvcanary_kernels.record import Keys
@@ -158,17 +158,3 @@ class RowBook(RequestBook):
                 page=page,
                 refcount=int(self.refcounts[page]),
             )
-
-    def _expect_generations(self, pages: Array, generations: Sequence[int]) -> None:
-        if len(generations) != len(pages):
-            raise LifetimeError(f"each freed page must have its generation, got {len(pages)} and {len(generations)}")
-        for page, generation in zip(pages.tolist(), generations, strict=True):
-            current = int(self.generations[page])
-            if generation != current:
-                raise PageGenerationError(
-                    f"page {page} must be freed in the generation in which it was granted, {generation}, it is in "
-                    f"{current}: this free came twice, or too late",
-                    page=page,
-                    generation=generation,
-                    current=current,
-                )

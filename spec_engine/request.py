@@ -26,6 +26,7 @@ class Request:
     may be one verify ahead. Past the prefill ``tokens[committed_len]`` is the bonus token: sampled, not yet forwarded.
     Pages cover row positions [0, len(pages) * P); the first ``num_shared`` are the prefix cache's too, up to ``node``.
 
+    generations: of the pages, as they were when it took them.
     prefill_len: tokens to forward before drafting: the prompt, or when a retracted request resumes all but the bonus.
     cached_len: entries that the prefix cache had for it at its last admission, or the host.
     block: where what a retracted request had computed waits on the host, until it is back in its pages.
@@ -44,6 +45,7 @@ class Request:
     prefill_len: int = 0
     cached_len: int = 0
     pages: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
     output_ids: list[int] = field(default_factory=list)

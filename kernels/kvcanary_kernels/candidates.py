@@ -10,8 +10,8 @@ from torch import Tensor
 from kvcanary_kernels.checks import expect_int64
 from kvcanary_kernels.device import follow, tl, triton
 from kvcanary_kernels.overlap import overlap_options
+from kvcanary_kernels.parts import BLOCK, load_part, part_place
 
-BLOCK = 2048
 NOWHERE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
@@ -62,13 +62,8 @@ def _parts_kernel(
 ):
     """Of one part of a row the k largest, where they stand, and the sum of its powers over the largest's."""
     follow(OVERLAPS)
-    i_n = tl.program_id(0).to(tl.int64)
-    i_part = tl.program_id(1)
-    o_d = i_part * BLOCK + tl.arange(0, BLOCK)
-    m_d = o_d < size
-    b_x = tl.load(logits + i_n * row_stride + o_d, mask=m_d, other=float("-inf")).to(tl.float32)
-    b_order = tl.where(b_x == b_x, b_x, float("-inf"))
-    o_out = i_n * tl.num_programs(1) + i_part
+    b_x, b_order, o_d, m_d = load_part(logits, row_stride, size, BLOCK)
+    o_out = part_place()
     m_none = (b_x != b_x) | (b_x == float("inf"))  # what has no power, and no sum
     part_highest = tl.max(b_order)
     power_sum = tl.sum(tl.exp(tl.where(m_none, 0.0, b_order - _finite(part_highest))))

@@ -10,8 +10,7 @@ from torch import Tensor
 from kvcanary_kernels.checks import expect_int64
 from kvcanary_kernels.device import follow, tl, triton
 from kvcanary_kernels.overlap import overlap_options
-
-BLOCK = 2048
+from kvcanary_kernels.parts import BLOCK, load_part, part_place
 
 
 def likeliest(logits: Tensor, out: Tensor) -> None:
@@ -45,16 +44,12 @@ def likeliest_torch(logits: Tensor, out: Tensor) -> None:
 def _likeliest_kernel(logits, best, places, row_stride, size, largest, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """The largest of one part of a row, and where it stands."""
     follow(OVERLAPS)
-    i_n = tl.program_id(0).to(tl.int64)
-    i_part = tl.program_id(1)
-    o_d = i_part * BLOCK + tl.arange(0, BLOCK)
-    m_d = o_d < size
-    b_x = tl.load(logits + i_n * row_stride + o_d, mask=m_d, other=float("-inf")).to(tl.float32)
-    b_x = tl.where(b_x == b_x, tl.minimum(b_x, largest), float("-inf"))
-    b_best = tl.max(b_x)
-    o_out = i_n * tl.num_programs(1) + i_part
+    _, b_order, o_d, _ = load_part(logits, row_stride, size, BLOCK)
+    b_order = tl.minimum(b_order, largest)
+    b_best = tl.max(b_order)
+    o_out = part_place()
     tl.store(best + o_out, b_best)
-    tl.store(places + o_out, tl.min(tl.where(b_x == b_best, o_d, size)).to(tl.int64))
+    tl.store(places + o_out, tl.min(tl.where(b_order == b_best, o_d, size)).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["parts"])

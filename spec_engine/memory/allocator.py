@@ -97,15 +97,13 @@ class PageAllocator:
         for page in pages:
             self._references[page] += 1
 
-    def free(self, pages: Sequence[int], generations: Sequence[int] | None = None) -> None:
-        """One holder of each of ``pages`` gives it back; DoubleFreeError, with nothing freed, when nobody holds one.
+    def check_granted(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """DoubleFreeError where one of ``pages`` was freed since it was of these, whoever holds it by now."""
+        check_generations(pages, generations, self.generations_of(pages))
 
-        generations: those of the grants that are meant. A free that comes late is then refused even where somebody
-                     else holds the page by now.
-        """
+    def free(self, pages: Sequence[int]) -> None:
+        """One holder of each of ``pages`` gives it back; DoubleFreeError, with nothing freed, when nobody holds one."""
         check_pages_freed(pages, self._references)
-        if generations is not None:
-            check_generations(pages, generations, self.generations_of(pages))
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:

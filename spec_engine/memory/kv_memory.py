@@ -97,7 +97,7 @@ class KVMemory:
         request.row = self.table.acquire()
         if self._canary is not None:
             known = request.numbers(0, request.num_tokens)
-            self._tell_of(partial(self._canary.admit, request.request_id, known, request.salt, request.adapter))
+            self._teller(self._canary.admit)(request.request_id, known, request.salt, request.adapter)
         if self.caches_prefixes:
             self._acquire(request, request.tokens[: request.prefill_len], running)
         if request.block is not None and request.block.length <= request.committed_len:
@@ -249,14 +249,15 @@ class KVMemory:
         if not pages:
             return
         self.table.append_pages(request.row, len(request.pages) * self.page_size, pages)
-        request.pages += seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
+        kept = seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
+        request.pages += kept
+        request.generations += self.allocator.generations_of(kept)
         if self._canary is not None:
-            self._tell_of(partial(self._canary.on_alloc, request.request_id, pages, for_load))
+            self._teller(self._canary.on_alloc)(request.request_id, pages, for_load)
 
-    def _tell_of(self, event: Callable[[], None]) -> None:
-        self._untold.append(event)
-        if not self.defers:
-            self.tell()
+    def _teller(self, event: Callable[..., None]) -> Callable[..., None]:
+        """Tells of it, or keeps it until it may be told; where nothing is kept, histories have the caller's line."""
+        return (lambda *facts: self._untold.append(partial(event, *facts))) if self.defers else event
 
     # sharing what running requests have
 

@@ -19,11 +19,16 @@ from spec_engine.memory.window_pool import WindowPool
 
 
 class PageHolder(Protocol):
-    """What a request says of its memory. ``node``: the end of its shared head in the tree, None: it shares nothing."""
+    """What a request says of its memory.
+
+    generations: of its pages, as they were when it took them
+    node:        the end of its shared head in the tree, None: it shares nothing
+    """
 
     request_id: str
     row: int
     pages: list[int]
+    generations: list[int]
     num_shared: int
     node: Node | None
 
@@ -61,6 +66,7 @@ class PrefixCache:
         self.tree.lock(match.node)
         self.table.append_pages(request.row, 0, match.pages)
         request.pages, request.num_shared, request.node = match.pages, len(match.pages), match.node
+        request.generations = self.allocator.generations_of(match.pages)
         return match.num_tokens
 
     def publish(
@@ -78,6 +84,7 @@ class PrefixCache:
             kept = seam("lifetime.duplicate_not_remapped", result.pages, own=request.pages)
             self.table.replace_pages(request.row, kept)
             request.pages[: len(result.pages)] = result.pages
+            request.generations[: len(result.pages)] = self.allocator.generations_of(result.pages)
         self.tree.lock(result.node)
         if request.node is not None:
             self.tree.unlock(request.node)
@@ -93,13 +100,18 @@ class PrefixCache:
         return result
 
     def release(self, request: PageHolder) -> None:
-        """Give back all of a request's pages and its row, caching nothing: it is retracted or aborted."""
+        """Give back all of a request's pages and its row, caching nothing: it is retracted or aborted.
+
+        DoubleFreeError where somebody has freed one of them meanwhile.
+        """
+        self.allocator.check_granted(request.pages, request.generations)
         self.table.release(request.row)
         if request.node is not None:
             self.tree.unlock(request.node)
         pages = seam("lengths.unaligned_release", request.pages)
         self.allocator.free(seam("lifetime.double_free", pages))
-        request.row, request.pages, request.num_shared, request.node = 0, [], 0, None
+        request.row, request.pages, request.generations = 0, [], []
+        request.num_shared, request.node = 0, None
 
     def make_room(self, count: int) -> list[int]:
         """Evict until ``count`` pages are free, or nothing is left to evict; returns the evicted pages.

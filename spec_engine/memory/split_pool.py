@@ -104,9 +104,9 @@ class SplitPool(PageAllocator):
         if absent:
             self._streams.main.use(what, absent)
 
-    def free(self, pages: Sequence[int], generations: Sequence[int] | None = None) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """As of any pool; full pages of the last holder lie nowhere any more."""
-        super().free(pages, generations)
+        super().free(pages)
         self._host_waits()
         gone = [page for page in pages if page not in self.references]
         for page in gone:

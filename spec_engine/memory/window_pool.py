@@ -138,6 +138,14 @@ class WindowPool:
         self._num_evicted -= len(free) - len(mapped)
         self._unmap(mapped)
 
+    def generations_of(self, pages: Sequence[int]) -> list[int]:
+        """Of pages of the full pool."""
+        return self._full.generations_of(pages)
+
+    def check_granted(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """The same for pages of the full pool."""
+        self._full.check_granted(pages, generations)
+
     def share(self, pages: Sequence[int]) -> None:
         """One more holder for each of these pages, and for their window pages."""
         self._full.share(pages)

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from spec_engine.errors import ConfigError
 from spec_engine.models.config import CheckpointError, load_config, read_json
 
 UNFINISHED = "\ufffd"  # what a decoder shows for the first bytes of a character whose rest has not come yet
@@ -34,6 +35,13 @@ class Tokenizer:
         return cls(tokenizer, load_config(folder).eos_token_ids)
 
     def encode(self, text: str) -> list[int]:
+        """ConfigError for half of a surrogate pair, as an argument that is no UTF-8 has it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"a text must be Unicode, got {text[error.start]!r} as character {error.start}", "pass UTF-8 text"
+            ) from None
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 

@@ -12,6 +12,7 @@ async def health(worker: EngineWorker) -> tuple[int, dict[str, Any]]:
     """The status code, 200 where requests are taken, and the body.
 
     canary.status: "off", "clean", or "findings" with their number and codes; where and whose is for the debug pages.
+    One incident may be found at several places of reading: `findings` counts these, `incidents` those described.
     """
     is_live = worker.failure is None
     try:
@@ -40,5 +41,6 @@ def _canary(engine: Engine) -> dict[str, Any]:
         "mode": certificate["mode"],
         "content": certificate["content"],
         "findings": sum(counts.values()),
+        "incidents": len({finding.incident for finding in engine.canary.findings}),
         "codes": sorted(code for code, count in counts.items() if count),
     }

@@ -9,7 +9,7 @@ import pytest
 
 from kvcanary.codes import CODES
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
-from kvcanary.errors import LifetimeError, PageGenerationError, PageOwnerError, PageReferenceError, PageStateError
+from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
 from kvcanary.findings import Cause
 from kvcanary.ledger import Judged, Ledger
 from kvcanary.quarantine import Quarantine
@@ -165,20 +165,6 @@ def test_a_page_with_references_is_not_evicted():
     error = said(PageReferenceError, ledger.evict, [5], 3)
     assert str(error) == "page 5 must have no reference to be evicted, it has 1 (a): evict what no row names"
     assert (error.page, error.refcount) == (5, 1)
-
-
-def test_generations_of_a_free_are_those_of_the_grants():
-    """As many as pages, and each the current one."""
-    ledger = make_ledger()
-    error = said(PageGenerationError, ledger.free, "a", [5, 3], 2, [1, 2])
-    assert str(error) == (
-        "page 3 must be freed in the generation in which it was granted, 2, it is in 1: "
-        "this free came twice, or too late"
-    )
-    assert (error.page, error.generation, error.current) == (3, 2, 1)
-    error = said(LifetimeError, ledger.free, "a", [5, 3], 2, [1])
-    assert str(error) == "each freed page must have its generation, got 2 and 1"
-    ledger.free("a", [5, 3], 2, [1, 1])
 
 
 def test_more_than_the_row_is_not_committed():

@@ -104,6 +104,18 @@ def test_a_fault_that_the_environment_misnames_is_wrong_usage(kvcanary, monkeypa
     assert result.stderr.endswith("hint: kvcanary faults lists them all\n")
 
 
+@pytest.mark.parametrize("command", [("inject", "bits.flip"), ("soak",), ("faults", "show", "bits.flip")])
+def test_no_fault_is_armed_in_twins(kvcanary, monkeypatch, command: tuple[str, ...]) -> None:
+    """What the environment re-enacts would be in every engine of a campaign, and in the run that must be without it."""
+    monkeypatch.setenv("KVCANARY_REENACT", "draft.parents_dtype")
+    result = kvcanary(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "kvcanary: KVCANARY_REENACT would arm draft.parents_dtype in every engine, also in those that must be without "
+        "a fault\n\nhint: unset KVCANARY_REENACT; this command makes the faults that it is given\n"
+    )
+
+
 def test_internal_error_is_no_finding(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect of our own ends with 3 and its traceback, so that no script takes it for corruption."""
 

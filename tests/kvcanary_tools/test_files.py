@@ -13,7 +13,7 @@ from kvcanary_tools.campaign.account import Account
 from kvcanary_tools.campaign.runs import Result
 from kvcanary_tools.campaign.traffic import Run
 from kvcanary_tools.console import UsageFailure
-from kvcanary_tools.files import JsonFile, write_text
+from kvcanary_tools.files import JsonFile, make_folder, write_text
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,45 @@ def test_a_file_in_no_folder_is_refused_at_once(kvcanary, tmp_path: Path, argume
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
-    """What cannot be encoded, or put where a folder is, leaves what was there; and the sentence names the file."""
+    """What cannot be put there leaves what was there, and nothing beside it; and the sentence names the file."""
     path, folder = tmp_path / "told.json", tmp_path / "folder"
     folder.mkdir()
     write_text(path, "one")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "two \ud800")
-    assert path.read_text(encoding="utf-8") == "one"
     with pytest.raises(UsageFailure, match=r"folder cannot be written: Is a directory"):
         write_text(folder, "two")
+    assert path.read_text(encoding="utf-8") == "one"
+    assert {file.name for file in tmp_path.iterdir()} == {"told.json", "folder"}
+
+
+def test_characters_that_cannot_be_encoded_are_written_as_escapes(tmp_path: Path) -> None:
+    """Half of a pair, as an argument that is no text has it: JSON that is read again says the same."""
+    path = tmp_path / "told.json"
+    JsonFile(path).write({"prompt": "two \udc80"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"prompt": "two \udc80"}
+    assert [file.name for file in tmp_path.iterdir()] == ["told.json"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("inject", "bits.flip", "--dumps"), ("generate", "--prompt", "x", "--kv-canary-dump")], ids=" ".join
+)
+def test_a_folder_that_cannot_be_made_is_refused_at_once(kvcanary, tmp_path: Path, arguments, monkeypatch) -> None:
+    """What a finding leaves behind would be lost: the sentence names the folder, and what stands in its way."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    refused = kvcanary(*arguments, str(tmp_path / "file" / "dumps"))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    words = f"{tmp_path}/file/dumps cannot be written into: {tmp_path}/file is no folder"
+    assert refused.stderr == f"kvcanary: {words}\n\nhint: name a folder of yours\n"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    refused = kvcanary(*arguments, str(tmp_path / "dumps"))
+    assert f"{tmp_path}/dumps cannot be written into: {tmp_path} is not yours to write" in refused.stderr
+    assert not (tmp_path / "dumps").exists()
+
+
+def test_a_folder_that_is_made_is_told_where_it_cannot_be(tmp_path: Path) -> None:
+    """Not every folder that may be written into takes another."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UsageFailure, match=r"file/dumps cannot be made: Not a directory"):
+        make_folder(str(tmp_path / "file" / "dumps"))
 
 
 @pytest.mark.parametrize(("name", "out", "err"), [("-", '{\n  "a": "é"\n}\n', "told\n"), (None, "told\n", "")])

@@ -178,6 +178,7 @@ def test_dump_commands_take_a_running_server(served, kvcanary, monkeypatch: pyte
         ("127.0.0.1:8000", "a server's URL is http:// and its host, got '127.0.0.1:8000'"),
         ("http://[::1", "a server's URL is http:// and its host, got 'http://[::1'"),
         ("http://", "a server's URL is http:// and its host, got 'http://'"),
+        ("http://a/\u00e9", "a server's URL is http:// and its host, got 'http://a/\u00e9'"),
         ("http://127.0.0.1:9", "nobody answers at http://127.0.0.1:9/metrics"),
     ],
 )

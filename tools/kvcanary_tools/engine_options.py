@@ -16,6 +16,7 @@ import click
 from kvcanary import CanaryConfig, KVCanaryError
 from kvcanary.config import parse_bytes
 from kvcanary_tools.console import UsageFailure
+from kvcanary_tools.files import OutFolder
 from spec_engine.config import DEFAULT_NODES, EngineConfig
 
 if TYPE_CHECKING:
@@ -352,7 +353,7 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         ),
         _option(
             "--kv-canary-dump",
-            type=click.Path(file_okay=False),
+            type=OutFolder(),
             default=None,
             metavar="DIR",
             help="Where a finding, or SIGUSR1, writes what was recorded.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import click
 from kvcanary_tools import console
 
 STDOUT = "-"
-HINT = "name a file in a folder of yours"
+HINT, FOLDER_HINT = "name a file in a folder of yours", "name a folder of yours"
 
 
 class OutFile(click.Path):
@@ -31,16 +32,47 @@ class OutFile(click.Path):
         return path
 
 
+class OutFolder(click.Path):
+    """An option's value: a folder that is there, or can be made when there is something to write into it."""
+
+    name = "folder"
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = str(super().convert(value, param, ctx))
+        wanted = Path(path).absolute()
+        there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+        if not there.is_dir():
+            raise console.UsageFailure(f"{path} cannot be written into: {there} is no folder", FOLDER_HINT)
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise console.UsageFailure(f"{path} cannot be written into: {there} is not yours to write", FOLDER_HINT)
+        return path
+
+
+def make_folder(path: str) -> None:
+    """A usage failure where it cannot be made."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise console.UsageFailure(f"{path} cannot be made: {error.strerror}", FOLDER_HINT) from None
+
+
 def write_text(path: Path, text: str) -> None:
-    """The whole text, or what was there before, - being stdout; a usage failure where the file cannot be written."""
+    """The whole text, or what was there before, - being stdout; a usage failure where the file cannot be written.
+
+    Characters that UTF-8 has not, as of arguments that were no text, are written as escapes.
+    """
     if str(path) == STDOUT:
         console.data(text, newline=False)
         return
     part = path.with_name(path.name + ".part")  # who is killed meanwhile leaves what was there
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
         part.replace(path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise console.UsageFailure(f"{path} cannot be written: {error.strerror}", HINT) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,15 @@ def reenacting(name: str | None, as_json: bool) -> Iterator[Reenactment]:
             _show(name, error, as_json)
             raise click.exceptions.Exit(console.EXIT_FINDING) from error
     console.say(made.sentence)
+
+
+def expect_nothing_armed() -> None:
+    """UsageFailure where the environment arms a fault: it would be in the twins too, which are there to be without."""
+    if name := os.environ.get(faults.ENVIRONMENT):
+        raise console.UsageFailure(
+            f"{faults.ENVIRONMENT} would arm {name} in every engine, also in those that must be without a fault",
+            f"unset {faults.ENVIRONMENT}; this command makes the faults that it is given",
+        )
 
 
 def _striking(

@@ -20,7 +20,7 @@ def server_at(url: str) -> str:
     """The root of a server, of its URL or of that of its API. UsageFailure for what is no URL."""
     try:
         parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii()
     except ValueError:  # brackets that do not close, a port that is no number
         is_url = False
     if not is_url:

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvcanary_tools.console import UsageFailure, size
+from kvcanary_tools.console import UsageFailure, numbered, size
 from kvcanary_tools.remote import server_at
 
 TIMEOUT_SECONDS = 10
@@ -107,12 +107,18 @@ def draw(now: Look, before: Look | None) -> RenderableType:
 
 
 def _head(now: Look) -> Text:
-    found = now.num_findings
     mode = next((dict(labels) for labels in now.metrics.get("kvcanary_mode", {})), {"mode": "?", "content": "?"})
     text = Text.assemble(("kvcanary top", "bold yellow"), f"  {now.url}  canary {mode['mode']} {mode['content']}  ")
     if mode["mode"] == "off":
         return text.append("not watched", "bright_black")
-    return text.append(f"{found} findings" if found else "nothing found", "bold red" if found else "green")
+    if not now.num_findings:
+        return text.append("nothing found", "green")
+    found = numbered(now.num_findings, "finding")
+    return text.append(found if now.state is None else f"{found} of {_incidents(now.state['findings'])}", "bold red")
+
+
+def _incidents(findings: list[dict[str, Any]]) -> str:
+    return numbered(len({finding["incident"] for finding in findings}), "incident")
 
 
 def _figures(now: Look, before: Look | None) -> Columns:
@@ -184,7 +190,7 @@ def _findings(findings: list[dict[str, Any]]) -> RenderableType:
         place = f"{finding['pool']} pool, slot {finding['slot']} (page {finding['page']}){layer}"
         when = f"step {finding['step']}, {finding['site'][0]}"
         table.add_row(Text(finding["code"], "bold red"), finding["name"], when, place, finding["action"])
-    return Panel(table, title=f"findings ({len(findings)})", title_align="left", border_style="red")
+    return Panel(table, title=_incidents(findings), title_align="left", border_style="red")
 
 
 def _counted(now: Look) -> RenderableType:

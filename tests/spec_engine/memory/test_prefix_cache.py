@@ -10,7 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcanary.invariants import PageLeakError, ReferenceCountError, RowOwnershipError, StalePageError, WritablePageError
+from kvcanary.invariants import (
+    DoubleFreeError,
+    PageLeakError,
+    ReferenceCountError,
+    RowOwnershipError,
+    StalePageError,
+    WritablePageError,
+)
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.prefix_cache import PrefixCache
 from spec_engine.memory.prefix_tree import Node, PrefixTree
@@ -24,6 +31,7 @@ class Holder:
     request_id: str = "req-0"
     row: int = 0
     pages: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
 
@@ -48,11 +56,31 @@ def grow(cache: PrefixCache, request: Holder, num_pages: int) -> None:
     cache.table.append_pages(request.row, len(request.pages) * cache.table.page_size, pages)
     cache.table.flush()
     request.pages += pages
+    request.generations += cache.allocator.generations_of(pages)
 
 
 def close(cache: PrefixCache, *requests: Holder) -> None:
     cache.accounting(requests).check()
     cache.check_references(requests)
+
+
+@pytest.mark.parametrize("held", ["shared", "own"])
+def test_a_page_that_somebody_else_has_by_now_is_not_freed(held: str):
+    """Freed by mistake and granted again, it is of a later grant than its first holder means: nothing is released."""
+    cache = make_cache()
+    if held == "shared":
+        cache.retire(admit(cache, range(9), 3, "one"), range(9), 8)
+    first = admit(cache, range(9), 3, "first")
+    page = first.pages[0]
+    assert first.num_shared == 2 * (held == "shared")
+    while page in cache.allocator.references:
+        cache.allocator.free([page])
+    second = admit(cache, range(50, 59), 1, "second")
+    assert second.pages == [page]
+    with pytest.raises(DoubleFreeError, match=rf"\[{page}\] were freed since"):
+        cache.release(first)
+    assert cache.allocator.references[page] == 1
+    assert len(first.pages) == 3
 
 
 def test_a_finished_request_leaves_its_whole_pages_to_the_tree():

@@ -122,6 +122,7 @@ def test_a_prefix_cache_runs_over_a_window_pool():
     pool, tree = make_pool(), PrefixTree(P, bigram=False)
     cache, tokens = PrefixCache(pool, tree, RequestTable(2, 32, P, CPU)), list(range(13))
     one = SimpleNamespace(request_id="one", row=cache.table.acquire(), pages=pool.allocate(4), num_shared=0, node=None)
+    one.generations = pool.generations_of(one.pages)
     cache.table.append_pages(one.row, 0, one.pages)
     pool.start("one")
     pool.slide(WindowRow("one", one.pages, 12))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spec_engine.errors import ConfigError
 from spec_engine.models import CheckpointError
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.tokenizer import Tokenizer
@@ -29,6 +30,13 @@ def tokenizer() -> Tokenizer:
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     """Decoding what was encoded gives the text back, whitespace and all."""
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
+    """The sentence names it, its place and the remedy; the tokenizers package would not."""
+    with pytest.raises(ConfigError, match=r"a text must be Unicode, got '\\udcff' as character 1") as refused:
+        tokenizer.encode("x\udcff")
+    assert refused.value.hint == "pass UTF-8 text"
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from kvcanary_tools import console
 from kvcanary_tools.engine_options import CONTEXT, usage_failures
-from kvcanary_tools.files import JsonFile, OutFile, write_text
+from kvcanary_tools.files import JsonFile, OutFile, OutFolder, make_folder, write_text
 
 if TYPE_CHECKING:
     from kvcanary_tools.campaign.account import Account
@@ -52,7 +52,7 @@ MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be m
 @click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
 @click.option(
     "--dumps",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutFolder(),
     metavar="DIR",
     help="Write a dump there for every faulty run that a check stops.",
 )
@@ -69,7 +69,7 @@ def command(
     json_file: Path | None,
     record_file: Path | None,
     junit_file: Path | None,
-    dumps: Path | None,
+    dumps: str | None,
     url: str | None,
     api_key: str | None,
 ) -> None:
@@ -94,7 +94,9 @@ def command(
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.report import as_junit, failures, matrix_lines
     from kvcanary_tools.campaign.runner import default_workers
+    from kvcanary_tools.reenactment import expect_nothing_armed
 
+    expect_nothing_armed()
     console.log_to_stderr(logging.CRITICAL)  # findings are what is wanted here, and the matrix has them
     plan, record = PLANS[config], None if record_file is None else _record(record_file, config)
     planned = _planned(names, config, runs, seed, dumps)
@@ -117,7 +119,7 @@ def command(
     ctx.exit(console.EXIT_FINDING if misses else console.EXIT_CLEAN)
 
 
-def _planned(names: tuple[str, ...], config: str, runs: int | None, seed: int, dumps: Path | None) -> list[Run]:
+def _planned(names: tuple[str, ...], config: str, runs: int | None, seed: int, dumps: str | None) -> list[Run]:
     """The runs that were asked for; a usage failure where there is none."""
     from kvcanary_tools.campaign.configurations import PLANS
     from kvcanary_tools.campaign.runner import chosen, runs_of
@@ -128,8 +130,8 @@ def _planned(names: tuple[str, ...], config: str, runs: int | None, seed: int, d
         raise console.UsageFailure(f"none of {' '.join(names)} is ready in config {config}", "kvcanary faults says why")
     if dumps is None:
         return planned
-    dumps.mkdir(parents=True, exist_ok=True)
-    return [replace(run, mode="raise", dumps=str(dumps)) for run in planned]
+    make_folder(dumps)
+    return [replace(run, mode="raise", dumps=dumps) for run in planned]
 
 
 def _missed(
