@@ -23,19 +23,18 @@ from kvcanary.adapters.paged_device import (
     FEWEST_TOKENS,
     PagedDevice,
     at_least,
-    events_of,
-    events_width,
     sizes,
 )
-from kvcanary.adapters.paged_state import ADMITTED, COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
+from kvcanary.adapters.paged_state import COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
 from kvcanary.adapters.prefixes import Prefixes
 from kvcanary.adapters.watching import PAGED_FED, expect_watching
 from kvcanary.certificate import Coverage, certificate
 from kvcanary.config import CanaryConfig
 from kvcanary.findings import Finding, FindingLog, tell
 from kvcanary.sites import pack_site
+from kvcanary_kernels.begin import NEW_WIDTH
 from kvcanary_kernels.record import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
-from kvcanary_kernels.walk import NOT_FOLLOWED, NOW_ROWS, NOW_STEP, NOW_WIDTH
+from kvcanary_kernels.walk import NOT_FOLLOWED
 
 NAMED_WRITERS = 1 << 16
 STAMPS = (1 << 63 - COUNT_BITS) - 1
@@ -51,12 +50,14 @@ class PagedCanary(PagedDevice):
         max_rejected: int,
         max_tokens: int,
         device: torch.device | str,
+        has_tokens: bool = False,
     ) -> None:
         """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
-        max_tokens: of one forward"""
+        max_tokens: of one forward; has_tokens: every forward shows what the engine knows of tokens"""
         expect_watching(config, "one request from outside")
         super().__init__(config, num_rows, max_rejected, max_tokens, device)
-        self.coverage, self.log, self.fed = Coverage(), FindingLog(), PAGED_FED
+        self.coverage, self.log, self._has_tokens = Coverage(), FindingLog(), has_tokens
+        self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
         self.tell: Callable[[Finding], None] = tell
         self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
@@ -86,14 +87,14 @@ class PagedCanary(PagedDevice):
             root, self._longest = self.prefixes.root(salt), max(self._longest, length)
             if tokens is None or len(tokens) < length:
                 self.coverage.skip("requests whose tokens nobody knows", 1)
-                self._new[number] = number, NOT_FOLLOWED, 0, root, self._uid, root
+                self._new[number] = number, NOT_FOLLOWED, root, self._uid, root
                 continue
             tail = root
             if length:
-                tail = self.prefixes.end(tokens[:length], salt)
+                tail = root if self._has_tokens else self.prefixes.end(tokens[:length], salt)
                 if self.config.content != "write":
                     self._fresh.append((number, request))
-            self._new[number] = number, length, 1, root, self._uid, tail
+            self._new[number] = number, length, root, self._uid, tail
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
@@ -214,13 +215,16 @@ class PagedCanary(PagedDevice):
         """Write what waits into the words of a line: at most how many rows of a kind, and whose are read."""
         kinds = self._gone, self._fresh
         most = at_least(max(len(self._new), *map(len, kinds)), FEWEST_ROWS, self.num_rows)
-        *looks, admitted = events_of(line[: events_width(most)], most)
-        for place, (look, rows) in enumerate(zip(looks, kinds, strict=True)):
-            look[NOW_ROWS], look[NOW_STEP] = len(rows), self.step % RING * LOOKS + place
-            look[NOW_WIDTH : NOW_WIDTH + len(rows)] = [number for number, _ in rows]
-        admitted[: len(self._new)] = list(self._new.values()) or np.empty((0, ADMITTED))
-        admitted[len(self._new) :] = self.num_rows  # nobody's
-        looked = tuple(tuple(request for _, request in rows) for rows in kinds)
+        words: list[int] = []
+        for place, rows in enumerate(kinds):
+            words += len(rows), 0, self.step % RING * (1 + LOOKS) + 1 + place, 0
+            words += [number for number, _ in rows]
+            words += (0,) * (most - len(rows))
+        for row in self._new.values():
+            words += row
+        words += (self.num_rows,) * (NEW_WIDTH * (most - len(self._new)))  # nobody's
+        line[: len(words)] = words
+        looked = tuple(tuple([request for _, request in rows]) for rows in kinds)
         self._gone, self._fresh, self._new, self._longest = [], [], {}, 0
         return most, looked
 
@@ -232,9 +236,11 @@ class PagedCanary(PagedDevice):
         numbers: rows that the engine holds now
         """
         counted = self._counted.tolist()
-        pools = [layers for group in self.groups for layers in group.layers]
-        self.coverage.slots_checked = counted[0]
-        self.coverage.bytes_checked = sum(n * own.entry_bytes for n, own in zip(counted[1:], pools, strict=True))
+        read = zip(counted[1:], self._pools, strict=True)
+        self.coverage.slots_checked, self.coverage.bytes_checked = (
+            counted[0],
+            sum(n * own.entry_bytes for n, own in read),
+        )
         live_bytes = sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self._entry_bytes
         groups = [group.to_dict() for group in self.log.groups.values()]
         fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
@@ -245,9 +251,8 @@ class PagedCanary(PagedDevice):
         place = step.number % RING
         if self.uses_kernels:
             torch.cuda.synchronize(self.device)  # whatever thread and stream this is
-        hits = {name: cells[place] for name, cells in self._hits.items() if name in ("walk", "write")}
-        hits["read"] = self._hits["read"][:, place]
-        hits["look"] = self._hits["look"][:, place * LOOKS : (place + 1) * LOOKS]
+        hits = {name: cells[place] for name, cells in self._hits.items()}
+        hits |= {"read": self._cells[:, place, 0], "look": self._cells[:, place, 1:]}
         return {name: cells.cpu() for name, cells in hits.items()}
 
     def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:

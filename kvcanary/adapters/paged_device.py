@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary.adapters.paged_state import ADMITTED, HEAD, LOOKS, PLACE, RING, SPLITS, STAMP, Forward, Group, Layers
+from kvcanary.adapters.paged_state import HEAD, LOOKS, PLACE, RING, SPLITS, STAMP, Forward, Group, Layers
 from kvcanary.captures import Replays
 from kvcanary.config import ROTATION_STEPS, CanaryConfig
 from kvcanary.errors import AdapterError
 from kvcanary.views import PoolView
-from kvcanary_kernels import fetch, reread, walk
+from kvcanary_kernels import begin, fetch, reread, walk
+from kvcanary_kernels.begin import NEW_WIDTH
 from kvcanary_kernels.record import COLUMNS, make_keys
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_STEP, NOW_TOKENS, NOW_WIDTH, Fed, Rows, Truth
+from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, NOW_TOKENS, NOW_WIDTH, Fed, Rows, Truth
 
 UPLOADS = 64  # that may be on their way
 FEWEST_ROWS, FEWEST_TOKENS, FEWEST_ENTRIES = 16, 16, 512  # that launches are sized for
@@ -43,15 +44,14 @@ class PagedDevice:
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         self.identity = make_keys(self.seed, 1, 1, self.device)
         self.groups: list[Group] = []
-        self._state, self._tails = self._zeros(4, num_rows + 1), self._zeros(num_rows + 1, max_rejected + 2)
-        ends, known, roots, uids = self._state[:, :num_rows]  # the last one is nobody's
-        self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._tails[:num_rows], roots, uids)
+        ends, known, roots, uids = self._zeros(4, num_rows)
+        self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._zeros(num_rows, max_rejected + 2), roots, uids)
         self.total = self._zeros(1)
         self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
         self._lines = self._pinned(RING, HEAD + num_rows + events_width(num_rows))  # what the last steps were
         self._lines_here = self._lines.numpy()
-        self._now, self._ticks = self._zeros(self._lines.shape[1]), self._zeros(1)  # the running step's, and its number
-        self._totals, self._counts = self._zeros(RING), self._pinned(RING)  # stamps and counts of the last steps
+        self._now, self._ticks = self._zeros(self._lines.shape[1]), self._zeros(2)  # the running step's, and its number
+        self._counts = self._pinned(RING)  # stamps and counts of the last steps
         self._counts_here = self._counts.numpy()
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         self._replays = Replays(self.device)
@@ -115,28 +115,24 @@ class PagedDevice:
         self._replays.run(("after", most), functools.partial(self._after, most))
 
     def _launch_late(self, starts: Tensor, most: int) -> None:
-        if any(layers.is_late for group in self.groups for layers in group.layers):
+        if any(layers.is_late for layers in self._pools):
             key = "late", most, starts.data_ptr(), len(starts)
             self._replays.run(key, functools.partial(self._late, starts, most))
 
     def _before(self, forward: Forward, most_rows: int, most_entries: int, most_events: int) -> None:
         content, now = self.config.content, self._now
-        self._ticks.add_(1)
         width = HEAD + most_rows + events_width(most_events)
-        self._run(fetch, "fetch", self._lines, self._ticks, now, width=width)
+        self._run(fetch, "fetch", self._lines, self._ticks, now, width=width, cells=self._cells.flatten(2))
         numbers, events = now[HEAD : HEAD + most_rows], now[HEAD + most_rows : width]
         if most_events:
-            gone, fresh, admitted = events_of(events, most_events)
+            gone, fresh, new = events_of(events, most_events)
             self._look(gone, most_entries)
-            table = admitted.T.contiguous()
-            self._state.index_copy_(1, table[0], table[1:5])
-            self._tails.select(1, 0).index_copy_(0, table[0], table[5])
+            self._run(begin, "begin", new, self.truth, self.identity, *forward.known[:1])
         for table, kept, group in zip(forward.tables, self.kept, self.groups, strict=True):
             rows, width = Rows(numbers, table, numbers, numbers), -(-most_entries // group.block_size)
             self._run(fetch, "keep", rows, now=now, kept=kept, width=min(width, table.shape[1]))
         if most_events:
             self._look(fresh, most_entries)
-        self._hits["read"].index_fill_(1, now[PLACE : PLACE + 1], NO_HIT)
         for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
             rows = Rows(numbers, table, forward.lengths, forward.starts)
             fed = Fed(forward.tokens, forward.positions, own, *forward.known)
@@ -153,18 +149,17 @@ class PagedDevice:
             )  # fmt: skip
             for column, layers in self._columns(group) if content != "write" else ():
                 stride = 1 if content == "full" else ROTATION_STEPS
-                self._reread(group, layers, rows, most_entries, stride, column, now, "read")
+                self._reread(group, layers, rows, most_entries, stride, now, self._cells[:, :, 0, column], column)
 
     def _look(self, look: Tensor, most_entries: int) -> None:
         """Read all that is recorded of some rows. look: [NOW_WIDTH + rows], how many, which cell, and their numbers."""
         if self.config.content == "write":
             return
-        numbers = look[NOW_WIDTH:]
-        self._hits["look"].index_fill_(1, look[NOW_STEP : NOW_STEP + 1], NO_HIT)
+        numbers, cells = look[NOW_WIDTH:], self._cells.flatten(1, 2)
         for group, kept in zip(self.groups, self.kept, strict=True):
             rows = Rows(numbers, kept, numbers, numbers)
             for column, layers in self._columns(group):
-                self._reread(group, layers, rows, most_entries, 1, column, look, "look", whole=True)
+                self._reread(group, layers, rows, most_entries, 1, look, cells[:, :, column], column, whole=True)
 
     def _after(self, most: int) -> None:
         for group in self.groups:
@@ -172,8 +167,7 @@ class PagedDevice:
             for layers in group.layers:
                 if not layers.is_late:
                     self._take(group, layers, slots, chains, self._now, most)
-        self._totals.index_copy_(0, self._now[PLACE : PLACE + 1], self.total + self._now[STAMP : STAMP + 1])
-        self._counts.copy_(self._totals, non_blocking=True)
+        self._run(fetch, "send", self.total, self._now, self._counts, place=PLACE, stamp=STAMP)
 
     def _late(self, starts: Tensor, most: int) -> None:
         ends = starts[1:].to(torch.int64)
@@ -202,15 +196,15 @@ class PagedDevice:
         rows: Rows,
         max_length: int,
         stride: int,
-        column: int,
         now: Tensor,
-        kind: str,
+        hits: Tensor,
+        column: int,
         whole: bool = False,
     ) -> None:
         self._run(
             reread, "reread", layers.rows, group.records, rows, layers.keys, now=now, lanes=layers.lanes,
             stamps=layers.stamps, ends=self.truth.ends, max_length=max_length, stride=stride, window=group.window,
-            block_size=group.block_size, whole=whole, hits=self._hits[kind][:, :, column], total=self.total,
+            block_size=group.block_size, whole=whole, hits=hits, total=self.total,
             counted=self._counted[1 + column : 2 + column],
         )  # fmt: skip
 
@@ -235,21 +229,30 @@ class PagedDevice:
 
     @cached_property
     def _hits(self) -> dict[str, Tensor]:
-        """By kind: [RING, groups, shares, rows] and [RING, groups, rows] int64, and as `reread` has them, by pool."""
-        groups, pools = len(self.groups), sum(len(group.layers) for group in self.groups)
-        rows = self.num_rows
-        shapes = {"walk": (RING, groups, SPLITS, rows), "write": (RING, groups, rows)}
-        shapes |= {"read": (2, RING, pools, rows), "look": (2, RING * LOOKS, pools, rows)}
+        """By kind: [RING, groups, shares, rows] and [RING, groups, rows] int64."""
+        shapes = {
+            "walk": (RING, len(self.groups), SPLITS, self.num_rows),
+            "write": (RING, len(self.groups), self.num_rows),
+        }
         return {name: self._zeros(*shape) + NO_HIT for name, shape in shapes.items()}
+
+    @cached_property
+    def _cells(self) -> Tensor:
+        """[2, RING, 1 + LOOKS, pools, rows] int64, as `reread` has them: of what a forward reads, and of each look."""
+        return self._zeros(2, RING, 1 + LOOKS, len(self._pools), self.num_rows) + NO_HIT
 
     @cached_property
     def _counted(self) -> Tensor:
         """Entries whose record was judged, and by pool of layers, those whose bytes were read again."""
-        return self._zeros(1 + sum(len(group.layers) for group in self.groups))
+        return self._zeros(1 + len(self._pools))
+
+    @property
+    def _pools(self) -> list[Layers]:
+        return [layers for group in self.groups for layers in group.layers]
 
     @cached_property
     def _entry_bytes(self) -> int:
-        return sum(layers.entry_bytes for group in self.groups for layers in group.layers)
+        return sum(layers.entry_bytes for layers in self._pools)
 
     @cached_property
     def _seeds(self) -> Tensor:
@@ -268,13 +271,13 @@ class PagedDevice:
 
 def events_width(most: int) -> int:
     """Words of a line that say which rows went, which begin with entries of others, and which are new."""
-    return LOOKS * (NOW_WIDTH + most) + ADMITTED * most if most else 0
+    return LOOKS * (NOW_WIDTH + most) + NEW_WIDTH * most if most else 0
 
 
 def events_of(line: Any, most: int) -> tuple[Any, Any, Any]:
-    """The parts of these words, at most so many rows in each: two looks, and [most, ADMITTED]."""
+    """The parts of these words, at most so many rows in each: two looks, and [most, NEW_WIDTH]."""
     width = NOW_WIDTH + most
-    return line[:width], line[width : 2 * width], line[2 * width :].reshape(most, ADMITTED)
+    return line[:width], line[width : 2 * width], line[2 * width :].reshape(most, NEW_WIDTH)
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

@@ -20,7 +20,6 @@ SPLITS = 8  # shares of a row that are judged side by side
 #: Columns behind those of `walk`: the cell of the ring, and the step above the bits of a count that is sent with it.
 PLACE, STAMP, HEAD = NOW_WIDTH, NOW_WIDTH + 1, NOW_WIDTH + 2
 COUNT_BITS = 40
-ADMITTED = 6  # columns of a new row: number, end, known, root, uid and tail
 
 
 @dataclass(eq=False)

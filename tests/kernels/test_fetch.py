@@ -5,37 +5,64 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.fetch import BLOCK, fetch, fetch_torch, keep, keep_torch
-from kvcanary_kernels.walk import Rows
+from kvcanary_kernels.fetch import BLOCK, fetch, fetch_torch, keep, keep_torch, send, send_torch
+from kvcanary_kernels.walk import NO_HIT, Rows
 
 POISON = -77
 
 
 @pytest.mark.parametrize("width", [1, 7, BLOCK, BLOCK + 3])
 @pytest.mark.parametrize("act", [fetch, fetch_torch], ids=["triton", "torch"])
-def test_fetch_copies_the_line_of_the_tick(act, width: int, device: str) -> None:
-    """The ring comes round, the rest of `out` stays, and lines may lie in pinned memory of the host."""
-    lines = torch.arange(3 * 200).view(3, 200) << 33
+def test_fetch_copies_the_line_of_the_step_and_clears_its_cells(act, width: int, device: str) -> None:
+    """The ring comes round, what is not the step's stays, and lines may lie in pinned memory of the host."""
+    lines, ticks = torch.arange(3 * 200).view(3, 200) << 33, torch.zeros(2, dtype=torch.int64, device=device)
     held = lines.pin_memory() if device == "cuda" else lines
-    for tick in (1, 2, 3, 7):
+    for tick in range(1, 8):
         out = torch.full((201,), POISON, device=device)[1:]
-        act(held, torch.tensor([tick], device=device), out, width=width)
+        cells = torch.full((2, 3, 150), POISON, device=device)
+        act(held, ticks, out, width=width, cells=cells)
+        assert ticks.tolist() == [tick, 0]
         assert out.tolist() == [*lines[tick % 3, :width].tolist(), *[POISON] * (200 - width)]
+        wanted = [NO_HIT if place == tick % 3 else POISON for place in range(3)]
+        assert torch.equal(cells.cpu(), torch.tensor(wanted)[None, :, None].expand(2, 3, 150))
 
 
 @pytest.mark.gpu
 def test_a_captured_fetch_reads_what_the_host_wrote_since() -> None:
-    """Each replay reads its own line, as it is when it runs."""
-    lines, ticks = torch.zeros(4, 64, dtype=torch.int64).pin_memory(), torch.zeros(1, dtype=torch.int64, device="cuda")
+    """Each replay reads its own line, as it is when it runs, and the host finds the count where it was sent."""
+    lines, ticks = torch.zeros(4, 64, dtype=torch.int64).pin_memory(), torch.zeros(2, dtype=torch.int64, device="cuda")
     out, graph = torch.zeros(64, dtype=torch.int64, device="cuda"), torch.cuda.CUDAGraph()
-    fetch(lines, ticks, out, width=64)
+    cells, counts = (
+        torch.zeros(2, 4, 8, dtype=torch.int64, device="cuda"),
+        torch.zeros(4, dtype=torch.int64).pin_memory(),
+    )
+
+    def launch() -> None:
+        fetch(lines, ticks, out, width=64, cells=cells)
+        send(ticks[:1], out, counts, place=0, stamp=1)
+
+    launch()
+    ticks.zero_()
     with torch.cuda.graph(graph):
-        ticks.add_(1)
-        fetch(lines, ticks, out, width=64)
+        launch()
     for step in range(1, 11):
         lines[step % 4] = step * 1000
+        lines[step % 4, 0] = step % 4
         graph.replay()
-        assert out.tolist() == [step * 1000] * 64
+        assert out.tolist() == [step % 4, *[step * 1000] * 63]
+        assert int(counts[step % 4]) == step + step * 1000
+
+
+@pytest.mark.parametrize("act", [send, send_torch], ids=["triton", "torch"])
+def test_send_stamps_a_count(act, device: str) -> None:
+    """At the place that the step says, and nowhere else."""
+    out = torch.full((4,), POISON)
+    out = out.pin_memory() if device == "cuda" else out
+    now = torch.tensor([9, 2, 1 << 40, 9], device=device)
+    act(torch.tensor([5], device=device), now, out, place=1, stamp=2)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert out.tolist() == [POISON, POISON, (1 << 40) + 5, POISON]
 
 
 @pytest.mark.parametrize("width", [1, BLOCK, BLOCK + 5])

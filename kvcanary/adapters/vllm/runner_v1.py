@@ -98,9 +98,7 @@ class HandleV1(Handle):
         self._max_new, self._max_len = 1 + int(runner.num_spec_tokens), int(runner.max_model_len)
         self._numbers: dict[str, int] = {}
         self._free = list(range(runner.max_num_reqs))
-        canary = PagedCanary(self.config, runner.max_num_reqs, self._max_new, runner.max_num_tokens, device)
-        canary.fed = canary.fed - {"W6"}
-        return canary
+        return PagedCanary(self.config, runner.max_num_reqs, self._max_new, runner.max_num_tokens, device)
 
     def _kernel_block_size(self, group: int) -> tuple[int, int]:
         table = self._table(group)

@@ -123,7 +123,7 @@ class HandleV2(Handle):
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
         self._slots, most = list(tables.slot_mappings), tables.slot_mappings.shape[1]
-        return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device)
+        return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device, has_tokens=True)
 
     def _kernel_block_size(self, group: int) -> tuple[int, int]:
         return self.runner.kernel_block_sizes[group], self.runner.block_tables.blocks_per_kv_block[group]
