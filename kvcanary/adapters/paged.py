@@ -102,7 +102,7 @@ class PagedCanary(PagedDevice):
             return
         room = self.num_rows - len(self._gone)
         self._gone += list(zip(numbers, requests, strict=True))[:room]
-        self._longest = max(self._longest, *self._ends[list(numbers)].tolist())
+        self._longest = max(self._longest, *self._ends.take(numbers).tolist())
         self.coverage.skip("rows that went without a last look", max(len(numbers) - room, 0))
 
     def flush(self, empty: Forward) -> None:

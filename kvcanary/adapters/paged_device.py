@@ -55,6 +55,8 @@ class PagedDevice:
         self._counts_here = self._counts.numpy()
         self.kept: list[Tensor] = []  # by group, block tables by number as rows had them in their last forward
         self._replays = Replays(self.device)
+        #: What an engine gives with every forward, as long as it gives the same, and where that lies.
+        self._lasting: tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, ...]] = (), (), ()
 
     def add_group(self, number: int, block_size: int, num_slots: int, window: int = 0) -> Group:
         group = Group(number, block_size, window, self._zeros(num_slots, COLUMNS))
@@ -106,10 +108,14 @@ class PagedDevice:
             shapes = [(self.num_rows, table.shape[1]) for table in forward.tables]
             tables = zip(shapes, forward.tables, strict=True)
             self.kept = [torch.zeros(shape, dtype=table.dtype, device=self.device) for shape, table in tables]
-        used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.known
-        places = [tensor.data_ptr() for tensor in (*used, *forward.tables, *forward.slots)]
+        slots, known, lasting = self._lasting
+        if forward.slots is not slots or forward.known is not known:
+            lasting = tuple([tensor.data_ptr() for tensor in (*forward.slots, *forward.known)])
+            self._lasting = forward.slots, forward.known, lasting
+        used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.tables
+        places = [tensor.data_ptr() for tensor in used]
         launch = functools.partial(self._before, forward, most_rows, most_entries, most_events)
-        self._replays.run(("before", most_rows, most_entries, most_events, *places), launch)
+        self._replays.run(("before", most_rows, most_entries, most_events, lasting, *places), launch)
 
     def _launch_after(self, most: int) -> None:
         self._replays.run(("after", most), functools.partial(self._after, most))

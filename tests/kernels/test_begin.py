@@ -24,7 +24,7 @@ def truth_of(device: str) -> Truth:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("act", [begin, begin_torch], ids=["triton", "torch"])
 def test_begin_follows_the_tokens_that_the_engine_knows(act, dtype: torch.dtype, device: str) -> None:
-    """By an oracle that adds one token after the other; the chain of the host is not read, padding is written nowhere."""
+    """By an oracle that adds token after token; the chain of the host is not read, padding is written nowhere."""
     keys, truth = make_keys(11, 1, 1, device), truth_of(device)
     tokens = torch.randint(0, 32000, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)).to(dtype)
     rows = [(4 - i, length, ROOTS[i % 3], 100 + i, POISON) for i, length in enumerate(LENGTHS[:4])]

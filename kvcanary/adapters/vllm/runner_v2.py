@@ -97,7 +97,7 @@ class HandleV2(Handle):
         starts = every if every.data_ptr() == starts.data_ptr() else starts
         return Forward(
             batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), lengths, batch.num_tokens, tables, batch.seq_lens,
-            starts, batch.input_ids, batch.positions, self._rows_of(slots), self._known(),
+            starts, batch.input_ids, batch.positions, self._rows_of(slots), self._tokens,
         )  # fmt: skip
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -117,12 +117,13 @@ class HandleV2(Handle):
         return canary
 
     def _new_canary(self) -> PagedCanary:
-        runner, tables = self.runner, self.runner.block_tables
+        runner, tables, states = self.runner, self.runner.block_tables, self.runner.req_states
         if tables.cp_size != 1 or getattr(runner, "pcp_manager", None) is not None:
             raise AdapterError("context parallelism is not followed: set its sizes to 1, or unset KVCANARY_MODE")
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
         self._slots, most = list(tables.slot_mappings), tables.slot_mappings.shape[1]
+        self._tokens = states.all_token_ids.gpu, states.total_len.gpu
         return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device, has_tokens=True)
 
     def _kernel_block_size(self, group: int) -> tuple[int, int]:
@@ -135,7 +136,7 @@ class HandleV2(Handle):
         tables, held = self.runner.block_tables, self.runner.input_buffers
         return Forward(
             (), np.empty(0, dtype=np.int64), ("decode", 0), np.array([self._max_len]), 0, tables.input_block_tables,
-            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._known(),
+            held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._tokens,
         )  # fmt: skip
 
     def _held(self) -> Collection[int]:
@@ -143,7 +144,3 @@ class HandleV2(Handle):
 
     def _lines(self) -> Sequence[torch.Tensor]:
         return [table.gpu for table in self.runner.block_tables.block_tables]
-
-    def _known(self) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self.runner.req_states
-        return states.all_token_ids.gpu, states.total_len.gpu
