@@ -50,9 +50,9 @@ def test_they_go_between_their_marks(tmp_path) -> None:
     """What stood there before is gone; a page without marks is refused."""
     page = tmp_path / "page.md"
     page.write_text(f"before\n{bars.BEGIN}\nwhat stood there\n{bars.END}\nbehind\n")
-    bars.write_page(page)
+    bars.put_between(page, bars.BEGIN, bars.END, bars.lines())
     text = page.read_text()
     assert (text.startswith("before\n"), text.endswith("\nbehind\n"), "what stood there" in text) == (True, True, False)
     page.write_text("no mark")
     with pytest.raises(ValueError, match="must have a line <!-- bars: begin -->"):
-        bars.write_page(page)
+        bars.put_between(page, bars.BEGIN, bars.END, bars.lines())

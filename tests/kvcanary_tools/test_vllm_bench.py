@@ -56,6 +56,8 @@ def test_steps_are_compared_with_their_own_kind() -> None:
     assert found["ms"] == pytest.approx([2000.0, 2200.0])
     assert found["ratio"] == found["thread_ratio"] == found["quiet_ratio"] == pytest.approx(1 / 1.1)
     assert found["range"][0] < 1 / 1.1 < found["range"][1]
+    assert found["thread_range"] == pytest.approx(found["range"], rel=0.5)
+    assert found["tenths"] == [pytest.approx([1000.0, 1100.0]), pytest.approx([3000.0, 3300.0])]
     assert found["off_over_off"] == pytest.approx(4 / 10)
     assert vllm_turns.by_step(off[:1], on[:1])["off_over_off"] is None
     assert json.dumps(found)
@@ -117,7 +119,8 @@ def test_pairs_are_interleaved_and_as_long_as_was_asked() -> None:
     assert result["runs_a_side"] == 4
     assert result["ratios"] == pytest.approx([2 / 3] * 3)
     assert result["off_over_off"] == [1.0] * 3
-    assert {len(runs) for name in ("off_s", "on_s", "hooks_us", "waits") for runs in result[name]} == {4}
+    assert {len(runs) for name in ("off_s", "on_s", "waits") for runs in result[name]} == {4}
+    assert result["hooks_us"] == [0.0] * bench.WARM_UPS
     assert [entry["share"] for entry in result["on_off"] + result["off_off"]] == [1.0] * 5
     assert result["by_step"]["turns"] == [12, 12]
     assert result["by_step"]["steps"] == [1]

@@ -63,9 +63,11 @@ class Faults:
             finally:
                 self.runner.execute_model = inner
             report = handle.report()
+            named = {name for own in handle.canary.log.findings for name in (own.reader, own.writer) if name}
         found = [{name: entry[name] for name in (*KEPT, "action")} for entry in report["findings"][:3]]
         counts = {"fired": report["fired"], "untold": report["untold_incidents"]}
-        return {"struck": state["struck"], "touched": self.touched, "found": found, **counts}
+        is_named = bool(named) if self.touched is None else self.touched in named
+        return {"struck": state["struck"], "touched": self.touched, "is_named": is_named, "found": found, **counts}
 
     # where things are
 

@@ -115,25 +115,26 @@ class Bench:
             self.run(prompts)
             result["plugged_at_start"] = self.worker.kvcanary.report()
             self.worker.kvcanary.detach()
+        result["hooks_us"] = []  # of a step; not while turns are compared, since clocks cost too
         for _ in range(WARM_UPS):
             _, seconds_of_run = self.run(prompts)
-            with self.watched(mode="log"):
+            with clocked(Handle) as hooks, self.watched(mode="log"), stepped(self.llm.llm_engine) as spent:
                 self.run(prompts)
+            result["hooks_us"].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
         result["runs_a_side"] = runs = 2 * max(1, math.ceil(seconds / seconds_of_run / 2))
         before, tokens = self.preemptions(), {}
         steps: dict[bool, list[list[tuple[float, float]]]] = {False: [], True: []}
         for pair in range(pairs):
-            for name in ("off_s", "on_s", "hooks_us", "waits"):
+            for name in ("off_s", "on_s", "waits"):
                 result.setdefault(name, []).append([])
             tokens[pair, False], tokens[pair, True] = [], []
             for number in range(2 * runs):  # without, with, with, without, and so on: drifts hit both
                 is_on = number % 4 in (1, 2)
-                with clocked(Handle) as hooks, self.watched(mode="log") if is_on else nullcontext() as handle:
+                with self.watched(mode="log") if is_on else nullcontext() as handle:
                     with stepped(self.llm.llm_engine) as spent:
                         outputs, seconds_of_run = self.run(prompts)
                     if handle is not None:
                         result["certificate"] = handle.report()
-                        result["hooks_us"][-1].append(1e6 * sum(own for _, own in hooks.values()) / len(spent))
                         result["waits"][-1].append(result["certificate"]["waits"])
                 result["on_s" if is_on else "off_s"][-1].append(seconds_of_run)
                 steps[is_on].append(spent)

@@ -1,0 +1,60 @@
+"""The table of what was shown inside vLLM: that of the records, and what counts as found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcanary_tools.bench import vllm_page
+from kvcanary_tools.bench.common import RESULTS
+
+
+def test_the_page_quotes_the_records() -> None:
+    """Its table is that of the records as they are, and every record of vLLM has a line."""
+    page = vllm_page.PAGE.read_text(encoding="utf-8")
+    assert "\n".join((vllm_page.BEGIN, *vllm_page.lines(), vllm_page.END)) in page
+    assert {path.stem for path in RESULTS.glob("vllm*.json")} <= {*vllm_page.SETTINGS, vllm_page.PARALLEL}
+
+
+@pytest.mark.parametrize("record", [name for name in vllm_page.SETTINGS if (RESULTS / f"{name}.json").exists()])
+def test_no_run_had_a_finding_or_another_token(record: str) -> None:
+    """What is sound is silent; with the plug-in tokens agree as often as without; whatever was broken was found."""
+    held = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))
+    compared, faults = held["compared"], held.get("faults", {})
+    assert compared["findings"] == 0
+    assert compared["preemptions"] > 0
+    least = {name: min((pair["share"] for pair in compared[name]), default=1.0) for name in ("on_off", "off_off")}
+    assert least["on_off"] >= least["off_off"]
+    assert compared["largest_gap_where_different"] < 1e-2
+    assert [name for name, own in faults.items() if vllm_page.is_found(own) == (name in vllm_page.HARMLESS)] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_found"),
+    [
+        ({"found": [{"reader": None, "writer": "a"}]}, True),
+        ({"found": [{"reader": None, "writer": None}]}, False),
+        ({"found": []}, False),
+        ({"found": [["T1", "a", 3, "logged"]]}, True),
+        ({"raised": "KVCorruptionError", "message": "ERROR\n  reader    'a', position 8"}, True),
+        ({"raised": "KVCorruptionError", "message": "ERROR"}, False),
+        ({"raised": "RuntimeError", "message": "reader    'a'"}, False),
+    ],
+)
+def test_a_fault_is_found_when_a_request_is_named(fault: dict[str, object], is_found: bool) -> None:
+    """As reader or as writer; an engine that ended otherwise found nothing."""
+    assert vllm_page.is_found(fault) is is_found
+
+
+def test_workers_that_share_a_model_are_told_of() -> None:
+    """What each judged, and by which ranks every fault was found."""
+    found = {"code": "R9", "reader": "7", "ranks": [0, 1]}
+    struck = {"one": {"struck": [1], "found": []}, "all": {"struck": [0, 1], "found": [found]}}
+    clean = {"findings": [], "workers": [{"slots_checked": 1200}, {"slots_checked": 1201}]}
+    assert list(vllm_page.shared({"ranks": 2, "clean": clean, **struck})) == [
+        "2 workers that share a model judged 1,200 and 1,201 entries with 0 findings;",
+        "a bit flipped in rank 1: not found;",
+        "a bit flipped in ranks 0 and 1: R9 of request 7 by ranks 0 and 1;",
+        "in `vllm_parallel.json`.",
+    ]
