@@ -125,11 +125,11 @@ class PagedCanary(PagedDevice):
         stamp = (self.step & STAMPS) << COUNT_BITS
         line[:HEAD] = n, forward.num_tokens, self.step, pack_site(*forward.site), self.step % RING, stamp
         line[HEAD : HEAD + n] = forward.numbers
-        longest, most_events = int(np.maximum.reduce(ends, initial=0)), 0
+        longest, events = int(np.maximum.reduce(ends, initial=0)), (0, 0)
         looked: tuple[tuple[str, ...], ...] = ()
         if self._new or self._gone or self._fresh:
             longest = max(longest, self._longest)
-            most_events, looked = self._tell_events(line[HEAD + most_rows :])
+            events, looked = self._tell_events(line[HEAD + most_rows :])
         self._ends[forward.numbers] = ends
         step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
         self.events = []
@@ -141,7 +141,7 @@ class PagedCanary(PagedDevice):
             live_bytes = int(np.add.reduce(ends)) * self._entry_bytes
             self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
         self._forward = forward
-        self._launch_before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), most_events)
+        self._launch_before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
 
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
@@ -172,7 +172,8 @@ class PagedCanary(PagedDevice):
         for _ in range(2):  # as they are, captured
             for rows in {min(size, self.num_rows) for size in sizes(FEWEST_ROWS, self.num_rows)}:
                 for entries in sizes(FEWEST_ENTRIES, int(forward.ends.max())):
-                    for events in (0, min(FEWEST_ROWS, self.num_rows)):
+                    few = min(FEWEST_ROWS, self.num_rows)
+                    for events in (0, 0), (few, 0), (few, few):
                         self._launch_before(forward, rows, entries, events)
             for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
                 self._launch_after(tokens)
@@ -211,22 +212,26 @@ class PagedCanary(PagedDevice):
         self.total.zero_()
         self._counted.zero_()
 
-    def _tell_events(self, line: NDArray[np.int64]) -> tuple[int, tuple[tuple[str, ...], ...]]:
-        """Write what waits into the words of a line: at most how many rows of a kind, and whose are read."""
-        kinds = self._gone, self._fresh
-        most = at_least(max(len(self._new), *map(len, kinds)), FEWEST_ROWS, self.num_rows)
+    def _tell_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:
+        """Write what waits into the words of a line: at most how many rows went and are new, and whose are read."""
+        most_new = self._room_for(max(len(self._new), len(self._fresh)))
+        most_gone = self._room_for(len(self._gone)) or (most_new and self._room_for(1))  # fewer graphs
         words: list[int] = []
-        for place, rows in enumerate(kinds):
-            words += len(rows), 0, self.step % RING * (1 + LOOKS) + 1 + place, 0
-            words += [number for number, _ in rows]
-            words += (0,) * (most - len(rows))
+        for place, (rows, most) in enumerate(((self._gone, most_gone), (self._fresh, most_new))):
+            if most:
+                words += len(rows), 0, self.step % RING * (1 + LOOKS) + 1 + place, 0
+                words += [number for number, _ in rows]
+                words += (0,) * (most - len(rows))
         for row in self._new.values():
             words += row
-        words += (self.num_rows,) * (NEW_WIDTH * (most - len(self._new)))  # nobody's
+        words += (self.num_rows,) * (NEW_WIDTH * (most_new - len(self._new)))  # nobody's
         line[: len(words)] = words
-        looked = tuple(tuple([request for _, request in rows]) for rows in kinds)
+        looked = tuple([tuple([request for _, request in rows]) for rows in (self._gone, self._fresh)])
         self._gone, self._fresh, self._new, self._longest = [], [], {}, 0
-        return most, looked
+        return (most_gone, most_new), looked
+
+    def _room_for(self, count: int) -> int:
+        return at_least(count, FEWEST_ROWS, self.num_rows) if count else 0
 
     # what was found
 

@@ -48,7 +48,7 @@ class PagedDevice:
         self.truth = Truth(ends.fill_(NOT_FOLLOWED), known, self._zeros(num_rows, max_rejected + 2), roots, uids)
         self.total = self._zeros(1)
         self._uploads, self._uploaded = self._pinned(UPLOADS, 8 * num_rows), 0
-        self._lines = self._pinned(RING, HEAD + num_rows + events_width(num_rows))  # what the last steps were
+        self._lines = self._pinned(RING, HEAD + num_rows + events_width(num_rows, num_rows))  # what the last steps were
         self._lines_here = self._lines.numpy()
         self._now, self._ticks = self._zeros(self._lines.shape[1]), self._zeros(2)  # the running step's, and its number
         self._counts = self._pinned(RING)  # stamps and counts of the last steps
@@ -103,7 +103,8 @@ class PagedDevice:
 
     # launches
 
-    def _launch_before(self, forward: Forward, most_rows: int, most_entries: int, most_events: int) -> None:
+    def _launch_before(self, forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
+        """events: at most how many rows went, and how many are new."""
         if not self.kept:
             shapes = [(self.num_rows, table.shape[1]) for table in forward.tables]
             tables = zip(shapes, forward.tables, strict=True)
@@ -114,8 +115,8 @@ class PagedDevice:
             self._lasting = forward.slots, forward.known, lasting
         used = forward.lengths, forward.starts, forward.tokens, forward.positions, *forward.tables
         places = [tensor.data_ptr() for tensor in used]
-        launch = functools.partial(self._before, forward, most_rows, most_entries, most_events)
-        self._replays.run(("before", most_rows, most_entries, most_events, lasting, *places), launch)
+        launch = functools.partial(self._before, forward, most_rows, most_entries, *events)
+        self._replays.run(("before", most_rows, most_entries, *events, lasting, *places), launch)
 
     def _launch_after(self, most: int) -> None:
         self._replays.run(("after", most), functools.partial(self._after, most))
@@ -125,19 +126,19 @@ class PagedDevice:
             key = "late", most, starts.data_ptr(), len(starts)
             self._replays.run(key, functools.partial(self._late, starts, most))
 
-    def _before(self, forward: Forward, most_rows: int, most_entries: int, most_events: int) -> None:
+    def _before(self, forward: Forward, most_rows: int, most_entries: int, most_gone: int, most_new: int) -> None:
         content, now = self.config.content, self._now
-        width = HEAD + most_rows + events_width(most_events)
+        width = HEAD + most_rows + events_width(most_gone, most_new)
         self._run(fetch, "fetch", self._lines, self._ticks, now, width=width, cells=self._cells.flatten(2))
-        numbers, events = now[HEAD : HEAD + most_rows], now[HEAD + most_rows : width]
-        if most_events:
-            gone, fresh, new = events_of(events, most_events)
+        numbers, (gone, fresh, new) = now[HEAD : HEAD + most_rows], events_of(now[HEAD + most_rows : width], most_gone)
+        if most_gone:
             self._look(gone, most_entries)
+        if most_new:
             self._run(begin, "begin", new, self.truth, self.identity, *forward.known[:1])
         for table, kept, group in zip(forward.tables, self.kept, self.groups, strict=True):
             rows, width = Rows(numbers, table, numbers, numbers), -(-most_entries // group.block_size)
             self._run(fetch, "keep", rows, now=now, kept=kept, width=min(width, table.shape[1]))
-        if most_events:
+        if most_new:
             self._look(fresh, most_entries)
         for group, table, own in zip(self.groups, forward.tables, forward.slots, strict=True):
             rows = Rows(numbers, table, forward.lengths, forward.starts)
@@ -275,15 +276,17 @@ class PagedDevice:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
 
-def events_width(most: int) -> int:
-    """Words of a line that say which rows went, which begin with entries of others, and which are new."""
-    return LOOKS * (NOW_WIDTH + most) + NEW_WIDTH * most if most else 0
+def events_width(gone: int, new: int) -> int:
+    """Words of a line for at most so many rows that went and new ones: which these are, and what they begin with."""
+    return (NOW_WIDTH + gone if gone else 0) + (NOW_WIDTH + (1 + NEW_WIDTH) * new if new else 0)
 
 
-def events_of(line: Any, most: int) -> tuple[Any, Any, Any]:
-    """The parts of these words, at most so many rows in each: two looks, and [most, NEW_WIDTH]."""
-    width = NOW_WIDTH + most
-    return line[:width], line[width : 2 * width], line[2 * width :].reshape(most, NEW_WIDTH)
+def events_of(words: Tensor, gone: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of these words: two looks, and [new, NEW_WIDTH]."""
+    first = events_width(gone, 0)
+    new = max(len(words) - first - NOW_WIDTH, 0) // (1 + NEW_WIDTH)
+    second = first + NOW_WIDTH + new
+    return words[:first], words[first:second], words[second:].view(new, NEW_WIDTH)
 
 
 def at_least(count: int, fewest: int, most: int | None = None) -> int:

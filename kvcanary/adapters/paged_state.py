@@ -57,7 +57,7 @@ class Group:
     layers: list[Layers] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Step:
     """What the host must know to tell of a step's hits later.
 
@@ -91,7 +91,7 @@ class Event:
     requests: Mapping[int, str]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Forward:
     """What a forward is about to read and to write; tensors on the device, int32 or int64.
 

@@ -64,8 +64,8 @@ def profiled(record: Record) -> Iterator[str]:
 def shared(record: Record) -> Iterator[str]:
     """What workers that share a model told."""
     clean = record["clean"]
-    judged = " and ".join(f"{worker['slots_checked']:,}" for worker in clean["workers"])
-    yield f"{record['ranks']} workers that share a model judged {judged} entries with {len(clean['findings'])} findings;"
+    seen = " and ".join(f"{worker['slots_checked']:,}" for worker in clean["workers"])
+    yield f"{record['ranks']} workers that share a model judged {seen} entries with {len(clean['findings'])} findings;"
     for name in ("one", "all"):
         struck = record[name]
         told = " and ".join(
