@@ -8,6 +8,7 @@ Rows that `admit` and `leave` name wait for the next `read`, or for `flush` wher
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -38,6 +39,8 @@ from kvcanary_kernels.walk import NOT_FOLLOWED
 
 NAMED_WRITERS = 1 << 16
 STAMPS = (1 << 63 - COUNT_BITS) - 1
+GROWN = 32  # steps of one token a row until lengths are read again
+HEAD_WORDS = struct.Struct(f"={HEAD}q")
 
 
 class PagedCanary(PagedDevice):
@@ -61,11 +64,14 @@ class PagedCanary(PagedDevice):
         self.tell: Callable[[Finding], None] = tell
         self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
         self.writers: OrderedDict[int, str] = OrderedDict()
+        self._line_bytes = self._lines_here.data.cast("B")
         self.step = self.waits = 0  # steps, and those whose counter had to be waited for
         self.steps: deque[Step] = deque(maxlen=RING)
         self.incidents: dict[tuple[str, str | None, int], int] = {}
         self.events: list[Event] = []  # of what happened since the last forward
-        self._ends, self._longest = np.zeros(num_rows, dtype=np.int64), 0  # at least what each row has, or what waits
+        #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
+        self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
+        self._live = 0  # entries of the rows of the last forward
         self._gone: list[tuple[int, str]] = []
         self._fresh: list[tuple[int, str]] = []
         self._new: dict[int, tuple[int, ...]] = {}
@@ -98,12 +104,14 @@ class PagedCanary(PagedDevice):
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
-        if self.config.content == "write" or not numbers:
+        ends = self._ends.take(numbers).tolist()
+        self._ends.put(numbers, 0)
+        if self.config.content == "write" or not ends:
             return
         room = self.num_rows - len(self._gone)
         self._gone += list(zip(numbers, requests, strict=True))[:room]
-        self._longest = max(self._longest, *self._ends.take(numbers).tolist())
-        self.coverage.skip("rows that went without a last look", max(len(numbers) - room, 0))
+        self._longest = max(self._longest, max(ends) + self._grown)
+        self.coverage.skip("rows that went without a last look", max(len(ends) - room, 0))
 
     def flush(self, empty: Forward) -> None:
         """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs.
@@ -120,17 +128,21 @@ class PagedCanary(PagedDevice):
     def read(self, forward: Forward) -> None:
         """Record what a forward is about to write, and judge what it is about to read."""
         self.step += 1
-        n, line = len(forward.numbers), self._lines_here[self.step % RING]
-        most_rows, ends = at_least(n, FEWEST_ROWS, self.num_rows), forward.ends[:n]
-        stamp = (self.step & STAMPS) << COUNT_BITS
-        line[:HEAD] = n, forward.num_tokens, self.step, pack_site(*forward.site), self.step % RING, stamp
+        n, line, place = len(forward.numbers), self._lines_here[self.step % RING], self.step % RING
+        most_rows, stamp = at_least(n, FEWEST_ROWS, self.num_rows), (self.step & STAMPS) << COUNT_BITS
+        head = n, forward.num_tokens, self.step, pack_site(*forward.site), place, stamp
+        HEAD_WORDS.pack_into(self._line_bytes, place * line.nbytes, *head)
         line[HEAD : HEAD + n] = forward.numbers
-        longest, events = int(np.maximum.reduce(ends, initial=0)), (0, 0)
+        events, waiting = (0, 0), self._longest
         looked: tuple[tuple[str, ...], ...] = ()
         if self._new or self._gone or self._fresh:
-            longest = max(longest, self._longest)
+            self._measure(forward)
             events, looked = self._tell_events(line[HEAD + most_rows :])
-        self._ends[forward.numbers] = ends
+        elif forward.num_tokens != n or self._grown >= GROWN:
+            self._measure(forward)
+        else:  # every row by one
+            self._grown, self._live = self._grown + 1, self._live + n
+        longest = max(self._most + self._grown, waiting)
         step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
         self.events = []
         self.steps.append(step)
@@ -138,10 +150,16 @@ class PagedCanary(PagedDevice):
             self.coverage.forwards += 1
             self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
             self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
-            live_bytes = int(np.add.reduce(ends)) * self._entry_bytes
-            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, live_bytes)
+            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, self._live * self._entry_bytes)
         self._forward = forward
         self._launch_before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+
+    def _measure(self, forward: Forward) -> None:
+        """Read from a forward how long its rows are; not in every step, since the host's time is short."""
+        ends = forward.ends.numpy()[: len(forward.numbers)]
+        np.add(self._ends, self._grown, out=self._ends, where=self._ends > 0)
+        self._ends[forward.numbers] = ends
+        self._grown, self._most, self._live = 0, int(self._ends.max()), int(ends.sum())
 
     def wrote(self) -> None:
         """The forward has run: take the bytes that it stored, as they lie in the pools now."""
@@ -208,6 +226,7 @@ class PagedCanary(PagedDevice):
         self.coverage, self.step = Coverage(), 0
         self.steps.clear()
         self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
+        self._ends[:], self._grown, self._most = 0, GROWN, 0
         self._ticks.zero_()
         self.total.zero_()
         self._counted.zero_()

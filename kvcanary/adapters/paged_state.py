@@ -97,7 +97,7 @@ class Forward:
 
     requests:   their names, in the order of the batch
     numbers:    [rows] on the host, where they stand among all rows of the engine
-    ends:       [>= rows] on the host, at least the entries of each row, new ones included
+    ends:       [>= rows] on the host, at least the entries of each row, new ones included; read at once
     num_tokens: that are fed
     tables:     by group, [>= rows, width] block tables of the batch
     lengths:    [>= rows] entries of each row, new ones included
@@ -110,7 +110,7 @@ class Forward:
     requests: Sequence[str]
     numbers: NDArray[np.integer]
     site: tuple[str, int]
-    ends: NDArray[np.integer]
+    ends: Tensor
     num_tokens: int
     tables: Sequence[Tensor]
     lengths: Tensor

@@ -70,15 +70,15 @@ class HandleV1(Handle):
 
     def _forward_of(self, output: Any) -> Forward:
         runner, batch = self.runner, self.runner.input_batch
-        n, names = batch.num_reqs, batch.req_ids[: batch.num_reqs]
+        names = batch.req_ids[: batch.num_reqs]
         new = max(output.num_scheduled_tokens.values())
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
-        lengths = runner.optimistic_seq_lens_cpu.numpy()[:n]
+        lengths = runner.optimistic_seq_lens_cpu
         numbers = np.array([self._numbers[name] for name in names], dtype=np.int64)
         return self._made(names, numbers, (kind, 0), output.total_num_scheduled_tokens, lengths)
 
     def _made(
-        self, names: Sequence[str], numbers: np.ndarray, site: tuple[str, int], num_tokens: int, lengths: np.ndarray
+        self, names: Sequence[str], numbers: np.ndarray, site: tuple[str, int], num_tokens: int, lengths: torch.Tensor
     ) -> Forward:
         runner = self.runner
         slots = [self._table(number).slot_mapping.gpu for number in range(len(self._tables()))]
@@ -109,7 +109,7 @@ class HandleV1(Handle):
 
     def _empty_forward(self) -> Forward:
         none = np.empty(0, dtype=np.int64)
-        return self._made((), none, ("decode", 0), 0, np.array([self._max_len]))
+        return self._made((), none, ("decode", 0), 0, torch.tensor([self._max_len]))
 
     def _held(self) -> Collection[int]:
         return list(self._numbers.values())

@@ -91,13 +91,13 @@ class HandleV2(Handle):
     def _forward_of(self, batch: Any, tables: Sequence[torch.Tensor], slots: torch.Tensor) -> Forward:
         n = batch.num_reqs
         new = 1 if batch.num_tokens == n else int(batch.num_scheduled_tokens.max())  # a live row has one at least
-        lengths = batch.seq_lens_cpu_upper_bound.numpy()[:n]
+        names = batch.req_ids if len(batch.req_ids) == n else batch.req_ids[:n]
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
         starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
         starts = every if every.data_ptr() == starts.data_ptr() else starts
         return Forward(
-            batch.req_ids[:n], batch.idx_mapping_np[:n], (kind, 0), lengths, batch.num_tokens, tables, batch.seq_lens,
-            starts, batch.input_ids, batch.positions, self._rows_of(slots), self._tokens,
+            names, batch.idx_mapping_np[:n], (kind, 0), batch.seq_lens_cpu_upper_bound, batch.num_tokens, tables,
+            batch.seq_lens, starts, batch.input_ids, batch.positions, self._rows_of(slots), self._tokens,
         )  # fmt: skip
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -135,7 +135,7 @@ class HandleV2(Handle):
     def _empty_forward(self) -> Forward:
         tables, held = self.runner.block_tables, self.runner.input_buffers
         return Forward(
-            (), np.empty(0, dtype=np.int64), ("decode", 0), np.array([self._max_len]), 0, tables.input_block_tables,
+            (), np.empty(0, dtype=np.int64), ("decode", 0), torch.tensor([self._max_len]), 0, tables.input_block_tables,
             held.seq_lens, held.query_start_loc, held.input_ids, held.positions, self._slots, self._tokens,
         )  # fmt: skip
 

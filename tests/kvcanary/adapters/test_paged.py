@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, PoolView
+from kvcanary.adapters import paged
 from kvcanary.adapters.paged import PagedCanary
 from kvcanary.adapters.paged_report import settle
 from kvcanary.adapters.paged_state import Forward
@@ -39,9 +41,10 @@ class Engine:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def forward_of(self, numbers: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Forward:
+        names, ends = [f"r{number}" for number in numbers], torch.tensor(lengths)
         return Forward(
-            [f"r{number}" for number in numbers], np.array(numbers, dtype=np.int32), ("decode", 0), np.array(lengths),
-            num_tokens, [self.batch_table], self.lengths, self.starts, self.fed, self.positions, list(self.slots),
+            names, np.array(numbers, dtype=np.int32), ("decode", 0), ends, num_tokens, [self.batch_table],
+            self.lengths, self.starts, self.fed, self.positions, list(self.slots),
         )  # fmt: skip
 
     def begin(self, number: int, tokens: list[int], length: int = 0) -> None:
@@ -158,3 +161,31 @@ def test_a_swapped_table_is_counted(device: str) -> None:
     settle(engine.canary, engine.canary.steps[-1])
     [found] = engine.canary.log.findings
     assert (found.code, found.reader, found.position) == ("R4", "r0", 0)
+
+
+def test_launches_are_made_for_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are not read in every step: rows that pause, end, begin again or grow by many are never beyond."""
+    monkeypatch.setattr(paged, "FEWEST_ENTRIES", 2)
+    monkeypatch.setattr(paged, "GROWN", 3)
+    engine, draw, made = Engine("cpu"), random.Random(5), []
+    inner = engine.canary._launch_before
+
+    def launch_before(forward: Forward, most_rows: int, most_entries: int, events: tuple[int, int]) -> None:
+        made.append(most_entries)
+        inner(forward, most_rows, most_entries, events)
+
+    monkeypatch.setattr(engine.canary, "_launch_before", launch_before)
+    for number in range(3):
+        engine.begin(number, [])
+    ended = 0
+    for _ in range(90):
+        batch = {number: [1] * draw.choice((1, 1, 1, 1, 6)) for number in range(3) if draw.random() < 0.6}
+        for number in [number for number in batch if len(engine.tokens[number]) > 50]:
+            ended = max(ended, len(engine.tokens[number]))
+            engine.end(number)
+            engine.begin(number, engine.tokens[number], 4)
+        if batch:
+            assert engine.step(batch) == 0
+            assert made[-1] >= max(ended, *(len(engine.tokens[number]) for number in batch))
+            ended = 0
+    assert len(set(made)) > 3
