@@ -104,14 +104,15 @@ class PagedCanary(PagedDevice):
 
     def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
         """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
-        ends = self._ends.take(numbers).tolist()
-        self._ends.put(numbers, 0)
-        if self.config.content == "write" or not ends:
-            return
-        room = self.num_rows - len(self._gone)
-        self._gone += list(zip(numbers, requests, strict=True))[:room]
-        self._longest = max(self._longest, max(ends) + self._grown)
-        self.coverage.skip("rows that went without a last look", max(len(ends) - room, 0))
+        is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
+        for number, request in zip(numbers, requests, strict=True):
+            end, self._ends[number] = int(self._ends[number]) + self._grown, 0
+            self._live -= end
+            if is_read and room > 0:
+                self._gone.append((number, request))
+                self._longest, room = max(self._longest, end), room - 1
+            elif is_read:
+                self.coverage.skip("rows that went without a last look", 1)
 
     def flush(self, empty: Forward) -> None:
         """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs.
@@ -135,13 +136,12 @@ class PagedCanary(PagedDevice):
         line[HEAD : HEAD + n] = forward.numbers
         events, waiting = (0, 0), self._longest
         looked: tuple[tuple[str, ...], ...] = ()
-        if self._new or self._gone or self._fresh:
-            self._measure(forward)
-            events, looked = self._tell_events(line[HEAD + most_rows :])
-        elif forward.num_tokens != n or self._grown >= GROWN:
+        if self._new or forward.num_tokens != n or self._grown >= GROWN:
             self._measure(forward)
         else:  # every row by one
             self._grown, self._live = self._grown + 1, self._live + n
+        if self._new or self._gone or self._fresh:
+            events, looked = self._tell_events(line[HEAD + most_rows :])
         longest = max(self._most + self._grown, waiting)
         step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
         self.events = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ class Prefixes:
         self.keys = keys
         self._kept: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         self._powers = self._descending(1)
+        self.root = lru_cache(KEPT)(self._root)  # chain of no token, by salt, as int64 tensors hold it
 
-    def root(self, salt: str = "") -> int:
-        """Chain of no token, as int64 tensors hold it."""
+    def _root(self, salt: str = "") -> int:
         return signed(chain_root(self.keys, "paged", salt))
 
     def end(self, tokens: Sequence[int], salt: str = "") -> int:

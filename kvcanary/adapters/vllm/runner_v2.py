@@ -93,8 +93,7 @@ class HandleV2(Handle):
         new = 1 if batch.num_tokens == n else int(batch.num_scheduled_tokens.max())  # a live row has one at least
         names = batch.req_ids if len(batch.req_ids) == n else batch.req_ids[:n]
         kind = "decode" if new == 1 else "verify" if new <= self._max_new else "prefill"
-        starts, every = batch.query_start_loc, self.runner.input_buffers.query_start_loc
-        starts = every if every.data_ptr() == starts.data_ptr() else starts
+        starts = self._starts if self._starts_at == batch.query_start_loc.data_ptr() else batch.query_start_loc
         return Forward(
             names, batch.idx_mapping_np[:n], (kind, 0), batch.seq_lens_cpu_upper_bound, batch.num_tokens, tables,
             batch.seq_lens, starts, batch.input_ids, batch.positions, self._rows_of(slots), self._tokens,
@@ -102,7 +101,7 @@ class HandleV2(Handle):
 
     def _rows_of(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
         """By group, where this step writes: nearly always the rows of the runner's own buffer."""
-        return self._slots if slots.data_ptr() == self._slots[0].data_ptr() else list(slots)
+        return self._slots if slots.data_ptr() == self._slots_at else list(slots)
 
     def _bind(self) -> PagedCanary:
         runner, canary = self.runner, super()._bind()
@@ -123,7 +122,10 @@ class HandleV2(Handle):
         self._max_new = 1 + int(getattr(runner, "num_speculative_steps", 0))
         self._max_len = int(runner.max_model_len)
         self._slots, most = list(tables.slot_mappings), tables.slot_mappings.shape[1]
+        self._slots_at = tables.slot_mappings.data_ptr()
         self._tokens = states.all_token_ids.gpu, states.total_len.gpu
+        self._starts = runner.input_buffers.query_start_loc
+        self._starts_at = self._starts.data_ptr()
         return PagedCanary(self.config, tables.max_num_reqs, self._max_new, most, runner.device, has_tokens=True)
 
     def _kernel_block_size(self, group: int) -> tuple[int, int]:
