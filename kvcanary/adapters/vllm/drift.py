@@ -51,9 +51,7 @@ NEEDED_OF = {
         Needed(f"{_RUNNER}prepare_attn", ("self", "input_batch")),
         Needed(f"{_RUNNER}execute_model", ("self", "scheduler_output")),
         Needed(f"{_RUNNER}sample_tokens", ("self", "grammar_output")),
-        Needed(f"{_RUNNER}add_requests", ("self", "scheduler_output")),
         Needed(f"{_RUNNER}update_requests", ("self", "scheduler_output")),
-        Needed(f"{_RUNNER}finish_requests", ("self", "scheduler_output")),
         Needed(_TABLES, (), ("block_sizes", "max_num_reqs", "kernel_block_sizes", "cp_size")),
         Needed(f"{_TABLES}.append_block_ids", ("self", "req_index", "new_block_ids", "overwrite")),
         Needed(

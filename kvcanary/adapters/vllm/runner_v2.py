@@ -24,36 +24,34 @@ class HandleV2(Handle):
     """The canary of a worker with runner V2."""
 
     _pending: Forward | None = None  # until an external load is there
-    hooks = (
-        "finish_requests",
-        "add_requests",
-        "update_requests",
-        "prepare_attn",
-        "execute_model",
-        "sample_tokens",
-    )
+    _scheduled: Any = None  # what the step that runs was told
+    hooks = ("execute_model", "update_requests", "prepare_attn", "sample_tokens")
 
-    def _finish_requests(self, method: Any, scheduler_output: Any) -> Any:
-        if self.is_armed and self.canary is not None:
-            gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
-            if gone:
-                numbers = self.runner.req_states.req_id_to_index
-                gone = [name for name in gone if name in numbers]
-                self.canary.leave([numbers[name] for name in gone], gone)
-        return method(scheduler_output)
+    def _execute_model(self, method: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scheduled = scheduler_output
+        if self.is_armed and (scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids):
+            self._leave(scheduler_output)
+        return super()._execute_model(method, scheduler_output, *args, **kwargs)
 
-    def _add_requests(self, method: Any, scheduler_output: Any) -> Any:
-        result = method(scheduler_output)
-        if scheduler_output.scheduled_new_reqs and self.is_armed and self.canary is not None:
-            numbers, new = self.runner.req_states.req_id_to_index, []
-            for request in scheduler_output.scheduled_new_reqs:
-                tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
-                number, length = numbers[request.req_id], request.num_computed_tokens
-                new.append((number, request.req_id, tokens, length, salt_of(request)))
+    def _leave(self, scheduler_output: Any) -> None:
+        """Requests end or are preempted."""
+        gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
+        numbers = self.runner.req_states.req_id_to_index
+        gone = [name for name in gone if name in numbers]
+        if self.canary is not None:
+            self.canary.leave([numbers[name] for name in gone], gone)
+
+    def _come(self, requests: Sequence[Any]) -> None:
+        """Requests begin or are resumed."""
+        numbers, new = self.runner.req_states.req_id_to_index, []
+        for request in requests:
+            tokens = None if request.prompt_embeds is not None else request.prefill_token_ids
+            number, length = numbers[request.req_id], request.num_computed_tokens
+            new.append((number, request.req_id, tokens, length, salt_of(request)))
+        if self.canary is not None:
             self.canary.admit(new)
-            if self._loads is not None:
-                self._loads.expect(new)
-        return result
+        if self._loads is not None:
+            self._loads.expect(new)
 
     def _update_requests(self, method: Any, scheduler_output: Any) -> Any:
         moves = self.is_armed and self._moving(scheduler_output)
@@ -65,6 +63,8 @@ class HandleV2(Handle):
     def _prepare_attn(self, method: Any, input_batch: Any) -> Any:
         result = method(input_batch)
         if self.is_armed:
+            if self._scheduled.scheduled_new_reqs:
+                self._come(self._scheduled.scheduled_new_reqs)
             forward = self._forward_of(input_batch, *result)
             if self._loads is None:
                 self._read(forward)

@@ -182,7 +182,8 @@ class Handle(ABC):
 
     def _execute_model(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_running = False
-        self._hear_late()
+        if self._unheard:
+            self._hear_late()
         result = method(*args, **kwargs)
         if self._is_running and self.canary is not None:
             self.canary.wrote()
