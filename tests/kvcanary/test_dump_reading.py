@@ -42,6 +42,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dump of a tree that was verified in a captured forward, and of its move."""
+    return captured_step().dump(tmp_path_factory.mktemp("dumps") / "captured.kvdump")
+
+
+def captured_step() -> CanaryManager:
+    """The canary of such a step."""
     with torch.inference_mode():
         k = torch.zeros(32, 1, 4)
         canary = CanaryManager(CanaryConfig(seed=7), [PoolView("target", [k], [k.clone()], 4)])
@@ -65,7 +70,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         move.record(torch.tensor([5, 0]), torch.tensor([5, 0]), torch.tensor([True, False]))
         canary.check()
         assert canary.findings == []
-        return canary.dump(tmp_path_factory.mktemp("dumps") / "captured.kvdump")
+        return canary
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +234,21 @@ def test_a_captured_dump_is_read_and_replayed(captured):
     outcome = replay(read_dump(captured))
     assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
     assert {"launch", "captured_move"} <= {event["call"] for event in read_dump(captured).events}
+
+
+def test_a_large_captured_forward_is_packed_at_once(tmp_path, monkeypatch):
+    """It takes less room than one that waits for somebody to ask, and is the same in a dump."""
+    waits = captured_step()
+    monkeypatch.setattr("kvcanary.recorder_forwards.MOST_UNPACKED", 0)
+    packed_one = captured_step()
+    assert packed_one.recorder.num_bytes < waits.recorder.num_bytes
+    later, at_once = (
+        next(event for event in read_dump(canary.dump(tmp_path / name)).events if event["call"] == "launch")
+        for name, canary in (("waits", waits), ("packed", packed_one))
+    )
+    for launch in (later, at_once):
+        launch["plan"] = np.delete(launch["plan"], [2, 3])  # the tokens, under another bijection in each dump
+    assert str(later) == str(at_once)
 
 
 @pytest.mark.parametrize(
