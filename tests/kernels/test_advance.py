@@ -37,11 +37,20 @@ def test_each_row_goes_on_by_what_its_seat_has_accepted(act, requests, width, sh
         assert int(out["chains"][row]) == signed(values[-1] if values else int(chains[row]))
 
 
-def test_operands_of_other_shapes_are_refused() -> None:
+@pytest.mark.parametrize("name", ["unheard", "known_lens", "known_chains", "lens", "chains"])
+@pytest.mark.parametrize("act", [advance, advance_torch], ids=["triton", "torch"])
+def test_operands_of_other_shapes_are_refused(act, name: str) -> None:
     """With the shape that was given and the one that is due."""
     four, two = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    rows = {"width": 2, "shift": 0, "keys": KEYS, "lens": four, "chains": four}
-    with pytest.raises(ValueError, match=r"unheard must be contiguous \[4\] int64, got \[2\]"):
-        advance(torch.zeros(3, 2, dtype=torch.int64), two, two, four, four, **rows)
+    rows = dict.fromkeys(("unheard", "known_lens", "known_chains", "lens", "chains"), four)
+    given = {
+        "accepted": torch.zeros(3, 2, dtype=torch.int64),
+        "seats": two,
+        "width": 2,
+        "shift": 0,
+        "keys": KEYS,
+    } | rows
+    with pytest.raises(ValueError, match=rf"{name} must be contiguous \[4\] int64, got \[2\]"):
+        act(**given | {name: two})
     with pytest.raises(ValueError, match=r"accepted must be contiguous \[num_seats, 1 \+ places\] int64, got \[4\]"):
-        advance(four, two, four, four, four, **rows)
+        act(**given | {"accepted": four})

@@ -71,3 +71,10 @@ def test_operands_that_do_not_fit_are_refused(operation) -> None:
         found(operation, torch.zeros(2, 2), 3)
     with pytest.raises(ValueError, match=r"probs must be contiguous \[2, 1\] fp32, got \[2, 2\] torch.float32"):
         operation(torch.zeros(2, 4), probs=torch.zeros(2, 2), ids=torch.zeros(2, 1, dtype=torch.int64))
+    for probs, ids_shape in (
+        (torch.zeros(2, 1, dtype=torch.float64), (2, 1)),
+        (torch.zeros(2, 1), (1, 2, 1)),
+        (torch.zeros(2, 2)[:, :1], (2, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"probs must be contiguous \[2, 1\] fp32, got \[2, 1\]"):
+            operation(torch.zeros(2, 4), probs=probs, ids=torch.zeros(ids_shape, dtype=torch.int64))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcanary_kernels.forward import NO_SLOT, ForwardPlan, Planned, new_planned
 from kvcanary_kernels.plan import NO_CLAIM, plan, plan_torch
-from kvcanary_kernels.record import CODE_BITS, layers_bitmap
+from kvcanary_kernels.record import CODE_BITS, LOAD_FAILED, RESERVED, WRITTEN, layers_bitmap
 from kvcanary_kernels.settle import settle, settle_torch
 from kvcanary_kernels.table import PageTable, as_table
 
@@ -219,6 +219,16 @@ def test_pages_that_nobody_may_write(operation, device, what, value, code):
 
 
 @both
+@pytest.mark.parametrize("state", [RESERVED, WRITTEN, LOAD_FAILED])
+def test_pages_that_their_owner_may_write(operation, device, state):
+    """What was granted, was written and is not final yet, or has to be written since its load failed."""
+    forward, world = one_row(device)
+    world.truth["states"].fill_(state)
+    run_plan(operation, forward, world)
+    assert not world.planned.codes.any()
+
+
+@both
 def test_a_stray_padding_row_names_its_first_slot(operation, device):
     """The row code of a padding row comes with the first slot outside the null slots, in the pool or not."""
     forward, world = one_row(device, num_live=[0], slots=[0, 0], ids=[0, 1, -6, 9])
@@ -297,6 +307,15 @@ def test_a_row_is_compared_with_its_truth(operation, device, truth: int, code: i
         run_settle(operation, forward, world)
         assert world.codes.tolist() == [0, code, 0, 0]
         assert world.runs.tolist() == [turn, 2 * turn, 4 * turn]
+
+
+@settles
+@pytest.mark.parametrize(("truth", "code"), [(100 + NUM_SLOTS - 1, 0), (100 + NUM_SLOTS - 2, CODE_BITS["R6"])])
+def test_a_prefix_of_one_entry_has_a_truth_too(operation, device, truth: int, code: int) -> None:
+    """Here in the last slot of the pool."""
+    forward, world = settled(operation, device, ids=[NUM_SLOTS - 1, 9, 10, 11], prefix_lens=[1], truths=[truth])
+    run_settle(operation, forward, world)
+    assert int(world.codes[0]) == code
 
 
 @settles

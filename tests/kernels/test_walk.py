@@ -294,6 +294,16 @@ def test_a_last_look_reads_whole_rows_along_their_own_lines(rig: Rig) -> None:
     assert int(rig.total) == 1
 
 
+def test_the_first_slot_is_read_as_any_other(rig: Rig) -> None:
+    """Whose lanes were taken there: an engine may keep entries in slot 0."""
+    rig.forward({0: list(range(6))})
+    rig.table[0, 0] = 0
+    rig.stamps[0] = rig.records[0, CHAIN] = 5
+    counted = int(rig.counted[1])
+    assert rig.forward({0: [1]})[1] == [(0, 0)]
+    assert int(rig.counted[1]) == counted + 1 + 6 - BLOCK_SIZE
+
+
 def test_bytes_under_another_record_are_not_judged(rig: Rig) -> None:
     """A record that is newer than the lanes: its bytes were never taken, so nobody knows them."""
     rig.forward({0: list(range(6))})

@@ -248,3 +248,5 @@ def test_a_page_keeps_its_newest_events_in_their_order():
         event for step in steps for event in (("granted", step), ("freed", step))
     ]
     assert (history.of(0), history.of(5), history.of(-1)) == ((), (), ())
+    history.add("freed", np.array([0]), last, None)
+    assert [event.step for event in history.of(0)] == [last]

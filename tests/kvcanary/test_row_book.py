@@ -13,7 +13,7 @@ from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, P
 from kvcanary.findings import Cause
 from kvcanary.ledger import Judged, Ledger
 from kvcanary.quarantine import Quarantine
-from kvcanary.requests import NO_PAGE, Addresses, ReadQueue, TruthChain
+from kvcanary.requests import NO_PAGE, Addresses, ReadQueue, TruthChain, Unheard
 from kvcanary.uids import digest
 from kvcanary_kernels.record import chain_root, make_keys
 
@@ -257,6 +257,24 @@ def test_addresses_follow_row_and_tokens():
     assert known.tolist() == tokens
     addresses.follow(b"", tokens)
     assert addresses.granted_at == 0
+
+
+def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
+    """Where the device has said something else: the tokens are others, and no chain behind them is known any more."""
+    ledger = make_ledger()
+    request = ledger.request("a")
+    request.unheard.extend([Unheard([96, 97], 96, 98), Unheard([98, 99], 98, 100)])
+    for pool_id in range(2):
+        assert ledger.truth(request, pool_id, 99) is not None
+    before = request.addresses
+    ledger.confirm(request, [96, 97])
+    assert request.addresses is before
+    assert [truth.count for truth in request.truths] == [99, 99]
+    ledger.confirm(request, [96, 7])
+    assert request.tokens[94:] == [94, 95, 96, 7, 98, 99]
+    assert list(request.unheard) == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
+    assert request.addresses is not before
+    assert [truth.count for truth in request.truths] == [96, 95]
 
 
 def test_a_read_queue_gives_what_waits_longest():

@@ -115,6 +115,7 @@ def test_top_draws_findings_and_rates(served) -> None:
     wait_until_it_answers(url_of(served))
     now = look(url_of(served), "k")
     found = {"code": "R9", "name": "content changed", "pool": "target", "slot": 7, "page": 0, "layer": 3, "step": 5}
+    found |= {"incident": 1}
     now.state["findings"].append(found | {"site": ["verify", 0], "action": "logged; the engine goes on"})
     now.state["requests"].append(
         {"request_id": "req-9", "state": "running", "prompt_len": 4, "output_len": 5, "max_new_tokens": 9, "pages": [1]}
@@ -125,7 +126,7 @@ def test_top_draws_findings_and_rates(served) -> None:
     screen.print(draw(now, before), draw(before, None))
     text = screen.export_text()
     screen.file.close()
-    for words in ("3 findings", "slot 7 (page 0), layer 3", "req-9", "step 5, verify"):
+    for words in ("3 findings of 1 incident", "─ 1 incident ─", "slot 7 (page 0), layer 3", "req-9", "step 5, verify"):
         assert words in text
 
 

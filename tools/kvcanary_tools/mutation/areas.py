@@ -21,10 +21,10 @@ AREAS: dict[str, tuple[str, ...]] = {
     "references": tuple(
         f"kvcanary_kernels/{name}.py"
         for name in (
-            "admit", "advance", "attention/merging", "attention/paged", "attest", "candidates", "chain", "content",
-            "count", "fetch", "fingerprint", "finish", "finite", "index", "layers", "likeliest", "move", "plan",
-            "poison", "post", "product", "put", "relay", "reread", "scatter", "seal", "settle", "store", "verify",
-            "walk",
+            "admit", "advance", "attention/merging", "attention/paged", "attest", "begin", "candidates", "chain",
+            "content", "count", "fetch", "fingerprint", "finish", "finite", "index", "layers", "likeliest", "move",
+            "plan", "poison", "post", "product", "put", "relay", "reread", "scatter", "seal", "settle", "store",
+            "verify", "walk",
         )
     ),
 }  # fmt: skip

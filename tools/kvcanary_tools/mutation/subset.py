@@ -8,9 +8,9 @@ from __future__ import annotations
 
 MOST_SECONDS = 3.0
 KERNELS = (
-    "admit", "attention", "chain", "content", "count", "fingerprint", "finite", "index", "move", "plan", "poison",
-    "post", "put", "record", "reference_arguments", "references", "relay", "scatter", "seal", "store", "stored",
-    "verify", "verify_truth", "walk",
+    "admit", "advance", "attention", "begin", "candidates", "chain", "content", "count", "fetch", "fingerprint",
+    "finite", "index", "merging", "move", "plan", "poison", "post", "put", "record", "reference_arguments",
+    "references", "relay", "scatter", "seal", "store", "stored", "verify", "verify_truth", "walk",
 )  # fmt: skip
 CANARY = (
     "facts", "finding_log", "ledger", "lifetimes", "pages", "row_book", "rules_bytes", "rules_rows", "rules_writes",
@@ -29,6 +29,7 @@ LEFT_OUT = (
     "tests/kernels/test_fingerprint.py::test_a_zeroed_row_has_its_layers_constant",
     "tests/kernels/test_fingerprint.py::test_fingerprint_of_rows_of_any_length",
     "tests/kernels/test_plan.py::test_kernels_equal_their_references",
+    "tests/kernels/test_stored.py::test_many_rows_share_programs",
     "tests/kernels/test_walk.py::test_kernel_and_reference_agree_bit_for_bit",
     "tests/kernels/test_verify_truth.py::test_verify_compares_with_the_truth",
     "tests/kvcanary/test_ledger.py::test_freeing_twice_is_refused",
