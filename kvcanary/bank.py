@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,12 @@ from kvcanary.once import OnceSubstep
 from kvcanary.outbox import Outbox
 from kvcanary.seats import Seats, StaticTruth
 from kvcanary.sites import site_name
-from kvcanary.state import CanaryState
+from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.plan import NO_CLAIM
+from kvcanary_kernels.reads import ReadKeys, reads_fit
 from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
 
@@ -55,6 +57,7 @@ class SubstepBank:
     moves:  as they were added;  turn: how many steps have begun
     seats:  of what steps accept; None: nobody asked for them
     compares_moves: whether what moves is read again where it arrives
+    compares_reads: whether bytes are compared as attention reads them, where it can
     shared: what all substeps use, those of forwards that come once too
     """
 
@@ -67,7 +70,8 @@ class SubstepBank:
         self._in_order: list[StaticSubstep] = []
         self.moves: list[StaticMove] = []
         self.seats: Seats | None = None
-        self.compares_moves = True
+        self.compares_moves, self.compares_reads = True, False
+        self._read_keys: dict[str, ReadKeys] = {}
         self._is_armed = False
         with torch.inference_mode(False):
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -105,6 +109,8 @@ class SubstepBank:
             raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
+        if made.attends and self.compares_reads:
+            made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
         substep = StaticSubstep(self.shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
@@ -233,6 +239,15 @@ class SubstepBank:
         return harvest
 
     # helpers
+
+    def _keys_of(self, pool: PoolState) -> ReadKeys | None:
+        """For attention over this pool; None where it does not read whole rows."""
+        if not reads_fit(pool.rows, pool.view.kv_heads):
+            return None
+        if pool.name not in self._read_keys:
+            with torch.inference_mode(False):
+                self._read_keys[pool.name] = ReadKeys(pool.rows, pool.keys, pool.view.kv_heads)
+        return self._read_keys[pool.name]
 
     def _take_planned(self) -> tuple[array[int], frozenset[int]]:
         planned, self._planned = self._planned, array("q", bytes(8 * len(self._planned)))

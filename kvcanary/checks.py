@@ -17,7 +17,7 @@ from kvcanary.content import find_changed
 from kvcanary.entries import Entries, join_entries, written_entries
 from kvcanary.flights import Flight, mark
 from kvcanary.forward import Forward, Ints, on_host
-from kvcanary.graphs import StaticChecks
+from kvcanary.graphs import StaticChecks, Told
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch, HitGroup, HitLog
@@ -35,6 +35,7 @@ from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries, sort_rows
 from kvcanary.settling import Settled, Settler
 from kvcanary.state import CanaryState, PoolState
+from kvcanary.static import StaticSubstep
 from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tails import Tails
@@ -55,7 +56,7 @@ class StepChecks:
 
     hits:   checks that fired since somebody took them
     oracle: who knows tokens that the host does not know yet; None: nobody
-    step:   the one that runs;  looks: bytes that are being read again
+    step:   the one that runs;  looks: bytes that are being read again;  is_full: all that a forward reads is compared
     judged: is told of the forwards of a pool when they have been judged;  proved: of those that a loop proved clean
     landing: is told of the step whose hits come now, None: those of the one that runs
     """
@@ -67,7 +68,7 @@ class StepChecks:
         self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
-        self._is_full = config.content == "full" and self._compares_content
+        self.is_full = config.content == "full" and self._compares_content
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=self._compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
@@ -101,7 +102,7 @@ class StepChecks:
         forwards, self._pending = self._pending, []
         self.publish_pages()
         left = Settled.ALL if self.oracle is not None else self._settler.settle(forwards, self.hits)
-        if left is Settled.NOTHING and not self._is_full:
+        if left is Settled.NOTHING and not self.is_full:
             self.proved(forwards)
         else:
             with torch.inference_mode():
@@ -178,7 +179,9 @@ class StepChecks:
                 hits += judge_tokens(forward, self.oracle)
                 hits += judge_mask(forward)
             static.learn_moves(told, self.mirror)
-            hits += static.harvest(told)
+            with torch.inference_mode():
+                hits += static.harvest(told)
+            self._mark_read(told)
             static.finalise(told)
             for move, (destination, *_, mismatch) in told.moves:
                 if np.count_nonzero(mismatch):
@@ -191,6 +194,13 @@ class StepChecks:
         self.landing(flight.step)
         self.hits += hits
         self.landing(None)
+
+    def _mark_read(self, told: Told) -> None:
+        """What attention has compared; several forwards of a step read the same rows."""
+        runs = [run.launched for run in told.forwards if run.launched.substep.judges_bytes]
+        rows = [(run.substep.pool, request) for run in runs for request in run.requests]
+        for pool, request in {(pool.pool_id, request.uid): (pool, request) for pool, request in rows}.values():
+            self._coverage.bytes_checked += self.sweeper.mark_read(pool, request, told.step)
 
     def commit(self, requests: Sequence[Request], committed_lens: Sequence[int], step: int) -> None:
         """Entries [0, committed length) of these rows are final since this step."""
@@ -227,16 +237,25 @@ class StepChecks:
         if self._config.content == "write" or not self._compares_content:
             return []
         is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
-        if not (is_due or self._is_full or self.tails.waits):
+        if not (is_due or self.is_full or self.tails.waits):
             return hits
         with torch.inference_mode():
             self.tails.look_at_granted(step)
-            if is_due or self._is_full:
+            if is_due or self.is_full:
                 self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
             if is_due:
                 hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
             hits += self.tails.collect()
         return hits
+
+    def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:
+        """content=full: the bytes of these rows are compared in this step, by attention or by the step's slice."""
+        if not self.is_full:
+            return
+        if all(substep.judges_bytes for substep in substeps):
+            self.sweeper.attend(substeps[0].pool, requests, step)
+        else:
+            self.sweeper.look_around([request.request_id for request in requests])
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
@@ -346,7 +365,7 @@ class StepChecks:
         for forward in forwards:
             forward.read_rows()
         verdict = Verdict([], sort_rows(forwards).segments, [], 0) if is_clean else self._reader.judge(pool, forwards)
-        if self._is_full:
+        if self.is_full:
             verdict.hits += self._check_all_bytes(pool, forwards, verdict, rewritten)
         self.hits += verdict.hits
         self.judged(forwards, verdict)

@@ -7,12 +7,15 @@ from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvcanary.bank import Snapshot, SubstepBank
 from kvcanary.buffers import UNKNOWN
 from kvcanary.captured_move import StaticMove
 from kvcanary.certificate import Coverage
+from kvcanary.content import find_changed
+from kvcanary.entries import Entries
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
@@ -21,6 +24,7 @@ from kvcanary.learning import Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
+from kvcanary.outbox import to_device
 from kvcanary.requests import COMMITTED, SIGNED_ROOT, TRUTHS, UID, UNHEARD, UNLANDED, Unheard, final_lens, in_pool
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
@@ -309,7 +313,26 @@ class StaticChecks:
         self._coverage.slots_checked += reads
         self._coverage.slots_sealed += entries
         self._coverage.unproved_stores += entries > 0
-        return [self._hit(hit) for hit in harvest.hits] + [self._gap(gap, told.step) for gap in harvest.gaps]
+        hits = [named for hit in harvest.hits for named in self._named(self._hit(hit))]
+        return hits + [self._gap(gap, told.step) for gap in harvest.gaps]
+
+    def _named(self, hit: Hit) -> list[Hit]:
+        """R9 as a look at the slot finds it: layers that differ, or R3; as it is where nothing differs any more."""
+        request = None if hit.request_id is None else self._ledger.requests.get(hit.request_id)
+        if hit.code != "R9" or hit.position is None or request is None:
+            return [hit]
+        queue = request.reads[hit.pool.pool_id]
+        queue.extend_to(request.final_len(hit.pool.pool_id), request.commit_step)
+        read = queue.last_look(hit.position)
+        columns = ([value] for value in (hit.slot, hit.position, 0))
+        slots, positions, rows = (np.array(column, np.int64) for column in columns)
+        entries = Entries(slots, positions, rows, [request.request_id], np.array([read]))
+        where = to_device(torch.from_numpy(slots), hit.pool.records.device)
+        batches = find_changed(hit.pool, where, lambda: entries, hit.site, hit.step, both_lanes=False)
+        found = [batch.hit(0) for batch in batches if len(batch)]
+        for one in found:
+            one.others = hit.others
+        return found or [hit]
 
     def _hit(self, hit: StaticHit) -> Hit:
         pool = self._state.by_name[hit.pool]

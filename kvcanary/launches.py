@@ -17,6 +17,7 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.attest import kept_rows
 from kvcanary_kernels.count import NUM_BITS, STEP, unset_first
 from kvcanary_kernels.forward import ForwardPlan, Planned, Room, new_planned, room_on
+from kvcanary_kernels.reads import ReadKeys
 from kvcanary_kernels.record import MASK_32, signed
 from kvcanary_kernels.settle import NUM_RUNS
 from kvcanary_kernels.table import PageTable
@@ -55,6 +56,8 @@ class Settings:
     tree_mask:     [requests, N, N] bool, what attention lets each node see; the host judges it. None: no trees
     puts:          values are fingerprinted as they are stored (put), and slots sealed before: no copies are kept, of
                    what may be many entries
+    attends:       the engine's attention fingerprints what it reads, layer by layer, with what `StaticSubstep.reads` is
+    read_keys:     of that, the bank's own: where bytes are compared in every forward; None: nobody compares them
     is_postponed:  where the forward may write is asked before it is opened (admit), and all else of it is found out
                    beside a later forward of the same program: nothing of the canary but stores stands in its body
     """
@@ -65,6 +68,8 @@ class Settings:
     engine_stores: bool = False
     tree_mask: Tensor | None = None
     puts: bool = False
+    attends: bool = False
+    read_keys: ReadKeys | None = None
     is_postponed: bool = False
 
 
@@ -79,6 +84,7 @@ class Workspace:
                     engine stores, and where values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
     ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
+    sums:           as `codes`, lanes of what attention reads, over its layers; empty where nobody compares them
     """
 
     def __init__(self, forward: ForwardPlan, pool: PoolState, settings: Settings, room: Room | None = None) -> None:
@@ -101,6 +107,7 @@ class Workspace:
         self.root_seeds = filled(signed(pool.root), rows) if forward.roots is None else forward.roots
         n, layers = forward.ancestors, pool.view.num_layers
         self.ancestor_places, self.ancestors = (new(rows * n).view(rows, n) for _ in range(2))
+        self.sums = new(0 if settings.read_keys is None else self.codes.numel())
         stored = entries if settings.engine_stores else 0
         self.stored, self.lane_b = new(2 * stored).view(stored, 2), new(stored)
         self.lane_a = new(layers * stored).view(layers, stored)
@@ -163,6 +170,7 @@ class Launches:
         self.attest = self._attest()
         self.verify_own = self._verify_own()
         self.settle = self._settle(header[2 * NUM_BITS :])
+        self.judge_reads = self._judge_reads()
         self.count_planned = self._count_planned(counts[PLANNED])
         self.count_read = self._count_read(counts[READ])
         self.post = self._ops.post
@@ -335,6 +343,21 @@ class Launches:
             runs=runs,
             null_slots=self._pool.view.null_slots,
             stored=self._work.stored if self._settings.engine_stores else None,
+        )
+
+    def _judge_reads(self) -> Launch:
+        """Bytes, where attention has fingerprinted them."""
+        if self._settings.read_keys is None:
+            return _nothing
+        return partial(
+            self._ops.judge_reads,
+            self._forward,
+            self._work.planned,
+            sums=self._work.sums,
+            content_a=self._pool.content_a,
+            start_a=self._pool.keys.start_a,
+            codes=self._work.codes,
+            null_slots=self._pool.view.null_slots,
         )
 
     def _count_planned(self, counts: Tensor) -> Launch:

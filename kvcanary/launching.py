@@ -87,9 +87,8 @@ class Launching(Lifecycle):
     ) -> OnceSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
-        if self.config.content == "full":
-            self._checks.sweeper.look_around(read.requests)
         run = self._on_device().launch_once(pool, site, read, write, requests, self.step, written)
+        self._checks.read_all([run], requests, self.step)
         self.recorder.launched(run, read.requests, written, read.indices.shape[0])
         self._open.append(substep)
         return run
@@ -111,13 +110,13 @@ class Launching(Lifecycle):
         for substep, count in zip(substeps, reads, strict=True):
             self.recorder.launched(substep, request_ids, written, count)
         self._checks.settle_before_launch()
-        if self.config.content == "full":  # a captured forward judges no bytes: the step's slice reads all of its rows
-            self._checks.sweeper.look_around(request_ids)
+        self._checks.read_all(substeps, requests, self.step)
         return self._static.launch(substeps, requests, self.step, written, reads, acceptance)
 
     def _on_device(self) -> StaticChecks:
         if self._static is None:
             self._static = StaticChecks(self._state, self._ledger, self._coverage, self.recorder.captured)
             self._static.bank.compares_moves = self._checks.compares_moves
+            self._static.bank.compares_reads = self._checks.is_full
             self._checks.static = self._static
         return self._static

@@ -25,6 +25,7 @@ from kvcanary_kernels.plan import plan, plan_torch
 from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
 from kvcanary_kernels.post import post, post_torch
 from kvcanary_kernels.put import put, put_torch
+from kvcanary_kernels.reads import judge_reads, judge_reads_torch
 from kvcanary_kernels.seal import seal, seal_torch
 from kvcanary_kernels.settle import settle, settle_torch
 from kvcanary_kernels.store import store, store_torch
@@ -57,6 +58,7 @@ class Ops:
     post: Operation
     advance: Operation
     check_content: Operation
+    judge_reads: Operation
 
 
 KERNELS = Ops(
@@ -80,6 +82,7 @@ KERNELS = Ops(
     post=post,
     advance=advance,
     check_content=check_content,
+    judge_reads=judge_reads,
 )
 REFERENCES = Ops(
     admit=admit_torch,
@@ -102,6 +105,7 @@ REFERENCES = Ops(
     post=post_torch,
     advance=advance_torch,
     check_content=check_content_torch,
+    judge_reads=judge_reads_torch,
 )
 
 

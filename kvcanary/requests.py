@@ -123,6 +123,10 @@ class ReadQueue:
         """The step of the position that waits longest."""
         return min((step for _, _, step in self.ranges), default=None)
 
+    def last_look(self, position: int) -> int:
+        """The step in which the bytes at this position were known good; -1: in none."""
+        return next((step for start, end, step in self.ranges if start <= position < end), -1)
+
     def clear(self) -> None:
         self.length = 0
         self.ranges.clear()

@@ -17,6 +17,7 @@ from kvcanary.sites import SUBSTEP_KINDS, site_name
 from kvcanary.state import PoolState
 from kvcanary_kernels.forward import ForwardPlan, Room
 from kvcanary_kernels.plan import NO_CLAIM
+from kvcanary_kernels.reads import ReadSums
 
 #: Of what `StaticSubstep.written` sends: where rows begin, words of masks, entries that are wrong.
 ROW_STARTS, MASKS, VIOLATIONS = 1, -3, -2
@@ -29,6 +30,7 @@ class StaticSubstep:
     work:    its outputs. `work.row_violations` may ride with the tokens of the step
     number:  of the substep in its bank; None: its forward comes once
     layers:  that the body has stored, in its order
+    judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
     width:   rows a request
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
@@ -63,11 +65,17 @@ class StaticSubstep:
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: list[int] = []
+        keys, self._num_read = settings.read_keys, 0
+        self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
         self._is_open = self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
+
+    @property
+    def judges_bytes(self) -> bool:
+        return bool(self._reads)
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +95,7 @@ class StaticSubstep:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
         self._is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
         self.layers.clear()
+        self._num_read = 0
         if self.is_postponed:
             self._is_admitted = False
             return
@@ -131,11 +140,22 @@ class StaticSubstep:
         if self.is_postponed:
             return
         is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured
+        is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
         if is_last or layer == self._num_layers // 2:  # a graph that begins with branches begins late
             with self._beside.behind():
                 self._look()
                 if is_last:
                     self._judge()
+
+    def reads(self, layer: int) -> ReadSums | None:
+        """For this layer's attention, behind its store: by which it fingerprints every row that it reads, once."""
+        if not self._reads:
+            return None
+        if not self._is_open or not 0 <= layer < self._num_layers:
+            state = "open" if self._is_open else "closed"
+            raise HookOrderError(f"reads(layer={layer}) belongs between open() and close(): {self} is {state}")
+        self._num_read += 1
+        return self._reads[layer]
 
     def close(self, joins: bool = True) -> None:
         """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
@@ -145,6 +165,10 @@ class StaticSubstep:
         """
         if not self._is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
+        if self._reads and self._num_read != self._num_layers:
+            raise HookOrderError(
+                f"reads() must come once for each of {self._num_layers} layers: {self} was read {self._num_read} times"
+            )
         self._is_open, self._stores = False, len(self.layers)
         if self.is_postponed:
             self._beside.postpone(self.pool.name, self._judge_whole)
@@ -168,6 +192,7 @@ class StaticSubstep:
             self._beside.finish()
             self._claims.fill_(NO_CLAIM)
             self.work.times.zero_()
+            self.work.sums.zero_()
 
     def _write(
         self,
@@ -215,6 +240,7 @@ class StaticSubstep:
         launch.attest()
         launch.verify_own()
         launch.settle()
+        launch.judge_reads()
         launch.count_planned()
         launch.count_read()
         if self.masks is not None:

@@ -41,6 +41,7 @@ class Sweeper:
         self._state, self._ledger, self._budget, self._looks = state, ledger, budget, looks
         self.credit: dict[tuple[int, int], float] = {}
         self.hurried: set[str] = set()
+        self._attended: dict[tuple[int, int], int] = {}
         self.bytes_read = 0
         self.longest_wait = 0
 
@@ -57,6 +58,10 @@ class Sweeper:
         """Something was found near these requests' bytes: the next slice reads all of them."""
         self.hurried.update(request_ids)
 
+    def attend(self, pool: PoolState, requests: Iterable[Request], step: int) -> None:
+        """Attention reads and compares all bytes of these rows in this step: its slice leaves them out."""
+        self._attended.update(((request.uid, pool.pool_id), step) for request in requests)
+
     def slice(self, step: int) -> list[Hit | HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again.
 
@@ -68,6 +73,8 @@ class Sweeper:
         for pool in self._state.pools:
             looks = []
             for request in requests:
+                if self._attended.get((request.uid, pool.pool_id)) == step:
+                    continue
                 queue = self.commit(request, pool)
                 hurried = request.request_id in self.hurried
                 count = queue if hurried else self._share(request, pool, queue, total)
@@ -85,14 +92,16 @@ class Sweeper:
             queue = request.reads[pool.pool_id]
             look = Look(request, queue.take(length, step, again=True))
             self.credit.pop((request.uid, pool.pool_id), None)
+            self._attended.pop((request.uid, pool.pool_id), None)
             hits += self._look(pool, [look], ("release", 0), step, both_lanes=True)
         return hits
 
-    def mark_read(self, pool: PoolState, request: Request, step: int) -> None:
-        """All committed bytes of this request were read by another check in this step."""
+    def mark_read(self, pool: PoolState, request: Request, step: int) -> int:
+        """All committed bytes of this request were read by another check in this step; how many."""
         length = self.commit(request, pool)
         for _, _, read in request.reads[pool.pool_id].take(length, step):
             self.longest_wait = max(self.longest_wait, step - read)
+        return length * pool.view.slot_bytes
 
     def commit(self, request: Request, pool: PoolState) -> int:
         """Let newly committed positions join the queue; its length."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.buffers import Batch, StaticBuffers
+from kvcanary.buffers import NULL_SLOT, Batch, StaticBuffers
 from kvcanary.dumps.reading import Call
 from kvcanary.dumps.stage import Stage
 from kvcanary.graphs import RowTruth
@@ -89,7 +89,19 @@ def run_captured(stage: Stage, substep: StaticSubstep, event: Call, batch: Batch
         k, *others = values
         v = others.pop(0) if pool.view.v else None
         substep.store(layer, k, v, *others)
+    if substep.judges_bytes:
+        _attend(substep, buffers.indices[: int(buffers.indptr[-1])])
     substep.close()
+
+
+def _attend(substep: StaticSubstep, indices: Tensor) -> None:
+    """What attention reads along these is fingerprinted; ids outside the pool are read as the null slot."""
+    num_slots = substep.pool.view.num_slots
+    slots = torch.where((indices >= 0) & (indices < num_slots), indices, NULL_SLOT)
+    for layer in range(substep.pool.view.num_layers):
+        reads = substep.reads(layer)
+        if reads is not None:
+            reads.add_torch(slice(0, len(slots)), slots)
 
 
 def read_mask(event: Call) -> Tensor | None:

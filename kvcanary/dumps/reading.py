@@ -193,8 +193,9 @@ class _Reader:
         fits = one["kind"] in SUBSTEP_KINDS and one["rows"] % one["width"] == 0
         fits &= one["nodes"] is None or one["rows"] * one["nodes"] ** 2 <= MOST_SLOTS
         self._expect(fits and one["rows"] * one["ancestors"] <= MOST_SLOTS, "a captured forward has no such sizes")
-        for key in ("has_parents", "has_truths", "has_roots"):
-            flag = one.get(key, False) if key == "has_roots" else one[key]  # which older dumps do not name
+        for key in ("has_parents", "has_truths", "has_roots", "judges_bytes"):
+            is_new = key in ("has_roots", "judges_bytes")  # which older dumps do not name
+            flag = one.get(key, False) if is_new else one[key]
             self._expect(isinstance(flag, bool), f"{key} of a captured forward is no flag")
 
     def _captured_move(self, one: Any) -> None:

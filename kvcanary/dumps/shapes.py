@@ -47,5 +47,6 @@ def shape_of_forward(substep: StaticSubstep) -> dict[str, Any]:
         "has_parents": forward.parents is not None,
         "has_truths": forward.truths is not None,
         "has_roots": forward.roots is not None,
+        "judges_bytes": substep.judges_bytes,
         "nodes": None if masks is None else masks.device.shape[-1],
     }

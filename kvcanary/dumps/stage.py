@@ -264,6 +264,7 @@ def _captured(bank: SubstepBank, one: dict[str, Any]) -> StaticSubstep:
     buffers = StaticBuffers.allocate(*sizes, ancestors=one["ancestors"], **feeds)
     mask = None if nodes is None else torch.zeros(one["rows"] // one["width"], nodes, nodes, dtype=torch.bool)
     settings = {"width": one["width"], "max_depth": one["depth"], "tree_mask": mask}
+    settings |= {"attends": one.get("judges_bytes", False)}
     return bank.add(one["pool"], one["kind"], one["index"], buffers, **settings)
 
 

@@ -136,6 +136,7 @@ class StaticForwards:
             width=forward.width,
             max_depth=forward.depth,
             tree_mask=forward.tree_mask,
+            attends=True,
             is_postponed=is_postponed,
         )
         return Hooked(forward, rows, out, workspace, substep)
@@ -238,5 +239,6 @@ class StaticAttention:
             k_scale=k_scale,
             v_scale=v_scale,
             workspace=self._workspace,
+            reads=None if self._substep is None else self._substep.reads(layer),
         )
         return self._out

@@ -34,10 +34,11 @@ CONSTEXPRS = {"PAGE": 16 if FLAGS else 1, "WORDS": 22, "PIECES": (*DENSE, *HEADS
 CONSTEXPRS |= {"FORMATS": (1, 2, 3, 4, 1 << 31) * 2}
 CONSTEXPRS |= {"ALIGNMENT": 16 if FLAGS else 4, "TILE": 16, "HALF": 5, "SIZE": 12, "BLOCK": 16}
 CONSTEXPRS |= {"BLOCK_M": 16, "BLOCK_K": 32, "BLOCK_H": 8, "LAYERS": 16, "SCAN_N": 256}
-CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8, "GROUP": 4 if FLAGS else 1, "K": 4}
+CONSTEXPRS |= {"CHUNK": 16, "BLOCK_P": 8, "BLOCK_L": 8, "GROUP": 4 if FLAGS else 1, "K": 4}
 ATTENTION = {"HEADS": 8, "FOLD": 4, "DIM": 80, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_S": 8, "PAGE": 16}
 ATTENTION |= {"BLOCK_R": 16, "BLOCK_N": 64, "NODES": 9 if FLAGS else 0, "BLOCK_NODES": 16, "WINDOW": 5 if FLAGS else 0}
-ATTENDED = {"scale": "fp32", "v_factor": "fp32", "tree_mask": "*u8"}
+ATTENTION |= {"ITEM": 1 if FLAGS else 2}
+ATTENDED = {"scale": "fp32", "v_factor": "fp32", "tree_mask": "*u8", "factors": "*fp16"}
 ATTENDED |= {name: "i32" for name in ("n", "num_rows", "num_slots", "num_indices", "num_splits")}
 ATTENDED |= {"q": "*bf16", "out": "*bf16"} | {name: "*fp8e4nv" if FLAGS else "*bf16" for name in ("k", "v")}
 ATTENDED |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale", "first_lse", "second_lse")}
@@ -112,7 +113,9 @@ CONSTANTS, POOL, FLAG, WARPS = {
     "prefill": ({"BLOCK_M": 128, "HAS_SPLITS": False}, "bf16", False, 8),
     "tree": (TREE, "fp8e4nv", True, 4),
     "float32": ({"BLOCK_N": 32, "DIM": 80, "CAUSAL": False}, "fp32", True, 4),
+    "reads": ({"HASHES": True, "PACKED": True}, "bf16", False, 2),
 }[sys.argv[1]]
+PLAIN |= {"ITEM": {"bf16": 2, "fp8e4nv": 1, "fp32": 4}[POOL]}
 QUERIES = "fp32" if POOL == "fp32" else "bf16"
 
 def type_of(name):
@@ -120,6 +123,7 @@ def type_of(name):
     numbers |= {name: "i32" for name in ("n", "num_rows", "num_slots", "num_indices", "num_splits")}
     numbers |= {name: f"*{POOL}" for name in ("k", "v")} | {name: f"*{QUERIES}" for name in ("q", "out")}
     numbers |= {name: "*fp32" for name in ("lse", "partial", "k_scale", "v_scale")} | {"tree_mask": "*u8"}
+    numbers |= {"factors": "*fp16"}
     return numbers.get(name, "i32" if name.endswith("_stride") else "*i64")
 
 for function in (_attend_kernel, _merge_kernel):
@@ -133,7 +137,8 @@ for function in (_attend_kernel, _merge_kernel):
 
 
 @pytest.mark.parametrize(
-    "shape", ["decode", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("prefill", "tree", "float32"))]
+    "shape",
+    ["decode", "reads", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("prefill", "tree", "float32"))],
 )
 def test_attention_compiles_for_sm_90(shape: str, tmp_path) -> None:
     """Both of its kernels, by what they are used for."""

@@ -191,6 +191,7 @@ def test_bombs_are_not_unpacked(good, tmp_path):
         ({"entries": 1}, "a launch does not fit into its captured forward"),
         ({"indices": 1}, "a launch does not fit into its captured forward"),
         ({"has_roots": 1}, "has_roots of a captured forward is no flag"),
+        ({"judges_bytes": 1}, "judges_bytes of a captured forward is no flag"),
         ({"has_parents": False}, "a launch does not fit into its captured forward"),
     ],
 )

@@ -213,3 +213,31 @@ def test_a_bank_has_a_capacity(make_static):
     bank.add("target", "decode", 0, buffers)
     words = refused(PlanError, bank.add, "target", "verify", 0, buffers)
     assert words == "a bank of 1 substeps is full: give SubstepBank a larger capacity"
+
+
+def test_attention_asks_for_every_layer_once(make_static):
+    """Sums that lack a layer would be taken for damage: hooks that come out of order are errors at once."""
+    rig = make_static()
+    rig.bank.compares_reads = True
+    substep = rig.add("verify", attends=True)
+    with pytest.raises(HookOrderError, match=r"reads\(layer=0\) belongs between open\(\) and close\(\)"):
+        substep.reads(0)
+    substep.open()
+    with pytest.raises(HookOrderError, match=r"reads\(layer=99\)"):
+        substep.reads(99)
+    assert substep.reads(0).sums is substep.work.sums
+    with pytest.raises(HookOrderError, match=r"reads\(\) must come once for each of \d+ layers.* was read 1 times"):
+        substep.close()
+    substep.work.sums.fill_(1)
+    substep.abandon()
+    assert not substep.work.sums.any()
+
+
+def test_attention_of_rows_that_it_does_not_read_whole_is_asked_for_nothing(make_static, monkeypatch):
+    """Nor is one that never said that it can, nor any where not all bytes are compared."""
+    rig = make_static()
+    assert rig.add("prefill", attends=True).reads(0) is None
+    rig.bank.compares_reads = True
+    assert rig.add("decode").reads(0) is None
+    monkeypatch.setattr("kvcanary.bank.reads_fit", lambda rows, kv_heads: False)
+    assert rig.add("verify", attends=True).reads(0) is None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.checks import expect_int64
+from kvcanary_kernels.reads import SHIFTS, ReadSums
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 POOL_FLOATS = (*FLOATS, torch.float8_e4m3fn)
@@ -32,6 +33,7 @@ def expect_operands(
     kv_lens: Tensor | None,
     causal: bool,
     lse: Tensor | None,
+    reads: ReadSums | None,
 ) -> None:
     """ValueError that names the operand, what it must be and what it is."""
     num_rows = q_indptr.numel() - 1
@@ -51,6 +53,8 @@ def expect_operands(
     if tree_mask is not None:
         _expect_mask(tree_mask, num_rows, max_q_len, causal)
     _expect_scales(k.shape[0], k_scale=k_scale, v_scale=v_scale)
+    if reads is not None:
+        _expect_reads(reads, k, kv_indices.numel() * page_size, window, k_scale, v_scale)
     if lse is not None and (lse.shape != q.shape[:2] or not lse.is_floating_point() or not lse.is_contiguous()):
         raise ValueError(f"lse must be contiguous {list(q.shape[:2])} of floats, got {list(lse.shape)} {lse.dtype}")
 
@@ -86,3 +90,21 @@ def _expect_scales(num_slots: int, **scales: float | Tensor | None) -> None:
                 f"{name} must be one float32 number, or one for each of {num_slots} slots, "
                 f"got {list(scale.shape)} {scale.dtype}"
             )
+
+
+def _expect_reads(
+    reads: ReadSums, k: Tensor, num_places: int, window: int | None, *scales: float | Tensor | None
+) -> None:
+    if window is not None:
+        raise ValueError(f"reads need whole rows, got a window of {window} keys")
+    shape = (2, k.shape[1], k.element_size(), SHIFTS, k.shape[2])
+    if reads.factors.shape != shape or reads.rows.num_slots != k.shape[0]:
+        raise ValueError(
+            f"reads must be of a pool of {k.shape[0]} slots with factors {list(shape)}, "
+            f"got {reads.rows.num_slots} and {list(reads.factors.shape)}"
+        )
+    per_slot = [isinstance(scale, Tensor) and scale.numel() > 1 for scale in scales]
+    if reads.scale_keys.numel() and not all(per_slot):
+        raise ValueError("reads cover scales of each slot, so k_scale and v_scale must be [slots], got others")
+    if reads.sums.dtype is not torch.int64 or reads.sums.dim() != 1 or reads.sums.numel() < num_places:
+        raise ValueError(f"sums must be [>= {num_places}] int64, got {list(reads.sums.shape)} {reads.sums.dtype}")

@@ -9,6 +9,7 @@ Exponents are of two; a running maximum begins at a finite LEAST, so that what s
 from __future__ import annotations
 
 from kvcanary_kernels.device import follow, tl, triton
+from kvcanary_kernels.reads import byte_factors, byte_sums, joined, scale_sums
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1.0e30)
@@ -29,6 +30,10 @@ def _attend_kernel(
     out,
     lse,
     partial,
+    factors,
+    missing,
+    scale_keys,
+    sums,
     scale,
     v_factor,
     n,
@@ -63,6 +68,10 @@ def _attend_kernel(
     HAS_V_SCALE: tl.constexpr,
     K_PER_SLOT: tl.constexpr,
     V_PER_SLOT: tl.constexpr,
+    ITEM: tl.constexpr,
+    HASHES: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_SCALE_KEYS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     follow(OVERLAPS)
@@ -97,6 +106,14 @@ def _attend_kernel(
     scale *= LOG2_E
     mask_row = tree_mask + i_row * NODES * NODES
     m_key = tl.arange(0, BLOCK_N) < BLOCK_N
+    if HASHES:  # the tile of a row's last query reads all of its keys
+        sums += kv_first * PAGE
+        is_whole = end_token == q_len
+        b_missing = tl.load(missing + i_head)
+        k_factors = factors + i_head * (ITEM * DIM * 16)
+        v_factors = k_factors + HEADS * (ITEM * DIM * 16)
+        f_k0, f_k1, f_k2, f_k3 = byte_factors(k_factors, o_d, DIM, ITEM)
+        f_v0, f_v1, f_v2, f_v3 = byte_factors(v_factors, o_d, DIM, ITEM)
 
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], LEAST, tl.float32)
@@ -104,21 +121,39 @@ def _attend_kernel(
     for i_n in range(first, clear_end, BLOCK_N):  # what every query of the tile sees
         o_n = i_n + tl.arange(0, BLOCK_N)
         slots = _slots(kv_indices + kv_first, o_n, m_key, num_slots, PAGE)
-        b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_key, DIM, BLOCK_D)
-        b_k = _scaled(b_k, k_scale, slots, k_scale_stride, m_key, K_PER_SLOT).to(b_q.dtype)
-        b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_key, DIM, BLOCK_D)
-        b_v = _scaled(b_v, v_scale, slots, v_scale_stride, m_key, V_PER_SLOT).to(b_q.dtype)
+        b_k_row = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_key, DIM, BLOCK_D)
+        b_k = _scaled(b_k_row, k_scale, slots, k_scale_stride, m_key, K_PER_SLOT).to(b_q.dtype)
+        b_v_row = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_key, DIM, BLOCK_D)
+        b_v = _scaled(b_v_row, v_scale, slots, v_scale_stride, m_key, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        if HASHES:
+            b_none = tl.zeros([16, BLOCK_N], tl.float32)
+            b_f = byte_sums(tl.trans(b_k_row), f_k0, f_k1, f_k2, f_k3, b_none, ITEM, PACKED)
+            b_f = byte_sums(tl.trans(b_v_row), f_v0, f_v1, f_v2, f_v3, b_f, ITEM, PACKED)
+            b_lane = joined(b_f) + b_missing
+            if HAS_SCALE_KEYS:
+                b_lane += scale_sums(k_scale, slots, k_scale_stride, m_key, scale_keys, i_head)
+                b_lane += scale_sums(v_scale, slots, v_scale_stride, m_key, scale_keys + 1, i_head)
+            tl.atomic_add(sums + o_n, b_lane, mask=m_key & is_whole, sem="relaxed")
         b_acc, b_max, b_sum = _fold(b_s, b_v, b_acc, b_max, b_sum)
     for i_n in range(clear_end, last, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < last
         slots = _slots(kv_indices + kv_first, o_n, m_n, num_slots, PAGE)
-        b_k = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_n, DIM, BLOCK_D)
-        b_k = _scaled(b_k, k_scale, slots, k_scale_stride, m_n, K_PER_SLOT).to(b_q.dtype)
-        b_v = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_n, DIM, BLOCK_D)
-        b_v = _scaled(b_v, v_scale, slots, v_scale_stride, m_n, V_PER_SLOT).to(b_q.dtype)
+        b_k_row = _rows(k + i_head * k_head_stride, slots, k_stride, o_d, m_n, DIM, BLOCK_D)
+        b_k = _scaled(b_k_row, k_scale, slots, k_scale_stride, m_n, K_PER_SLOT).to(b_q.dtype)
+        b_v_row = _rows(v + i_head * v_head_stride, slots, v_stride, o_d, m_n, DIM, BLOCK_D)
+        b_v = _scaled(b_v_row, v_scale, slots, v_scale_stride, m_n, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        if HASHES:
+            b_none = tl.zeros([16, BLOCK_N], tl.float32)
+            b_f = byte_sums(tl.trans(b_k_row), f_k0, f_k1, f_k2, f_k3, b_none, ITEM, PACKED)
+            b_f = byte_sums(tl.trans(b_v_row), f_v0, f_v1, f_v2, f_v3, b_f, ITEM, PACKED)
+            b_lane = joined(b_f) + b_missing
+            if HAS_SCALE_KEYS:
+                b_lane += scale_sums(k_scale, slots, k_scale_stride, m_n, scale_keys, i_head)
+                b_lane += scale_sums(v_scale, slots, v_scale_stride, m_n, scale_keys + 1, i_head)
+            tl.atomic_add(sums + o_n, b_lane, mask=m_n & is_whole, sem="relaxed")
         seen = m_n[None, :]
         if CAUSAL:
             seen &= _seen(o_n - own, o_token, m_m, mask_row, NODES, BLOCK_NODES, WINDOW)

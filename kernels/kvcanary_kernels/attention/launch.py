@@ -11,6 +11,7 @@ from torch import Tensor
 from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
 from kvcanary_kernels.device import triton
 from kvcanary_kernels.overlap import overlap_options
+from kvcanary_kernels.reads import ReadSums
 
 ROWS_PER_UNIT = 64  # of tiles that a multiprocessor should find, where keys can be split
 SPLIT_KEYS = 128  # fewer are not worth a split
@@ -64,6 +65,7 @@ def launch(
     window: int | None,
     causal: bool,
     max_kv_len: int,
+    reads: ReadSums | None,
 ) -> None:
     """Both kernels over checked operands; ``scratch`` holds at least `scratch_size` numbers."""
     n, num_heads, dim = q.shape
@@ -83,6 +85,10 @@ def launch(
         out,
         scratch if lse is None else lse,
         scratch,
+        scratch if reads is None else reads.factors,
+        scratch if reads is None else reads.missing,
+        scratch if reads is None else reads.scale_keys,
+        scratch if reads is None else reads.sums,
         scale * _number(k_scale),
         _number(v_scale),
         n,
@@ -116,7 +122,11 @@ def launch(
         HAS_V_SCALE=isinstance(v_scale, Tensor) and v_scale.numel() == 1,
         K_PER_SLOT=isinstance(k_scale, Tensor) and k_scale.numel() > 1,
         V_PER_SLOT=isinstance(v_scale, Tensor) and v_scale.numel() > 1,
-        **_schedule(tiles, dim, q.element_size(), max_kv_len),
+        ITEM=k.element_size(),
+        HASHES=reads is not None,
+        PACKED=q.is_cuda,
+        HAS_SCALE_KEYS=reads is not None and reads.scale_keys.numel() > 0,
+        **_schedule(tiles, dim, q.element_size(), max_kv_len, reads is not None),
         **overlap_options(q.device),
     )
     if tiles.num_splits == 1:
@@ -140,13 +150,15 @@ def launch(
     )
 
 
-def _schedule(tiles: Tiles, dim: int, element_size: int, max_kv_len: int) -> dict[str, Any]:
+def _schedule(tiles: Tiles, dim: int, element_size: int, max_kv_len: int, hashes: bool) -> dict[str, Any]:
     """Keys a program takes at a time, its warps, and how many blocks of keys are on their way at once."""
     block_m = tiles.block_m
     if element_size == 4:  # exact products take no tensor core, and twice the room
         return {"BLOCK_N": 32, "num_warps": 4 if block_m < 64 else 8, "num_stages": 2}
     if block_m < 64 and dim <= 128 and max_kv_len <= 2 * SPLIT_KEYS * tiles.num_splits:  # a block or two, at once
         return {"BLOCK_N": SPLIT_KEYS, "num_warps": 4, "num_stages": 2}
+    if block_m < 64 and hashes:  # factors of keys are read for every block
+        return {"BLOCK_N": SPLIT_KEYS, "num_warps": 4, "num_stages": 3}
     if block_m < 64:
         return {"BLOCK_N": 64, "num_warps": 2, "num_stages": 3}
     block_n = block_m if dim <= 128 else 32

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcanary_kernels.attention.checks import expect_operands
 from kvcanary_kernels.attention.launch import launch, scratch_size, tiles_of
+from kvcanary_kernels.reads import ReadSums
 
 
 def paged_attention(
@@ -32,6 +33,7 @@ def paged_attention(
     kv_lens: Tensor | None = None,
     causal: bool = True,
     lse: Tensor | None = None,
+    reads: ReadSums | None = None,
 ) -> None:
     """Softmax attention of each row's queries over its keys, in float32. May be captured, if given a workspace.
 
@@ -54,6 +56,9 @@ def paged_attention(
     kv_lens:    [rows] int64, keys of each row where its last page is not full; None: whole pages
     causal:     False: the keys are none of the queries' own, all see all
     lse:        [n, heads] out, natural logarithm of each sum of exponents, -inf where nothing is seen; None: not wanted
+    reads:      by which the bytes of K and V are fingerprinted as they are read, without a window; None: nobody asks.
+                Entry j of row r, wherever it lies, adds to reads.sums[kv_indptr[r] * page_size + j], once for each row
+                that has queries
     """
     expect_operands(**locals())
     if q.dtype is torch.float64:
@@ -90,6 +95,7 @@ def paged_attention(
         window=window,
         causal=causal,
         max_kv_len=max_kv_len,
+        reads=reads,
     )
 
 
@@ -135,6 +141,7 @@ def paged_attention_torch(
     kv_lens: Tensor | None = None,
     causal: bool = True,
     lse: Tensor | None = None,
+    reads: ReadSums | None = None,
 ) -> None:
     """The torch reference of `paged_attention`: row by row, in float32, or float64 where the queries are."""
     expect_operands(**locals())
@@ -144,6 +151,9 @@ def paged_attention_torch(
         if first == end:
             continue
         slots = _slots(row, kv_indptr, kv_indices, kv_lens, page_size, len(k))
+        if reads is not None:
+            place = min(max(int(kv_indptr[row]), 0), len(kv_indices)) * page_size
+            reads.add_torch(slice(place, place + len(slots)), slots)
         seen = _visible(end - first, len(slots), None if tree_mask is None else tree_mask[row], causal, window)
         seen = seen.to(q.device)
         queries = q[first:end].to(exact).unflatten(1, heads[:2])  # [n, kv_heads, fold, dim]

@@ -24,10 +24,10 @@ def make(request) -> Callable[..., Engine]:
     The chains of the second have a root of their own.
     """
 
-    def running(mode: str = "log", ring: int = 2, **settings: object) -> Engine:
+    def running(mode: str = "log", ring: int = 2, content: str = "rolling", **settings: object) -> Engine:
         settings = {"dtype": "float32", "device": request.param, "page_size": 4, "prefix_cache": False} | settings
         settings |= {"max_total_tokens": 512, "context_length": 64, "max_running_requests": 4}
-        canary = CanaryConfig(mode=mode, seed=5, budget=1 << 30, ring=ring)
+        canary = CanaryConfig(mode=mode, seed=5, budget=1 << 30, ring=ring, content=content)
         engine = Engine(EngineConfig(graphs="on", graph_buckets=[4], canary=canary, **settings))
         for prompt, salt in zip(PROMPTS, ("", "tenant", ""), strict=True):
             engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True), salt=salt)
@@ -72,6 +72,7 @@ FAULTS = {
 
 
 CASES = [*((code, TREES) for code in FAULTS), ("R8", {"topk": 1, "num_steps": 3}), ("R10", {"draft": "none"})]
+CASES += [("R9", {"draft": "none", "content": "full"}), ("R9", {**TREES, "content": "full"})]
 
 
 @pytest.mark.parametrize(("code", "settings"), CASES, ids=str)

@@ -25,7 +25,7 @@ TABLES = {
     "chain": "a captured step of chain drafting with constants and without; needs a GPU",
     "engine": "tokens a second of the embedded model, drafting and none, on a GPU where there is one",
     "prefill": "a prefill of an 8B model, and the canary on over off; needs a GPU",
-    "fused": "hashing inside attention over attention alone; needs a GPU",
+    "fused": "attention that fingerprints what it reads over attention alone, and steps with it; needs a GPU",
     "transformers-cost": "the canary on over off inside transformers' generate",
     "transformers-clean": "findings in sound generation of transformers",
     "step": "the canary on over off in a captured decode step of an 8B model; needs a GPU",
