@@ -49,15 +49,15 @@ class Results:
         max_nodes: int = 0,
     ) -> None:
         self._streams, self._canary = streams, canary
-        shape = (max_bs, 1 + 2 * (max_accept + max_nodes))
-        self._ring = StagingRing(streams, STREAM, lag + 2, shape, torch.int64) if lag else None
+        most = max_bs * (1 + 2 * (max_accept + max_nodes))
+        self._ring = StagingRing(streams, STREAM, lag + 2, (most,), torch.int64) if lag else None
 
     def send(self, result: StepResult) -> Landing:
         """The step is launched, and so is the copy of what it says."""
         if self._ring is None or result.accepted is None:
             return Landing(result, self._streams.launched())
         staging, told = self._ring.take(), told_of(result.accepted, result.drafted)
-        target = staging.tensor[: told.shape[0], : told.shape[1]]
+        target = _table(staging, *told.shape)
         side = self._streams.behind_main(STREAM)
         staging.event = side.submit("results", lambda: target.copy_(told, non_blocking=True), writes=staging.planned)
         return Landing(result, staging.event, staging, told.shape[1])
@@ -74,7 +74,7 @@ class Results:
             self._streams.host.use("results", landing.staging.planned, requests=speaking)
             doomed = doomed if self._canary is None else self._canary.judge_copies()
             self._ring.check(landing.staging)
-            rows = iter(landing.staging.tensor[: len(speaking), : landing.num_columns].tolist())
+            rows = iter(_table(landing.staging, len(speaking), landing.num_columns).tolist())
             drafted = result.drafted
             parts = tuple(_told(part, next(rows), drafted) if part.tokens else part for part in parts)
         if self._canary is not None and result.flight is not None:
@@ -88,6 +88,11 @@ class Results:
             if result.drafted is not None:
                 self._canary.commit_all(ids, [part.committed_len for part in told])
         return replace(result, parts=parts, doomed=result.doomed | doomed, is_heard=True)
+
+
+def _table(staging: Staging, num_rows: int, num_columns: int) -> Tensor:
+    """What a step says, [rows, columns], without gaps: for a copy into a part of each row the host would wait."""
+    return staging.tensor[: num_rows * num_columns].view(num_rows, num_columns)
 
 
 def told_of(accepted: Acceptance, drafted: Tree | None = None) -> Tensor:

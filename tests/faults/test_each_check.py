@@ -302,7 +302,9 @@ def draft_an_id_that_is_no_token(engine: Engine) -> Place:
         forward = verify_forward(batch, tree)
         fed = forward.tokens.clone()
         fed[-1] = beyond
-        engine.model.forward = lambda tokens, *rest, run=engine.model.forward: run(tokens % beyond, *rest)
+        engine.model.forward = lambda tokens, *rest, run=engine.model.forward, **more: run(
+            tokens % beyond, *rest, **more
+        )
         return replace(forward, tokens=fed)
 
     engine.runner.verify_forward = mapped

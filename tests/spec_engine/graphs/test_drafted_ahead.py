@@ -219,7 +219,7 @@ def test_the_host_hears_other_tokens_than_were_accepted(make, monkeypatch) -> No
     def changed(result):
         landing = send(result)
         engine.results._streams.heard(landing.event)
-        landing.staging.tensor[0, 1] ^= 1
+        landing.staging.tensor[1] ^= 1
         monkeypatch.setattr(engine.results, "send", send)
         return landing
 

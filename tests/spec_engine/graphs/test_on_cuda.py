@@ -87,17 +87,20 @@ def test_a_step_of_a_lagging_host_waits_for_nothing_but_copies(make, settings, m
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
 @pytest.mark.parametrize("mode", ["off", "raise"])
 def test_memory_does_not_grow(make, outcome, mode, schedule):
-    """Over 1,000 steps the allocator comes to hold no more than after the first prompts.
+    """Over 1,000 steps the allocator never comes to hold more than it did over the first prompts.
 
-    Less it may hold: what a second stream has used is taken back by the next allocation only.
+    It varies by a block: what a second stream has used is taken back by the next allocation only.
     """
     engine = make(mode, graphs="on", device="cuda", dtype="float32", topk=2, num_steps=2, schedule=schedule)
+
+    def most_held(num_steps: int) -> int:
+        held = []
+        while engine.metrics.num_steps < num_steps:
+            outcome(engine, max_new_tokens=64)
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+        return max(held)
+
     outcome(engine, max_new_tokens=64)
-    outcome(engine, max_new_tokens=64)
-    torch.cuda.synchronize()
     gc.collect()  # engines of other tests, which would go meanwhile
-    allocated = torch.cuda.memory_allocated()
-    while engine.metrics.num_steps < 1000:
-        outcome(engine, max_new_tokens=64)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= allocated
+    assert most_held(300) >= most_held(1000)
