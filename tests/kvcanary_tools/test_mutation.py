@@ -16,7 +16,7 @@ from kvcanary_tools.mutation.running import Outcome
 from kvcanary_tools.mutation.subset import LEFT_OUT, MOST_SECONDS, TESTS
 
 #: Than the record: the next whole run takes them in.
-NEWER = {f"kvcanary_kernels/{name}.py" for name in ("admit", "begin")}
+NEWER = {f"kvcanary_kernels/{name}.py" for name in ("admit", "begin", "reads")}
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / report.EXPLANATIONS.parent
 COUNTS = ("sample", "killed")

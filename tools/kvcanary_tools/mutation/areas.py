@@ -23,8 +23,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         for name in (
             "admit", "advance", "attention/merging", "attention/paged", "attest", "begin", "candidates", "chain",
             "content", "count", "fetch", "fingerprint", "finish", "finite", "index", "layers", "likeliest", "move",
-            "plan", "poison", "post", "product", "put", "relay", "reread", "scatter", "seal", "settle", "store",
-            "verify", "walk",
+            "plan", "poison", "post", "product", "put", "reads", "relay", "reread", "scatter", "seal", "settle",
+            "store", "verify", "walk",
         )
     ),
 }  # fmt: skip
