@@ -54,12 +54,12 @@ class Teller:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of what `collective_rpc("kvcanary_report")` gave: each finding once, with the ranks that had it."""
+    """One report of what `collective_rpc("kvcanary_report")` gave: each incident once, with the ranks that had it."""
     findings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for report in reports:
-        for finding in report.get("findings", ()):
+        for finding in report.get("incidents", ()):
             findings.setdefault(_place(finding), {**finding, "ranks": []})["ranks"].append(report["rank"])
-    workers = [{name: value for name, value in report.items() if name != "findings"} for report in reports]
+    workers = [{k: v for k, v in report.items() if k not in ("findings", "incidents")} for report in reports]
     armed = bool(reports) and all(report["armed"] for report in reports)
     return {"armed": armed, "findings": list(findings.values()), "workers": workers}
 

@@ -92,6 +92,7 @@ class Handle(ABC):
         own = {"armed": self.is_armed, "rank": getattr(self.worker, "rank", 0), "bytes": self.canary.num_bytes}
         own["waits"] = self.canary.waits  # steps whose counter was not there when their tokens were
         own["loads_checked"] = 0 if self._loads is None else self._loads.compared  # entries whose bytes had a name
+        own["incidents"] = [finding.to_dict() for finding in self.canary.log.findings]
         return {**own, **self.canary.certificate(self._held())}
 
     def detach(self) -> None:

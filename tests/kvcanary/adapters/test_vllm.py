@@ -247,7 +247,10 @@ def test_another_runner_is_refused(serve, monkeypatch) -> None:
 
 
 def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
-    """Two ranks read one swapped table: one event and one count; the merged report names both ranks."""
+    """Two ranks read one swapped table: one event and one count; the merged report names both ranks.
+
+    So it does of a bit in both that comes behind another of one rank: what a rank found first hides nothing.
+    """
     from prometheus_client import REGISTRY
     from structlog.testing import capture_logs
 
@@ -268,6 +271,9 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
                 block, offset = served.place("b", 3)
                 served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
             go_on(served, 2)
+            block, offset = served.place("a", 1)
+            served.caches["l1"].view(torch.int32)[block, 1, offset, 8 + 3] ^= 1 << 9
+            go_on(served, 2)
     told = [
         (event["code"], event["position"], event["rank"]) for event in events if event["event"] == "kvcanary.finding"
     ]
@@ -277,6 +283,7 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     found = {(f["code"], f["position"]): f["ranks"] for f in report["findings"]}
     assert found[("R4", 8)] == [0, 1]
     assert found[("R9", 3)] == [1]
+    assert found[("R9", 1)] == [0, 1]
     assert report["armed"]
     assert [worker["rank"] for worker in report["workers"]] == [0, 1]
 
