@@ -228,6 +228,23 @@ def byte_factors(factors, o_d, DIM: tl.constexpr, ITEM: tl.constexpr):
 
 
 @triton.jit
+def add_lanes(
+    sums, b_k, b_v, f_k0, f_k1, f_k2, f_k3, f_v0, f_v1, f_v2, f_v3, b_missing,
+    slots, k_scale, k_scale_stride, v_scale, v_scale_stride, scale_keys, i_head, m_n, is_whole,
+    BLOCK_N: tl.constexpr, ITEM: tl.constexpr, PACKED: tl.constexpr, HAS_SCALE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """What these rows of a head, b_k and b_v [N, D] as they lie in the pool, add to ``sums [N]``, if is_whole."""
+    b_none = tl.zeros([16, BLOCK_N], tl.float32)
+    b_f = byte_sums(tl.trans(b_k), f_k0, f_k1, f_k2, f_k3, b_none, ITEM, PACKED)
+    b_f = byte_sums(tl.trans(b_v), f_v0, f_v1, f_v2, f_v3, b_f, ITEM, PACKED)
+    b_lane = joined(b_f) + b_missing
+    if HAS_SCALE_KEYS:
+        b_lane += scale_sums(k_scale, slots, k_scale_stride, m_n, scale_keys, i_head)
+        b_lane += scale_sums(v_scale, slots, v_scale_stride, m_n, scale_keys + 1, i_head)
+    tl.atomic_add(sums, b_lane, mask=m_n & is_whole, sem="relaxed")
+
+
+@triton.jit
 def byte_sums(b_columns, f_0, f_1, f_2, f_3, b_f, ITEM: tl.constexpr, PACKED: tl.constexpr):
     """b_f [SHIFTS, N] and the factors times the bytes of rows, given as columns [D, N]; all exact.
 

@@ -9,7 +9,7 @@ Exponents are of two; a running maximum begins at a finite LEAST, so that what s
 from __future__ import annotations
 
 from kvcanary_kernels.device import follow, tl, triton
-from kvcanary_kernels.reads import byte_factors, byte_sums, joined, scale_sums
+from kvcanary_kernels.reads import add_lanes, byte_factors
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1.0e30)
@@ -127,14 +127,11 @@ def _attend_kernel(
         b_v = _scaled(b_v_row, v_scale, slots, v_scale_stride, m_key, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if HASHES:
-            b_none = tl.zeros([16, BLOCK_N], tl.float32)
-            b_f = byte_sums(tl.trans(b_k_row), f_k0, f_k1, f_k2, f_k3, b_none, ITEM, PACKED)
-            b_f = byte_sums(tl.trans(b_v_row), f_v0, f_v1, f_v2, f_v3, b_f, ITEM, PACKED)
-            b_lane = joined(b_f) + b_missing
-            if HAS_SCALE_KEYS:
-                b_lane += scale_sums(k_scale, slots, k_scale_stride, m_key, scale_keys, i_head)
-                b_lane += scale_sums(v_scale, slots, v_scale_stride, m_key, scale_keys + 1, i_head)
-            tl.atomic_add(sums + o_n, b_lane, mask=m_key & is_whole, sem="relaxed")
+            add_lanes(
+                sums + o_n, b_k_row, b_v_row, f_k0, f_k1, f_k2, f_k3, f_v0, f_v1, f_v2, f_v3, b_missing,
+                slots, k_scale, k_scale_stride, v_scale, v_scale_stride, scale_keys, i_head, m_key, is_whole,
+                BLOCK_N, ITEM, PACKED, HAS_SCALE_KEYS,
+            )  # fmt: skip
         b_acc, b_max, b_sum = _fold(b_s, b_v, b_acc, b_max, b_sum)
     for i_n in range(clear_end, last, BLOCK_N):
         o_n = i_n + tl.arange(0, BLOCK_N)
@@ -146,14 +143,11 @@ def _attend_kernel(
         b_v = _scaled(b_v_row, v_scale, slots, v_scale_stride, m_n, V_PER_SLOT).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if HASHES:
-            b_none = tl.zeros([16, BLOCK_N], tl.float32)
-            b_f = byte_sums(tl.trans(b_k_row), f_k0, f_k1, f_k2, f_k3, b_none, ITEM, PACKED)
-            b_f = byte_sums(tl.trans(b_v_row), f_v0, f_v1, f_v2, f_v3, b_f, ITEM, PACKED)
-            b_lane = joined(b_f) + b_missing
-            if HAS_SCALE_KEYS:
-                b_lane += scale_sums(k_scale, slots, k_scale_stride, m_n, scale_keys, i_head)
-                b_lane += scale_sums(v_scale, slots, v_scale_stride, m_n, scale_keys + 1, i_head)
-            tl.atomic_add(sums + o_n, b_lane, mask=m_n & is_whole, sem="relaxed")
+            add_lanes(
+                sums + o_n, b_k_row, b_v_row, f_k0, f_k1, f_k2, f_k3, f_v0, f_v1, f_v2, f_v3, b_missing,
+                slots, k_scale, k_scale_stride, v_scale, v_scale_stride, scale_keys, i_head, m_n, is_whole,
+                BLOCK_N, ITEM, PACKED, HAS_SCALE_KEYS,
+            )  # fmt: skip
         seen = m_n[None, :]
         if CAUSAL:
             seen &= _seen(o_n - own, o_token, m_m, mask_row, NODES, BLOCK_NODES, WINDOW)
