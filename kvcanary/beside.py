@@ -7,17 +7,18 @@ from contextlib import contextmanager
 
 import torch
 
-FIRST = -1  # a stream's priority
+FIRST, LAST = -2, 0  # priorities of streams; an engine may capture its forwards between them
 
 
 class Beside:
     """On a GPU a second stream, in whose order all runs that is launched `behind`; on a CPU all runs at once.
 
-    It goes first where both want to start: its kernels are short, and would wait for the whole of a long one.
+    It goes FIRST where both want to start: its kernels are short, and would wait for the whole of a long one. What
+    reads much goes LAST, and leaves the device to forwards of a higher priority.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: int = FIRST) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._is_ahead = False
         self._postponed: list[tuple[str, Callable[[], None]]] = []
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kvcanary.beside import LAST, Beside
 from kvcanary.cached import CachedSweep
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
@@ -85,6 +87,7 @@ class StepChecks:
         self.landing: Callable[[int | None], None] = lambda step: None
         self.static: StaticChecks | None = None
         self._flights: deque[Flight] = deque()
+        self._aside = Beside(state.records.device, LAST)
         self.step = 0
 
     def open(self, forward: Forward) -> None:
@@ -166,7 +169,8 @@ class StepChecks:
         if len(self._flights) == IN_THE_AIR:
             self._land(self._flights.popleft())
         told = None if self.static is None else self.static.send(self.step)
-        flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
+        with self._aside.behind() if self.looks.waits else nullcontext():
+            flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
         self._flights.append(flight)
         return flight
 
@@ -232,7 +236,9 @@ class StepChecks:
     def roll(self, step: int) -> list[Hit | HitBatch]:
         """One slice of the rolling check, where one is due, and what is known of it at once.
 
-        Under `full` it comes to the rows that nobody steps.
+        Under `full` it comes to the rows that nobody steps. Bytes are compared beside what is launched next: final ones
+        of pages that nobody gives up before it has landed (`settle`). Tails come first, for the next forward may write
+        there.
         """
         if self._config.content == "write" or not self._compares_content:
             return []
@@ -243,9 +249,10 @@ class StepChecks:
             self.tails.look_at_granted(step)
             if is_due or self.is_full:
                 self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
-            if is_due:
-                hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
-            hits += self.tails.collect()
+            with self._aside.behind():
+                if is_due:
+                    hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
+                hits += self.tails.collect()
         return hits
 
     def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary_kernels.post import parts_of
+
 IN_THE_AIR = 4  # steps of which the host may not have heard: buffers of every outbox
 LINES = IN_THE_AIR + 1  # of a body that runs step by step: those, and the one that it writes
 
@@ -46,19 +48,18 @@ class Packed:
 
     def __init__(self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], lines: int = LINES) -> None:
         """`lines`: turns that may be read; one for a body that runs once."""
-        self._flat, self._step, self._post = [tensor.view(-1) for tensor in tensors], step, post
+        self._step, self._post = step, post
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
         self._where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
-            self._packed = step.new_zeros(ends[-1])
+            self._parts = parts_of([tensor.view(-1) for tensor in tensors])
             self._box = torch.zeros(lines, ends[-1], dtype=torch.int64, pin_memory=step.is_cuda)
         self._lines = self._box.numpy()
         self.turn = 0
 
     def pack(self) -> None:
         """Within the body, at fixed addresses."""
-        torch.cat(self._flat, out=self._packed)
-        self._post(self._packed, self._step, box=self._box)
+        self._post(self._parts, self._step, box=self._box)
 
     def expect(self, turn: int) -> None:
         """The body runs in this turn."""

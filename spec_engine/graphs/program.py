@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 Body = Callable[[], None]
+PRIORITY = -1  # of what is captured: before all that a host launches behind a step, which reads beside the next one
 
 
 class Recorder:
@@ -15,6 +16,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        self._stream = torch.cuda.Stream(device, priority=PRIORITY) if self._is_cuda else None
 
     def record(self, body: Body) -> Body:
         """What runs the body from now on. It runs here too, over buffers without a live row."""
@@ -27,6 +29,6 @@ class Recorder:
             body()  # compiles every kernel before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             body()
         return graph.replay

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvcanary.flights import Flight
+from kvcanary_kernels.content import check_content
 from spec_engine import SamplingParams
 from spec_engine.models.embedded import load_excerpts
 
 pytestmark = pytest.mark.gpu
+CYCLES = 50_000_000  # about 25 ms
 PROMPTS = [excerpt.prompt[:80] for excerpt in load_excerpts()[20:23]]
 SHAPES = [
     {"draft": "none"},
@@ -31,6 +34,30 @@ def test_graphs_give_the_tokens_of_eager_steps(make, outcome, settings):
     captured, own = outcome(make(graphs="on", **settings), max_new_tokens=32)
     assert captured == plain
     assert own == coverage
+
+
+@pytest.mark.parametrize("settings", [{"draft": "none"}, {"topk": 1, "num_steps": 3}], ids=str)
+def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, settings):
+    """The device is through with all that a step has launched while it still reads bytes behind it."""
+    engine = make(graphs="on", schedule="overlap", device="cuda", **settings)
+    depart, were_over = engine.canary.depart, []
+
+    def slow(*args, **kwargs) -> None:
+        torch.cuda._sleep(CYCLES)
+        check_content(*args, **kwargs)
+
+    def timed() -> Flight:
+        flight, launched = depart(), torch.cuda.Event()
+        launched.record()
+        launched.synchronize()
+        if flight.looks is not None:
+            were_over.append(flight.over.query())
+        return flight
+
+    monkeypatch.setattr("kvcanary.looks.check_content", slow)
+    monkeypatch.setattr(engine.canary, "depart", timed)
+    engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert were_over.count(False) >= 2
 
 
 @contextmanager
