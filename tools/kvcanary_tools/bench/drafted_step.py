@@ -37,7 +37,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"topk": 1, "num_steps": 3},
 }
 CASES = (("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64))  # drafts, requests
-ROUNDS = {1: 6, 16: 4, 64: 3}  # by requests
+ROUNDS = {1: 8, 16: 6, 64: 6}  # by requests
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of the canaries, by requests: their pools fit together
 MOST_FEW = 16
 RESERVE = 12 * step.PAGE_SIZE  # slots of a request for its branches, and for pages in quarantine
