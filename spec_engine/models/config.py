@@ -94,7 +94,12 @@ def load_config(folder: str | Path) -> ModelConfig:
     """Reads `folder`/config.json, and the end-of-text ids of generation_config.json where there is one."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"a checkpoint folder must hold config.json, {folder} does not")
+        lack = (
+            "does not"
+            if Path(folder).is_dir()
+            else "is no folder: download the checkpoint first, none is fetched from a hub"
+        )
+        raise CheckpointError(f"a checkpoint folder must hold config.json, {folder} {lack}")
     raw = read_json(path)
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():

@@ -127,7 +127,7 @@ def test_internal_error_is_no_finding(kvcanary, monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 3
     assert "kvcanary: internal error: boom" in result.stderr
     assert "Traceback" in result.stderr
-    assert "hint: this is a defect of kvcanary" in result.stderr
+    assert "hint: this is a bug in kvcanary, not a finding" in result.stderr
 
 
 def test_interruption_is_quiet(kvcanary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_diff_runs_two_commands(kvcanary, tmp_path):
     lines = [f"{sys.executable} {script} {length} {{dump}}" for length in (7, 9)]
     parted = kvcanary("diff", "--cmd", lines[0], "--cmd", lines[1])
     assert (parted.exit_code, parted.stderr) == (1, "")
-    assert re.match("they part at step [01], in token_ids\n", parted.stdout)
+    assert re.match("they differ first at step [01], in token_ids\n", parted.stdout)
     for arguments, words in (
         (["--cmd", lines[0]], "diff compares two runs, got 1"),
         (["--cmd", "true", "--cmd", lines[0]], "--cmd needs {dump} in the command, got 'true'"),

@@ -162,6 +162,8 @@ def test_prompt_in_the_environment_is_one_prompt(monkeypatch: pytest.MonkeyPatch
         (["--kv-canary", "heal"], r"mode 'heal' does not exist yet"),
         (["--kv-canary", "loud"], r"mode must be one of off, log, raise, abort, got 'loud'"),
         (["--kv-canary-content", "some"], r"content must be one of write, rolling, full, got 'some'"),
+        (["--kv-canary-content", "full"], "--kv-canary-content needs a canary, got none\n\nhint: add --kv-canary"),
+        (["--model", "nobody/nothing"], "nobody/nothing is no folder: download the checkpoint first"),
         (["--page-size", "0"], r"page_size must be a positive whole number, got 0"),
         (["--num-draft-tokens", "99"], r"num_draft_tokens must lie in \[2, 69\], got 99"),
         (["--dtype", "int8"], r"dtype must be one of .*, got 'int8'"),

@@ -88,7 +88,7 @@ class Commands(click.Group):
             traceback.print_exc()
             console.say(f"kvcanary: internal error: {error}", fg="red")
             console.say()
-            console.say("hint: this is a defect of kvcanary, no finding; the lines above belong into its bug report")
+            console.say("hint: this is a bug in kvcanary, not a finding; please report it with the lines above")
             code = console.EXIT_FAILURE
         sys.exit(code or console.EXIT_CLEAN)
 
@@ -110,15 +110,15 @@ def main(ctx: click.Context) -> None:
     """A KV-cache integrity canary, and the paged tree-drafting engine that it watches.
 
     \b
-    kvcanary demo        see it at work, and see it catch two faults
+    kvcanary demo        see the canary catch two faults
     kvcanary doctor      check this installation
-    kvcanary faults      list the faults and published bugs, or show one at work
-    kvcanary explain     what a finding means, from the dump that it left behind
-    kvcanary inject      make every fault in many configurations, and measure what is found
-    kvcanary soak        run random traffic with random faults for as long as you like
-    kvcanary serve       answer OpenAI's clients over HTTP
+    kvcanary serve       serve an OpenAI-compatible API
     kvcanary top         watch a running server
-    kvcanary windows     compare the windows of a sliding-window model with its books
+    kvcanary explain     what a finding means, from the dump that it left behind
+    kvcanary faults      list the faults and published bugs, or demonstrate one
+    kvcanary inject      inject every fault in many configurations, and measure what is found
+    kvcanary soak        run random traffic with random faults for as long as you like
+    kvcanary windows     check the page map of sliding-window layers
     kvcanary bench       measure what the canary finds and costs
     kvcanary generate    complete your own prompts, for example:
 

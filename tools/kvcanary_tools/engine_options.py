@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvcanary import CanaryConfig, KVCanaryError
 from kvcanary.config import parse_bytes
@@ -44,7 +45,7 @@ json_option = click.option(
 reenact_option = click.option(
     "--reenact",
     metavar="NAME",
-    help="Undo one fix, to see the check that replaced it: kvcanary faults lists the names.",
+    help="Bring back one published bug, to see which check stops it; kvcanary faults lists the names.",
 )
 
 
@@ -96,18 +97,28 @@ def engine_options(function: AnyFunction) -> AnyFunction:
 def sampling_options(function: AnyFunction) -> AnyFunction:
     # The defaults are SamplingParams', which cannot be imported here without torch; a test compares them.
     options = [
-        _option("--max-new-tokens", type=int, default=64, metavar="N", help="Most tokens to add to a prompt."),
-        _option("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token."),
-        _option("--sample-top-k", type=int, default=0, metavar="K", help="Draw among the K likeliest; 0: among all."),
-        _option("--sample-top-p", type=float, default=1.0, metavar="P", help="Draw among the likeliest of mass P."),
+        _option("--max-new-tokens", type=int, default=64, metavar="N", help="Most tokens to generate for a prompt."),
+        _option(
+            "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token; above 0 samples."
+        ),
+        _option(
+            "--sample-top-k", type=int, default=0, metavar="K", help="Sample from the K likeliest tokens; 0: from all."
+        ),
+        _option(
+            "--sample-top-p",
+            type=float,
+            default=1.0,
+            metavar="P",
+            help="Sample from the likeliest tokens of total probability P.",
+        ),
         _option(
             "--sample-min-p",
             type=float,
             default=0.0,
             metavar="P",
-            help="Draw among those of at least P times the likeliest's probability.",
+            help="Sample from tokens of at least P times the likeliest's probability.",
         ),
-        _option("--seed", type=int, default=0, metavar="S", help="Seed of the draws."),
+        _option("--seed", type=int, default=0, metavar="S", help="Seed of the sampling."),
         _option(
             "--repetition-penalty",
             type=float,
@@ -116,10 +127,18 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
             help="Divides the positive logits of tokens of prompt and output, multiplies the negative ones.",
         ),
         _option(
-            "--presence-penalty", type=float, default=0.0, metavar="X", help="Taken off a token that the output has."
+            "--presence-penalty",
+            type=float,
+            default=0.0,
+            metavar="X",
+            help="Subtracted from the logit of each token in the output.",
         ),
         _option(
-            "--frequency-penalty", type=float, default=0.0, metavar="X", help="Taken off as often as the output has it."
+            "--frequency-penalty",
+            type=float,
+            default=0.0,
+            metavar="X",
+            help="Subtracted once for each time a token is in the output.",
         ),
         _option(
             "--logit-bias",
@@ -166,7 +185,21 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
             dump_dir=options["kv_canary_dump"],
             dump_content=options["kv_canary_dump_content"],
         )
-        return EngineConfig(**settings, canary=canary)
+        config = EngineConfig(**settings, canary=canary)
+    _expect_canary_for_its_options()
+    return config
+
+
+def _expect_canary_for_its_options() -> None:
+    """UsageFailure where an option of the canary was typed and --kv-canary was not said: nothing would be checked."""
+    context = click.get_current_context(silent=True)
+    if context is None or context.get_parameter_source("kv_canary") is not ParameterSource.DEFAULT:
+        return
+    for name in context.params:
+        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if typed and name.startswith("kv_canary_"):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageFailure(f"{option} needs a canary, got none", "add --kv-canary")
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
@@ -215,14 +248,14 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         _engine_option(
             "--draft",
             metavar="auto|eagle3|eagle|standalone|none",
-            help="What drafts; auto takes the best head that the model has.",
+            help="Which drafter; auto takes the best head that the model has.",
         ),
         _engine_option(
             "--draft-model",
             metavar="DIR",
             help="Folder of the draft head, if not the model's own, or of the small model that standalone needs.",
         ),
-        _engine_option("--page-size", type=int, metavar="P", help="Slots a page of the KV pools."),
+        _engine_option("--page-size", type=int, metavar="P", help="Tokens in a page (block) of the KV pools."),
         _engine_option("--topk", "--speculative-eagle-topk", type=int, metavar="K", help="Width of the draft tree."),
         _engine_option(
             "--num-steps", "--speculative-num-steps", type=int, metavar="T", help="Depth of the draft tree."
@@ -237,7 +270,7 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         _engine_option(
             "--acceptance",
             metavar="match|tree|rejection",
-            help="How drafts are accepted when tokens are drawn: by equality, tree sampling, chain rejection sampling.",
+            help="How drafts are accepted when sampling: by equality, tree sampling, chain rejection sampling.",
         ),
         _engine_option(
             "--threshold-single",
@@ -259,7 +292,7 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         _engine_option(
             "--attend",
             metavar="ancestors|columns",
-            help="What draft branches read: the ancestors of their tokens, or what their number wrote before.",
+            help="What draft branches attend to: their exact ancestors, or an approximation, their own column.",
         ),
         _engine_option("--dtype", metavar="auto|float32|float64|bfloat16", help="Number type of weights and cache."),
         _engine_option(
@@ -267,35 +300,43 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             metavar="auto|fp8_e4m3",
             help="Number type of the cache: the model's, or 8-bit numbers with a scale for each row.",
         ),
-        _engine_option("--device", metavar="DEVICE", help="Where it runs."),
-        _engine_option("--attention-backend", metavar="NAME", help="Which kernels read the cache."),
+        _engine_option("--device", metavar="DEVICE", help="Device, such as cpu or cuda."),
+        _engine_option(
+            "--attention-backend",
+            metavar="NAME",
+            help="Which kernels read the cache: torch, paged, block-table, dense, triton, triton-paged or flashinfer.",
+        ),
         _engine_option(
             "--graphs",
             metavar="off|on",
-            help="Run decode steps as programs over static buffers, on a GPU as CUDA graphs.",
+            help="Run decode steps as CUDA graphs; on a CPU the same code without capture.",
         ),
-        _engine_option("--schedule", metavar="sync|overlap", help="How host and device take turns."),
-        _engine_option("--max-total-tokens", type=int, metavar="N", help="Slots of each KV pool."),
+        _engine_option(
+            "--schedule",
+            metavar="sync|overlap",
+            help="overlap prepares the next step on the host while the device computes this one.",
+        ),
+        _engine_option("--max-total-tokens", type=int, metavar="N", help="Size of each KV pool, in tokens."),
         _engine_option(
             "--max-window-tokens",
             type=int,
             metavar="N",
-            help="Slots of the target's pool where its layers have a sliding window; by default enough for all.",
+            help="Size of the pool of sliding-window layers, in tokens; by default enough for all.",
         ),
         _engine_option(
             "--max-device-tokens",
             type=int,
             metavar="N",
-            help="Slots of the target's pool on the device; what has no room there lies on the host. By default all.",
+            help="Tokens of the target's pool kept on the device, the rest in host memory; by default all.",
         ),
         _engine_option(
             "--device-turn",
             type=int,
             metavar="N",
-            help="Steps that requests run before others take their places there.",
+            help="With --max-device-tokens: steps before waiting requests take their turn on the device.",
         ),
         _engine_option(
-            "--host-pages", type=int, metavar="N", help="Pages of host memory for requests that wait again; 0: none."
+            "--host-pages", type=int, metavar="N", help="Pages of host memory for preempted requests; 0: none."
         ),
         _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),
         _engine_option(
@@ -320,24 +361,24 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
         _canary_option(
             "--kv-canary-content",
             metavar="write|rolling|full",
-            help="When bytes are read again: never, a budget a step, or all in every forward.",
+            help="When K and V bytes are read again: never, some in each step, or all in every forward.",
         ),
         _canary_option(
             "--kv-canary-budget",
             type=Bytes(),
             metavar="BYTES",
-            help="What rolling reads again a step, such as 64KiB; by default enough to come round in 128 steps.",
+            help="What rolling reads again in a step, such as 64KiB; by default enough to read all in 128 steps.",
         ),
         _canary_option(
             "--kv-canary-seed",
             type=int,
             metavar="S",
-            help="Seed of the fingerprints' keys; by default a secret one.",
+            help="Seed of the fingerprints' keys; by default random and secret.",
         ),
         _canary_option(
             "--kv-canary-poison",
             metavar="finite|nan|off",
-            help="What freed pages are filled with, and looked at for before they are used again.",
+            help="What freed pages are filled with; they are compared with it before they are used again.",
         ),
         _canary_option(
             "--kv-canary-quarantine",
@@ -356,12 +397,12 @@ def _canary_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             type=OutFolder(),
             default=None,
             metavar="DIR",
-            help="Where a finding, or SIGUSR1, writes what was recorded.",
+            help="Where a finding, or SIGUSR1, writes a dump of the recorded steps.",
         ),
         _canary_option(
             "--kv-canary-dump-content",
             is_flag=True,
-            help="Dumps have the token ids as they are, and the bytes of the slots found.",
+            help="Dumps contain the real token ids, and the bytes of the slots that findings name.",
         ),
         _canary_option(
             "--kv-canary-show-tokens",

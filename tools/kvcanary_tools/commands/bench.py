@@ -36,13 +36,13 @@ TABLES = {
 }
 
 
-@click.command("bench", context_settings=CONTEXT, short_help="Measure: one table, and JSON beside it.")
+@click.command("bench", context_settings=CONTEXT, short_help="Run a benchmark: a table, and a JSON file.")
 @click.argument("name", required=False, type=click.Choice(list(TABLES)), metavar="[NAME]")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Folder of the JSON; by default this one.",
+    help="Folder of the JSON; by default the current one.",
 )
 def command(name: str | None, out: Path | None) -> None:
     """Run one benchmark: its table goes to stdout, NAME.json with device and versions into a folder.

@@ -9,10 +9,13 @@ from kvcanary_tools.dumps.opening import dump_failures, opened
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 
-@click.command("bisect", context_settings=CONTEXT, short_help="The first bad step.")
+@click.command("bisect", context_settings=CONTEXT, short_help="The first bad step of a dump or command.")
 @click.argument("dump", required=False, type=click.Path())
 @click.option(
-    "--cmd", "line", metavar="COMMAND", help="Run this instead; {step} in it is the step tried, 0 good, 1 bad."
+    "--cmd",
+    "line",
+    metavar="COMMAND",
+    help="Run this command instead, with {step} replaced by the step tried; exit code 0: good, 1: bad.",
 )
 @click.option("--low", type=int, default=1, show_default=True, metavar="STEP", help="With --cmd: the first step tried.")
 @click.option("--high", type=int, metavar="STEP", help="With --cmd: a step that is bad.")
@@ -22,7 +25,7 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="With --cmd: for one run.",
+    help="With --cmd: time limit of one run.",
 )
 @json_option
 def command(dump: str | None, line: str | None, low: int, high: int | None, timeout: float, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from kvcanary_tools.dumps.opening import dump_argument, dump_failures, opened
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 
-@click.command("certify", context_settings=CONTEXT, short_help="What a run has checked, and what not.")
+@click.command("certify", context_settings=CONTEXT, short_help="What a run has checked, and what it has not.")
 @dump_argument
 @json_option
 def command(dump: str, as_json: bool) -> None:
@@ -21,7 +21,7 @@ def command(dump: str, as_json: bool) -> None:
       kvcanary certify dumps/step5-R9.kvdump
       kvcanary certify http://127.0.0.1:8000 --json
 
-    Exit codes: 0 nothing was found, 1 the dump has findings, 2 it is no dump.
+    Exit codes: 0 nothing was found, 1 the dump has findings, 2 not a dump.
     """
     from kvcanary.dumps.certifying import certificate_of
     from kvcanary_tools.certificate import certificate_lines

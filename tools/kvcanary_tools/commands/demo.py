@@ -21,7 +21,7 @@ NUM_TOKENS = 96
 PROMPT_LINES = 4
 
 
-@click.command("demo", context_settings=CONTEXT, short_help="See it draft and watch, and catch two faults.")
+@click.command("demo", context_settings=CONTEXT, short_help="See the engine draft and the canary catch two faults.")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:

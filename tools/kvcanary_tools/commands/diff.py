@@ -18,16 +18,18 @@ WIDTH = 160
 EXAMPLE = "kvcanary diff A.kvdump B.kvdump, or diff --cmd 'run --dump {dump}' --cmd 'run --other --dump {dump}'"
 
 
-@click.command("diff", context_settings=CONTEXT, short_help="Where two runs part.")
+@click.command("diff", context_settings=CONTEXT, short_help="The first event in which two runs differ.")
 @click.argument("runs", nargs=-1, metavar="[A B]")
-@click.option("--cmd", "lines", multiple=True, metavar="COMMAND", help="A run; it writes a dump where it says {dump}.")
+@click.option(
+    "--cmd", "lines", multiple=True, metavar="COMMAND", help="A command to run; it must write its dump to {dump}."
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="With --cmd: for one run.",
+    help="With --cmd: time limit of one run.",
 )
 @json_option
 def command(runs: tuple[str, ...], lines: tuple[str, ...], timeout: float, as_json: bool) -> None:
@@ -41,7 +43,7 @@ def command(runs: tuple[str, ...], lines: tuple[str, ...], timeout: float, as_js
       kvcanary diff --cmd 'kvcanary generate --prompt x --kv-canary --dump {dump}' \\
                     --cmd 'kvcanary generate --prompt x --kv-canary --topk 1 --dump {dump}'
 
-    Exit codes: 0 they are the same, 1 they part, 2 wrong usage, or one of them is no dump.
+    Exit codes: 0 the runs are the same, 1 they differ, 2 wrong usage, or one of them is not a dump.
     """
     from kvcanary_tools.dumps.diffing import diff
 
@@ -55,7 +57,7 @@ def command(runs: tuple[str, ...], lines: tuple[str, ...], timeout: float, as_js
     elif told["same"]:
         console.data("the runs are the same, event by event")
     else:
-        console.data(f"they part at step {told['step']}, in {', '.join(told['fields'])}")
+        console.data(f"they differ first at step {told['step']}, in {', '.join(told['fields'])}")
         for name in ("first", "second"):
             console.data(f"  {name:<7} {_short(told[name])}")
     raise click.exceptions.Exit(console.EXIT_CLEAN if told["same"] else console.EXIT_FINDING)

@@ -9,7 +9,7 @@ from kvcanary_tools.dumps.opening import dump_argument, opened
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 
-@click.command("explain", context_settings=CONTEXT, short_help="The story of a finding.")
+@click.command("explain", context_settings=CONTEXT, short_help="The history and likely causes of a finding.")
 @dump_argument
 @click.option("--finding", type=int, default=1, show_default=True, metavar="N", help="Which finding, from 1.")
 @json_option
@@ -20,7 +20,7 @@ def command(dump: str, finding: int, as_json: bool) -> None:
       kvcanary explain dumps/step5-R9.kvdump
       kvcanary explain dumps/step5-R9.kvdump --finding 2 --json
 
-    Exit codes: 0 there was nothing to explain, 1 a finding was explained, 2 it is no dump.
+    Exit codes: 0 there was nothing to explain, 1 a finding was explained, 2 not a dump.
     """
     from kvcanary_tools.dumps.explaining import explain, explain_lines
 

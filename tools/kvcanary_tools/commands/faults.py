@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 @click.group(
-    "faults", context_settings=CONTEXT, invoke_without_command=True, short_help="List the faults, or tell of one."
+    "faults", context_settings=CONTEXT, invoke_without_command=True, short_help="List the faults, or demonstrate one."
 )
 @json_option
 @click.pass_context

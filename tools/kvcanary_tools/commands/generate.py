@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     "--dump",
     type=OutFile(),
     metavar="FILE",
-    help="Write what the flight recorder has at the end, as kvcanary diff and timeline read it.",
+    help="Write a dump of the recorded steps at the end, for kvcanary diff and timeline.",
 )
 @engine_options
 @sampling_options

@@ -26,7 +26,7 @@ FILE = OutFile()
 MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be made
 
 
-@click.command("inject", context_settings=CONTEXT, short_help="Make every fault, and measure what is found.")
+@click.command("inject", context_settings=CONTEXT, short_help="Inject every fault, and measure what is found.")
 @click.argument("names", nargs=-1)
 @click.option(
     "--config",
@@ -37,11 +37,15 @@ MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be m
     help="How many configurations and runs.",
 )
 @click.option(
-    "--runs", type=click.IntRange(min=1), metavar="N", help="Faulty runs a fault; by default what --config says."
+    "--runs", type=click.IntRange(min=1), metavar="N", help="Runs with each fault; by default what --config says."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Of the first run.")
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; by default one a core.")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix there; - is stdout.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Seed of the first run."
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; by default one for each core."
+)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the matrix to this file; - is stdout.")
 @click.option(
     "--into",
     "record_file",
@@ -49,15 +53,21 @@ MOST_ROUNDS = 12  # of runs in the place of such in which a fault could not be m
     metavar="FILE",
     help="Replace these faults' rows in that campaign's JSON, which then lists them; the bars are those of the whole.",
 )
-@click.option("--junit", "junit_file", type=FILE, metavar="FILE", help="Write it as JUnit XML, a test case a fault.")
+@click.option(
+    "--junit",
+    "junit_file",
+    type=FILE,
+    metavar="FILE",
+    help="Write the matrix as JUnit XML, one test case for each fault.",
+)
 @click.option(
     "--dumps",
     type=OutFolder(),
     metavar="DIR",
-    help="Write a dump there for every faulty run that a check stops.",
+    help="Write a dump into this folder for every faulty run that a check stops.",
 )
-@click.option("--url", metavar="URL", help="Make one fault in the server there, which has --allow-faults.")
-@click.option("--api-key", metavar="KEY", envvar="KVCANARY_API_KEY", help="Of that server.")
+@click.option("--url", metavar="URL", help="Inject one fault into the server at URL, started with --allow-faults.")
+@click.option("--api-key", metavar="KEY", envvar="KVCANARY_API_KEY", help="API key of that server.")
 @click.pass_context
 def command(
     ctx: click.Context,

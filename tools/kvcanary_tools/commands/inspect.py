@@ -9,7 +9,7 @@ from kvcanary_tools.dumps.opening import dump_argument, opened
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 
-@click.command("inspect", context_settings=CONTEXT, short_help="What is in a dump.")
+@click.command("inspect", context_settings=CONTEXT, short_help="What a dump contains.")
 @dump_argument
 @json_option
 def command(dump: str, as_json: bool) -> None:
@@ -19,7 +19,7 @@ def command(dump: str, as_json: bool) -> None:
       kvcanary inspect dumps/step5-R9.kvdump
       kvcanary inspect http://127.0.0.1:8000 --json
 
-    Exit codes: 0 read, 2 it is no dump, or is damaged.
+    Exit codes: 0 read, 2 not a dump, or is damaged.
     """
     from kvcanary_tools.dumps.tables import summary, summary_lines
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @click.command("replay", context_settings=CONTEXT, short_help="Run the recorded steps again, through the same checks.")
 @dump_argument
-@click.option("--until", type=int, metavar="STEP", help="Stop behind this step.")
-@click.option("--check", "code", metavar="CODE", help="Compare findings of this check alone, such as R9.")
+@click.option("--until", type=int, metavar="STEP", help="Stop after this step.")
+@click.option("--check", "code", metavar="CODE", help="Compare findings of this check only, such as R9.")
 @json_option
 def command(dump: str, until: int | None, code: str | None, as_json: bool) -> None:
     """Run the recorded steps again on the CPU, over stand-in bytes, through the same checks.
@@ -29,7 +29,7 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
       kvcanary replay dumps/step5-R9.kvdump
       kvcanary replay dumps/step5-R9.kvdump --until 4 --check R9
 
-    Exit codes: 0 nothing was found, 1 a finding was reached, 2 it is no dump, 3 a recorded finding was not reached.
+    Exit codes: 0 nothing was found, 1 a finding was reached, 2 not a dump, 3 a recorded finding was not reached.
     """
     from kvcanary.codes import CODES
     from kvcanary.dumps.replaying import replay

@@ -12,16 +12,16 @@ from kvcanary_tools.engine_options import CONTEXT
 from kvcanary_tools.files import OutFile, write_text
 
 
-@click.command("report", context_settings=CONTEXT, short_help="A dump as one page.")
+@click.command("report", context_settings=CONTEXT, short_help="A dump as one HTML page.")
 @dump_argument
-@click.option("-o", "--output", required=True, type=OutFile(), metavar="FILE", help="Where to write.")
+@click.option("-o", "--output", required=True, type=OutFile(), metavar="FILE", help="File to write.")
 def command(dump: str, output: Path) -> None:
     """One self-contained HTML page: findings with their stories, a map of the pool, the draft tree, the timeline.
 
     \b
       kvcanary report dumps/step5-R9.kvdump -o report.html
 
-    Exit codes: 0 written, 2 it is no dump, or the file cannot be written.
+    Exit codes: 0 written, 2 not a dump, or the file cannot be written.
     """
     from kvcanary_tools.dumps.pages import page_of
 

@@ -31,15 +31,21 @@ def _option(name: str, **settings: Any) -> Any:
 @_option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
 @_option("--port", type=int, metavar="N", help="Port to listen on; 0 takes any free one.")
 @_option("--model-name", metavar="NAME", help="What clients call the model; by default embedded, or its folder.")
-@_option("--api-key", metavar="KEY", help="What clients must show; best given as KVCANARY_API_KEY.")
-@_option("--max-waiting", type=int, metavar="N", help="Sequences that may wait for a row; more are refused with 429.")
+@_option("--api-key", metavar="KEY", help="Key that clients must send; better given as KVCANARY_API_KEY.")
+@_option("--max-waiting", type=int, metavar="N", help="Sequences that may be queued; more are refused with 429.")
 @_option("--max-concurrent", type=int, metavar="N", help="Requests answered at a time; more are refused with 429.")
 @_option("--max-body-bytes", type=int, metavar="N", help="Longest request body; more is refused with 413.")
-@_option("--max-tokens", type=int, metavar="N", help="Most tokens of a chat answer that asks for no number.")
-@_option("--grace-seconds", type=float, metavar="S", help="Time that what runs has to finish when told to stop.")
+@_option("--max-tokens", type=int, metavar="N", help="Most tokens of a chat answer whose request gives no limit.")
+@_option(
+    "--grace-seconds", type=float, metavar="S", help="How long running requests may go on after SIGTERM or Ctrl-C."
+)
 @_option("--debug", is_flag=True, help="Open /debug/kvcanary, which needs an API key.")
 @click.option(
-    "--debug-host", "debug_hosts", multiple=True, metavar="NAME", help="Another name for /debug/kvcanary's host."
+    "--debug-host",
+    "debug_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Another host name under which /debug/kvcanary is reached.",
 )
 @_option("--allow-faults", is_flag=True, help="Let clients of this machine arm faults; opens /debug/kvcanary too.")
 @engine_options

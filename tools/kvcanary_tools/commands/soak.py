@@ -23,7 +23,7 @@ SHOWN = 10
     default=1.0,
     show_default=True,
     metavar="N",
-    help="How long.",
+    help="How long to run.",
 )
 @click.option(
     "--rate",
@@ -34,9 +34,9 @@ SHOWN = 10
     help="Faults in 100 steps, on average.",
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Of the first engine."
+    "--seed", type=click.IntRange(min=0), default=1, show_default=True, metavar="S", help="Seed of the first engine."
 )
-@click.option("--json", "json_file", type=OutFile(), metavar="FILE", help="Write the ledger there; - is stdout.")
+@click.option("--json", "json_file", type=OutFile(), metavar="FILE", help="Write the ledger to this file; - is stdout.")
 @click.pass_context
 def command(
     ctx: click.Context, names: tuple[str, ...], minutes: float, rate: float, seed: int, json_file: Path | None

@@ -12,16 +12,16 @@ from kvcanary_tools.engine_options import CONTEXT
 from kvcanary_tools.files import OutFile, write_text
 
 
-@click.command("timeline", context_settings=CONTEXT, short_help="A recording for Perfetto.")
+@click.command("timeline", context_settings=CONTEXT, short_help="A dump as a trace for Perfetto.")
 @dump_argument
-@click.option("-o", "--output", required=True, type=OutFile(), metavar="FILE", help="Where to write.")
+@click.option("-o", "--output", required=True, type=OutFile(), metavar="FILE", help="File to write.")
 def command(dump: str, output: Path) -> None:
     """Steps, forwards, requests, pages and findings as a trace that ui.perfetto.dev and chrome://tracing open.
 
     \b
       kvcanary timeline dumps/step5-R9.kvdump -o trace.json
 
-    Exit codes: 0 written, 2 it is no dump, or the file cannot be written.
+    Exit codes: 0 written, 2 not a dump, or the file cannot be written.
     """
     import json
 

@@ -10,16 +10,21 @@ from kvcanary_tools.engine_options import CONTEXT
 
 @click.command("top", context_settings=CONTEXT, short_help="Watch a running server.")
 @click.argument("url")
-@click.option("--api-key", metavar="KEY", envvar="KVCANARY_API_KEY", help="Shows requests, pages and findings too.")
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="KVCANARY_API_KEY",
+    help="API key of a server with --debug: shows requests, pages and findings too.",
+)
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="From look to look.",
+    help="Time between updates.",
 )
-@click.option("--once", is_flag=True, help="One look, then the end.")
+@click.option("--once", is_flag=True, help="Print once and exit.")
 @click.pass_context
 def command(ctx: click.Context, url: str, api_key: str | None, interval: float, once: bool) -> None:
     """Watch the server at URL: speed, pages, and what the canary checked and found.

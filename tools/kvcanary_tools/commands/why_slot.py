@@ -9,7 +9,7 @@ from kvcanary_tools.dumps.opening import dump_argument, opened
 from kvcanary_tools.engine_options import CONTEXT, json_option
 
 
-@click.command("why-slot", context_settings=CONTEXT, short_help="What lies in a slot, and how it came there.")
+@click.command("why-slot", context_settings=CONTEXT, short_help="What is in a slot, and how it came there.")
 @dump_argument
 @click.argument("slot", type=int)
 @click.option("--pool", metavar="NAME", help="Which pool; the first one by default.")
@@ -21,7 +21,7 @@ def command(dump: str, slot: int, pool: str | None, as_json: bool) -> None:
       kvcanary why-slot dumps/step5-R9.kvdump 21
       kvcanary why-slot dumps/step5-R9.kvdump 21 --pool draft --json
 
-    Exit codes: 0 told, 2 there is no such slot, or it is no dump.
+    Exit codes: 0 shown, 2 no such slot, or not a dump.
     """
     from kvcanary_tools.dumps.story import story_of, truth_of
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 HEADINGS = ("request", "step", "committed", "sees from", "slots", "diverges", "agrees before", "last agreed")
 
 
-@click.command("windows", context_settings=CONTEXT, short_help="Compare a window pool's map with its books.")
+@click.command("windows", context_settings=CONTEXT, short_help="Check the page map of sliding-window layers.")
 @click.option("--prompt", type=Whole(), multiple=True, metavar="TEXT", help="Text to complete, or ids without --model.")
 @click.option(
-    "--window", type=click.IntRange(2), default=16, show_default=True, metavar="N", help="Of the random model."
+    "--window", type=click.IntRange(2), default=16, show_default=True, metavar="N", help="Window of the random model."
 )
 @click.option(
     "--every",
@@ -40,7 +40,7 @@ HEADINGS = ("request", "step", "committed", "sees from", "slots", "diverges", "a
     default=1,
     show_default=True,
     metavar="STEPS",
-    help="Steps from report to report.",
+    help="Steps between reports.",
 )
 @engine_options
 @sampling_options
