@@ -70,8 +70,8 @@ def page() -> Iterator[str]:
         yield _said("The server goes on, and reports what happened:")
         yield told.fetched("/health")
         yield told.command(f"kvcanary top {SHOWN_URL} --once")
-        yield _said("Two findings of one incident: the forward that read the bit reported it, and so did the last check")
-        yield "of all bytes of the request when it ended."
+        yield _said("Two findings of one incident: the forward that read the bit reported it, and so did the last")
+        yield "check of all bytes of the request when it ended."
         dump = sorted((Path(folder) / "dumps").iterdir())[0].relative_to(folder)
         yield _said("The finding has left a dump, without a token of the prompts in it. Its story:")
         yield told.command(f"kvcanary explain {dump}")
