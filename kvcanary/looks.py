@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.lanes import slots_are_right
-from kvcanary.outbox import Outbox
+from kvcanary.outbox import LINES, Outbox
 from kvcanary.state import PoolState
 from kvcanary_kernels.content import check_content
 
@@ -36,15 +37,19 @@ class Sent(NamedTuple):
 
 
 class Looks:
-    """Lane a of slots against what is kept; judged at once in host memory, on a device when the step is heard."""
+    """Lane a of slots against what is kept; judged at once in host memory, on a device when the step is heard.
+
+    Answers of a step lie in memory of their own until it is heard: some are found beside the next step, whose own are
+    asked for by then.
+    """
 
     def __init__(self, device: torch.device, at_once: bool) -> None:
         """`at_once`: nobody waits for an answer, which lies in host memory."""
         self._judges: list[Judge] = []
         self._at_once = at_once
         if not at_once:
-            self._outbox = Outbox(torch.zeros(MOST_LOOKS, dtype=torch.bool, device=device))
-            self._answers = self._outbox.device.unbind()
+            lines = torch.zeros(LINES, MOST_LOOKS, dtype=torch.bool, device=device)
+            self._lines = deque((Outbox(line, turns=1), line.unbind()) for line in lines)
 
     @property
     def waits(self) -> bool:
@@ -67,7 +72,8 @@ class Looks:
         """The same for what a kernel has compared already: whether a number of `mismatch` is not zero."""
         if self._at_once or len(self._judges) == MOST_LOOKS:
             return judge() if mismatch.any() else []
-        torch.any(mismatch, out=self._answers[len(self._judges)])
+        _, answers = self._lines[0]
+        torch.any(mismatch, out=answers[len(self._judges)])
         self._judges.append(judge)
         return []
 
@@ -76,4 +82,6 @@ class Looks:
         if not self._judges:
             return None
         judges, self._judges = self._judges, []
-        return Sent(self._outbox.send(), judges)
+        outbox, _ = self._lines[0]
+        self._lines.rotate(-1)
+        return Sent(outbox.send(), judges)
