@@ -227,6 +227,7 @@ class SubstepBank:
                 torch.cuda.current_stream(self.step.device).synchronize()
         harvest, totals = Harvest(), np.zeros(NUM_RUNS, np.int64)
         for number, header in snapshot.headers.items():
+            header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
             new = header - self._seen[number]
             self._seen[number] = header
             planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()

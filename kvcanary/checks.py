@@ -187,8 +187,8 @@ class StepChecks:
                 hits += static.harvest(told)
             self._mark_read(told)
             static.finalise(told)
-            for move, (destination, *_, mismatch) in told.moves:
-                if np.count_nonzero(mismatch):
+            for move, turn, (destination, *_, mismatch) in told.moves:
+                if move.moved.has_run(turn) and np.count_nonzero(mismatch):
                     with torch.inference_mode():
                         hits += self._mover.arrived(move.pool, destination, flight.step)
         if flight.looks is not None:

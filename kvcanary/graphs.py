@@ -82,12 +82,12 @@ class Run(NamedTuple):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    moves: as `StaticMove.moved` tells them
+    moves: as `StaticMove.moved` tells them, and in which turn they were launched
     """
 
     step: int
     forwards: list[Run]
-    moves: list[tuple[StaticMove, list[Ints]]]
+    moves: list[tuple[StaticMove, int, list[Ints]]]
     snapshot: Snapshot
 
 
@@ -216,7 +216,7 @@ class StaticChecks:
                 headers[number] = written[-1]
                 runs[number] = Ran(run.turn, written[ROW_STARTS], written[VIOLATIONS], run.requests)
         snapshot = self.bank.snapshot(headers or None, runs, singles)
-        return Told(step, forwards, [(move, move.moved.read()) for move in moves], snapshot)
+        return Told(step, forwards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror, commit: Commit) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
@@ -226,11 +226,14 @@ class StaticChecks:
         """
         num_learned = 0
         for run, written, masks, accepted in told.forwards:
-            tokens = None if accepted is None else _tokens(run, accepted)
+            has_run = run.substep.written.has_run(run.turn)
+            tokens = None if accepted is None else _tokens(run, accepted) if has_run else [[]] * len(run.requests)
             if run.heard is not None:
                 self._settle_counts(told.snapshot, run, tokens, run.heard)
             if tokens is not None:
                 self._accept(run, tokens, commit)
+            if not has_run:  # H1 says so
+                continue
             if run.heard is not None:
                 counts = [len(own) for own in tokens or ()] if run.written is None else run.written
                 lengths = final_lens(run.requests, run.substep.pool.pool_id)
@@ -275,8 +278,8 @@ class StaticChecks:
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
-        for move, (destination, tokens, source, _) in told.moves:
-            moved = destination >= 0
+        for move, turn, (destination, tokens, source, _) in told.moves:
+            moved = (destination >= 0) & move.moved.has_run(turn)
             slots: Ints = destination[moved]
             self.listener.moved(source[moved], slots)
             if len(slots):

@@ -52,8 +52,8 @@ class Packed:
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
         self._where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
-            self._parts = parts_of([tensor.view(-1) for tensor in tensors])
-            self._box = torch.zeros(lines, ends[-1], dtype=torch.int64, pin_memory=step.is_cuda)
+            self._parts = parts_of([*(tensor.view(-1) for tensor in tensors), step])
+            self._box = torch.zeros(lines, self._parts.numel, dtype=torch.int64, pin_memory=step.is_cuda)
         self._lines = self._box.numpy()
         self.turn = 0
 
@@ -69,6 +69,10 @@ class Packed:
         """The tensors as they were packed in that turn, flat: there when the run is over, for IN_THE_AIR turns."""
         line = self._lines[self.turn % len(self._lines)]
         return [line[where] for where in self._where]
+
+    def has_run(self, turn: int) -> bool:
+        """Whether the body ran in that turn, as long as `read` would be there; else a run before has left the line."""
+        return int(self._lines[turn % len(self._lines), -1]) >> 32 == turn
 
 
 class PackedMask:

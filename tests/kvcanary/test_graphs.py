@@ -9,7 +9,7 @@ from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionEr
 from kvcanary.buffers import StaticBuffers
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import Replayer, replay
-from kvcanary.outbox import IN_THE_AIR
+from kvcanary.outbox import IN_THE_AIR, LINES
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
 from kvcanary_kernels import record
@@ -410,6 +410,33 @@ def test_a_host_that_never_hears_overtakes_nothing(tree):
     assert [flight.has_landed for flight in flights] == [True, True] + [False] * IN_THE_AIR
     assert tree.fired() == [("W6", ("verify", 0), 7)]
     assert tree.canary.certificate()["forwards"] == 1 + len(flights)
+
+
+def test_a_step_that_did_not_run_says_nothing(tree, tmp_path):
+    """H1, with counts of nothing: what an earlier run has left in memory of the host is no word of this one."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    for number in range(2, 2 + LINES):
+        tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+        tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+        tree.canary.launch_move(tree.move)  # of nothing that has arrived
+        tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([number == 2, False]))
+        tree.canary.check()
+    told = [finding.code for finding in tree.canary.findings]
+    assert told == ["T1"]
+    tree.canary.begin_step(2 + LINES)
+    tree.canary.launch(tree.verify, ["ann"], [2], 5)
+    tree.canary.launch_move(tree.move)
+    tree.canary.check()
+    (finding,) = tree.canary.findings[len(told) :]
+    planned = {"rows": 1, "entries": 2, "reads": 5}
+    assert (finding.code, finding.expected, finding.found) == ("H1", planned, dict.fromkeys(planned, 0))
+    certificate = tree.canary.certificate()
+    assert (certificate["forwards"], certificate["slots_sealed"]) == (1 + LINES, 3 + 2 * LINES)
+    tree.launch(3 + LINES, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    tree.canary.check()
+    assert len(tree.canary.findings) == len(told) + 1
+    assert read_dump(tree.canary.dump(tmp_path / "idle.kvdump")).manifest["first_step"] <= 1
 
 
 def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, tmp_path):
