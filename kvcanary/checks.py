@@ -140,7 +140,7 @@ class StepChecks:
         if last is None and (self.looks.waits or (static is not None and (static.launched or static.moves))):
             self._send([])
         while self._flights and (last is None or not last.has_landed):
-            self._land(self._flights.popleft())
+            self._land()
 
     @property
     def compares_moves(self) -> bool:
@@ -167,16 +167,20 @@ class StepChecks:
     def _send(self, hits: list[Hit | HitBatch]) -> Flight:
         """`hits`: of this step, known already."""
         if len(self._flights) == IN_THE_AIR:
-            self._land(self._flights.popleft())
+            self._land()
         told = None if self.static is None else self.static.send(self.step)
         with self._aside.behind() if self.looks.waits else nullcontext():
             flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
         self._flights.append(flight)
         return flight
 
-    def _land(self, flight: Flight) -> None:
-        """What captured forwards wrote, the host learns before it seals anything else; they have judged themselves."""
-        flight.wait()
+    def _land(self) -> None:
+        """What captured forwards wrote, the host learns before it seals anything else; they have judged themselves.
+
+        The longest in the air, and where somebody interrupts the host as it waits it stays there.
+        """
+        self._flights[0].wait()
+        flight = self._flights.popleft()
         hits, static, told = flight.hits, self.static, flight.told
         if static is not None and told is not None:
             for forward in static.learn(told, self.mirror, self.commit):

@@ -152,6 +152,7 @@ class Engine(Intake):
     def _make_room(self) -> list[TokenEvent]:
         """Retract requests until the next forward's pages are there, now or after a step of waiting."""
         events: list[TokenEvent] = []
+        self._deliver(self.lag, events)  # an interrupt may have left more
         while self.scheduler.pages_needed(self.running) > self.memory.num_available:
             if self._pending:
                 self._deliver(0, events)  # a request may have ended, and none may be retracted in flight
@@ -251,7 +252,8 @@ class Engine(Intake):
     def _deliver(self, lag: int, events: list[TokenEvent]) -> None:
         """Let the host hear of all steps but the last ``lag``: tokens leave into ``events``, requests end."""
         while len(self._pending) > lag:
-            result = self.results.hear(self._pending.popleft())
+            result = self.results.hear(self._pending[0])  # where somebody interrupts the wait it is heard later
+            self._pending.popleft()
             self.runner.heard(result)
             if self.adaptive is not None and result.num_steps is not None:
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcanary import KVCorruptionError
+from kvcanary.flights import Flight
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
@@ -142,3 +143,23 @@ def test_in_mode_abort_a_write_that_was_refused_ends_its_request(start, truths):
     assert request.finish_reason == "kv_corruption"
     assert engine.canary.findings[0].code == "W2"
     assert tuple(left["req-1"]) == truths[1]
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_an_interrupt_while_the_host_waits_loses_nothing(start, truths, settings, monkeypatch):
+    """Control-C between a step and its tokens: whoever goes on hears of it then, and the canary too."""
+    engine, wait = start(**settings), Flight.wait
+
+    def interrupted(flight: Flight) -> None:
+        monkeypatch.setattr(Flight, "wait", wait)
+        raise KeyboardInterrupt
+
+    left = {request.request_id: list(request.output_ids) for request in engine.running}
+    monkeypatch.setattr(Flight, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    while engine.has_work:
+        for event in engine.step():
+            left[event.request_id] += event.token_ids
+    assert [tuple(own) for own in left.values()] == truths
+    assert engine.canary.certificate()["findings"] == []
