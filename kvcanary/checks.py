@@ -142,6 +142,12 @@ class StepChecks:
         while self._flights and (last is None or not last.has_landed):
             self._land()
 
+    def land_before(self, turn: int) -> None:
+        """Judge what would be lost when forwards run in this turn, be steps between them without any."""
+        late = [flight for flight in self._flights if not flight.has_run_since(turn - IN_THE_AIR)]
+        if late:
+            self.land(late[-1])
+
     @property
     def compares_moves(self) -> bool:
         """Whether bytes are compared where they have arrived."""
@@ -270,7 +276,7 @@ class StepChecks:
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
-        if self._config.content == "write":
+        if self._config.content == "write" or not self._compares_content:
             return
         near = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
         pages = {page for page in near if page >= 0}

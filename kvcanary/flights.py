@@ -27,6 +27,10 @@ class Flight:
     hits: list[Hit | HitBatch] = field(default_factory=list)
     has_landed: bool = False
 
+    def has_run_since(self, turn: int) -> bool:
+        """Whether all of its forwards were launched in this turn or later."""
+        return self.told is None or all(run.launched.turn >= turn for run in self.told.forwards)
+
     def wait(self) -> None:
         """The host stands still until the copies are over."""
         if self.over is not None:

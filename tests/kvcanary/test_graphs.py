@@ -412,6 +412,29 @@ def test_a_host_that_never_hears_overtakes_nothing(tree):
     assert tree.canary.certificate()["forwards"] == 1 + len(flights)
 
 
+def test_steps_without_forwards_overtake_nothing_either(tree):
+    """The host has memory for so many steps that have begun, whatever was launched in them."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], [99, 98])
+    flight, last = tree.canary.depart(), 2 + LINES
+    for number in range(3, last):
+        tree.canary.begin_step(number)
+        assert not flight.has_landed
+    tree.launch(last, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    tree.canary.hear(flight)
+    assert [(finding.code, finding.step, finding.slot) for finding in tree.canary.findings] == [("W6", 2, 7)]
+
+
+def test_without_r9_nobody_is_noted_for_a_look_that_never_comes(run):
+    """What waits for the next slice would grow with the requests near which something was found."""
+    damaged = run(mode="log", disable=frozenset({"R9"}))
+    damaged.canary._state.by_name["target"].records[5, 1] ^= 1 << 40
+    damaged.step(2, 4, 1)
+    assert [finding.code for finding in damaged.canary.findings] == ["R3"]
+    assert not damaged.canary._checks.sweeper.hurried
+
+
 def test_a_step_that_did_not_run_says_nothing(tree, tmp_path):
     """H1, with counts of nothing: what an earlier run has left in memory of the host is no word of this one."""
     tree.fired()
