@@ -33,6 +33,11 @@ class Beside:
         with torch.cuda.stream(self._stream):
             yield
 
+    def keep(self, memory: torch.Tensor) -> None:
+        """What is launched there may write here: nobody is given this memory, once it is free, before that is over."""
+        if self._stream is not None:
+            memory.record_stream(self._stream)
+
     @property
     def is_captured(self) -> bool:
         """Whether what is launched now goes into a graph: then a body has run before, as it will run from now on."""

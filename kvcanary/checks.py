@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvcanary.beside import LAST, Beside
 from kvcanary.cached import CachedSweep
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
@@ -87,7 +86,6 @@ class StepChecks:
         self.landing: Callable[[int | None], None] = lambda step: None
         self.static: StaticChecks | None = None
         self._flights: deque[Flight] = deque()
-        self._aside = Beside(state.records.device, LAST)
         self.step = 0
 
     def open(self, forward: Forward) -> None:
@@ -175,7 +173,7 @@ class StepChecks:
         if len(self._flights) == IN_THE_AIR:
             self._land()
         told = None if self.static is None else self.static.send(self.step)
-        with self._aside.behind() if self.looks.waits else nullcontext():
+        with self.looks.beside.behind() if self.looks.waits else nullcontext():
             flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
         self._flights.append(flight)
         return flight
@@ -259,7 +257,7 @@ class StepChecks:
             self.tails.look_at_granted(step)
             if is_due or self.is_full:
                 self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
-            with self._aside.behind():
+            with self.looks.beside.behind():
                 if is_due:
                     hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
                 hits += self.tails.collect()

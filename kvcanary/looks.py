@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.beside import LAST, Beside
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.lanes import slots_are_right
@@ -41,14 +42,18 @@ class Looks:
 
     Answers of a step lie in memory of their own until it is heard: some are found beside the next step, whose own are
     asked for by then.
+
+    beside: where bytes are read, which leaves the device to the forwards of the next step
     """
 
     def __init__(self, device: torch.device, at_once: bool) -> None:
         """`at_once`: nobody waits for an answer, which lies in host memory."""
         self._judges: list[Judge] = []
         self._at_once = at_once
+        self.beside = Beside(device, LAST)
         if not at_once:
             lines = torch.zeros(LINES, MOST_LOOKS, dtype=torch.bool, device=device)
+            self.beside.keep(lines)
             self._lines = deque((Outbox(line, turns=1), line.unbind()) for line in lines)
 
     @property

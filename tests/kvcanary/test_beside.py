@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary.beside import Beside
+from kvcanary.beside import LAST, Beside
 
 CYCLES = 20_000_000  # about 10 ms
 
@@ -54,3 +54,15 @@ def test_a_branch_of_a_graph():
         seen[1].copy_(total[0])
     graph.replay()
     assert seen.tolist() == [11, 111]
+
+
+@pytest.mark.gpu
+def test_memory_that_is_written_there_is_nobodys_before():
+    """It is free here while something there is still to write into it: who asks for memory now gets other."""
+    beside, kept = Beside(torch.device("cuda"), LAST), torch.zeros(1 << 20, device="cuda")
+    beside.keep(kept)
+    with beside.behind():
+        slow_add(kept, 1)
+    address = kept.data_ptr()
+    del kept
+    assert torch.zeros(1 << 20, device="cuda").data_ptr() != address
