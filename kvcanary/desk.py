@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger
+from kvcanary.recorder import LONG
 from kvcanary.state import PoolState
 from kvcanary.tickets import HOST, Resource, Stream, Ticket, Tickets, Touched, Violation
 
@@ -19,7 +20,7 @@ _NOTHING: Touched = {}
 class TicketDesk:
     """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
 
-    note: is told of every call, by name and arguments
+    note: is told of every call, by name and arguments;  told: the same, where nobody can change these any more
     """
 
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
@@ -28,6 +29,7 @@ class TicketDesk:
         self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
         self.note: Note = _nobody
+        self.told: Note = _nobody
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
@@ -36,19 +38,22 @@ class TicketDesk:
         """
         self.is_used = True
         ticket = self._tickets.issue(what, stream, self._granted(reads), self._granted(writes))
-        self.note("ticket_issue", (what, str(stream), ticket.sequence, *_sorted(reads), *_sorted(writes)))
-        self._tell(ticket.violations)
+        told = self.told if len(reads) + len(writes) < LONG else self.note
+        told("ticket_issue", (what, str(stream), ticket.sequence, *_sorted(reads), *_sorted(writes)))
+        if ticket.violations:
+            self._tell(ticket.violations)
         return ticket
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """What comes on this stream from now on runs behind the ticket's work."""
-        self.note("ticket_waits", (str(stream), str(ticket.stream), ticket.sequence))
+        self.told("ticket_waits", (str(stream), str(ticket.stream), ticket.sequence))
         self._tickets.waits(stream, ticket)
 
     def complete(self, ticket: Ticket) -> None:
         """The host has seen the work's event."""
-        self.note("ticket_complete", (str(ticket.stream), ticket.sequence))
-        self._tell(self._tickets.complete(ticket))
+        self.told("ticket_complete", (str(ticket.stream), ticket.sequence))
+        if violations := self._tickets.complete(ticket):
+            self._tell(violations)
 
     def use(
         self, what: str, stream: Stream, resources: Resources, writes: bool = False, requests: Sequence[str] = ()
@@ -58,12 +63,14 @@ class TicketDesk:
         requests: whose tokens a violation touches, where that is not the owner of a page.
         """
         if self.is_used:
-            self.note("ticket_use", (what, str(stream), *_sorted(resources), writes, tuple(requests)))
-            self._tell(self._tickets.use(what, stream, self._granted(resources), writes), requests)
+            told = self.told if len(resources) < LONG else self.note
+            told("ticket_use", (what, str(stream), *_sorted(resources), writes, tuple(requests)))
+            if violations := self._tickets.use(what, stream, self._granted(resources), writes):
+                self._tell(violations, requests)
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else, and counts its generation up."""
-        self.note("ticket_renew", (buffer, generation))
+        self.told("ticket_renew", (buffer, generation))
         self._tickets.renew(buffer, generation)
 
     @property
@@ -73,21 +80,19 @@ class TicketDesk:
 
     def freed(self, pages: Sequence[int]) -> None:
         """Pages are given back: nothing may be in flight there."""
-        if self.is_used:
-            self._tell(self._tickets.free(self._granted(pages), HOST))
+        if self.is_used and (violations := self._tickets.free(self._granted(pages), HOST)):
+            self._tell(violations)
 
     def _granted(self, resources: Resources) -> Touched:
-        if isinstance(resources, Mapping):
-            return resources
         if not resources:
             return _NOTHING
+        if isinstance(resources, Mapping):
+            return resources
         generations = self._ledger.generations
         self._ledger.pages.numbers([r for r in resources if isinstance(r, int)])
         return {r: None if isinstance(r, str) else int(generations[r]) for r in resources}
 
     def _tell(self, violations: Sequence[Violation], requests: Sequence[str] = ()) -> None:
-        if not violations:
-            return
         self.has_told = True
         self._report([self._hit(violation, requests) for violation in violations])
 
@@ -118,13 +123,12 @@ def _sorted(resources: Resources) -> tuple[tuple[int, ...], tuple[str, ...], tup
     """Pages, names of buffers, and of both, where it was said, the generations that were meant; -1: any."""
     if not resources:
         return (), (), None
-    pages = tuple(resource for resource in resources if not isinstance(resource, str))
-    names = tuple(resource for resource in resources if isinstance(resource, str))
+    pages = tuple([int(resource) for resource in resources if not isinstance(resource, str)])
+    names = tuple([resource for resource in resources if isinstance(resource, str)])
     if not isinstance(resources, Mapping):
         return pages, names, None
-    order: list[Resource] = [*pages, *names]
-    planned = [resources[resource] for resource in order]
-    return pages, names, tuple(-1 if generation is None else generation for generation in planned)
+    planned = [resources[resource] for resource in (*pages, *names)]
+    return pages, names, tuple([-1 if generation is None else int(generation) for generation in planned])
 
 
 def _nobody(name: str, args: Sequence[Any]) -> None:

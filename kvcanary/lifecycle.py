@@ -62,7 +62,7 @@ class Lifecycle:
         self._checks.hits.watch = self.recorder.fired
         self._checks.judged, self._checks.proved = self.recorder.judged, self.recorder.proved
         self._checks.landing = self.recorder.captured.landing
-        self.tickets.note = self.recorder.note
+        self.tickets.note, self.tickets.told = self.recorder.note, self.recorder.told
 
     # requests
 

@@ -170,6 +170,13 @@ class Recorder:
             args = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in args])
         self._events.append((name, args, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
 
+    def told(self, name: str, args: tuple[Any, ...]) -> None:
+        """As `note`, of plain arguments and short tuples of them, which are kept as they are."""
+        if self.segments:
+            if self.maps:
+                self.note_maps()
+            self._events.append((name, args, None))
+
     def departed(self, step: int) -> None:
         """What this step has launched is on its way to the host."""
         if self.segments:

@@ -43,9 +43,9 @@ class Violation:
     code: str = "O1"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
-    """One piece of asynchronous work.
+    """One piece of asynchronous work; nobody changes it.
 
     sequence:   its number on its stream, from 1
     clock:      what its stream had seen when it was issued, itself included
@@ -64,7 +64,7 @@ class Ticket:
         return f"{self.what!r} (stream {self.stream}, sequence {self.sequence})"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Accesses:
     """Work in flight on one resource: the last write, and by stream the last read since."""
 
@@ -73,7 +73,7 @@ class _Accesses:
 
     def conflicts(self, writes: bool) -> list[Ticket]:
         found = [] if self.write is None else [self.write]
-        return found + list(self.reads.values()) if writes else found
+        return [*found, *self.reads.values()] if writes and self.reads else found
 
 
 class Tickets:
@@ -93,9 +93,9 @@ class Tickets:
         reads, writes = dict(reads or {}), dict(writes or {})
         found = self.use(what, stream, reads) + self.use(what, stream, writes, writes=True)
         clock = self._clock(stream)
-        clock[stream] = clock.get(stream, 0) + 1
+        sequence = clock[stream] = clock.get(stream, 0) + 1
         self._host_turn += stream == HOST
-        ticket = Ticket(what, stream, clock[stream], reads, writes, dict(clock), tuple(found))
+        ticket = Ticket(what, stream, sequence, reads, writes, clock.copy(), tuple(found))
         for resource in reads:
             self._in_flight.setdefault(resource, _Accesses()).reads[stream] = ticket
         for resource in writes:
@@ -104,8 +104,10 @@ class Tickets:
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
-        _advance(self._clock(stream), ticket.clock)
-        self._host_turn += stream == HOST
+        clock = self._clock(stream)
+        if clock.get(ticket.stream, 0) < ticket.sequence:  # else it has seen the ticket, and so all that that had seen
+            _advance(clock, ticket.clock)
+            self._host_turn += stream == HOST
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else: who comes for what it held before is too late."""
@@ -115,18 +117,19 @@ class Tickets:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
         self.waits(HOST, ticket)
         touched = {**ticket.reads, **ticket.writes}
-        if not touched:
-            return []
-        landed = {resource: touched[resource] for resource in touched if self._leaves(resource, ticket)}
-        return self._outdated(f"the end of {ticket}", ticket.stream, landed, ticket)
+        landed = {resource: planned for resource, planned in touched.items() if self._leaves(resource, ticket)}
+        outdated = self._outdated(landed)
+        return [_too_late(f"the end of {ticket}", ticket.stream, *one, ticket) for one in outdated]
 
     def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
         """An access that leaves nothing in flight, such as the host's own."""
         if not touched:
             return []
-        found, clock = self._outdated(f"{what!r} on stream {stream}", stream, touched), self._clock(stream)
+        clock = self._clock(stream)
+        found = [_too_late(f"{what!r} on stream {stream}", stream, *one) for one in self._outdated(touched)]
         for resource in touched:
-            for ticket in self._in_flight.get(resource, _NONE).conflicts(writes):
+            accesses = self._in_flight.get(resource)
+            for ticket in () if accesses is None else accesses.conflicts(writes):
                 if clock.get(ticket.stream, 0) < ticket.sequence:
                     sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
                     found.append(Violation(resource, stream, ticket, sentence))
@@ -150,38 +153,43 @@ class Tickets:
             self._host_seen[stream] = self._host_turn
         return clock
 
-    def _outdated(self, access: str, stream: Stream, touched: Touched, ticket: Ticket | None = None) -> list[Violation]:
-        found = []
-        for resource, planned in touched.items():
-            now = planned if planned is None else self._generation(resource)
-            if planned != now:
-                sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
-                found.append(Violation(resource, stream, ticket, sentence, OUTDATED))
-        return found
+    def _outdated(self, touched: Touched) -> list[tuple[Resource, int, int | None]]:
+        """What is in another generation than the access was planned for: the resource, that one, and now's."""
+        return [
+            (resource, planned, now)
+            for resource, planned in touched.items()
+            if planned is not None and planned != (now := self._generation(resource))
+        ]
 
     def _generation(self, resource: Resource) -> int | None:
         return self.buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
 
     def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
         """The ticket is no longer in flight there; False where a later access or a free has taken its place."""
-        accesses = self._in_flight.get(resource, _NONE)
+        accesses = self._in_flight.get(resource)
+        if accesses is None:
+            return False
         was_read, was_write = accesses.reads.get(ticket.stream) is ticket, accesses.write is ticket
         if was_read:
             del accesses.reads[ticket.stream]
         if was_write:
             accesses.write = None
         if not accesses.write and not accesses.reads:
-            self._in_flight.pop(resource, None)
+            del self._in_flight[resource]
         return was_read or was_write
-
-
-_NONE = _Accesses()
 
 
 def _advance(clock: dict[Stream, int], seen: Mapping[Stream, int]) -> None:
     for stream, sequence in seen.items():
         if clock.get(stream, 0) < sequence:
             clock[stream] = sequence
+
+
+def _too_late(
+    access: str, stream: Stream, resource: Resource, planned: int, now: int | None, ticket: Ticket | None = None
+) -> Violation:
+    sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
+    return Violation(resource, stream, ticket, sentence, OUTDATED)
 
 
 def _name(resource: Resource) -> str:
