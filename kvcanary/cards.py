@@ -79,6 +79,21 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     FACTS,
 ) = range(15)
 
+#: Of a request as long as it lives, [REQUEST_CARD], and behind it of each of its chains [CHAIN_CARD] int64.
+(
+    TOKENS_KNOWN,  # their address
+    NUM_TOKENS_KNOWN,
+    TOKENS_ROOM,  # tokens that have room there
+    REQUEST_CARD,
+) = range(4)
+(
+    CHAIN_VALUES,  # their address, with as much room
+    CHAIN_COUNT,
+    CHAIN_ROOT,
+    CHAIN_CARD,
+) = range(4)
+NOT_KNOWN = -2  # length of a chain one of whose tokens is not known
+
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2
 SEALED_BITS = 2  # above these, what sealing has seen

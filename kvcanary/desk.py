@@ -29,7 +29,7 @@ class TicketDesk:
         self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
         self.note: Note = _nobody
-        self.told: Note = _nobody
+        self.told: Callable[[str, tuple[Any, ...]], None] = _nobody
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
@@ -127,7 +127,8 @@ def _sorted(resources: Resources) -> tuple[tuple[int, ...], tuple[str, ...], tup
     names = tuple([resource for resource in resources if isinstance(resource, str)])
     if not isinstance(resources, Mapping):
         return pages, names, None
-    planned = [resources[resource] for resource in (*pages, *names)]
+    order: list[Resource] = [*pages, *names]
+    planned = [resources[resource] for resource in order]
     return pages, names, tuple([-1 if generation is None else int(generation) for generation in planned])
 
 

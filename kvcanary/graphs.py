@@ -268,10 +268,9 @@ class StaticChecks:
         for request, own in zip(run.requests, tokens, strict=True):
             request.unlanded -= 1
             if own and live.get(request.request_id) is request:
-                before = request.committed_len
-                request.append(own, run.step)
                 going.append(request)
-                unheard.append(Unheard(own, before, before + len(own)))
+                unheard.append(Unheard(own, request.committed_len, request.committed_len + len(own)))
+        self._ledger.append(going, [step.tokens for step in unheard], run.step)
         commit(going, [step.committed_len for step in unheard], run.step)
         for request, step in zip(going, unheard, strict=True):
             request.unheard.append(step)

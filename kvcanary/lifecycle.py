@@ -88,11 +88,14 @@ class Lifecycle:
         """The same for the requests of a step, each named once, in one call."""
         _expect_one_each("tokens", request_ids, token_ids)
         self.recorder.appended(request_ids, token_ids)
-        for request, own in zip(self._ledger.known(request_ids), token_ids, strict=True):
-            if request.unheard:
+        requests = self._ledger.known(request_ids)
+        is_heard = list(map(UNHEARD, requests))
+        if any(is_heard):
+            for request, own in compress(zip(requests, token_ids, strict=True), is_heard):
                 self._ledger.confirm(request, own)
-            else:
-                request.append(own, self.step)
+            new = [not steps for steps in is_heard]
+            requests, token_ids = list(compress(requests, new)), list(compress(token_ids, new))
+        self._ledger.append(requests, token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,76 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError
+from kvcanary.known import Known, TruthChain, addresses_of, append_tokens, chains_at
 from kvcanary.uids import Uids
-from kvcanary_kernels.record import Keys, chain_root, signed
+from kvcanary_kernels.record import Keys, chain_root
 
 NO_PAGE = -1
-
-
-class TruthChain:
-    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
-
-    count: of these
-    """
-
-    __slots__ = ("_room", "_room_at", "count", "root", "signed_root", "token_offset")
-
-    def __init__(self, root: int, token_offset: int) -> None:
-        self.root, self.token_offset = root, token_offset
-        self.signed_root, self.count = signed(root), 0
-        self._room: NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._room_at = 0
-
-    @property
-    def values(self) -> NDArray[np.uint64]:
-        """[count]"""
-        return self._room[: self.count]
-
-    def room_for(self, length: int) -> int:
-        """The address of the values, where so many have room."""
-        if length > len(self._room):
-            self._room = np.concatenate([self.values, np.empty(2 * length - self.count, np.uint64)])
-            self._room_at = self._room.ctypes.data
-        return self._room_at
-
-    def grown(self, length: int) -> None:
-        """A loop has filled the room up to here."""
-        self.count = max(self.count, length)
-
-    def forget_behind(self, length: int) -> None:
-        """Tokens behind these entries are others now."""
-        self.count = min(self.count, length)
-
-    def up_to(self, length: int, tokens: list[int], keys: Keys) -> NDArray[np.uint64] | None:
-        """Chain values of the first `length` entries, or of more; None where a token is not known yet."""
-        return None if chains_at([self], [length], [tokens], keys)[0] is None else self.values
-
-
-def chains_at(
-    truths: Sequence[TruthChain], lengths: Sequence[int], tokens: Sequence[list[int]], keys: Keys
-) -> list[int | None]:
-    """Of chains of these tokens the value of the last entry at these lengths, as int64; None: a token is not known."""
-    from kvcanary.loops import grow_chains
-
-    asked, unknown = array("q"), list[int]()
-    for number, (truth, length, known) in enumerate(zip(truths, lengths, tokens, strict=True)):
-        first, offset = truth.count, truth.token_offset
-        if length <= first:
-            asked.extend((truth.room_for(length), length, length, truth.signed_root))
-        elif length + offset > len(known):
-            unknown.append(number)
-            asked.extend((0, 0, 0, 0))
-        else:
-            missing = known[first + offset : length + offset]
-            asked.extend((truth.room_for(length), first, length, truth.signed_root, *missing))
-            truth.count = length
-    last = np.empty(len(truths), np.int64)
-    if asked:
-        grow_chains(np.frombuffer(asked, np.int64), signed(keys.multiplier), signed(keys.mix_key), last)
-    values: list[int | None] = [*last.tolist()]
-    for number in unknown:
-        values[number] = None
-    return values
 
 
 class ReadQueue:
@@ -160,28 +94,6 @@ class Unheard(NamedTuple):
     committed_len: int
 
 
-class Addresses:
-    """Where loops read a request's granted slots and its tokens, as far as they were known when it was last asked."""
-
-    __slots__ = ("_num_tokens", "_row", "_tokens", "granted_at", "tokens_at")
-
-    def __init__(self) -> None:
-        self._row, self._tokens, self._num_tokens = b"", np.empty(0, np.int64), 0
-        self.granted_at = self.tokens_at = 0
-
-    def follow(self, row: bytes, tokens: list[int]) -> None:
-        """Of these from now on; tokens only ever grow."""
-        if row is not self._row:
-            self._row = row
-            self.granted_at = np.frombuffer(row, np.int64).ctypes.data if row else 0
-        known, length = self._num_tokens, len(tokens)
-        if length > known:
-            if length > len(self._tokens):
-                self._tokens = np.concatenate([self._tokens[:known], np.empty(2 * length - known, np.int64)])
-                self.tokens_at = self._tokens.ctypes.data
-            self._tokens[known:length], self._num_tokens = tokens[known:], length
-
-
 @dataclass
 class Request:
     """One request: what it is, what it owns, and how much of it is final.
@@ -197,7 +109,7 @@ class Request:
     judged:        by pool, how much of the row was judged clean
     ahead:         by pool, entries that its row may hold beyond the committed length
     growth:        (step, tokens known after it)
-    addresses:     of `row` and `tokens`, for the compiled loops
+    known:         tokens and chain values, for the compiled loops
     in_the_air:    captured forwards with its rows of which the host has not learned yet
     unlanded:      captured steps with its rows that accept what the host has not learned yet
     unheard:       steps that are in these books and of which the engine has not told yet, oldest first
@@ -207,6 +119,7 @@ class Request:
     request_id: str
     uid: int
     tokens: list[int]
+    known: Known
     truths: list[TruthChain]
     row_lens: list[int]
     reads: list[ReadQueue]
@@ -220,16 +133,10 @@ class Request:
     released: bool = False
     owned_len: int | None = None
     growth: list[tuple[int, int]] = field(default_factory=list)
-    addresses: Addresses = field(default_factory=Addresses)
     in_the_air: int = 0
     unlanded: int = 0
     unheard: deque[Unheard] = field(default_factory=deque)
     is_damaged: bool = False
-
-    def append(self, token_ids: Sequence[int], step: int) -> None:
-        """Tokens that were accepted."""
-        self.tokens.extend(map(int, token_ids))
-        self.growth.append((step, len(self.tokens)))
 
     def commit(self, committed_len: int, step: int) -> None:
         """Entries [0, committed_len) are final; what was final before joins the queues of looks."""
@@ -278,6 +185,7 @@ class Request:
 
 
 #: What many requests have, by `map`.
+KNOWN = attrgetter("known")
 UID, TOKENS, TRUTHS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED, IN_THE_AIR = map(
     attrgetter,
     ("uid", "tokens", "truths", "row_lens", "committed_len", "unheard", "unlanded", "in_the_air"),
@@ -310,12 +218,14 @@ class RequestBook:
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
         tokens = list(token_ids)
-        roots = [(chain_root(self._keys, role.name, salt, adapter), role.token_offset) for role in self._roles]
+        roots = [chain_root(self._keys, role.name, salt, adapter) for role in self._roles]
+        known = Known(tokens, roots)
         request = Request(
             request_id,
             self._uids.new(request_id),
             tokens,
-            truths=[TruthChain(root, offset) for root, offset in roots],
+            known=known,
+            truths=[TruthChain(known, *own, self._roles[own[0]].token_offset) for own in enumerate(roots)],
             row_lens=[0] * len(roots),
             reads=[ReadQueue() for _ in roots],
             judged=[Judged()] * len(roots),
@@ -332,6 +242,14 @@ class RequestBook:
         except KeyError:
             return [self.request(request_id) for request_id in request_ids]
 
+    def append(self, requests: Sequence[Request], token_ids: Sequence[Sequence[int]], step: int) -> None:
+        """Tokens that were accepted, by request."""
+        own = [[*map(int, new)] for new in token_ids]
+        for request, new in zip(requests, own, strict=True):
+            request.tokens.extend(new)
+            request.growth.append((step, len(request.tokens)))
+        append_tokens([request.known for request in requests], own)
+
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
 
@@ -343,7 +261,7 @@ class RequestBook:
         first = len(request.tokens) - sum(len(step.tokens) for step in request.unheard)
         request.tokens[first : first + len(told)] = tokens
         request.unheard[0] = request.unheard[0]._replace(tokens=tokens)
-        request.addresses = Addresses()
+        request.known.write(first, request.tokens[first:])
         for truth in request.truths:
             truth.forget_behind(max(first - truth.token_offset, 0))
 
@@ -376,10 +294,12 @@ class RequestBook:
             return None
         return int(chains[length - 1]) if length else request.root(pool_id)
 
-    def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> list[int | None]:
+    def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> Sequence[int | None]:
         """As `truth`, of many rows, as int64."""
-        return chains_at(list(in_pool(pool_id, TRUTHS, requests)), lengths, list(map(TOKENS, requests)), self._keys)
+        cards = addresses_of(map(KNOWN, requests))
+        return chains_at(cards, pool_id, self._roles[pool_id].token_offset, lengths, self._keys)
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
-        return request.truths[pool_id].up_to(length, request.tokens, self._keys)
+        is_known = self.truths_at([request], pool_id, [length])[0] is not None
+        return request.truths[pool_id].values if is_known else None

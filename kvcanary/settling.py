@@ -16,12 +16,14 @@ from kvcanary.cards import (
     JUDGED,
     JUDGED_STEP,
     KNOWN,
+    NUM_TOKENS_KNOWN,
     NUM_TRUTHS,
     PLANS_WRONG,
     READS_WRONG,
     ROW_LEN,
     SEALED_BITS,
     SEEN,
+    TOKENS_KNOWN,
 )
 from kvcanary.forward import SLOT_BYTES, Forward, Ints
 from kvcanary.host import REWRITTEN
@@ -77,15 +79,15 @@ class Settler:
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
         """[pools * FACTS] (cards.py)."""
-        addresses, row, tokens, epoch = request.addresses, request.row, request.tokens, self._mirror.epoch
-        addresses.follow(row, tokens)
-        num_tokens, committed_len = len(tokens), request.committed_len
-        common = request.uid, addresses.granted_at, len(row) // SLOT_BYTES, addresses.tokens_at, num_tokens
+        known, row, epoch, committed_len = request.known, request.row, self._mirror.epoch, request.committed_len
+        known.follow(row)
+        tokens = known.card[TOKENS_KNOWN], known.card[NUM_TOKENS_KNOWN]
+        common = request.uid, known.granted_at, len(row) // SLOT_BYTES, *tokens
         for truth, row_len, (length, _, judged_in) in zip(
             request.truths, request.row_lens, request.judged, strict=True
         ):
-            known, room = length if judged_in == epoch else 0, truth.room_for(num_tokens)
-            facts = room, truth.count, truth.signed_root, committed_len, row_len, known, 0, 0, 0
+            is_judged = length if judged_in == epoch else 0
+            facts = truth.values_at, truth.count, truth.signed_root, committed_len, row_len, is_judged, 0, 0, 0
             numbers.extend(common + facts)
 
     def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:

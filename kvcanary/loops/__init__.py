@@ -4,6 +4,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.finite import are_finite, find_unwritten
+from kvcanary.loops.known import append_tokens, grow_chains
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
@@ -11,7 +12,6 @@ from kvcanary.loops.recording import copy_records, keep_plans
 from kvcanary.loops.records import (
     are_written,
     chain_tokens,
-    grow_chains,
     match_records,
     move_records,
     seal_plan,
@@ -21,6 +21,7 @@ from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
 __all__ = [
+    "append_tokens",
     "are_finite",
     "are_written",
     "chain_tokens",

@@ -57,27 +57,6 @@ def chain_tokens(tokens, first_position, value, multiplier, key, chains):
         chains[i] = value
 
 
-@loop("void(int64[::1], int64, int64, int64[::1])")
-def grow_chains(asked, multiplier, key, last):
-    """Chains that grow, each as `chain_tokens` gives it; `last`: [chains] out, their values at the lengths asked for.
-
-    asked: of each the address of its values, how many there are, how many there shall be, its root, and the token of
-           each value that is missing
-    """
-    at = 0
-    for number in range(last.shape[0]):
-        first, length, value = asked[at + 1], asked[at + 2], asked[at + 3]
-        values = longs_at(asked[at], length)
-        if first:
-            value = values[first - 1]
-        at += 4
-        for position in range(first, length):
-            value = multiplier * value + mix(asked[at], position, key)
-            values[position] = value
-            at += 1
-        last[number] = value
-
-
 @loop()
 def _write(row, record, pool_term, constants, table, live, judged):
     """One record, under `seal.seal_values` and what its pool adds; whether an entry is rewritten that was judged."""

@@ -13,12 +13,13 @@ from structlog.testing import capture_logs
 import kvcanary.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
 from kvcanary.forward import Forward, refuse_contradiction
+from kvcanary.known import Known, TruthChain, addresses_of, chains_at
 from kvcanary.lanes import lanes_of_slots
-from kvcanary.ledger import Ledger, Role, TruthChain
+from kvcanary.ledger import Ledger, Role
 from kvcanary.loops import memory
 from kvcanary.mirror import NOT_ALL, Mirror, Move
 from kvcanary.state import CanaryState
-from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host
+from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host, signed
 
 SLOTS = 40
 
@@ -165,11 +166,14 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
-    truth = TruthChain(root=keys.root_key, token_offset=1)
+    known = Known(tokens, [5, keys.root_key])
+    truth, cards = TruthChain(known, 1, keys.root_key, 1), addresses_of([known, known])
     expected = chain_host(tokens[1:], 0, keys.root_key, keys)
     for length in (0, 1, 2, 9, 8, 39):
-        assert truth.up_to(length, tokens, keys)[:length].tolist() == expected[:length]
-    assert truth.up_to(40, tokens, keys) is None
+        last = signed(expected[length - 1] if length else keys.root_key)
+        assert chains_at(cards, 1, 1, [length, -1], keys) == [last, signed(keys.root_key)]
+        assert truth.values[:length].tolist() == expected[:length]
+    assert chains_at(cards, 1, 1, [40, 39], keys) == [None, signed(expected[38])]
 
 
 def test_records_are_sealed_as_the_plain_formula_says():

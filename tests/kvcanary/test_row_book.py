@@ -7,13 +7,15 @@ import ctypes
 import numpy as np
 import pytest
 
+from kvcanary.cards import NUM_TOKENS_KNOWN, TOKENS_KNOWN
 from kvcanary.codes import CODES
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
 from kvcanary.findings import Cause
+from kvcanary.known import LEAST_ROOM, Known, TruthChain, append_tokens
 from kvcanary.ledger import Judged, Ledger
 from kvcanary.quarantine import Quarantine
-from kvcanary.requests import NO_PAGE, Addresses, ReadQueue, TruthChain, Unheard
+from kvcanary.requests import NO_PAGE, ReadQueue, Unheard
 from kvcanary.uids import digest
 from kvcanary_kernels.record import chain_root, make_keys
 
@@ -222,41 +224,42 @@ def test_the_last_request_of_a_fork_owns_its_pages_again():
 # requests
 
 
-def test_a_truth_chain_keeps_what_was_computed():
-    """Room is made twice over and values stay in it; a loop may fill it."""
-    chain = TruthChain(1 << 63 | 5, 0)
-    assert chain.signed_root == 5 - (1 << 63)
-    address = chain.room_for(3)
-    ctypes.memmove(address, np.array([7, 8, 9], np.uint64).ctypes.data, 24)
-    chain.grown(3)
-    assert chain.values.tolist() == [7, 8, 9]
-    assert chain.room_for(6) == address
-    assert chain.room_for(7) != address
-    chain.grown(2)
-    assert chain.values.tolist() == [7, 8, 9]
+def at(address, count):
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address)).tolist()
 
 
-def test_addresses_follow_row_and_tokens():
-    """Tokens are copied once, the row is read where it lies; nothing has no address."""
-    addresses = Addresses()
-    addresses.follow(b"", [])
-    assert (addresses.granted_at, addresses.tokens_at) == (0, 0)
-    row, tokens = np.arange(40, 44).tobytes(), [3, 1, 4]
-    addresses.follow(row, tokens)
-    granted = np.ctypeslib.as_array((ctypes.c_int64 * 4).from_address(addresses.granted_at))
-    assert granted.tolist() == [40, 41, 42, 43]
-    kept = addresses.tokens_at
-    for more in (1, 5, 9):
-        tokens.append(more)
-        addresses.follow(row, tokens)
-    known = np.ctypeslib.as_array((ctypes.c_int64 * 6).from_address(addresses.tokens_at))
-    assert (known.tolist(), addresses.tokens_at) == (tokens, kept)
-    tokens += [2, 6]
-    addresses.follow(row, tokens)
-    known = np.ctypeslib.as_array((ctypes.c_int64 * 8).from_address(addresses.tokens_at))
-    assert known.tolist() == tokens
-    addresses.follow(b"", tokens)
-    assert addresses.granted_at == 0
+def test_what_is_known_keeps_its_address_and_makes_room():
+    """Tokens and values that a loop has filled stay where room is made for more; the card stays where it is."""
+    known = Known([3, 1, 4], [1 << 63 | 5, 7])
+    chain, other = TruthChain(known, 0, 1 << 63 | 5, 0), TruthChain(known, 1, 7, 1)
+    assert (chain.signed_root, other.signed_root, chain.count) == (5 - (1 << 63), 7, 0)
+    for one, values in ((chain, [7, 8, 9]), (other, [5, 6])):
+        ctypes.memmove(one.values_at, np.array(values, np.uint64).ctypes.data, 8 * len(values))
+        one.grown(len(values))
+        one.grown(1)
+    where, tokens = chain.values_at, list(range(LEAST_ROOM))
+    card = known.at
+    append_tokens([known], [tokens[3:-1]])
+    assert chain.values_at == where
+    append_tokens([known, Known([], [1])], [tokens[-1:], [1]])
+    assert (chain.values_at == where, known.at == card, known.at == known.card.buffer_info()[0]) == (True, True, True)
+    append_tokens([known], [[1]])
+    assert (chain.values_at == where, known.at) == (False, card)
+    assert at(known.card[TOKENS_KNOWN], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
+    assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
+    known.write(1, [2, 6])
+    assert (at(known.card[TOKENS_KNOWN], 3), known.card[NUM_TOKENS_KNOWN]) == ([3, 2, 6], 3)
+
+
+def test_a_row_is_read_where_it_lies():
+    """No copy is made, and nothing has no address."""
+    known = Known([], [1])
+    known.follow(b"")
+    assert known.granted_at == 0
+    known.follow(np.arange(40, 44).tobytes())
+    assert at(known.granted_at, 4) == [40, 41, 42, 43]
+    known.follow(b"")
+    assert known.granted_at == 0
 
 
 def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
@@ -266,14 +269,12 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     request.unheard.extend([Unheard([96, 97], 96, 98), Unheard([98, 99], 98, 100)])
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
-    before = request.addresses
     ledger.confirm(request, [96, 97])
-    assert request.addresses is before
     assert [truth.count for truth in request.truths] == [99, 99]
     ledger.confirm(request, [96, 7])
     assert request.tokens[94:] == [94, 95, 96, 7, 98, 99]
     assert list(request.unheard) == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
-    assert request.addresses is not before
+    assert at(request.known.card[TOKENS_KNOWN], 100) == request.tokens
     assert [truth.count for truth in request.truths] == [96, 95]
 
 
@@ -315,10 +316,9 @@ def test_what_a_pool_holds_is_final_up_to_what_was_written():
 def test_tokens_since_a_step_are_those_that_came_after_it():
     """Several in one step count together; before the first step all do."""
     ledger = make_ledger()
-    ledger.request("a").append([1, 2], 4)
-    ledger.request("a").append([3], 4)
-    ledger.request("a").append([4.0], 6)
     request = ledger.request("a")
+    for tokens, step in (([1, 2], 4), ([3], 4), ([4.0], 6)):
+        ledger.append([request], [tokens], step)
     assert [request.tokens_since(step) for step in (-1, 0, 3, 4, 6)] == [104, 4, 4, 1, 0]
     assert request.tokens[-4:] == [1, 2, 3, 4]
 

@@ -1,0 +1,147 @@
+"""Known: the tokens of a request and the chain values of its rows, where compiled loops read them by one address."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.cards import (
+    CHAIN_CARD,
+    CHAIN_COUNT,
+    CHAIN_ROOT,
+    CHAIN_VALUES,
+    NOT_KNOWN,
+    NUM_TOKENS_KNOWN,
+    REQUEST_CARD,
+    TOKENS_KNOWN,
+    TOKENS_ROOM,
+)
+from kvcanary_kernels.record import Keys, signed
+
+LEAST_ROOM = 64
+
+
+class Known:
+    """Of one request; what is there stays, and moves when it needs more room.
+
+    card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (cards.py);  at: its address, which stays
+    granted_at: address of the slots of its row
+    """
+
+    __slots__ = ("_numbers", "_row", "at", "card", "granted_at")
+
+    def __init__(self, tokens: Sequence[int], roots: Sequence[int]) -> None:
+        """`roots`: by pool the chain value that position 0 continues, unsigned."""
+        self.card = array("q", [0] * REQUEST_CARD)
+        for root in roots:
+            self.card.extend((0, 0, signed(root)))
+        self.at = self.card.buffer_info()[0]
+        self._numbers: NDArray[np.int64] = np.empty((1 + len(roots), 0), np.int64)
+        self._row, self.granted_at = b"", 0
+        self.write(0, tokens)
+
+    def follow(self, row: bytes) -> None:
+        """Slots of the row from now on, as the bytes of an index array."""
+        if row is not self._row:
+            self._row = row
+            self.granted_at = np.frombuffer(row, np.int64).ctypes.data if row else 0
+
+    def write(self, first: int, tokens: Sequence[int]) -> None:
+        """The tokens from this place on; chains are known so far as tokens are the same."""
+        count = first + len(tokens)
+        self.make_room(count)
+        self._numbers[0, first:count] = tokens
+        self.card[NUM_TOKENS_KNOWN] = count
+
+    def make_room(self, count: int) -> None:
+        """For so many tokens, and as many values of every chain."""
+        card = self.card
+        if count <= card[TOKENS_ROOM] and self._numbers.size:
+            return
+        room = max(2 * count, LEAST_ROOM)
+        numbers = np.empty((len(self._numbers), room), np.int64)
+        numbers[:, : card[TOKENS_ROOM]] = self._numbers
+        self._numbers = numbers
+        card[TOKENS_KNOWN], card[TOKENS_ROOM] = numbers.ctypes.data, room
+        for pool_id in range(len(numbers) - 1):
+            card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_VALUES] = numbers[1 + pool_id].ctypes.data
+
+    def values(self, pool_id: int) -> NDArray[np.uint64]:
+        """Of a pool's chain, as many as have been asked for."""
+        return self._numbers[1 + pool_id, : self.card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_COUNT]].view(
+            np.uint64
+        )
+
+
+class TruthChain:
+    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
+
+    count: of these;  values_at: their address, with room for one of every token
+    """
+
+    __slots__ = ("_known", "_place", "_pool_id", "root", "signed_root", "token_offset")
+
+    def __init__(self, known: Known, pool_id: int, root: int, token_offset: int) -> None:
+        self._known, self._pool_id, self._place = known, pool_id, REQUEST_CARD + CHAIN_CARD * pool_id
+        self.root, self.token_offset = root, token_offset
+        self.signed_root = known.card[self._place + CHAIN_ROOT]
+
+    @property
+    def values(self) -> NDArray[np.uint64]:
+        """[count]"""
+        return self._known.values(self._pool_id)
+
+    @property
+    def count(self) -> int:
+        return self._known.card[self._place + CHAIN_COUNT]
+
+    @property
+    def values_at(self) -> int:
+        return self._known.card[self._place + CHAIN_VALUES]
+
+    def grown(self, length: int) -> None:
+        """A loop has filled the room up to here."""
+        self._known.card[self._place + CHAIN_COUNT] = max(self.count, length)
+
+    def forget_behind(self, length: int) -> None:
+        """Tokens behind these entries are others now."""
+        self._known.card[self._place + CHAIN_COUNT] = min(self.count, length)
+
+
+def addresses_of(known: Iterable[Known]) -> array[int]:
+    """Of their cards."""
+    return array("q", [one.at for one in known])
+
+
+def append_tokens(known: Sequence[Known], token_ids: Sequence[Sequence[int]]) -> None:
+    """Tokens that follow, by request."""
+    from kvcanary.loops import append_tokens as append
+
+    cards, counts, tokens = addresses_of(known), array("q", map(len, token_ids)), array("q")
+    for own in token_ids:
+        tokens.extend(own)
+    told = len(cards), cards.buffer_info()[0], counts.buffer_info()[0], tokens.buffer_info()[0]
+    if not append(*told):
+        for one, count in zip(known, counts, strict=True):
+            one.make_room(one.card[NUM_TOKENS_KNOWN] + count)
+        append(*told)
+
+
+def chains_at(
+    cards: array[int], pool_id: int, token_offset: int, lengths: Sequence[int], keys: Keys
+) -> Sequence[int | None]:
+    """Of the requests of these cards the chain value of the last entry at these lengths, as int64.
+
+    None: a token is not known. Without entries, and at a negative length, it is what position 0 continues.
+    """
+    from kvcanary.loops import grow_chains
+
+    n, place = len(cards), REQUEST_CARD + CHAIN_CARD * pool_id
+    asked, last = array("q", lengths), array("q", bytes(8 * n))
+    at = cards.buffer_info()[0], asked.buffer_info()[0], last.buffer_info()[0]
+    if not grow_chains(n, *at, place, token_offset, signed(keys.multiplier), signed(keys.mix_key)):
+        return last.tolist()
+    return [None if length == NOT_KNOWN else value for length, value in zip(asked, last, strict=True)]
