@@ -23,7 +23,7 @@ from kvcanary.outbox import Outbox
 from kvcanary.seats import Seats, StaticTruth
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import StaticSubstep
+from kvcanary.static import HEADER_PART, StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.plan import NO_CLAIM
@@ -37,14 +37,14 @@ CAPACITY = 256  # substeps: kinds and indices times buckets
 class Snapshot(NamedTuple):
     """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
-    headers:       by number of the substep, [HEADER] int64; those that are not there have not run
+    headers:       by number of the substep, [HEADER] int64, None: as `runs` says; those not there have not run
     once:          substeps of forwards that came once, each with its header
     planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     runs:          of substeps that the host launched, by number
     """
 
-    headers: dict[int, Ints]
+    headers: dict[int, Ints] | None
     once: Sequence[tuple[OnceSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
@@ -83,6 +83,7 @@ class SubstepBank:
         self.shared = Shared(state, self.step, claims, Beside(device))
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
+        self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
         self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
         self._reads_unknown: set[int] = set()
         self._expected: set[int] = set()  # numbers of substeps
@@ -196,24 +197,22 @@ class SubstepBank:
 
     def snapshot(
         self,
-        told: dict[int, Ints] | None = None,
         runs: dict[int, Ran] | None = None,
         once: Sequence[tuple[OnceSubstep, Ints]] = (),
     ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
-        told: headers by number of substeps that are on their way already; None, or where others were expected to run,
-              all of them go in one small copy. Nobody waits for it
-        runs: of substeps by number, where the host knows of them;  once: as in the `Snapshot`
+        runs: of substeps by number, whose headers are on their way already; None, or where others were expected to run:
+              all headers go in one small copy. Nobody waits for it
+        once: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
-        if not self._in_order:
-            told = {}
-        elif told is None or not self._expected <= told.keys():
-            told = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
+        headers = None
+        if self._in_order and (runs is None or not self._expected <= runs.keys()):
+            headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         self._expected.clear()
-        return Snapshot(told, once, planned, unknown, runs or {})
+        return Snapshot(headers, once, planned, unknown, runs or {})
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -225,18 +224,12 @@ class SubstepBank:
             snapshot = self.snapshot()
             if self.step.is_cuda:
                 torch.cuda.current_stream(self.step.device).synchronize()
-        harvest, totals = Harvest(), np.zeros(NUM_RUNS, np.int64)
-        for number, header in snapshot.headers.items():
-            header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
-            new = header - self._seen[number]
-            self._seen[number] = header
-            planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
-            if number in snapshot.reads_unknown:
-                planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
-            totals += self._take(self._in_order[number], new, planned, harvest, step, snapshot.runs.get(number))
+        harvest, totals = Harvest(), array("q", bytes(8 * NUM_RUNS))
+        if snapshot.headers is not None or not self._is_quiet(snapshot, totals):
+            self._take_all(snapshot, totals, harvest, step)
         for substep, header in snapshot.once:
-            totals += self._take(substep, header, substep.planned, harvest, step, None)
-        harvest.runs = int(totals[RUN_ROWS]), int(totals[RUN_WRITTEN]), int(totals[RUN_READ])
+            self._take(substep, header, substep.planned, totals, harvest, step, None)
+        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
         return harvest
 
     # helpers
@@ -255,26 +248,49 @@ class SubstepBank:
         unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         return planned, unknown
 
+    def _is_quiet(self, snapshot: Snapshot, totals: array[int]) -> bool:
+        """Whether all headers were taken by `loops.take_quiet`."""
+        told = array("q")
+        for number, ran in snapshot.runs.items():
+            told.extend((number, ran.line.address(HEADER_PART), number in snapshot.reads_unknown))
+        at = (told.buffer_info()[0], self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])
+        return bool(self._loops.take_quiet(len(snapshot.runs), *at, 2 * NUM_BITS, HEADER))
+
+    def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Harvest, step: int | None) -> None:
+        headers = snapshot.headers
+        if headers is None:
+            headers = {number: ran.header for number, ran in snapshot.runs.items()}
+        for number, header in headers.items():
+            header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
+            new = header - self._seen[number]
+            self._seen[number] = header
+            planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+            if number in snapshot.reads_unknown:
+                planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
+            self._take(self._in_order[number], new, planned, totals, harvest, step, snapshot.runs.get(number))
+
     def _take(
         self,
         substep: StaticSubstep,
         header: Ints,
         planned: list[int],
+        totals: array[int],
         harvest: Harvest,
         step: int | None,
         ran: Ran | None,
-    ) -> Ints:
-        """What a substep says since the last time into the harvest, H1 where it covered what was not planned; its runs.
+    ) -> None:
+        """What a substep says since the last time into harvest and totals, H1 where it covered what was not planned.
 
-        planned: [NUM_RUNS]
+        planned, totals: [NUM_RUNS]
         """
-        counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :]
+        counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :].tolist()
         if counts.any():
             self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), harvest, step, ran)
-        if planned != runs.tolist():
-            both = [count for pair in zip(planned, runs.tolist(), strict=True) for count in pair]
+        if planned != runs:
+            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
             harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
-        return runs
+        for run, count in enumerate(runs):
+            totals[run] += count
 
     def _collect(
         self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None

@@ -94,6 +94,31 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
 ) = range(4)
 NOT_KNOWN = -2  # length of a chain one of whose tokens is not known
 
+#: Of a captured forward, [LINE_CARD] int64 that stay: where parts of the line begin that tells of its runs.
+(
+    LINE_POOL,
+    LINE_BOUNDS,
+    LINE_STARTS,
+    LINE_ENDS,
+    LINE_SLOTS,
+    LINE_TOKENS,
+    LINE_PARENTS,  # NOWHERE: none
+    LINE_SAFE,
+    LINE_MASK,  # NOWHERE: none
+    LINE_ENTRIES,  # that it has room for
+    LINE_WIDTH,
+    LINE_NODES,
+    LINE_GUESSES,
+    LINE_CARD,
+) = range(14)
+NOWHERE = -1
+
+#: Of the books, [BOOKS_CARD] addresses: states of pages; by record whether it was judged, and whether it was learned.
+BOOKS_STATES, BOOKS_JUDGED, BOOKS_LEARNED, BOOKS_CARD = range(4)
+
+#: What a loop says of a line, below the number of its entries.
+LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
+
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2
 SEALED_BITS = 2  # above these, what sealing has seen

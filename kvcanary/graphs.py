@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvcanary.bank import Snapshot, SubstepBank
 from kvcanary.buffers import UNKNOWN
 from kvcanary.captured_move import StaticMove
+from kvcanary.cards import LEFT_TO_RULES, LINE_BITS
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
+from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
-from kvcanary.learning import Launched, Learned
+from kvcanary.known import addresses_of, chains_at
+from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
-from kvcanary.outbox import to_device
-from kvcanary.requests import COMMITTED, SIGNED_ROOT, TRUTHS, UID, UNHEARD, UNLANDED, Unheard, final_lens, in_pool
+from kvcanary.outbox import Line, to_device
+from kvcanary.requests import (
+    COMMITTED,
+    KNOWN,
+    SIGNED_ROOT,
+    TRUTHS,
+    UID,
+    UNHEARD,
+    UNLANDED,
+    Unheard,
+    final_lens,
+    in_pool,
+)
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import MASKS, ROW_STARTS, VIOLATIONS, StaticSubstep
+from kvcanary.static import HEADER_PART, StaticSubstep
 from kvcanary.truths import note_rows
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
@@ -60,6 +74,9 @@ class Listener(Protocol):
     def learned(self, forward: Learned, layers: Sequence[int]) -> None:
         """The first of its site and step of which nothing was told; `layers`: that it stored, in their order."""
 
+    def heard(self, forward: Heard, layers: Sequence[int]) -> None:
+        """The same of one that was proved clean."""
+
     def moved(self, src: Ints, dst: Ints) -> None:
         """The first launched move of which nothing was told."""
 
@@ -70,12 +87,11 @@ class Listener(Protocol):
 class Run(NamedTuple):
     """A captured forward that has run, and what the device says of it.
 
-    written: as `StaticSubstep.written` tells it;  masks: of its trees;  accepted: [size, 1 + places], before it ran
+    line: as `StaticSubstep.written` tells it;  accepted: [size, 1 + places], before it ran
     """
 
     launched: Launched
-    written: list[Ints]
-    masks: NDArray[np.bool_] | None
+    line: Line
     accepted: Ints | None
 
 
@@ -102,6 +118,7 @@ class StaticChecks:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
         self.bank = SubstepBank(state)
         self._singles = Singles(self.bank.shared)
+        self._hearing: Hearing | None = None
         self.launched: list[Launched] = []
         self.moves: list[StaticMove] = []
 
@@ -123,12 +140,13 @@ class StaticChecks:
         for substep, count in zip(substeps, reads, strict=True):
             self.bank.expect(substep, len(requests) * substep.width, entries * substep.width, count)
         lengths = self._known_lens(requests, substeps[0].pool)
-        truth = self._truth(substeps[0].pool.pool_id, requests, lengths, len(substeps))
+        cards = addresses_of(map(KNOWN, requests))
+        truth = self._truth(substeps[0].pool, requests, cards, lengths, len(substeps))
         if acceptance is not None:
             acceptance.told.expect(self.bank.turn)
             for request in requests:
                 request.unlanded += 1
-        self._note(substeps, requests, lengths, step, written, acceptance)
+        self._note(substeps, requests, cards, lengths, step, written, acceptance)
         return truth
 
     def launch_once(
@@ -143,14 +161,18 @@ class StaticChecks:
     ) -> OnceSubstep:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
         lengths = self._known_lens(requests, pool)
-        truth = self._truth(pool.pool_id, requests, lengths)
+        cards = addresses_of(map(KNOWN, requests))
+        truth = self._truth(pool, requests, cards, lengths)
         substep = self._singles.take(pool, site, read, write, written, truth)
-        self._note([substep], requests, lengths, step, written, None)
+        self._note([substep], requests, cards, lengths, step, written, None)
         return substep
 
-    def _truth(self, pool_id: int, requests: Sequence[Request], lengths: list[int], num_forwards: int = 1) -> RowTruth:
-        lasts = [max(length, 0) for length in lengths] if UNKNOWN in lengths else lengths
-        chains = self._ledger.truths_at(requests, pool_id, lasts)
+    def _truth(
+        self, pool: PoolState, requests: Sequence[Request], cards: array[int], lengths: list[int], num_forwards: int = 1
+    ) -> RowTruth:
+        """`cards`: of the requests."""
+        pool_id = pool.pool_id
+        chains = chains_at(cards, pool_id, pool.view.token_offset, lengths, pool.keys)
         if None in chains or UNKNOWN in lengths:
             lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
             self._coverage.skip("truth not known to the host", num_forwards * lengths.count(UNKNOWN))
@@ -178,6 +200,7 @@ class StaticChecks:
         self,
         substeps: Sequence[StaticSubstep],
         requests: list[Request],
+        cards: array[int],
         lengths: Sequence[int],
         step: int,
         written: Sequence[int] | None,
@@ -189,7 +212,7 @@ class StaticChecks:
         heard = [request.heard_len for request in requests] if is_behind else None
         for substep in substeps:
             substep.written.expect(self.bank.turn)
-            run = Launched(substep, requests, committed, step, self.bank.turn, heard, written, acceptance)
+            run = Launched(substep, requests, committed, step, self.bank.turn, cards, heard, written, acceptance)
             self.launched.append(run)
         num_forwards = len(substeps)
         for request in requests:
@@ -207,25 +230,27 @@ class StaticChecks:
         launched, self.launched = self.launched, [run for run in self.launched if run.substep.is_open]
         launched = [run for run in launched if not run.substep.is_open]
         moves, self.moves = self.moves, []
-        forwards = [_run(run) for run in launched]
-        headers, runs, singles = dict[int, Ints](), dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
-        for run, written, *_ in forwards:
+        forwards = [Run(run, run.substep.written.line(), _accepted(run)) for run in launched]
+        runs, singles = dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
+        for run, line, _ in forwards:
             if isinstance(run.substep, OnceSubstep):
-                singles.append((run.substep, written[-1]))
+                singles.append((run.substep, line[HEADER_PART]))
             elif (number := run.substep.number) is not None:
-                headers[number] = written[-1]
-                runs[number] = Ran(run.turn, written[ROW_STARTS], written[VIOLATIONS], run.requests)
-        snapshot = self.bank.snapshot(headers or None, runs, singles)
+                runs[number] = Ran(run.turn, line, run.requests)
+        snapshot = self.bank.snapshot(runs or None, singles)
         return Told(step, forwards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
-    def learn(self, told: Told, mirror: Mirror, commit: Commit) -> Iterator[Learned]:
+    def learn(self, told: Told, mirror: Mirror, commit: Commit, proves: bool) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
 
         commit: entries of requests up to a length each became final in a step
+        proves: a forward that a loop finds clean is not left to the rules
         """
-        num_learned = 0
-        for run, written, masks, accepted in told.forwards:
+        num_learned, hearing = 0, self._hearing
+        if hearing is None:
+            hearing = self._hearing = Hearing(self._ledger.pages, mirror)
+        for run, line, accepted in told.forwards:
             has_run = run.substep.written.has_run(run.turn)
             tokens = None if accepted is None else _tokens(run, accepted) if has_run else [[]] * len(run.requests)
             if run.heard is not None:
@@ -238,7 +263,14 @@ class StaticChecks:
                 counts = [len(own) for own in tokens or ()] if run.written is None else run.written
                 lengths = final_lens(run.requests, run.substep.pool.pool_id)
                 _note_rows(run.substep, run.requests, lengths, counts)
-            forward = Learned(run, written, masks, tokens)
+            substep, number = run.substep, run.substep.number
+            if proves and number is not None:
+                seen = hearing.hear(number, run, line)
+                if not seen & LEFT_TO_RULES:
+                    num_learned += 1
+                    self.listener.heard(Heard.of(run, line, seen >> LINE_BITS, tokens), substep.layers)
+                    continue
+            forward = Learned(substep, run.step, len(run.requests), line.parts(), tokens, run.requests)
             if not forward.is_plan:
                 self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                 continue
@@ -246,7 +278,7 @@ class StaticChecks:
             self._ledger.pages.wrote(forward.slots // self._ledger.page_size)
             mirror.learn(forward.slots + forward.pool.base)
             yield forward
-            self.listener.learned(forward, run.substep.layers)
+            self.listener.learned(forward, substep.layers)
         self._coverage.forwards += num_learned
 
     def _settle_counts(
@@ -367,8 +399,3 @@ def _accepted(run: Launched) -> Ints | None:
 def _tokens(run: Launched, accepted: Ints) -> list[list[int]]:
     """By request."""
     return [row[1 : 1 + count].tolist() for row in accepted[: len(run.requests)] for count in (max(int(row[0]), 0),)]
-
-
-def _run(launched: Launched) -> Run:
-    written, masks = launched.substep.written.read(), launched.substep.masks
-    return Run(launched, written, None if masks is None else masks.read(written[MASKS]), _accepted(launched))

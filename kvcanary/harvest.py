@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvcanary.launches import PLANNED, READ, is_later
 from kvcanary.ledger import Request
-from kvcanary.static import StaticSubstep
+from kvcanary.outbox import Line
+from kvcanary.static import HEADER_PART, ROW_STARTS, VIOLATIONS, StaticSubstep
 from kvcanary_kernels.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record import CODE_BITS, MASK_32, signed
 from kvcanary_kernels.table import slot_at
@@ -91,15 +92,27 @@ class Harvest:
 class Ran(NamedTuple):
     """A run of a substep that the host launched, of which the buffers may hold a later one by now.
 
-    turn:       in which it ran
-    row_starts: [rows] int64, where its rows began in the index array
-    violations: [rows] int64, entries of its rows at which something fired
+    turn: in which it ran;  line: as `StaticSubstep.written` told it
     """
 
     turn: int
-    row_starts: NDArray[np.int64]
-    violations: NDArray[np.int64]
+    line: Line
     requests: Sequence[Request]
+
+    @property
+    def row_starts(self) -> NDArray[np.int64]:
+        """[rows] where its rows began in the index array."""
+        return self.line[ROW_STARTS]
+
+    @property
+    def violations(self) -> NDArray[np.int64]:
+        """[rows] entries of its rows at which something fired."""
+        return self.line[VIOLATIONS]
+
+    @property
+    def header(self) -> NDArray[np.int64]:
+        """[HEADER]"""
+        return self.line[HEADER_PART]
 
 
 def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | None) -> list[StaticHit]:

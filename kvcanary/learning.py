@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
+from kvcanary.outbox import Line
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import PoolState
-from kvcanary.static import StaticSubstep
+from kvcanary.static import MASKS, StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 
 
@@ -21,6 +22,7 @@ class Launched(NamedTuple):
     """A captured forward that the host has launched in this turn and knows nothing more of.
 
     committed: by request, at that time
+    cards:     of the requests, `known.addresses_of`
     heard:     by request, committed length that the engine had told by then; None: rows of no request were longer
     written:   by request, entries that each of its rows writes; None: as many as `acceptance` says
     """
@@ -30,9 +32,44 @@ class Launched(NamedTuple):
     committed: list[int]
     step: int
     turn: int
+    cards: array[int]
     heard: list[int] | None = None
     written: Sequence[int] | None = ()
     acceptance: StaticAcceptance | None = None
+
+
+class Heard(NamedTuple):
+    """A captured forward that a loop has proved clean, as its line says; `learned` makes of it what the rules take.
+
+    numbers: the parts up to masks, copied;  accepted: as `Learned` has it
+    """
+
+    substep: StaticSubstep
+    step: int
+    num_requests: int
+    num_entries: int
+    numbers: Ints
+    accepted: list[list[int]] | None
+
+    @classmethod
+    def of(cls, run: Launched, line: Line, num_entries: int, accepted: list[list[int]] | None) -> Heard:
+        """Nothing of it lies in the line any more."""
+        numbers = line.numbers[: line.where[MASKS].stop].copy()
+        return cls(run.substep, run.step, len(run.requests), num_entries, numbers, accepted)
+
+    @property
+    def num_bytes(self) -> int:
+        """As `Learned.num_bytes`."""
+        substep, rows = self.substep, self.num_requests * self.substep.width
+        nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
+        numbers = 4 * self.num_entries + (6 + substep.forward.ancestors) * rows
+        return 8 * numbers + self.num_requests * nodes * nodes
+
+    def learned(self) -> Learned:
+        where = self.substep.written.line().where[: MASKS + 1]
+        header = np.zeros(2 * NUM_BITS, np.int64)
+        own = self.substep, self.step, self.num_requests
+        return Learned(*own, [*(self.numbers[part] for part in where), header], self.accepted)
 
 
 class Learned:
@@ -48,21 +85,22 @@ class Learned:
 
     def __init__(
         self,
-        run: Launched,
+        substep: StaticSubstep,
+        step: int,
+        num_requests: int,
         written: Sequence[Ints],
-        masks: NDArray[np.bool_] | None,
         accepted: list[list[int]] | None = None,
+        requests: Sequence[Request] = (),
     ) -> None:
-        """`written`: as `StaticSubstep.written` tells it."""
-        self.accepted = accepted
-        substep = run.substep
-        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, *_, header = written
+        """`written`: as `StaticSubstep.written` tells it; parts between masks and header are not looked at."""
+        self.accepted, self.requests = accepted, requests
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, words, *_, header = written
         self.has_read_hits = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
         self._indices, self._spans = substep.forward.table.pages, (starts, ends)
         self.kind, self.index = self.site = substep.site
         self.pool: PoolState = substep.pool
-        self.step, self.requests, self.width = run.step, run.requests, substep.width
-        self.num_rows = num_rows = len(run.requests) * substep.width
+        self.step, self.width = step, substep.width
+        self.num_rows = num_rows = num_requests * substep.width
         self._num_ancestors = substep.forward.ancestors
         self.ancestors: Ints = ancestors.reshape(substep.forward.num_rows, -1)[:num_rows]
         self._bounds = bounds[: num_rows + 1]
@@ -73,7 +111,9 @@ class Learned:
         self._parents: Ints | None = parents[live] if len(parents) else None
         safe = safe_slots[live]
         self.slots: Ints = safe[safe >= self.pool.view.null_slots]
-        self.tree_mask = None if masks is None else torch.from_numpy(masks[: len(run.requests)])
+        self.tree_mask = None
+        if substep.masks is not None:
+            self.tree_mask = torch.from_numpy(substep.masks.read(words)[:num_requests])
 
     @property
     def is_plan(self) -> bool:
@@ -108,7 +148,7 @@ class Learned:
         self._parents = None if self._parents is None else self._parents.copy()
         self.ancestors, self._bounds = self.ancestors.copy(), self._bounds.copy()
         self.tree_mask = None if self.tree_mask is None else self.tree_mask.clone()
-        self.requests, self._indices = [], self._indices[:0]
+        self.requests, self._indices = (), self._indices[:0]
 
     @property
     def plan(self) -> Ints:

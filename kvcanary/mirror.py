@@ -135,6 +135,16 @@ class Mirror:
             self._fresh.append(pool.base + move.dst)
         return seen >> 1
 
+    @property
+    def flags_of_loops(self) -> tuple[int, int]:
+        """Addresses of what was judged and, on a device, of what was learned, by record; they stay."""
+        return self.judged.ctypes.data, 0 if self._is_host else self._learned.ctypes.data
+
+    def heard(self, rewritten: int) -> None:
+        """As `learn`, of rows that a loop has marked; `rewritten`: not 0 where one of them was judged."""
+        self._is_behind = not self._is_host
+        self._note(rewritten)
+
     def learn(self, rows: Rows) -> None:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""
         if not self._is_host:

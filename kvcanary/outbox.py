@@ -39,6 +39,27 @@ class Outbox:
         return numbers
 
 
+class Line:
+    """Tensors as they were packed in one turn, flat: there when the run is over, for IN_THE_AIR turns.
+
+    numbers: all of them, one behind the other;  at: their address;  where: of each
+    """
+
+    __slots__ = ("at", "numbers", "where")
+
+    def __init__(self, numbers: NDArray[np.int64], where: Sequence[slice]) -> None:
+        self.numbers, self.where, self.at = numbers, where, numbers.ctypes.data
+
+    def __getitem__(self, part: int) -> NDArray[np.int64]:
+        return self.numbers[self.where[part]]
+
+    def address(self, part: int) -> int:
+        return self.at + 8 * int(self.where[part].start)
+
+    def parts(self) -> list[NDArray[np.int64]]:
+        return [self.numbers[where] for where in self.where]
+
+
 class Packed:
     """Several int64 tensors that go together within a captured body, into memory of the host: no copy behind its run.
 
@@ -50,11 +71,11 @@ class Packed:
         """`lines`: turns that may be read; one for a body that runs once."""
         self._step, self._post = step, post
         ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
-        self._where = list(map(slice, ends, ends[1:]))
+        where = list(map(slice, ends, ends[1:]))
         with torch.inference_mode(False):
             self._parts = parts_of([*(tensor.view(-1) for tensor in tensors), step])
             self._box = torch.zeros(lines, self._parts.numel, dtype=torch.int64, pin_memory=step.is_cuda)
-        self._lines = self._box.numpy()
+        self._lines = [Line(numbers, where) for numbers in self._box.numpy()]
         self.turn = 0
 
     def pack(self) -> None:
@@ -65,14 +86,17 @@ class Packed:
         """The body runs in this turn."""
         self.turn = turn
 
+    def line(self) -> Line:
+        """What was packed in that turn."""
+        return self._lines[self.turn % len(self._lines)]
+
     def read(self) -> list[NDArray[np.int64]]:
-        """The tensors as they were packed in that turn, flat: there when the run is over, for IN_THE_AIR turns."""
-        line = self._lines[self.turn % len(self._lines)]
-        return [line[where] for where in self._where]
+        """Its tensors."""
+        return self.line().parts()
 
     def has_run(self, turn: int) -> bool:
         """Whether the body ran in that turn, as long as `read` would be there; else a run before has left the line."""
-        return int(self._lines[turn % len(self._lines), -1]) >> 32 == turn
+        return int(self._lines[turn % len(self._lines)].numbers[-1]) >> 32 == turn
 
 
 class PackedMask:

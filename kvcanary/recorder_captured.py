@@ -11,7 +11,7 @@ from kvcanary_kernels.record import MASK_32
 
 if TYPE_CHECKING:
     from kvcanary.harvest import StaticHit
-    from kvcanary.learning import Learned
+    from kvcanary.learning import Heard, Learned
     from kvcanary.recorder import Segment
     from kvcanary.static import StaticSubstep
 
@@ -93,11 +93,23 @@ class CapturedEvents:
     # what the host hears
 
     def learned(self, forward: Learned, layers: Sequence[int]) -> None:
-        for launch in self._launches.get((forward.pool.name, forward.site, forward.step & MASK_32), ()):
+        launch = self._first_unheard(forward.pool.name, forward.site, forward.step)
+        if launch is not None:
+            launch.recorded.learn(forward, layers)
+            launch.segment.array_bytes += launch.recorded.num_bytes
+
+    def heard(self, forward: Heard, layers: Sequence[int]) -> None:
+        substep = forward.substep
+        launch = self._first_unheard(substep.pool.name, substep.site, forward.step)
+        if launch is not None:
+            launch.recorded.hear(forward, layers)
+            launch.segment.array_bytes += launch.recorded.num_bytes
+
+    def _first_unheard(self, pool: str, site: tuple[str, int], step: int) -> Launch | None:
+        for launch in self._launches.get((pool, site, step & MASK_32), ()):
             if not launch.recorded.is_heard:
-                launch.recorded.learn(forward, layers)
-                launch.segment.array_bytes += launch.recorded.num_bytes
-                return
+                return launch
+        return None
 
     def moved(self, src: Ints, dst: Ints) -> None:
         if self._moves:

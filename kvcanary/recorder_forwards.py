@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcanary.learning import Heard
+
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.learning import Learned
+    from kvcanary.state import PoolState
 
 Ints = NDArray[Any]
 MOST_UNPACKED = 4096  # entries of a forward that is packed only when somebody asks: till then it is twice as large
@@ -148,7 +151,7 @@ class RecordedLaunch:
         self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written or ()), reads
         self.accepted: list[list[int]] | None = None
         self._forward: RecordedForward | None = None
-        self._learned: Learned | None = None
+        self._learned: Learned | Heard | None = None
         self._stored = 0
         self.again: list[int] = []
         self.strays: list[tuple[int, int, int]] = []
@@ -162,6 +165,8 @@ class RecordedLaunch:
     def forward(self) -> RecordedForward | None:
         """Its plans, and its rows as granted; packed when somebody asks for the first time, which few ever do."""
         learned, self._learned = self._learned, None
+        if isinstance(learned, Heard):
+            learned = learned.learned()
         if learned is not None:
             self._forward = RecordedForward(learned)
             self._forward.keep_captured(learned, self._stored, self.requests)
@@ -175,14 +180,8 @@ class RecordedLaunch:
 
     def learn(self, forward: Learned, layers: Sequence[int]) -> None:
         """`layers`: those that stored, in their order."""
-        stored, full = set(layers), forward.pool.full_layers
-        if len(stored) < len(layers):
-            self.again += [layer for number, layer in enumerate(layers) if layer in layers[:number]]
-        bitmap = full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored)
-        self.accepted = forward.accepted
-        if self.accepted is not None:
-            self.written = tuple(map(len, self.accepted))
-        self._learned, self._stored = forward, bitmap
+        self._note(forward.accepted, layers, forward.pool)
+        self._learned = forward
         rows = forward.rows() if self.number is None and forward.has_read_hits else None
         if forward.num_entries > MOST_UNPACKED or rows is not None:
             recorded = self.forward
@@ -190,6 +189,22 @@ class RecordedLaunch:
                 recorded.keep_wholes(rows)
         else:
             forward.keep()
+
+    def hear(self, forward: Heard, layers: Sequence[int]) -> None:
+        """The same of one that was proved clean."""
+        self._note(forward.accepted, layers, forward.substep.pool)
+        self._learned = forward
+        if forward.num_entries > MOST_UNPACKED:
+            _ = self.forward
+
+    def _note(self, accepted: list[list[int]] | None, layers: Sequence[int], pool: PoolState) -> None:
+        stored, full = set(layers), pool.full_layers
+        if len(stored) < len(layers):
+            self.again += [layer for number, layer in enumerate(layers) if layer in layers[:number]]
+        self._stored = full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored)
+        self.accepted = accepted
+        if accepted is not None:
+            self.written = tuple(map(len, accepted))
 
 
 class RecordedMove:

@@ -19,8 +19,8 @@ from kvcanary_kernels.forward import ForwardPlan, Room
 from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.reads import ReadSums
 
-#: Of what `StaticSubstep.written` sends: where rows begin, words of masks, entries that are wrong.
-ROW_STARTS, MASKS, VIOLATIONS = 1, -3, -2
+#: Of what `StaticSubstep.written` sends: where rows begin, words of masks, entries that are wrong, the header.
+ROW_STARTS, MASKS, VIOLATIONS, HEADER_PART = 1, -3, -2, -1
 
 
 class StaticSubstep:

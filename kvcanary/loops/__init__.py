@@ -4,6 +4,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.finite import are_finite, find_unwritten
+from kvcanary.loops.heard import look_through, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chains
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
@@ -30,6 +31,7 @@ __all__ = [
     "grow_chains",
     "keep_lanes",
     "keep_plans",
+    "look_through",
     "match_records",
     "match_slots",
     "move_records",
@@ -43,5 +45,6 @@ __all__ = [
     "sum_slots",
     "sum_values",
     "take_plan",
+    "take_quiet",
     "write_records",
 ]

@@ -1,0 +1,140 @@
+"""Lines of captured forwards: the loop that looks through them leaves to the rules exactly what they would name."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvcanary import PoolView
+from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH
+from kvcanary.hearing import Hearing
+from kvcanary.known import addresses_of
+from kvcanary.learning import Heard, Launched, Learned
+from kvcanary.ledger import Ledger, Role
+from kvcanary.mirror import Mirror
+from kvcanary.outbox import Line, PackedMask
+from kvcanary.pages import WRITTEN
+from kvcanary.state import CanaryState
+from kvcanary.tokens import judge_tokens
+from kvcanary.truths import judge_mask
+from kvcanary_kernels.count import NUM_BITS
+
+ROOM = 3  # rows of the bucket; two of them are live
+NODES = 3
+PARTS = ("bounds", "starts", "ends", "slots", "tokens", "positions", "parents", "safe", "ancestors")
+
+
+class World:
+    """Two requests with ten known tokens in twelve slots each, of a vocabulary of 50."""
+
+    def __init__(self) -> None:
+        kv = torch.zeros(2, 40, 1, 1)
+        self.state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4, vocab_size=50)], 3)
+        self.ledger = Ledger(10, 4, 1, self.state.keys, [Role("target")])
+        self.mirror = Mirror(self.state)
+        self.hearing = Hearing(self.ledger.pages, self.mirror)
+        for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+            self.ledger.admit(name, range(10, 20), 0)
+            self.ledger.grant(name, pages, 0)
+
+    def run(self, kind: str, line: Line, is_tree: bool) -> Launched:
+        substep = SimpleNamespace(
+            site=(kind, 0),
+            pool=self.state.pools[0],
+            width=1,
+            masks=PackedMask(torch.zeros(ROOM, NODES, NODES, dtype=torch.bool)) if is_tree else None,
+            forward=SimpleNamespace(num_entries=9, num_rows=ROOM, ancestors=0, table=SimpleNamespace(pages=[None])),
+            written=SimpleNamespace(line=lambda: line),
+        )
+        requests = list(self.ledger.requests.values())
+        return Launched(substep, requests, [], 1, 1, addresses_of(request.known for request in requests))
+
+
+def random_line(rng: random.Random, is_tree: bool) -> Line:
+    """Of two rows that are right, but for what is sometimes changed."""
+    counts = [NODES if is_tree else rng.randrange(4) for _ in "ab"]
+    begins = [rng.randrange(9) for _ in "ab"]
+    bounds, n = [0, *accumulate(counts)], sum(counts)
+    starts = [5, 70]
+    places = [(row, begin + i) for row, begin in enumerate(begins) for i in range(counts[row])]
+    slots = [4 + 12 * row + place for row, place in places]
+    values = {
+        "bounds": [*bounds, n],
+        "starts": [*starts, 0],
+        "ends": [*map(sum, zip(starts, begins, counts, strict=True)), 0],
+        "slots": slots,
+        "tokens": [10 + place if place < 10 else rng.randrange(50) for _, place in places],
+        "positions": [place for _, place in places],
+        "parents": [],
+        "safe": [slot if slot < 40 else 0 for slot in slots],
+        "ancestors": [],
+    }
+    mask = np.zeros((ROOM, NODES, NODES), np.bool_)
+    if is_tree:
+        own = [(-1, rng.choice((-1, 0)), rng.choice((0, 1))) for _ in "ab"]
+        values["parents"] = [parent if parent < 0 else parent + NODES * row for row in (0, 1) for parent in own[row]]
+        for row, parents in enumerate(own):
+            for node, parent in enumerate(parents):
+                mask[row, node] = mask[row, parent] if parent >= 0 else False
+                mask[row, node, node] = True
+    if rng.random() < 0.6:
+        part = rng.choice([name for name in ("bounds", "starts", "ends", "tokens", "parents") if values[name]])
+        place = rng.randrange(1, len(values[part])) if len(values[part]) > 1 else 0
+        values[part][place] += rng.choice([-60, -3, -1, 1, 2, 60])
+    elif is_tree and rng.random() < 0.3:
+        mask[rng.randrange(2), rng.randrange(NODES), rng.randrange(NODES)] ^= True
+    rooms = dict.fromkeys(("slots", "tokens", "positions", "safe"), 9) | {"parents": 9 if is_tree else 0}
+    words = np.zeros(4 if is_tree else 0, np.int64)
+    if is_tree:
+        words.view(np.bool_)[: mask.size] = mask.ravel()
+    padded = [
+        np.pad(np.array(values[name], np.int64), (0, max(rooms.get(name, 0) - len(values[name]), 0))) for name in PARTS
+    ]
+    parts = [*padded, words, np.zeros(ROOM, np.int64), np.zeros(2 * NUM_BITS + 3, np.int64)]
+    ends = [0, *accumulate(map(len, parts))]
+    return Line(np.concatenate(parts), list(map(slice, ends, ends[1:])))
+
+
+@pytest.mark.parametrize("kind", ["decode", "verify", "draft"])
+def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str) -> None:
+    """The compiled look, and the rules that name what is wrong, are of one mind; what was kept of it is the same."""
+    world, rng, seen = World(), random.Random(3), {"clean": 0, "no plan": 0, "named": 0}
+    for _ in range(1500):
+        line = random_line(rng, kind == "verify")
+        run = world.run(kind, line, kind == "verify")
+        told = world.hearing.hear(0, run, line)
+        forward = Learned(run.substep, 1, 2, line.parts(), None, run.requests)
+        is_plan = forward.is_plan
+        hits = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
+        assert bool(told & LEFT_TO_RULES) == (not is_plan or bool(hits)), line.parts()
+        seen["no plan" if not is_plan else "named" if hits else "clean"] += 1
+        if is_plan and not hits:
+            assert told >> LINE_BITS == forward.num_entries
+            kept, plan = Heard.of(run, line, told >> LINE_BITS, None), forward.plan.tolist()
+            line.numbers[:] = 0
+            again = kept.learned()
+            assert (again.plan.tolist(), kept.num_bytes) == (plan, again.num_bytes)
+            assert (again.kind, again.step, again.num_rows, again.accepted) == (kind, 1, 2, None)
+    assert min(seen.values()) > 50, seen
+
+
+def test_pages_are_written_and_what_was_judged_there_is_judged_anew() -> None:
+    """As the rules' own way has it: of live entries outside null slots; padding changes nothing."""
+    world = World()
+    pages, mirror = world.ledger.pages, world.mirror
+    numbers = [np.array(values, np.int64) for values in ([0, 1, 2, 2], [0, 0, 0], [3, 2, 0], [6, 2], [12, 11], [2, 1])]
+    parts = [*numbers, numbers[0][:0], np.array([6, 2, 17]), *[numbers[0][:0]] * 2, numbers[1], np.zeros(131, np.int64)]
+    ends = [0, *accumulate(map(len, parts))]
+    line = Line(np.concatenate(parts), list(map(slice, ends, ends[1:])))
+    run = world.run("decode", line, is_tree=False)
+    mirror.judged[6] = True
+    assert world.hearing.hear(0, run, line) & (LEFT_TO_RULES | PAGES_FRESH) == PAGES_FRESH
+    assert (pages.states == WRITTEN).nonzero()[0].tolist() == [1]
+    assert (mirror.epoch, mirror.judged.any()) == (1, False)
+    assert world.hearing.hear(0, run, line) == 2 << LINE_BITS
+    assert mirror.epoch == 1
