@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,6 +303,9 @@ class SubstepBank:
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
 
     def _expect_closed(self, what: str) -> None:
-        for substep in self._in_order:
-            if substep.is_open:
-                raise HookOrderError(f"{what} must wait for close() of {substep}")
+        if any(map(_IS_OPEN, self._in_order)):
+            substep = next(substep for substep in self._in_order if substep.is_open)
+            raise HookOrderError(f"{what} must wait for close() of {substep}")
+
+
+_IS_OPEN = attrgetter("is_open")

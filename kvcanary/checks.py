@@ -32,6 +32,7 @@ from kvcanary.moving import Mover
 from kvcanary.outbox import IN_THE_AIR
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
+from kvcanary.requests import commit_rows
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries, sort_rows
 from kvcanary.settling import Settled, Settler
@@ -218,8 +219,7 @@ class StepChecks:
         """Entries [0, committed length) of these rows are final since this step."""
         if hits := judge_commit(requests, self._state.pools, committed_lens, step):
             self.hits += hits
-        for request, committed_len in zip(requests, committed_lens, strict=True):
-            request.commit(committed_len, step)
+        commit_rows(requests, committed_lens, step)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""

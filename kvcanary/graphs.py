@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from operator import add
 from typing import NamedTuple, Protocol
 
@@ -22,15 +23,15 @@ from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
-from kvcanary.known import addresses_of, chains_at
+from kvcanary.known import chains_at
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
 from kvcanary.outbox import Line, to_device
 from kvcanary.requests import (
+    CARD,
     COMMITTED,
-    KNOWN,
     SIGNED_ROOT,
     TRUTHS,
     UID,
@@ -140,7 +141,7 @@ class StaticChecks:
         for substep, count in zip(substeps, reads, strict=True):
             self.bank.expect(substep, len(requests) * substep.width, entries * substep.width, count)
         lengths = self._known_lens(requests, substeps[0].pool)
-        cards = addresses_of(map(KNOWN, requests))
+        cards = array("q", map(CARD, requests))
         truth = self._truth(substeps[0].pool, requests, cards, lengths, len(substeps))
         if acceptance is not None:
             acceptance.told.expect(self.bank.turn)
@@ -161,7 +162,7 @@ class StaticChecks:
     ) -> OnceSubstep:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
         lengths = self._known_lens(requests, pool)
-        cards = addresses_of(map(KNOWN, requests))
+        cards = array("q", map(CARD, requests))
         truth = self._truth(pool, requests, cards, lengths)
         substep = self._singles.take(pool, site, read, write, written, truth)
         self._note([substep], requests, cards, lengths, step, written, None)
@@ -176,24 +177,29 @@ class StaticChecks:
         if None in chains or UNKNOWN in lengths:
             lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
             self._coverage.skip("truth not known to the host", num_forwards * lengths.count(UNKNOWN))
-        behind = zip(map(UNLANDED, requests), lengths, strict=True)
+        is_behind = [*map(bool, map(UNLANDED, requests))]
+        if any(is_behind):
+            is_behind = [goes_on and length != UNKNOWN for goes_on, length in zip(is_behind, lengths, strict=True)]
         return RowTruth(
             list(map(UID, requests)),
             lengths,
             [chain or 0 for chain in chains],
             list(map(SIGNED_ROOT, in_pool(pool_id, TRUTHS, requests))),
-            [int(unlanded > 0 and length != UNKNOWN) for unlanded, length in behind],
+            [*map(int, is_behind)],
         )
 
     def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
         """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""
         lengths = final_lens(requests, pool.pool_id)
-        for number, request in enumerate(requests) if any(map(UNLANDED, requests)) else ():
+        if not any(map(UNLANDED, requests)):
+            return lengths
+        offset, ahead, can_go_on = pool.view.token_offset, pool.view.ahead, self.bank.seats is not None
+        for number, request in enumerate(requests):
             if request.unlanded:
-                is_whole = lengths[number] == request.most_final(pool.pool_id)
-                is_one = request.unlanded == 1 and len(request.tokens) == request.committed_len + 1
-                known = len(request.tokens) - pool.view.token_offset
-                lengths[number] = known if is_whole and is_one and self.bank.seats is not None else UNKNOWN
+                committed_len, known = request.committed_len, len(request.tokens)
+                is_whole = lengths[number] == committed_len + ahead
+                is_one = request.unlanded == 1 and known == committed_len + 1
+                lengths[number] = known - offset if is_whole and is_one and can_go_on else UNKNOWN
         return lengths
 
     def _note(
@@ -209,7 +215,9 @@ class StaticChecks:
         """They run next, over rows of these lengths."""
         committed = list(map(COMMITTED, requests))
         is_behind = acceptance is not None or any(map(UNHEARD, requests)) or any(map(UNLANDED, requests))
-        heard = [request.heard_len for request in requests] if is_behind else None
+        heard = (
+            sum(one.unheard[0].before if one.unheard else one.committed_len for one in requests) if is_behind else None
+        )
         for substep in substeps:
             substep.written.expect(self.bank.turn)
             run = Launched(substep, requests, committed, step, self.bank.turn, cards, heard, written, acceptance)
@@ -281,13 +289,9 @@ class StaticChecks:
             self.listener.learned(forward, substep.layers)
         self._coverage.forwards += num_learned
 
-    def _settle_counts(
-        self, snapshot: Snapshot, run: Launched, tokens: list[list[int]] | None, heard: Sequence[int]
-    ) -> None:
+    def _settle_counts(self, snapshot: Snapshot, run: Launched, tokens: list[list[int]] | None, heard: int) -> None:
         """Rows were longer than the engine knew by what steps before had accepted, which is known by now."""
-        substep, behind = run.substep, 0
-        for request, length in zip(run.requests, heard, strict=True):
-            behind += request.committed_len - length
+        substep, behind = run.substep, sum(map(COMMITTED, run.requests)) - heard
         written = 0 if tokens is None else sum(map(len, tokens))
         if substep.number is not None:
             first = substep.number * NUM_RUNS
@@ -324,9 +328,10 @@ class StaticChecks:
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
         ledger = self._ledger
-        for run, *_ in told.forwards:
+        for _, runs in groupby((run.launched for run in told.forwards), key=_launch_of):
+            run, *others = runs
             for request in run.requests:
-                request.in_the_air -= 1
+                request.in_the_air -= 1 + len(others)
             for number in ledger.may_finalise(run.requests):
                 request, committed_len = run.requests[number], run.committed[number]
                 if ledger.requests.get(request.request_id) is request and request.pages:
@@ -398,4 +403,9 @@ def _accepted(run: Launched) -> Ints | None:
 
 def _tokens(run: Launched, accepted: Ints) -> list[list[int]]:
     """By request."""
-    return [row[1 : 1 + count].tolist() for row in accepted[: len(run.requests)] for count in (max(int(row[0]), 0),)]
+    return [row[1 : 1 + max(row[0], 0)] for row in accepted[: len(run.requests)].tolist()]
+
+
+def _launch_of(run: Launched) -> int:
+    """The same for forwards that were launched together."""
+    return id(run.requests)

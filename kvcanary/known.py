@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,18 +111,11 @@ class TruthChain:
         self._known.card[self._place + CHAIN_COUNT] = min(self.count, length)
 
 
-def addresses_of(known: Iterable[Known]) -> array[int]:
-    """Of their cards."""
-    return array("q", [one.at for one in known])
-
-
-def append_tokens(known: Sequence[Known], token_ids: Sequence[Sequence[int]]) -> None:
-    """Tokens that follow, by request."""
+def append_tokens(known: Sequence[Known], counts: array[int], tokens: array[int]) -> None:
+    """Tokens that follow: of each so many, one after another."""
     from kvcanary.loops import append_tokens as append
 
-    cards, counts, tokens = addresses_of(known), array("q", map(len, token_ids)), array("q")
-    for own in token_ids:
-        tokens.extend(own)
+    cards = array("q", [one.at for one in known])
     told = len(cards), cards.buffer_info()[0], counts.buffer_info()[0], tokens.buffer_info()[0]
     if not append(*told):
         for one, count in zip(known, counts, strict=True):

@@ -107,8 +107,9 @@ class Launching(Lifecycle):
         requests = self._ledger.known(request_ids)
         if max(map(UNLANDED, requests), default=0) > 1:  # truth goes on by one step that nobody has heard of
             self._checks.land()
+        names, entries = tuple(request_ids), None if written is None else tuple(written)
         for substep, count in zip(substeps, reads, strict=True):
-            self.recorder.launched(substep, request_ids, written, count)
+            self.recorder.launched(substep, names, entries, count)
         self._checks.settle_before_launch()
         self._checks.read_all(substeps, requests, self.step)
         return self._static.launch(substeps, requests, self.step, written, reads, acceptance)

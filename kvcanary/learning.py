@@ -22,8 +22,8 @@ class Launched(NamedTuple):
     """A captured forward that the host has launched in this turn and knows nothing more of.
 
     committed: by request, at that time
-    cards:     of the requests, `known.addresses_of`
-    heard:     by request, committed length that the engine had told by then; None: rows of no request were longer
+    cards:     of the requests, addresses of what is known of them
+    heard:     of all requests, committed lengths that the engine had told by then; None: rows of none were longer
     written:   by request, entries that each of its rows writes; None: as many as `acceptance` says
     """
 
@@ -33,7 +33,7 @@ class Launched(NamedTuple):
     step: int
     turn: int
     cards: array[int]
-    heard: list[int] | None = None
+    heard: int | None = None
     written: Sequence[int] | None = ()
     acceptance: StaticAcceptance | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError
-from kvcanary.known import Known, TruthChain, addresses_of, append_tokens, chains_at
+from kvcanary.known import Known, TruthChain, append_tokens, chains_at
 from kvcanary.uids import Uids
 from kvcanary_kernels.record import Keys, chain_root
 
@@ -138,16 +139,6 @@ class Request:
     unheard: deque[Unheard] = field(default_factory=deque)
     is_damaged: bool = False
 
-    def commit(self, committed_len: int, step: int) -> None:
-        """Entries [0, committed_len) are final; what was final before joins the queues of looks."""
-        before, since, row_lens = self.committed_len, self.commit_step, self.row_lens
-        for pool_id, ahead in enumerate(self.ahead):
-            written, final = row_lens[pool_id], before + ahead
-            self.reads[pool_id].extend_to(final if final < written else written, since)
-            if committed_len + ahead < written:  # rejected nodes lie beyond
-                row_lens[pool_id] = committed_len + ahead
-        self.committed_len, self.commit_step = committed_len, step
-
     @property
     def heard_len(self) -> int:
         """The committed length that the engine has told last."""
@@ -184,13 +175,29 @@ class Request:
         return len(self.tokens) - (self.growth[place - 1][1] if place else 0)
 
 
-#: What many requests have, by `map`.
-KNOWN = attrgetter("known")
+#: What many requests have, by `map`; CARD: the address of what is known of them.
+KNOWN, CARD, HEARD_LEN = attrgetter("known"), attrgetter("known.at"), attrgetter("heard_len")
 UID, TOKENS, TRUTHS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED, IN_THE_AIR = map(
     attrgetter,
     ("uid", "tokens", "truths", "row_lens", "committed_len", "unheard", "unlanded", "in_the_air"),
 )
 SIGNED_ROOT = attrgetter("signed_root")
+
+
+def commit_rows(requests: Sequence[Request], committed_lens: Sequence[int], step: int) -> None:
+    """Entries [0, committed length) are final; what was final before joins the queues of looks."""
+    for pool_id, ahead in enumerate(requests[0].ahead if requests else ()):
+        for request, committed_len in zip(requests, committed_lens, strict=True):
+            row_lens, queue, final = request.row_lens, request.reads[pool_id], request.committed_len + ahead
+            written = row_lens[pool_id]
+            if final > written:
+                final = written
+            if final > queue.length:
+                queue.extend_to(final, request.commit_step)
+            if committed_len + ahead < written:  # rejected nodes lie beyond
+                row_lens[pool_id] = committed_len + ahead
+    for request, committed_len in zip(requests, committed_lens, strict=True):
+        request.committed_len, request.commit_step = committed_len, step
 
 
 def final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
@@ -244,11 +251,13 @@ class RequestBook:
 
     def append(self, requests: Sequence[Request], token_ids: Sequence[Sequence[int]], step: int) -> None:
         """Tokens that were accepted, by request."""
-        own = [[*map(int, new)] for new in token_ids]
-        for request, new in zip(requests, own, strict=True):
-            request.tokens.extend(new)
-            request.growth.append((step, len(request.tokens)))
-        append_tokens([request.known for request in requests], own)
+        counts, flat = array("q", map(len, token_ids)), array("q")
+        for request, new in zip(requests, token_ids, strict=True):
+            own, tokens = [*map(int, new)], request.tokens
+            tokens.extend(own)
+            request.growth.append((step, len(tokens)))
+            flat.extend(own)
+        append_tokens(list(map(KNOWN, requests)), counts, flat)
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
@@ -296,7 +305,7 @@ class RequestBook:
 
     def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> Sequence[int | None]:
         """As `truth`, of many rows, as int64."""
-        cards = addresses_of(map(KNOWN, requests))
+        cards = array("q", map(CARD, requests))
         return chains_at(cards, pool_id, self._roles[pool_id].token_offset, lengths, self._keys)
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:

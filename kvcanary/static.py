@@ -31,7 +31,7 @@ class StaticSubstep:
     number:  of the substep in its bank; None: its forward comes once
     layers:  that the body has stored, in its order
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
-    width:   rows a request
+    width:   rows a request;  is_open: between open() and close()
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
@@ -68,7 +68,7 @@ class StaticSubstep:
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
-        self._is_open = self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
+        self.is_open = self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -76,10 +76,6 @@ class StaticSubstep:
     @property
     def judges_bytes(self) -> bool:
         return bool(self._reads)
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
 
     def admit(self) -> None:
         """Where a postponed forward may write: before its open(), when its slots and rows are on the device."""
@@ -89,11 +85,11 @@ class StaticSubstep:
 
     def open(self) -> None:
         """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
-        if self._is_open:
+        if self.is_open:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         if self.is_postponed and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
-        self._is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
+        self.is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
         self.layers.clear()
         self._num_read = 0
         if self.is_postponed:
@@ -124,7 +120,7 @@ class StaticSubstep:
         Where the engine stores by itself only the order of hooks is looked at, and values are not needed.
         slots: [entries] int64, where the engine would store them, in its own words; None: where they were planned
         """
-        if not self._is_open:
+        if not self.is_open:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
@@ -151,8 +147,8 @@ class StaticSubstep:
         """For this layer's attention, behind its store: by which it fingerprints every row that it reads, once."""
         if not self._reads:
             return None
-        if not self._is_open or not 0 <= layer < self._num_layers:
-            state = "open" if self._is_open else "closed"
+        if not self.is_open or not 0 <= layer < self._num_layers:
+            state = "open" if self.is_open else "closed"
             raise HookOrderError(f"reads(layer={layer}) belongs between open() and close(): {self} is {state}")
         self._num_read += 1
         return self._reads[layer]
@@ -163,13 +159,13 @@ class StaticSubstep:
         In a capture that came behind the last store: it runs beside what that layer does with what it stored.
         joins: what is launched next follows that; else `SubstepBank.join` must come, and before a graph's end
         """
-        if not self._is_open:
+        if not self.is_open:
             raise HookOrderError(f"close() must follow open(): {self} is closed")
         if self._reads and self._num_read != self._num_layers:
             raise HookOrderError(
                 f"reads() must come once for each of {self._num_layers} layers: {self} was read {self._num_read} times"
             )
-        self._is_open, self._stores = False, len(self.layers)
+        self.is_open, self._stores = False, len(self.layers)
         if self.is_postponed:
             self._beside.postpone(self.pool.name, self._judge_whole)
         elif not self._has_judged:
@@ -184,8 +180,8 @@ class StaticSubstep:
 
         What it sealed and did not store is R12 to whoever reads it; what was expected of it is H1.
         """
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             if not self.is_postponed:
                 with self._beside.behind():
                     self._look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -13,7 +14,6 @@ import torch
 from kvcanary import PoolView
 from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH
 from kvcanary.hearing import Hearing
-from kvcanary.known import addresses_of
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Role
 from kvcanary.mirror import Mirror
@@ -52,7 +52,7 @@ class World:
             written=SimpleNamespace(line=lambda: line),
         )
         requests = list(self.ledger.requests.values())
-        return Launched(substep, requests, [], 1, 1, addresses_of(request.known for request in requests))
+        return Launched(substep, requests, [], 1, 1, array("q", [request.known.at for request in requests]))
 
 
 def random_line(rng: random.Random, is_tree: bool) -> Line:

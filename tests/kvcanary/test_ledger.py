@@ -78,7 +78,7 @@ def test_truth_follows_appended_tokens():
     ledger = make_ledger()
     request = ledger.admit("only", [5, 6], 0)
     assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
-    ledger.request("only").append([7, 8], 1)
+    ledger.append([ledger.request("only")], [[7, 8]], 1)
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
@@ -132,8 +132,8 @@ def test_tokens_since_counts_what_was_appended_after_a_step():
     """Exposure is the tokens of later steps."""
     ledger = make_ledger()
     request = ledger.admit("only", [1, 2, 3], 1)
-    ledger.request("only").append([4], 2)
-    ledger.request("only").append([5, 6], 4)
+    ledger.append([ledger.request("only")], [[4]], 2)
+    ledger.append([ledger.request("only")], [[5, 6]], 4)
     assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
 
 

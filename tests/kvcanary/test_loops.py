@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from structlog.testing import capture_logs
 import kvcanary.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
 from kvcanary.forward import Forward, refuse_contradiction
-from kvcanary.known import Known, TruthChain, addresses_of, chains_at
+from kvcanary.known import Known, TruthChain, chains_at
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Role
 from kvcanary.loops import memory
@@ -167,7 +168,7 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
     known = Known(tokens, [5, keys.root_key])
-    truth, cards = TruthChain(known, 1, keys.root_key, 1), addresses_of([known, known])
+    truth, cards = TruthChain(known, 1, keys.root_key, 1), array("q", [known.at, known.at])
     expected = chain_host(tokens[1:], 0, keys.root_key, keys)
     for length in (0, 1, 2, 9, 8, 39):
         last = signed(expected[length - 1] if length else keys.root_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 
 import numpy as np
 import pytest
@@ -239,11 +240,11 @@ def test_what_is_known_keeps_its_address_and_makes_room():
         one.grown(1)
     where, tokens = chain.values_at, list(range(LEAST_ROOM))
     card = known.at
-    append_tokens([known], [tokens[3:-1]])
+    append_tokens([known], array("q", [LEAST_ROOM - 4]), array("q", tokens[3:-1]))
     assert chain.values_at == where
-    append_tokens([known, Known([], [1])], [tokens[-1:], [1]])
+    append_tokens([known, Known([], [1])], array("q", [1, 1]), array("q", [tokens[-1], 1]))
     assert (chain.values_at == where, known.at == card, known.at == known.card.buffer_info()[0]) == (True, True, True)
-    append_tokens([known], [[1]])
+    append_tokens([known], array("q", [1]), array("q", [1]))
     assert (chain.values_at == where, known.at) == (False, card)
     assert at(known.card[TOKENS_KNOWN], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
     assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
