@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
 
     headers:       by number of the substep, [HEADER] int64, None: as `runs` says; those not there have not run
     once:          substeps of forwards that came once, each with its header
-    planned:       [capacity * NUM_RUNS] rows, entries and reads that were expected
+    planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     runs:          of substeps that the host launched, by number
     """
@@ -85,7 +85,7 @@ class SubstepBank:
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
-        self._planned = array("q", bytes(8 * capacity * NUM_RUNS))
+        self._planned = array("q")
         self._reads_unknown: set[int] = set()
         self._expected: set[int] = set()  # numbers of substeps
 
@@ -119,6 +119,7 @@ class SubstepBank:
             raise PlanError(f"a bank holds each substep once, got {substep} twice")
         self._substeps[key] = substep
         self._in_order.append(substep)
+        self._planned.extend(bytes(NUM_RUNS))
         return substep
 
     def add_move(self, pool: str, size: int) -> StaticMove:
@@ -178,16 +179,17 @@ class SubstepBank:
 
         `reads` None: lengths are known to the device alone, and are not compared.
         """
-        if substep.number is None:
+        number, planned = substep.number, self._planned
+        if number is None:
             raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
-        first = substep.number * NUM_RUNS
-        self._expected.add(substep.number)
-        self._planned[first + RUN_ROWS] += rows
-        self._planned[first + RUN_WRITTEN] += entries
+        first = number * NUM_RUNS
+        self._expected.add(number)
+        planned[first + RUN_ROWS] += rows
+        planned[first + RUN_WRITTEN] += entries
         if reads is None:
-            self._reads_unknown.add(substep.number)
+            self._reads_unknown.add(number)
         else:
-            self._planned[first + RUN_READ] += reads
+            planned[first + RUN_READ] += reads
 
     def load(self, substep: StaticSubstep, batch: Batch) -> None:
         """Fill the buffers of a forward that runs next, and expect it to run."""
@@ -229,7 +231,8 @@ class SubstepBank:
         if snapshot.headers is not None or not self._is_quiet(snapshot, totals):
             self._take_all(snapshot, totals, harvest, step)
         for substep, header in snapshot.once:
-            self._take(substep, header, substep.planned, totals, harvest, step, None)
+            with torch.inference_mode():
+                self._take(substep, header, substep.planned, totals, harvest, step, None)
         harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
         return harvest
 
@@ -268,7 +271,8 @@ class SubstepBank:
             planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
             if number in snapshot.reads_unknown:
                 planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
-            self._take(self._in_order[number], new, planned, totals, harvest, step, snapshot.runs.get(number))
+            with torch.inference_mode():
+                self._take(self._in_order[number], new, planned, totals, harvest, step, snapshot.runs.get(number))
 
     def _take(
         self,

@@ -84,14 +84,17 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     TOKENS_KNOWN,  # their address
     NUM_TOKENS_KNOWN,
     TOKENS_ROOM,  # tokens that have room there
+    CHAIN_MULTIPLIER,
+    CHAIN_KEY,
     REQUEST_CARD,
-) = range(4)
+) = range(6)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
     CHAIN_ROOT,
+    CHAIN_OFFSET,  # entry p holds token p + this
     CHAIN_CARD,
-) = range(4)
+) = range(5)
 NOT_KNOWN = -2  # length of a chain one of whose tokens is not known
 
 #: Of a captured forward, [LINE_CARD] int64 that stay: where parts of the line begin that tells of its runs.

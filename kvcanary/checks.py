@@ -192,9 +192,9 @@ class StepChecks:
                 hits += judge_tokens(forward, self.oracle)
                 hits += judge_mask(forward)
             static.learn_moves(told, self.mirror)
-            with torch.inference_mode():
-                hits += static.harvest(told)
-            self._mark_read(told)
+            hits += static.harvest(told)
+            if self.is_full:
+                self._mark_read(told)
             static.finalise(told)
             for move, turn, (destination, *_, mismatch) in told.moves:
                 if move.moved.has_run(turn) and np.count_nonzero(mismatch):
@@ -204,9 +204,10 @@ class StepChecks:
             with torch.inference_mode():
                 hits += flight.looks.hits()
         flight.has_landed = True
-        self.landing(flight.step)
-        self.hits += hits
-        self.landing(None)
+        if hits:
+            self.landing(flight.step)
+            self.hits += hits
+            self.landing(None)
 
     def _mark_read(self, told: Told) -> None:
         """What attention has compared; several forwards of a step read the same rows."""

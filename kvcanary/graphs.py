@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from operator import add
 from typing import NamedTuple, Protocol
@@ -44,7 +45,7 @@ from kvcanary.requests import (
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART, StaticSubstep
-from kvcanary.truths import note_rows
+from kvcanary.truths import is_guess, note_rows
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
 
@@ -142,7 +143,7 @@ class StaticChecks:
             self.bank.expect(substep, len(requests) * substep.width, entries * substep.width, count)
         lengths = self._known_lens(requests, substeps[0].pool)
         cards = array("q", map(CARD, requests))
-        truth = self._truth(substeps[0].pool, requests, cards, lengths, len(substeps))
+        truth = self._truth(substeps[0].pool.pool_id, requests, cards, lengths, len(substeps))
         if acceptance is not None:
             acceptance.told.expect(self.bank.turn)
             for request in requests:
@@ -163,17 +164,16 @@ class StaticChecks:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
         lengths = self._known_lens(requests, pool)
         cards = array("q", map(CARD, requests))
-        truth = self._truth(pool, requests, cards, lengths)
+        truth = self._truth(pool.pool_id, requests, cards, lengths)
         substep = self._singles.take(pool, site, read, write, written, truth)
         self._note([substep], requests, cards, lengths, step, written, None)
         return substep
 
     def _truth(
-        self, pool: PoolState, requests: Sequence[Request], cards: array[int], lengths: list[int], num_forwards: int = 1
+        self, pool_id: int, requests: Sequence[Request], cards: array[int], lengths: list[int], num_forwards: int = 1
     ) -> RowTruth:
         """`cards`: of the requests."""
-        pool_id = pool.pool_id
-        chains = chains_at(cards, pool_id, pool.view.token_offset, lengths, pool.keys)
+        chains = chains_at(cards, pool_id, lengths)
         if None in chains or UNKNOWN in lengths:
             lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
             self._coverage.skip("truth not known to the host", num_forwards * lengths.count(UNKNOWN))
@@ -269,8 +269,7 @@ class StaticChecks:
                 continue
             if run.heard is not None:
                 counts = [len(own) for own in tokens or ()] if run.written is None else run.written
-                lengths = final_lens(run.requests, run.substep.pool.pool_id)
-                _note_rows(run.substep, run.requests, lengths, counts)
+                _note_rows(run.substep, run.requests, None, counts)
             substep, number = run.substep, run.substep.number
             if proves and number is not None:
                 seen = hearing.hear(number, run, line)
@@ -352,7 +351,9 @@ class StaticChecks:
         self._coverage.slots_checked += reads
         self._coverage.slots_sealed += entries
         self._coverage.unproved_stores += entries > 0
-        hits = [named for hit in harvest.hits for named in self._named(self._hit(hit))]
+        hits = list[Hit]()
+        with torch.inference_mode() if harvest.hits else nullcontext():
+            hits += [named for hit in harvest.hits for named in self._named(self._hit(hit))]
         return hits + [self._gap(gap, told.step) for gap in harvest.gaps]
 
     def _named(self, hit: Hit) -> list[Hit]:
@@ -388,10 +389,13 @@ class StaticChecks:
 
 
 def _note_rows(
-    substep: StaticSubstep, requests: Sequence[Request], lengths: Sequence[int], written: Sequence[int]
+    substep: StaticSubstep, requests: Sequence[Request], lengths: Sequence[int] | None, written: Sequence[int]
 ) -> None:
-    """How far the forward writes the rows of its pool, which have these lengths before."""
-    note_rows(requests, substep.site[0], substep.pool.pool_id, list(map(add, lengths, written)))
+    """How far the forward writes the rows of its pool, which have these lengths before; None: all that is final."""
+    kind, pool_id = substep.site[0], substep.pool.pool_id
+    if not is_guess(kind):
+        lengths = final_lens(requests, pool_id) if lengths is None else lengths
+        note_rows(requests, kind, pool_id, list(map(add, lengths, written)))
 
 
 def _accepted(run: Launched) -> Ints | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvcanary.cards import (
     CHAIN_CARD,
     CHAIN_COUNT,
+    CHAIN_OFFSET,
     CHAIN_ROOT,
     CHAIN_VALUES,
     NOT_KNOWN,
@@ -19,7 +20,7 @@ from kvcanary.cards import (
     TOKENS_KNOWN,
     TOKENS_ROOM,
 )
-from kvcanary_kernels.record import Keys, signed
+from kvcanary_kernels.record import Keys, signed, unsigned
 
 LEAST_ROOM = 64
 
@@ -33,11 +34,11 @@ class Known:
 
     __slots__ = ("_numbers", "_row", "at", "card", "granted_at")
 
-    def __init__(self, tokens: Sequence[int], roots: Sequence[int]) -> None:
-        """`roots`: by pool the chain value that position 0 continues, unsigned."""
-        self.card = array("q", [0] * REQUEST_CARD)
-        for root in roots:
-            self.card.extend((0, 0, signed(root)))
+    def __init__(self, tokens: Sequence[int], roots: Sequence[tuple[int, int]], keys: Keys) -> None:
+        """`roots`: by pool the chain value that position 0 continues, unsigned, and the first token of its chain."""
+        self.card = array("q", (0, 0, 0, signed(keys.multiplier), signed(keys.mix_key)))
+        for root, token_offset in roots:
+            self.card.extend((0, 0, signed(root), token_offset))
         self.at = self.card.buffer_info()[0]
         self._numbers: NDArray[np.int64] = np.empty((1 + len(roots), 0), np.int64)
         self._row, self.granted_at = b"", 0
@@ -79,15 +80,19 @@ class Known:
 class TruthChain:
     """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
 
+    token_offset: entry p holds token p + token_offset
     count: of these;  values_at: their address, with room for one of every token
     """
 
     __slots__ = ("_known", "_place", "_pool_id", "root", "signed_root", "token_offset")
 
-    def __init__(self, known: Known, pool_id: int, root: int, token_offset: int) -> None:
+    def __init__(self, known: Known, pool_id: int) -> None:
         self._known, self._pool_id, self._place = known, pool_id, REQUEST_CARD + CHAIN_CARD * pool_id
-        self.root, self.token_offset = root, token_offset
-        self.signed_root = known.card[self._place + CHAIN_ROOT]
+        self.signed_root, self.token_offset = (
+            known.card[self._place + CHAIN_ROOT],
+            known.card[self._place + CHAIN_OFFSET],
+        )
+        self.root = unsigned(self.signed_root)
 
     @property
     def values(self) -> NDArray[np.uint64]:
@@ -123,10 +128,8 @@ def append_tokens(known: Sequence[Known], counts: array[int], tokens: array[int]
         append(*told)
 
 
-def chains_at(
-    cards: array[int], pool_id: int, token_offset: int, lengths: Sequence[int], keys: Keys
-) -> Sequence[int | None]:
-    """Of the requests of these cards the chain value of the last entry at these lengths, as int64.
+def chains_at(cards: array[int], pool_id: int, lengths: Sequence[int]) -> Sequence[int | None]:
+    """Of the requests of these cards the value of their chain in a pool for the last entry at these lengths, as int64.
 
     None: a token is not known. Without entries, and at a negative length, it is what position 0 continues.
     """
@@ -134,7 +137,6 @@ def chains_at(
 
     n, place = len(cards), REQUEST_CARD + CHAIN_CARD * pool_id
     asked, last = array("q", lengths), array("q", bytes(8 * n))
-    at = cards.buffer_info()[0], asked.buffer_info()[0], last.buffer_info()[0]
-    if not grow_chains(n, *at, place, token_offset, signed(keys.multiplier), signed(keys.mix_key)):
+    if not grow_chains(n, cards.buffer_info()[0], asked.buffer_info()[0], last.buffer_info()[0], place):
         return last.tolist()
     return [None if length == NOT_KNOWN else value for length, value in zip(asked, last, strict=True)]

@@ -192,8 +192,7 @@ def commit_rows(requests: Sequence[Request], committed_lens: Sequence[int], step
             written = row_lens[pool_id]
             if final > written:
                 final = written
-            if final > queue.length:
-                queue.extend_to(final, request.commit_step)
+            queue.extend_to(final, request.commit_step)
             if committed_len + ahead < written:  # rejected nodes lie beyond
                 row_lens[pool_id] = committed_len + ahead
     for request, committed_len in zip(requests, committed_lens, strict=True):
@@ -225,14 +224,14 @@ class RequestBook:
         if request_id in self.requests:
             raise LifetimeError(f"request {request_id!r} is admitted already")
         tokens = list(token_ids)
-        roots = [chain_root(self._keys, role.name, salt, adapter) for role in self._roles]
-        known = Known(tokens, roots)
+        roots = [(chain_root(self._keys, role.name, salt, adapter), role.token_offset) for role in self._roles]
+        known = Known(tokens, roots, self._keys)
         request = Request(
             request_id,
             self._uids.new(request_id),
             tokens,
             known=known,
-            truths=[TruthChain(known, *own, self._roles[own[0]].token_offset) for own in enumerate(roots)],
+            truths=[TruthChain(known, pool_id) for pool_id in range(len(roots))],
             row_lens=[0] * len(roots),
             reads=[ReadQueue() for _ in roots],
             judged=[Judged()] * len(roots),
@@ -305,8 +304,7 @@ class RequestBook:
 
     def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> Sequence[int | None]:
         """As `truth`, of many rows, as int64."""
-        cards = array("q", map(CARD, requests))
-        return chains_at(cards, pool_id, self._roles[pool_id].token_offset, lengths, self._keys)
+        return chains_at(array("q", map(CARD, requests)), pool_id, lengths)
 
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""

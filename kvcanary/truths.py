@@ -84,9 +84,14 @@ def judge_mask(forward: Forward | Learned) -> list[Hit]:
     ]
 
 
+def is_guess(kind: str) -> bool:
+    """Whether forwards of this kind lengthen no row."""
+    return kind == "draft"
+
+
 def note_rows(requests: Sequence[Request], kind: str, pool_id: int, lengths: Sequence[int]) -> None:
     """A forward has written the rows of a pool up to these lengths, or is about to; guesses lengthen no row."""
-    if kind == "draft":
+    if is_guess(kind):
         return
     if kind == "extend":  # what lies beyond is junk
         lengths = list(map(min, lengths, [request.most_final(pool_id) for request in requests]))

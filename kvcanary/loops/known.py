@@ -7,6 +7,9 @@ from __future__ import annotations
 from kvcanary.cards import (
     CHAIN_CARD,
     CHAIN_COUNT,
+    CHAIN_KEY,
+    CHAIN_MULTIPLIER,
+    CHAIN_OFFSET,
     CHAIN_ROOT,
     CHAIN_VALUES,
     NOT_KNOWN,
@@ -42,29 +45,30 @@ def append_tokens(n, cards, counts, tokens):
     return True
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
-def grow_chains(n, cards, lengths, last, place, token_offset, multiplier, key):
+@loop("int64(int64, int64, int64, int64, int64)")
+def grow_chains(n, cards, lengths, last, place):
     """Chains of n requests, each as `chain_tokens` gives it, grown to the lengths asked for; of how many it cannot be.
 
     cards, lengths, last: addresses of [n]; a length becomes NOT_KNOWN where a token is not known;  last: out, the value
                           at the length, the root without entries
-    place: of the chain's own card, whose entry p holds token p + token_offset
+    place: in a request's card, of the chain's own
     """
     own, asked, values_at, unknown = longs_at(cards, n), longs_at(lengths, n), longs_at(last, n), 0
     for number in range(n):
         request, length = longs_at(own[number], place + CHAIN_CARD), max(asked[number], 0)
-        count, value, num_tokens = request[place + CHAIN_COUNT], request[place + CHAIN_ROOT], request[NUM_TOKENS_KNOWN]
-        if length > count and length + token_offset > num_tokens:
+        chain, num_tokens = request[place:], request[NUM_TOKENS_KNOWN]
+        count, value, offset = chain[CHAIN_COUNT], chain[CHAIN_ROOT], chain[CHAIN_OFFSET]
+        if length > count and length + offset > num_tokens:
             asked[number] = NOT_KNOWN
             unknown += 1
             continue
-        values, tokens = longs_at(request[place + CHAIN_VALUES], length), longs_at(request[TOKENS_KNOWN], num_tokens)
-        first = min(count, length)
+        values, tokens = longs_at(chain[CHAIN_VALUES], length), longs_at(request[TOKENS_KNOWN], num_tokens)
+        first, multiplier, key = min(count, length), request[CHAIN_MULTIPLIER], request[CHAIN_KEY]
         if first:
             value = values[first - 1]
         for position in range(first, length):
-            value = multiplier * value + mix(tokens[position + token_offset], position, key)
+            value = multiplier * value + mix(tokens[position + offset], position, key)
             values[position] = value
-        request[place + CHAIN_COUNT] = max(count, length)
+        chain[CHAIN_COUNT] = max(count, length)
         values_at[number] = value
     return unknown

@@ -167,14 +167,14 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
-    known = Known(tokens, [5, keys.root_key])
-    truth, cards = TruthChain(known, 1, keys.root_key, 1), array("q", [known.at, known.at])
+    known = Known(tokens, [(5, 0), (keys.root_key, 1)], keys)
+    truth, cards = TruthChain(known, 1), array("q", [known.at, known.at])
     expected = chain_host(tokens[1:], 0, keys.root_key, keys)
     for length in (0, 1, 2, 9, 8, 39):
         last = signed(expected[length - 1] if length else keys.root_key)
-        assert chains_at(cards, 1, 1, [length, -1], keys) == [last, signed(keys.root_key)]
+        assert chains_at(cards, 1, [length, -1]) == [last, signed(keys.root_key)]
         assert truth.values[:length].tolist() == expected[:length]
-    assert chains_at(cards, 1, 1, [40, 39], keys) == [None, signed(expected[38])]
+    assert chains_at(cards, 1, [40, 39]) == [None, signed(expected[38])]
 
 
 def test_records_are_sealed_as_the_plain_formula_says():
