@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class SubstepBank:
     compares_moves: whether what moves is read again where it arrives
     compares_reads: whether bytes are compared as attention reads them, where it can
     shared: what all substeps use, those of forwards that come once too
+    publish: makes true on the device what has happened to pages; before a forward runs
     """
 
     def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
@@ -70,6 +71,7 @@ class SubstepBank:
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
         self.moves: list[StaticMove] = []
+        self.publish: Callable[[], None] = _nobody
         self.seats: Seats | None = None
         self.compares_moves, self.compares_reads = True, False
         self._read_keys: dict[str, ReadKeys] = {}
@@ -182,6 +184,7 @@ class SubstepBank:
         number, planned = substep.number, self._planned
         if number is None:
             raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
+        self.publish()
         first = number * NUM_RUNS
         self._expected.add(number)
         planned[first + RUN_ROWS] += rows
@@ -310,6 +313,10 @@ class SubstepBank:
         if any(map(_IS_OPEN, self._in_order)):
             substep = next(substep for substep in self._in_order if substep.is_open)
             raise HookOrderError(f"{what} must wait for close() of {substep}")
+
+
+def _nobody() -> None:
+    """Who publishes pages where nobody keeps books of them."""
 
 
 _IS_OPEN = attrgetter("is_open")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from kvcanary.cards import UNKNOWN as UNKNOWN
 from kvcanary.errors import PlanError
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.table import as_table
 
 NULL_SLOT = 0
-UNKNOWN = -1  # prefix length that the host does not know
 
 
 @dataclass(frozen=True, eq=False)

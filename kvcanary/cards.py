@@ -86,8 +86,9 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     TOKENS_ROOM,  # tokens that have room there
     CHAIN_MULTIPLIER,
     CHAIN_KEY,
+    UID_KNOWN,
     REQUEST_CARD,
-) = range(6)
+) = range(7)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
@@ -95,7 +96,9 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     CHAIN_OFFSET,  # entry p holds token p + this
     CHAIN_CARD,
 ) = range(5)
-NOT_KNOWN = -2  # length of a chain one of whose tokens is not known
+UNKNOWN = -1  # length of a row that the host does not know, or of a chain one of whose tokens it does not
+#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64 (`graphs.RowTruth`).
+ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_NUMBERS = range(6)
 
 #: Of a captured forward, [LINE_CARD] int64 that stay: where parts of the line begin that tells of its runs.
 (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from operator import add
 from typing import NamedTuple, Protocol
@@ -13,9 +14,18 @@ import numpy as np
 import torch
 
 from kvcanary.bank import Snapshot, SubstepBank
-from kvcanary.buffers import UNKNOWN
 from kvcanary.captured_move import StaticMove
-from kvcanary.cards import LEFT_TO_RULES, LINE_BITS
+from kvcanary.cards import (
+    LEFT_TO_RULES,
+    LINE_BITS,
+    ROW_CHAINS,
+    ROW_LENGTHS,
+    ROW_NUMBERS,
+    ROW_ROOTS,
+    ROW_UIDS,
+    ROW_UNHEARD,
+    UNKNOWN,
+)
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries
@@ -24,7 +34,7 @@ from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
-from kvcanary.known import chains_at
+from kvcanary.known import rows_at
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
@@ -33,14 +43,10 @@ from kvcanary.outbox import Line, to_device
 from kvcanary.requests import (
     CARD,
     COMMITTED,
-    SIGNED_ROOT,
-    TRUTHS,
-    UID,
     UNHEARD,
     UNLANDED,
     Unheard,
     final_lens,
-    in_pool,
 )
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
@@ -52,9 +58,10 @@ from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
 Commit = Callable[[Sequence[Request], Sequence[int], int], None]
 
 
-class RowTruth(NamedTuple):
+class RowTruth:
     """What the host knows of the rows that a captured forward is launched with, by request.
 
+    numbers:     [5, requests] int64, all that follows in this order
     uids:        of the requests
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
     truths:      chain value at that length, as int64
@@ -63,11 +70,30 @@ class RowTruth(NamedTuple):
                  length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
-    uids: list[int]
-    prefix_lens: list[int]
-    truths: list[int]
-    roots: list[int]
-    unheard: list[int]
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: Ints) -> None:
+        self.numbers = numbers
+
+    @property
+    def uids(self) -> list[int]:
+        return self.numbers[ROW_UIDS].tolist()
+
+    @property
+    def prefix_lens(self) -> list[int]:
+        return self.numbers[ROW_LENGTHS].tolist()
+
+    @property
+    def truths(self) -> list[int]:
+        return self.numbers[ROW_CHAINS].tolist()
+
+    @property
+    def roots(self) -> list[int]:
+        return self.numbers[ROW_ROOTS].tolist()
+
+    @property
+    def unheard(self) -> list[int]:
+        return self.numbers[ROW_UNHEARD].tolist()
 
 
 class Listener(Protocol):
@@ -119,6 +145,7 @@ class StaticChecks:
     def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
         self.bank = SubstepBank(state)
+        self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(self.bank.shared)
         self._hearing: Hearing | None = None
         self.launched: list[Launched] = []
@@ -173,20 +200,10 @@ class StaticChecks:
         self, pool_id: int, requests: Sequence[Request], cards: array[int], lengths: list[int], num_forwards: int = 1
     ) -> RowTruth:
         """`cards`: of the requests."""
-        chains = chains_at(cards, pool_id, lengths)
-        if None in chains or UNKNOWN in lengths:
-            lengths = [UNKNOWN if chain is None else length for chain, length in zip(chains, lengths, strict=True)]
-            self._coverage.skip("truth not known to the host", num_forwards * lengths.count(UNKNOWN))
-        is_behind = [*map(bool, map(UNLANDED, requests))]
-        if any(is_behind):
-            is_behind = [goes_on and length != UNKNOWN for goes_on, length in zip(is_behind, lengths, strict=True)]
-        return RowTruth(
-            list(map(UID, requests)),
-            lengths,
-            [chain or 0 for chain in chains],
-            list(map(SIGNED_ROOT, in_pool(pool_id, TRUTHS, requests))),
-            [*map(int, is_behind)],
-        )
+        rows, unknown = rows_at(cards, pool_id, lengths, list(map(UNLANDED, requests)))
+        if unknown:
+            self._coverage.skip("truth not known to the host", num_forwards * unknown)
+        return RowTruth(np.frombuffer(rows, np.int64).reshape(ROW_NUMBERS, -1))
 
     def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
         """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""

@@ -14,7 +14,6 @@ from kvcanary.cards import (
     CHAIN_OFFSET,
     CHAIN_ROOT,
     CHAIN_VALUES,
-    NOT_KNOWN,
     NUM_TOKENS_KNOWN,
     REQUEST_CARD,
     TOKENS_KNOWN,
@@ -34,9 +33,9 @@ class Known:
 
     __slots__ = ("_numbers", "_row", "at", "card", "granted_at")
 
-    def __init__(self, tokens: Sequence[int], roots: Sequence[tuple[int, int]], keys: Keys) -> None:
+    def __init__(self, uid: int, tokens: Sequence[int], roots: Sequence[tuple[int, int]], keys: Keys) -> None:
         """`roots`: by pool the chain value that position 0 continues, unsigned, and the first token of its chain."""
-        self.card = array("q", (0, 0, 0, signed(keys.multiplier), signed(keys.mix_key)))
+        self.card = array("q", (0, 0, 0, signed(keys.multiplier), signed(keys.mix_key), uid))
         for root, token_offset in roots:
             self.card.extend((0, 0, signed(root), token_offset))
         self.at = self.card.buffer_info()[0]
@@ -128,15 +127,19 @@ def append_tokens(known: Sequence[Known], counts: array[int], tokens: array[int]
         append(*told)
 
 
-def chains_at(cards: array[int], pool_id: int, lengths: Sequence[int]) -> Sequence[int | None]:
-    """Of the requests of these cards the value of their chain in a pool for the last entry at these lengths, as int64.
+def rows_at(cards: array[int], pool_id: int, lengths: Sequence[int], unlanded: Sequence[int]) -> tuple[array[int], int]:
+    """[ROW_NUMBERS * requests] (cards.py) of rows of this pool, and how many of their lengths are UNKNOWN.
 
-    None: a token is not known. Without entries, and at a negative length, it is what position 0 continues.
+    lengths: final entries;  unlanded: steps that accept what the host has not learned yet
     """
-    from kvcanary.loops import grow_chains
+    from kvcanary.loops import tell_rows
 
-    n, place = len(cards), REQUEST_CARD + CHAIN_CARD * pool_id
-    asked, last = array("q", lengths), array("q", bytes(8 * n))
-    if not grow_chains(n, cards.buffer_info()[0], asked.buffer_info()[0], last.buffer_info()[0], place):
-        return last.tolist()
-    return [None if length == NOT_KNOWN else value for length, value in zip(asked, last, strict=True)]
+    n = len(cards)
+    rows = array("q", [*([0] * n), *lengths, *([0] * (2 * n)), *unlanded])
+    place = REQUEST_CARD + CHAIN_CARD * pool_id
+    return rows, tell_rows(n, cards.buffer_info()[0], place, rows.buffer_info()[0])
+
+
+def is_known(known: Known, pool_id: int, length: int) -> bool:
+    """Whether the tokens of so many entries are; then the chain in this pool has at least as many values."""
+    return not rows_at(array("q", (known.at,)), pool_id, (length,), (0,))[1]

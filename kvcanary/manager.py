@@ -77,7 +77,6 @@ class CanaryManager(Answering):
         self.step = self.tickets.step = self._checks.step = step
         if self._static is not None:
             self._checks.land_before(self._static.bank.turn + 1)
-            self._checks.publish_pages()
             self._static.bank.begin_step(step)
         self._leave_quarantine(step)
 

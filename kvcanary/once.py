@@ -103,8 +103,7 @@ class OnceSubstep(StaticSubstep):
         self._told_starts[:] = reads
         self._told_bounds[: rows + 1] = [0, *accumulate(written)]
         self._told_bounds[rows + 1 :] = entries
-        by_row = truth.uids, truth.prefix_lens, truth.truths, truth.roots
-        for told, values in zip(self._told_rows, by_row, strict=True):
+        for told, values in zip(self._told_rows, truth.numbers, strict=False):
             told[:rows] = values
         self._told_live[0] = rows
         self._room.send()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.errors import LifetimeError
-from kvcanary.known import Known, TruthChain, append_tokens, chains_at
+from kvcanary.known import Known, TruthChain, append_tokens, is_known
 from kvcanary.uids import Uids
 from kvcanary_kernels.record import Keys, chain_root
 
@@ -225,10 +225,11 @@ class RequestBook:
             raise LifetimeError(f"request {request_id!r} is admitted already")
         tokens = list(token_ids)
         roots = [(chain_root(self._keys, role.name, salt, adapter), role.token_offset) for role in self._roles]
-        known = Known(tokens, roots, self._keys)
+        uid = self._uids.new(request_id)
+        known = Known(uid, tokens, roots, self._keys)
         request = Request(
             request_id,
-            self._uids.new(request_id),
+            uid,
             tokens,
             known=known,
             truths=[TruthChain(known, pool_id) for pool_id in range(len(roots))],
@@ -302,11 +303,6 @@ class RequestBook:
             return None
         return int(chains[length - 1]) if length else request.root(pool_id)
 
-    def truths_at(self, requests: Sequence[Request], pool_id: int, lengths: Sequence[int]) -> Sequence[int | None]:
-        """As `truth`, of many rows, as int64."""
-        return chains_at(array("q", map(CARD, requests)), pool_id, lengths)
-
     def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
-        is_known = self.truths_at([request], pool_id, [length])[0] is not None
-        return request.truths[pool_id].values if is_known else None
+        return request.truths[pool_id].values if is_known(request.known, pool_id, length) else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.buffers import NULL_SLOT, Batch, StaticBuffers
+from kvcanary.cards import ROW_CHAINS, ROW_LENGTHS, ROW_UNHEARD
 from kvcanary.dumps.reading import Call
 from kvcanary.dumps.stage import Stage
 from kvcanary.graphs import RowTruth
@@ -29,7 +30,7 @@ def captured_batch(substep: StaticSubstep, event: Call, read: ReadPlan, write: W
         begin, end = read.indptr[row : row + 2].tolist()
         if 0 <= place < end - begin:
             indices[begin + place] = slot
-    by_row = [torch.tensor(values).repeat_interleave(width) for values in truth[:4]]
+    by_row = [torch.from_numpy(values).repeat_interleave(width) for values in truth.numbers[:ROW_UNHEARD]]
     written = torch.as_tensor(read.num_written)
     return Batch(
         read.indptr,
@@ -51,13 +52,14 @@ def advanced(truth: RowTruth, pool: PoolState, accepted: Sequence[Sequence[int]]
 
     As the device does it (`StaticTruth`).
     """
-    lens, truths = list(truth.prefix_lens), list(truth.truths)
+    now = RowTruth(truth.numbers.copy())
+    lens, truths = now.numbers[ROW_LENGTHS], now.numbers[ROW_CHAINS]
     for number, tokens in enumerate(accepted):
         count = entries_behind(pool, len(tokens))
-        if truth.unheard[number] and count > 0:
-            chains = chain_host(list(tokens[:count]), lens[number], truths[number], pool.keys)
+        if now.numbers[ROW_UNHEARD, number] and count > 0:
+            chains = chain_host(list(tokens[:count]), int(lens[number]), int(truths[number]), pool.keys)
             lens[number], truths[number] = lens[number] + count, signed(chains[-1])
-    return truth._replace(prefix_lens=lens, truths=truths)
+    return now
 
 
 def record_accepted(acceptance: StaticAcceptance, accepted: Sequence[Sequence[int]]) -> None:

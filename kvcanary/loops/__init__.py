@@ -5,7 +5,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 
 from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.heard import look_through, take_quiet
-from kvcanary.loops.known import append_tokens, grow_chains
+from kvcanary.loops.known import append_tokens, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
@@ -28,7 +28,6 @@ __all__ = [
     "chain_tokens",
     "copy_records",
     "find_unwritten",
-    "grow_chains",
     "keep_lanes",
     "keep_plans",
     "look_through",
@@ -46,5 +45,6 @@ __all__ = [
     "sum_values",
     "take_plan",
     "take_quiet",
+    "tell_rows",
     "write_records",
 ]

@@ -12,11 +12,18 @@ from kvcanary.cards import (
     CHAIN_OFFSET,
     CHAIN_ROOT,
     CHAIN_VALUES,
-    NOT_KNOWN,
     NUM_TOKENS_KNOWN,
     REQUEST_CARD,
+    ROW_CHAINS,
+    ROW_LENGTHS,
+    ROW_NUMBERS,
+    ROW_ROOTS,
+    ROW_UIDS,
+    ROW_UNHEARD,
     TOKENS_KNOWN,
     TOKENS_ROOM,
+    UID_KNOWN,
+    UNKNOWN,
 )
 from kvcanary.loops.memory import longs_at, loop
 from kvcanary.loops.records import mix
@@ -45,30 +52,39 @@ def append_tokens(n, cards, counts, tokens):
     return True
 
 
-@loop("int64(int64, int64, int64, int64, int64)")
-def grow_chains(n, cards, lengths, last, place):
-    """Chains of n requests, each as `chain_tokens` gives it, grown to the lengths asked for; of how many it cannot be.
+@loop()
+def _grown(request, chain, length):
+    """Whether the tokens of so many entries are known: then the chain is as `chain_tokens` gives it; its last value."""
+    count, value, offset = chain[CHAIN_COUNT], chain[CHAIN_ROOT], chain[CHAIN_OFFSET]
+    if length > count and length + offset > request[NUM_TOKENS_KNOWN]:
+        return False, 0
+    values = longs_at(chain[CHAIN_VALUES], length)
+    tokens, first = longs_at(request[TOKENS_KNOWN], request[NUM_TOKENS_KNOWN]), min(count, length)
+    if first:
+        value = values[first - 1]
+    for position in range(first, length):
+        value = request[CHAIN_MULTIPLIER] * value + mix(tokens[position + offset], position, request[CHAIN_KEY])
+        values[position] = value
+    chain[CHAIN_COUNT] = max(count, length)
+    return True, value
 
-    cards, lengths, last: addresses of [n]; a length becomes NOT_KNOWN where a token is not known;  last: out, the value
-                          at the length, the root without entries
+
+@loop("int64(int64, int64, int64, int64)")
+def tell_rows(n, cards, place, rows):
+    """What is known of rows of n requests; how many of their lengths are UNKNOWN.
+
     place: in a request's card, of the chain's own
+    rows:  [ROW_NUMBERS, n]; in: lengths, and steps of which the host has not heard in the place of ROW_UNHEARD
     """
-    own, asked, values_at, unknown = longs_at(cards, n), longs_at(lengths, n), longs_at(last, n), 0
+    own, told, unknown = longs_at(cards, n), longs_at(rows, ROW_NUMBERS * n), 0
     for number in range(n):
-        request, length = longs_at(own[number], place + CHAIN_CARD), max(asked[number], 0)
-        chain, num_tokens = request[place:], request[NUM_TOKENS_KNOWN]
-        count, value, offset = chain[CHAIN_COUNT], chain[CHAIN_ROOT], chain[CHAIN_OFFSET]
-        if length > count and length + offset > num_tokens:
-            asked[number] = NOT_KNOWN
-            unknown += 1
-            continue
-        values, tokens = longs_at(chain[CHAIN_VALUES], length), longs_at(request[TOKENS_KNOWN], num_tokens)
-        first, multiplier, key = min(count, length), request[CHAIN_MULTIPLIER], request[CHAIN_KEY]
-        if first:
-            value = values[first - 1]
-        for position in range(first, length):
-            value = multiplier * value + mix(tokens[position + offset], position, key)
-            values[position] = value
-        chain[CHAIN_COUNT] = max(count, length)
-        values_at[number] = value
+        request, at = longs_at(own[number], place + CHAIN_CARD), ROW_LENGTHS * n + number
+        chain = request[place:]
+        is_known, value = _grown(request, chain, max(told[at], 0))
+        if not is_known:
+            told[at] = UNKNOWN
+        unknown += told[at] == UNKNOWN
+        told[ROW_UIDS * n + number], told[ROW_ROOTS * n + number] = request[UID_KNOWN], chain[CHAIN_ROOT]
+        told[ROW_CHAINS * n + number] = value
+        told[ROW_UNHEARD * n + number] = told[ROW_UNHEARD * n + number] > 0 and told[at] != UNKNOWN
     return unknown

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of the one that is being prepared
@@ -37,6 +39,14 @@ class Feed:
             end = where.start + len(values)
             self._numbers[where.start : end] = values
             self._numbers[end : where.stop] = 0
+
+    def set_rows(self, name: str, values: NDArray[np.int64]) -> None:
+        """The same for sections of one size that lie one behind the other, this one first: ``values [sections, n]``."""
+        first, (count, n) = self._sections[name], values.shape
+        size = first.stop - first.start
+        rows = self._numbers[first.start : first.start + count * size].reshape(count, size)
+        rows[:, :n] = values
+        rows[:, n:] = 0
 
     def send(self) -> None:
         """One copy, for which nobody waits; what is set from now on lies elsewhere."""

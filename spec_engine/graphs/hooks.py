@@ -30,7 +30,7 @@ TRUTH = (
     "prefix_lens",
     "truths",
     "roots",
-)  # sections of a feed that a watched forward needs, by row
+)  # sections of a feed that a watched forward needs, by row, one behind the other as in `RowTruth`
 UNHEARD = "unheard"  # one more, where the host may launch a step before it has heard of the last one
 
 
@@ -54,10 +54,10 @@ class Rows:
     def set(self, truth: RowTruth) -> None:
         """What the canary knows of the rows that are live next, by request."""
         parts = TRUTH if self.truth is None else (*TRUTH, UNHEARD)
-        for part in parts:
-            values = getattr(truth, part)
-            rows = values if self.width == 1 else [value for value in values for _ in range(self.width)]
-            self.feed.set(**{f"{self.name}_{part}": rows})
+        numbers = truth.numbers[: len(parts)]
+        self.feed.set_rows(
+            f"{self.name}_{parts[0]}", numbers if self.width == 1 else numbers.repeat(self.width, axis=1)
+        )
 
     def advance(self) -> None:
         """Within a program, before forwards of these rows are judged: opened, or postponed ones caught up with."""

@@ -58,8 +58,8 @@ def captured_step() -> CanaryManager:
         canary.admit("only", [50])
         canary.on_alloc("only", [1])
         canary.begin_step(1)
-        truth = canary.launch(substep, ["only"], [2], 2)._asdict()
-        del truth["unheard"]
+        told = canary.launch(substep, ["only"], [2], 2)
+        truth = {name: getattr(told, name) for name in ("uids", "prefix_lens", "truths", "roots")}
         ints = {"indptr": [0, 2], "indices": [4, 5], "bounds": [0, 2], "slots": [4, 5], "tokens": [50, 51]}
         ints |= {"positions": [0, 1], "parents": [-1, 0], **truth}
         buffers.fill(Batch(**{name: torch.tensor(values) for name, values in ints.items()}))

@@ -104,6 +104,25 @@ def test_substeps_are_added_before_arm(run):
         late.canary.bank.add("target", "decode", 0, StaticBuffers.allocate(8, 8, 8))
 
 
+def test_a_device_is_told_of_pages_before_what_runs_next(run, monkeypatch):
+    """In one delta list, however often something has happened to pages; in none where nothing has."""
+    told: list[int] = []
+    one = run()
+    state = one.canary._state
+    publish = state.pools[0].loops.publish_pages
+    monkeypatch.setattr(
+        state.pools[0].loops, "publish_pages", lambda *args: (told.append(len(args[0])), publish(*args))
+    )
+    one.canary.on_alloc("ann", [3])
+    one.canary.on_alloc("ann", [4])
+    assert told == []
+    one.step(2, 4, 1)
+    assert len(told) == 1
+    assert state.page_states[3:5].tolist() == [record.NEVER_WRITTEN] * 2
+    one.step(3, 5, 1)
+    assert len(told) == 1
+
+
 def test_a_freed_page_is_stale_to_the_next_replay(run):
     """The device learns of a free at the head of the next step."""
     freed = run(mode="log")
@@ -368,11 +387,12 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
         canary.on_alloc("ann", [1, 2])
         canary.begin_step(1)
         if is_one_by_one:
-            truths = [canary.launch(draft, ["ann"], [1], reads) for draft, reads in zip(drafts, (4, 5, 6), strict=True)]
+            launches = zip(drafts, (4, 5, 6), strict=True)
+            truths = [canary.launch(draft, ["ann"], [1], reads).numbers.tolist() for draft, reads in launches]
             assert truths[1:] == truths[:1] * 2
             truth = truths[0]
         else:
-            truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6])
+            truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
         (request,) = canary.requests_of(["ann"])
         launched = [(run.substep.site, run.committed, run.step) for run in canary._static.launched]
         made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens, canary.bank._planned

@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 
 import kvcanary.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
+from kvcanary.cards import UNKNOWN
 from kvcanary.forward import Forward, refuse_contradiction
-from kvcanary.known import Known, TruthChain, chains_at
+from kvcanary.known import Known, TruthChain, is_known, rows_at
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Role
 from kvcanary.loops import memory
@@ -167,14 +168,18 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
-    known = Known(tokens, [(5, 0), (keys.root_key, 1)], keys)
+    known = Known(9, tokens, [(5, 0), (keys.root_key, 1)], keys)
     truth, cards = TruthChain(known, 1), array("q", [known.at, known.at])
-    expected = chain_host(tokens[1:], 0, keys.root_key, keys)
+    expected, root = chain_host(tokens[1:], 0, keys.root_key, keys), signed(keys.root_key)
     for length in (0, 1, 2, 9, 8, 39):
         last = signed(expected[length - 1] if length else keys.root_key)
-        assert chains_at(cards, 1, [length, -1]) == [last, signed(keys.root_key)]
+        rows, unknown = rows_at(cards, 1, [length, UNKNOWN], [2, 1])
+        assert (rows.tolist(), unknown) == ([9, 9, length, UNKNOWN, last, root, root, root, 1, 0], 1)
         assert truth.values[:length].tolist() == expected[:length]
-    assert chains_at(cards, 1, [40, 39]) == [None, signed(expected[38])]
+    rows, unknown = rows_at(cards, 1, [40, 39], [1, 0])
+    assert (rows.tolist(), unknown) == ([9, 9, UNKNOWN, 39, 0, signed(expected[38]), root, root, 0, 0], 1)
+    assert [is_known(known, 1, length) for length in (39, 40)] == [True, False]
+    assert rows_at(array("q"), 1, [], []) == (array("q"), 0)
 
 
 def test_records_are_sealed_as_the_plain_formula_says():

@@ -231,7 +231,7 @@ def at(address, count):
 
 def test_what_is_known_keeps_its_address_and_makes_room():
     """Tokens and values that a loop has filled stay where room is made for more; the card stays where it is."""
-    known = Known([3, 1, 4], [(1 << 63 | 5, 0), (7, 1)], KEYS)
+    known = Known(8, [3, 1, 4], [(1 << 63 | 5, 0), (7, 1)], KEYS)
     chain, other = TruthChain(known, 0), TruthChain(known, 1)
     assert (chain.root, chain.signed_root, chain.count) == (1 << 63 | 5, 5 - (1 << 63), 0)
     assert (other.root, other.token_offset) == (7, 1)
@@ -243,7 +243,7 @@ def test_what_is_known_keeps_its_address_and_makes_room():
     card = known.at
     append_tokens([known], array("q", [LEAST_ROOM - 4]), array("q", tokens[3:-1]))
     assert chain.values_at == where
-    append_tokens([known, Known([], [(1, 0)], KEYS)], array("q", [1, 1]), array("q", [tokens[-1], 1]))
+    append_tokens([known, Known(8, [], [(1, 0)], KEYS)], array("q", [1, 1]), array("q", [tokens[-1], 1]))
     assert (chain.values_at == where, known.at == card, known.at == known.card.buffer_info()[0]) == (True, True, True)
     append_tokens([known], array("q", [1]), array("q", [1]))
     assert (chain.values_at == where, known.at) == (False, card)
@@ -255,7 +255,7 @@ def test_what_is_known_keeps_its_address_and_makes_room():
 
 def test_a_row_is_read_where_it_lies():
     """No copy is made, and nothing has no address."""
-    known = Known([], [(1, 0)], KEYS)
+    known = Known(8, [], [(1, 0)], KEYS)
     known.follow(b"")
     assert known.granted_at == 0
     known.follow(np.arange(40, 44).tobytes())

@@ -96,10 +96,10 @@ def test_truth_is_a_checkpoint_behind_which_the_device_goes_on(ahead):
         return [one.request.uid], [length], [signed(chain_host(one.tokens[1 : 1 + length], 0, root, keys)[-1])], unheard
 
     first = one.launch(ACCEPTED)
-    assert (*first[:3], first.unheard[0]) == truth_of(3, 0)
+    assert (*first.numbers[:3].tolist(), first.unheard[0]) == truth_of(3, 0)
     flight = one.canary.depart()
     second = one.launch([62])
-    assert (*second[:3], second.unheard[0]) == truth_of(3, 1)
+    assert (*second.numbers[:3].tolist(), second.unheard[0]) == truth_of(3, 1)
     assert one.hear(flight, ACCEPTED, 5) == []
 
 

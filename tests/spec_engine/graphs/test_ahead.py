@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,17 @@ def test_a_feed_says_what_was_set() -> None:
         feed.send()
         assert feed["rows"].tolist() == rows + [0] * (3 - len(rows))
         assert feed["live"].tolist() == (live or [3])
+
+
+def test_a_feed_says_rows_of_several_sections_at_once() -> None:
+    """As `set` of each of them would; the sections around them stay."""
+    feed = Feed({"before": 1, "uids": 3, "lens": 3, "behind": 2}, torch.device("cpu"))
+    feed.set(before=[9], behind=[8, 7])
+    for rows in ([[4, 5, 6], [1, 2, 3]], [[7], [8]], [[], []]):
+        feed.set_rows("uids", np.array(rows, np.int64))
+        feed.send()
+        assert [feed[name].tolist() for name in ("uids", "lens")] == [row + [0] * (3 - len(row)) for row in rows]
+        assert (feed["before"].tolist(), feed["behind"].tolist()) == ([9], [8, 7])
 
 
 @pytest.mark.gpu
