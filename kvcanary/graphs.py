@@ -40,14 +40,7 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
 from kvcanary.outbox import Line, to_device
-from kvcanary.requests import (
-    CARD,
-    COMMITTED,
-    UNHEARD,
-    UNLANDED,
-    Unheard,
-    final_lens,
-)
+from kvcanary.requests import CARD, COMMITTED, TOKENS, UNHEARD, UNLANDED, Unheard, final_lens
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART, StaticSubstep
@@ -210,14 +203,16 @@ class StaticChecks:
         lengths = final_lens(requests, pool.pool_id)
         if not any(map(UNLANDED, requests)):
             return lengths
-        offset, ahead, can_go_on = pool.view.token_offset, pool.view.ahead, self.bank.seats is not None
-        for number, request in enumerate(requests):
-            if request.unlanded:
-                committed_len, known = request.committed_len, len(request.tokens)
-                is_whole = lengths[number] == committed_len + ahead
-                is_one = request.unlanded == 1 and known == committed_len + 1
-                lengths[number] = known - offset if is_whole and is_one and can_go_on else UNKNOWN
-        return lengths
+        offset, ahead, most = pool.view.token_offset, pool.view.ahead, 0 if self.bank.seats is None else 1
+        rows = zip(lengths, map(UNLANDED, requests), map(COMMITTED, requests), map(TOKENS, requests), strict=True)
+        return [
+            length
+            if not unlanded
+            else len(tokens) - offset
+            if unlanded <= most and len(tokens) == committed_len + 1 and length == committed_len + ahead
+            else UNKNOWN
+            for length, unlanded, committed_len, tokens in rows
+        ]
 
     def _note(
         self,

@@ -91,7 +91,9 @@ class Tickets:
     def issue(self, what: str, stream: Stream, reads: Touched | None = None, writes: Touched | None = None) -> Ticket:
         """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for."""
         reads, writes = dict(reads or {}), dict(writes or {})
-        found = self.use(what, stream, reads) + self.use(what, stream, writes, writes=True)
+        found = (
+            [*self.use(what, stream, reads), *self.use(what, stream, writes, writes=True)] if reads or writes else []
+        )
         clock = self._clock(stream)
         sequence = clock[stream] = clock.get(stream, 0) + 1
         self._host_turn += stream == HOST

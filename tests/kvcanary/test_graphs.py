@@ -118,7 +118,7 @@ def test_a_device_is_told_of_pages_before_what_runs_next(run, monkeypatch):
     assert told == []
     one.step(2, 4, 1)
     assert len(told) == 1
-    assert state.page_states[3:5].tolist() == [record.NEVER_WRITTEN] * 2
+    assert state.page_states[3:5].tolist() == [record.RESERVED] * 2
     one.step(3, 5, 1)
     assert len(told) == 1
 
