@@ -181,10 +181,14 @@ class SubstepBank:
 
         `reads` None: lengths are known to the device alone, and are not compared.
         """
+        self.publish()
+        self.plan(substep, rows, entries, reads)
+
+    def plan(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None) -> None:
+        """As `expect`, where pages have been published."""
         number, planned = substep.number, self._planned
         if number is None:
             raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
-        self.publish()
         first = number * NUM_RUNS
         self._expected.add(number)
         planned[first + RUN_ROWS] += rows

@@ -158,9 +158,9 @@ class StaticChecks:
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
         runs before them. reads: by forward, as the engine knows the lengths of rows
         """
-        entries = 0 if written is None else sum(written)
+        rows, entries, plan = len(requests), 0 if written is None else sum(written), self.bank.plan
         for substep, count in zip(substeps, reads, strict=True):
-            self.bank.expect(substep, len(requests) * substep.width, entries * substep.width, count)
+            plan(substep, rows * substep.width, entries * substep.width, count)
         lengths = self._known_lens(requests, substeps[0].pool)
         cards = array("q", map(CARD, requests))
         truth = self._truth(substeps[0].pool.pool_id, requests, cards, lengths, len(substeps))

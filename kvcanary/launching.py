@@ -73,6 +73,7 @@ class Launching(Lifecycle):
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
         self.recorder.launched_move(self._static.bank.moves.index(move), move.pool.name)
+        self._checks.publish_pages()
         self._static.launch_move(move)
 
     def launch_eager(

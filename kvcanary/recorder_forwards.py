@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,10 +199,9 @@ class RecordedLaunch:
             _ = self.forward
 
     def _note(self, accepted: list[list[int]] | None, layers: Sequence[int], pool: PoolState) -> None:
-        stored, full = set(layers), pool.full_layers
-        if len(stored) < len(layers):
-            self.again += [layer for number, layer in enumerate(layers) if layer in layers[:number]]
-        self._stored = full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored)
+        self._stored, again = _stored(tuple(layers), pool.full_layers)
+        if again:
+            self.again += again
         self.accepted = accepted
         if accepted is not None:
             self.written = tuple(map(len, accepted))
@@ -216,6 +216,14 @@ class RecordedMove:
         self.number = number
         self.src: Ints | None = None
         self.dst: Ints | None = None
+
+
+@lru_cache(maxsize=256)
+def _stored(layers: tuple[int, ...], full: int) -> tuple[int, list[int]]:
+    """The bitmap of layers that stored in this order, and those that had stored before; `full`: the bitmap of all."""
+    stored = set(layers)
+    again = [layer for number, layer in enumerate(layers) if layer in layers[:number]]
+    return full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored), again
 
 
 _NONE: Ints = np.empty(0, np.int32)
