@@ -97,6 +97,22 @@ def test_a_forward_that_was_planned_and_did_not_run_is_h1(run, disable):
     assert found == ([] if disable else [("H1", expected, dict.fromkeys(expected, 0))])
 
 
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_forward_that_was_launched_and_did_not_run_as_told_is_h1(make_static, reads):
+    """Its header comes with the step's own numbers: no row, no entry, or another number of entries that rows read."""
+    rig = make_static()
+    canary = CanaryManager(CanaryConfig(seed=7, mode="log"), [rig.pool.view])
+    draft = canary.bank.add("target", "draft", 0, StaticBuffers.allocate(2, 4, 16))
+    canary.arm()
+    canary.admit("ann", TOKENS[:4])
+    canary.on_alloc("ann", [1, 2])
+    canary.begin_step(1)
+    canary.launch(draft, ["ann"], [0], reads)
+    canary.check()
+    expected, found = {"rows": 1, "entries": 0, "reads": reads}, {"rows": 0, "entries": 0, "reads": 0}
+    assert [(finding.code, finding.expected, finding.found) for finding in canary.findings] == [("H1", expected, found)]
+
+
 def test_substeps_are_added_before_arm(run):
     """H2: what comes after arm() was never captured."""
     late = run()
