@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.harmless import lengthen_plans
 from kvcanary.faults.reach import Place, redirect_row, strike_forward
 from kvcanary.faults.target import Call, Setup, Target
 
 
-def _without_tenant(root: tuple[str, str]) -> tuple[str, str]:
-    return "", ""
+def _whoever_was_first(root: tuple[str, str], tree: Any, tokens: Sequence[int]) -> tuple[str, str]:
+    """The tenant under whom pages of these tokens were cached first, as a key that has the tokens alone finds them."""
+    tenants = [(salt, adapter) for salt, adapter, *_ in tree._root.children]
+    return next((tenant for tenant in tenants if tree.match(tokens, *tenant).pages), root)
 
 
 def _plain(bigram: bool) -> bool:
@@ -62,8 +67,7 @@ FAULTS = (
         applies_to="a prefix cache, and prompts that two tenants have in common",
         needs={"shared": 12, "salts": 3, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=_shares,
-        perturb=_without_tenant,
-        within=8,
+        perturb=_whoever_was_first,
         quiet_needs={"salts": 1},
     ),
     Fault(

@@ -28,6 +28,13 @@ def test_what_is_injected_is_found():
     assert (ledger.engines, ledger.steps > 100, ledger.tokens > 1000) == (ENGINES, True, True)
 
 
+def test_a_fault_that_nothing_met_is_not_injected():
+    """A key without the tenant is one more injected only where somebody was given another tenant's pages."""
+    ledger = after(("identity.weak_key",), rate=5.0, seed=1, engines=6)
+    assert ledger.wrong == []
+    assert 0 < ledger.injected.total() == ledger.found.total() < ledger.engines
+
+
 def test_without_faults_nothing_is_found():
     """Rate 0: traffic alone, with cancellations, and no finding."""
     ledger = after((), rate=0.0, seed=5, engines=6)
