@@ -15,7 +15,7 @@ ENGINES = 12
 
 def after(names: tuple[str, ...], rate: float, seed: int, engines: int = ENGINES) -> soaking.Soaked:
     """The ledger after so many engines."""
-    ledgers = soak(to_soak(chosen(names)), rate, seed)
+    ledgers = soak(soaking.Soaked(), to_soak(chosen(names)), rate, seed)
     return [next(ledgers) for _ in range(engines)][-1]
 
 
