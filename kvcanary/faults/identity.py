@@ -17,8 +17,14 @@ def _whoever_was_first(root: tuple[str, str], tree: Any, tokens: Sequence[int]) 
     return next((tenant for tenant in tenants if tree.match(tokens, *tenant).pages), root)
 
 
-def _plain(bigram: bool) -> bool:
-    return False
+def _whatever_is_behind(tokens: Sequence[int], tree: Any, root: tuple[str, str]) -> Sequence[int]:
+    """The tokens that find one page more, whose own tokens are theirs, and the one behind it is another."""
+    match = tree.match(tokens, *root)
+    end = match.num_tokens + tree.page_size
+    page = tuple(tokens[match.num_tokens : end])
+    known = page if match.pages else (*root, *page)
+    others = [key[-1] for key in match.node.children if key[:-1] == known]
+    return [*tokens[:end], others[0]] if others and end < len(tokens) else tokens
 
 
 def _cascade_over_what_is_not_common(target: Target) -> bool:
@@ -82,7 +88,7 @@ FAULTS = (
         applies_to="drafts with a prefix cache, prompts that part at the end of a page",
         needs={"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
-        perturb=_plain,
+        perturb=_whatever_is_behind,
         quiet_needs={"shared": 0},
     ),
     Fault(

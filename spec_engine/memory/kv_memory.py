@@ -53,9 +53,7 @@ class KVMemory:
         self.defers = table.table.is_cuda and self.windows is None and self.split is None and tier is None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
-        self.cache = PrefixCache(
-            allocator, PrefixTree(table.page_size, bigram=seam("identity.plain_key", is_drafting)), table
-        )
+        self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
 
     @property
     def canary(self) -> CanaryManager | None:
