@@ -31,6 +31,7 @@ class Request:
     cached_len: entries that the prefix cache had for it at its last admission, or the host.
     block: where what a retracted request had computed waits on the host, until it is back in its pages.
     salt, adapter: under which alone equal tokens are equal K and V.
+    root: salt and adapter under which the prefix cache has its shared pages, and keeps the others.
     ran_at: step in which it ran last, by the count of `Turns`.
     """
 
@@ -55,6 +56,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self._prompt = np.array(self.prompt_ids, np.int64)
+        self.root = self.salt, self.adapter
 
     @property
     def tokens(self) -> list[int]:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.harmless import lengthen_plans
 from kvcanary.faults.reach import Place, redirect_row, strike_forward
 from kvcanary.faults.target import Call, Setup, Target
 
 
-def _without_tenant(root: tuple[str, str]) -> tuple[str, str]:
-    return "", ""
+def _whoever_was_first(root: tuple[str, str], tree: Any, tokens: Sequence[int]) -> tuple[str, str]:
+    """The tenant under whom pages of these tokens were cached first, as a key that has the tokens alone finds them."""
+    tenants = [(salt, adapter) for salt, adapter, *_ in tree._root.children]
+    return next((tenant for tenant in tenants if tree.match(tokens, *tenant).pages), root)
 
 
-def _plain(bigram: bool) -> bool:
-    return False
+def _whatever_is_behind(tokens: Sequence[int], tree: Any, root: tuple[str, str]) -> Sequence[int]:
+    """The tokens that find one page more, whose own tokens are theirs, and the one behind it is another."""
+    match = tree.match(tokens, *root)
+    end = match.num_tokens + tree.page_size
+    page = tuple(tokens[match.num_tokens : end])
+    known = page if match.pages else (*root, *page)
+    others = [key[-1] for key in match.node.children if key[:-1] == known]
+    return [*tokens[:end], others[0]] if others and end < len(tokens) else tokens
 
 
 def _cascade_over_what_is_not_common(target: Target) -> bool:
@@ -62,8 +73,7 @@ FAULTS = (
         applies_to="a prefix cache, and prompts that two tenants have in common",
         needs={"shared": 12, "salts": 3, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=_shares,
-        perturb=_without_tenant,
-        within=8,
+        perturb=_whoever_was_first,
         quiet_needs={"salts": 1},
     ),
     Fault(
@@ -78,7 +88,7 @@ FAULTS = (
         applies_to="drafts with a prefix cache, prompts that part at the end of a page",
         needs={"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20},
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
-        perturb=_plain,
+        perturb=_whatever_is_behind,
         quiet_needs={"shared": 0},
     ),
     Fault(

@@ -53,9 +53,7 @@ class KVMemory:
         self.defers = table.table.is_cuda and self.windows is None and self.split is None and tier is None
         self.caches_prefixes = caches_prefixes
         self.page_size = table.page_size
-        self.cache = PrefixCache(
-            allocator, PrefixTree(table.page_size, bigram=seam("identity.plain_key", is_drafting)), table
-        )
+        self.cache = PrefixCache(allocator, PrefixTree(table.page_size, bigram=is_drafting), table)
 
     @property
     def canary(self) -> CanaryManager | None:
@@ -171,7 +169,7 @@ class KVMemory:
         own = request.committed_len if publish else None  # the host may count what was refused to a corrupted one
         is_intact = self.canary is None or self.canary.release(name, own)
         if publish and is_intact and self.caches_prefixes:
-            result = self.cache.retire(request, *self._final(request), *_root(request))
+            result = self.cache.retire(request, *self._final(request), *request.root)
             self._tell_shared(name, result.added)
         else:
             self.cache.release(request)
@@ -262,10 +260,12 @@ class KVMemory:
     # sharing what running requests have
 
     def _acquire(self, request: Request, known: list[int], running: Iterable[Request]) -> None:
+        request.root = request.salt, request.adapter
         for other in running:
             if other is not request and self.windows is None and self._helps(other, request, known):
                 self._publish(other)  # a window pool keeps no pages that other rows gave up for their equals
-        request.committed_len = request.cached_len = self.cache.acquire(request, known, *_root(request))
+        request.root = seam("identity.weak_key", request.root, tree=self.cache.tree, tokens=known)
+        request.committed_len = request.cached_len = self.cache.acquire(request, known, *request.root)
         if request.pages and self.canary is not None:
             self.canary.on_acquire(request.request_id, request.pages)
 
@@ -274,16 +274,16 @@ class KVMemory:
 
         One that is admitted in the same step, but later, has none yet, whatever its lengths were before.
         """
-        if _root(other) != _root(request) or not other.pages or not other.is_prefilled:
+        if other.root != request.root or not other.pages or not other.is_prefilled:
             return False
         tree = self.cache.tree
-        cached_len = tree.match(known, *_root(request)).num_tokens
+        cached_len = tree.match(known, *request.root).num_tokens
         return tree.num_pages(_common(other.tokens, known)) * self.page_size > cached_len
 
     def _publish(self, request: Request) -> None:
         """Cache the whole pages of what a running request has committed; it reads the cache's where there were some."""
         before = list(request.pages)
-        result = self.cache.publish(request, *self._final(request), *_root(request))
+        result = self.cache.publish(request, *self._final(request), *request.root)
         self._tell_shared(request.request_id, result.added)
         if self.canary is not None:
             for page, kept in zip(before, request.pages, strict=True):
@@ -297,11 +297,6 @@ class KVMemory:
     def _tell_shared(self, name: str, pages: list[int]) -> None:
         if pages and self.canary is not None:
             self.canary.on_share(name, pages)
-
-
-def _root(request: Request) -> tuple[str, str]:
-    """Salt and adapter, under which alone equal tokens are equal K and V."""
-    return seam("identity.weak_key", (request.salt, request.adapter))
 
 
 def _window_row(request: Request) -> WindowRow:

@@ -58,6 +58,7 @@ class PrefixCache:
         One token at least is left to forward. StalePageError when the tree points at a free page.
         """
         tokens = tokens if self.tree.bigram else tokens[:-1]
+        tokens = seam("identity.plain_key", tokens, tree=self.tree, root=(salt, adapter))
         match = self.tree.match(tokens, salt, adapter)
         usable = self.allocator.usable_pages(match.pages)
         if usable < len(match.pages):  # what is seen from the end of the others has left their window

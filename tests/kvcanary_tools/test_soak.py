@@ -15,7 +15,7 @@ ENGINES = 12
 
 def after(names: tuple[str, ...], rate: float, seed: int, engines: int = ENGINES) -> soaking.Soaked:
     """The ledger after so many engines."""
-    ledgers = soak(to_soak(chosen(names)), rate, seed)
+    ledgers = soak(soaking.Soaked(), to_soak(chosen(names)), rate, seed)
     return [next(ledgers) for _ in range(engines)][-1]
 
 
@@ -26,6 +26,14 @@ def test_what_is_injected_is_found():
     assert ledger.is_even
     assert ledger.injected.total() >= ENGINES // 2
     assert (ledger.engines, ledger.steps > 100, ledger.tokens > 1000) == (ENGINES, True, True)
+
+
+@pytest.mark.parametrize("name", ["identity.weak_key", "identity.plain_key"])
+def test_a_fault_that_nothing_met_is_not_injected(name):
+    """A key that leaves something out counts where somebody was given the pages of another key by it."""
+    ledger = after((name,), rate=5.0, seed=1, engines=6)
+    assert ledger.wrong == []
+    assert 0 < ledger.injected.total() == ledger.found.total() < ledger.engines
 
 
 def test_without_faults_nothing_is_found():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from types import FrameType
 from typing import Any
 
 import click
@@ -76,21 +79,55 @@ class Commands(click.Group):
     ) -> Any:
         if not standalone_mode:
             return super().main(args, *positional, standalone_mode=False, **extra)
+        interrupts = Interrupts()
         try:
-            code = super().main(args, *positional, standalone_mode=False, **extra)
+            with interrupts:
+                code = super().main(args, *positional, standalone_mode=False, **extra)
         except click.ClickException as error:
             console.show_error(error)
             code = error.exit_code
         except (KeyboardInterrupt, click.Abort):
-            console.say("kvcanary: interrupted")
-            code = console.EXIT_INTERRUPTED
+            code = _interrupted()
         except Exception as error:
-            traceback.print_exc()
-            console.say(f"kvcanary: internal error: {error}", fg="red")
-            console.say()
-            console.say("hint: this is a bug in kvcanary, not a finding; please report it with the lines above")
-            code = console.EXIT_FAILURE
+            code = _interrupted() if interrupts.came else _failed(error)
         sys.exit(code or console.EXIT_CLEAN)
+
+
+class Interrupts:
+    """KeyboardInterrupt as ever, but that one is remembered which an import swallowed before it failed of it.
+
+    came: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __enter__(self) -> None:
+        is_ours = threading.current_thread() is threading.main_thread()
+        self.is_set = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self.is_set:
+            signal.signal(signal.SIGINT, self._told)
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_set:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.default_int_handler(number, frame)
+
+
+def _interrupted() -> int:
+    console.say("kvcanary: interrupted")
+    return console.EXIT_INTERRUPTED
+
+
+def _failed(error: Exception) -> int:
+    traceback.print_exception(error)
+    console.say(f"kvcanary: internal error: {error}", fg="red")
+    console.say()
+    console.say("hint: this is a bug in kvcanary, not a finding; please report it with the lines above")
+    return console.EXIT_FAILURE
 
 
 @contextmanager

@@ -8,9 +8,11 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 
 from kvcanary.faults.catalogue import faults, find
 from kvcanary.faults.fault import READY, Fault
@@ -100,23 +102,46 @@ def _setups_of(fault: Fault, plan: Plan, setup_for: Callable[[Fault, Setup], Set
 def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
     """Perform them, results as they come; in this process with one worker, in as many others with more.
 
-    The first one runs here: what it compiles, the others find in the cache.
+    The first one runs here: what it compiles, the others find in the cache. Who closes it waits for one run a worker.
     """
     alone = 1 if workers > 1 else len(runs)
     yield from map(perform, runs[:alone])
     batches = [runs[start : start + BATCH] for start in range(alone, len(runs), BATCH)]
     if not batches:
         return
-    pool = ProcessPoolExecutor(min(workers, len(batches)), get_context("spawn"), begin_worker)
+    context = get_context("spawn")
+    ends = context.Event()
+    pool = ProcessPoolExecutor(min(workers, len(batches)), context, _begin, (ends,))
     try:
-        for future in as_completed([pool.submit(_perform_all, batch) for batch in batches]):
+        with _interrupts_wait():  # a process begins with the signals blocked that are blocked where it is started
+            coming = [pool.submit(_perform_all, batch) for batch in batches]
+        for future in as_completed(coming):
             yield from future.result()
     finally:
+        ends.set()
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C comes behind it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_ends: list[Event] = []  # of this worker: set when nobody waits for its results any more
+
+
+def _begin(ends: Event) -> None:
+    _ends.append(ends)
+    begin_worker()
+
+
 def _perform_all(runs: Sequence[Run]) -> list[Result]:
-    return [perform(run) for run in runs]
+    return [perform(run) for run in runs if not _ends[0].is_set()]
 
 
 def begin_worker() -> None:

@@ -82,9 +82,9 @@ def to_soak(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for fault in faults if fault.state == READY and fault.is_seen]
 
 
-def soak(faults: Sequence[Fault], rate: float, seed: int) -> Iterator[Soaked]:
+def soak(ledger: Soaked, faults: Sequence[Fault], rate: float, seed: int) -> Iterator[Soaked]:
     """The ledger after each engine, for ever. faults: of ``to_soak``; rate: in PER_STEPS engine steps, on average."""
-    ledger, rng = Soaked(), random.Random(seed)
+    rng = random.Random(seed)
     for number in range(seed, 1 << 62):
         _run_one(ledger, faults, rate, rng, number)
         yield ledger

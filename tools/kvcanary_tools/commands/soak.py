@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -50,10 +51,11 @@ def command(
       kvcanary soak bits lifetime --minutes 1 --rate 5
       kvcanary soak --minutes 60 --rate 0
 
-    Exit codes: 0 what was injected is what was found, 1 otherwise, 2 wrong usage.
+    Exit codes: 0 what was injected is what was found, 1 otherwise, 2 wrong usage, 130 interrupted: the ledger is that
+    of the engines that have ended.
     """
     from kvcanary_tools.campaign.runner import chosen
-    from kvcanary_tools.campaign.soak import soak, to_soak
+    from kvcanary_tools.campaign.soak import Soaked, soak, to_soak
     from kvcanary_tools.reenactment import expect_nothing_armed
 
     expect_nothing_armed()
@@ -62,9 +64,14 @@ def command(
         faults = to_soak(chosen(names))
     if not faults:
         raise console.UsageFailure(f"none of {' '.join(names)} can be made and found", "kvcanary faults says why")
-    end = time.monotonic() + 60 * minutes
-    ledger = next(ledger for ledger in soak(faults, rate, seed) if time.monotonic() > end)
-    told = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed}
+    ledger, end, is_complete = Soaked(), time.monotonic() + 60 * minutes, False
+    try:
+        for _ in takewhile(lambda _: time.monotonic() < end, soak(ledger, faults, rate, seed)):
+            pass
+        is_complete = True
+    except KeyboardInterrupt:
+        console.say("interrupted: what follows is the ledger of the engines that have ended", fg="yellow")
+    told = ledger.as_dict() | {"minutes": minutes, "rate": rate, "seed": seed, "complete": is_complete}
     file = JsonFile(json_file)
     for row in told["rows"]:
         file.say(f"{row['fault']:<40} {row['injected']:>6} injected {row['found']:>6} found")
@@ -76,4 +83,6 @@ def command(
         said = wrong["text"].partition("\n")[0] or "nothing fired"
         console.say(f"{wrong['fault'] or 'no fault'}, {wrong['config']}, engine {wrong['seed']}: {said}", fg="red")
     file.write(told)
+    if not is_complete:
+        ctx.exit(console.EXIT_INTERRUPTED)
     ctx.exit(console.EXIT_CLEAN if ledger.is_even else console.EXIT_FINDING)
