@@ -169,6 +169,14 @@ def test_readme_quotes_steps_and_prefills_of_a_gpu(root: Path) -> None:
         assert f"| {', '.join(figures)} |" in readme
 
 
+def test_readme_quotes_a_long_prefill(root: Path) -> None:
+    """The canary on over off in a prompt of 131,072 tokens."""
+    record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_prefill_long.json"
+    (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    line = next(line for line in README.read_text(encoding="utf-8").splitlines() if f"[{record.name}]" in line)
+    assert f"{row['tokens']:,} tokens | {row['over_off']['rolling']['median']:.2f} |" in line
+
+
 def test_readme_quotes_our_engine_beside_vllm(root: Path) -> None:
     """Our time over theirs, without a canary and with one."""
     record = root / "tools" / "kvcanary_tools" / "bench" / "results" / "gpu_beside_vllm.json"

@@ -5,7 +5,8 @@ chunks of as many whole prompts as CHUNK tokens hold, or of CHUNK tokens of a lo
 takes turns with one of the default rolling check, in cases of few tokens with one of ``content=write`` too; a prefill
 is timed from the host, with the device idle before the first chunk and after the last. The device rests REST seconds
 before each, so that it finds all of them alike.
-The record is written behind each case, and rows of other cases that it has from the same machine stay.
+The record is written behind each case, and rows of other cases that it has from the same machine stay. Prompts of more
+than LONG tokens take over a minute, and have a record of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ REST, WARM_TOKENS = 0.2, 1 << 14
 LEAST_ROUNDS, MOST_ROUNDS, TOKENS_TIMED = 3, 40, 1 << 16  # rounds of a case: as many as its tokens allow
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of CANARIES, by the tokens of a case
 FEW_TOKENS = 1 << 16  # the pool has room for twice as many then: pages freed by a round wait out their quarantine
-NAME = "gpu_prefill"
+LONG = 1 << 16
+NAME, NAME_LONG = "gpu_prefill", "gpu_prefill_long"
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
 
@@ -52,13 +54,14 @@ def main(cases: Sequence[tuple[int, int]] = CASES, rounds: int | None = None) ->
     }
     for size, tokens in cases:
         row = _one_case(size, tokens, model, rounds)
-        save(NAME, about | {"rows": joined(about | {"rows": [row]})})
+        name = NAME_LONG if tokens > LONG else NAME
+        save(name, about | {"rows": joined(about | {"rows": [row]}, name)})
         print(f"{size} x {tokens}: off {row['off_ms']:.1f} ms{told(row['over_off'])}", flush=True)
 
 
-def joined(result: dict) -> list[dict]:
+def joined(result: dict, name: str = NAME) -> list[dict]:
     """The rows of a result, and those of other cases that the record has of the same measurement; by tokens."""
-    path = common.RESULTS / f"{NAME}.json"
+    path = common.RESULTS / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
     is_same = all(before.get(key) == value for key, value in result.items() if key != "rows")
     rows = {(row["requests"], row["tokens"]): row for row in (before["rows"] if is_same else [])}
