@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvcanary.cards import UNKNOWN as UNKNOWN
+from kvcanary.cards import UNKNOWN
 from kvcanary.errors import PlanError
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.table import as_table

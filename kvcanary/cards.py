@@ -106,7 +106,6 @@ ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_NUMBERS = range(6
     LINE_BOUNDS,
     LINE_STARTS,
     LINE_ENDS,
-    LINE_SLOTS,
     LINE_TOKENS,
     LINE_PARENTS,  # NOWHERE: none
     LINE_SAFE,
@@ -116,7 +115,7 @@ ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_NUMBERS = range(6
     LINE_NODES,
     LINE_GUESSES,
     LINE_CARD,
-) = range(14)
+) = range(13)
 NOWHERE = -1
 
 #: Of the books, [BOOKS_CARD] addresses: states of pages; by record whether it was judged, and whether it was learned.

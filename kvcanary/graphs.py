@@ -40,7 +40,7 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
 from kvcanary.outbox import Line, to_device
-from kvcanary.requests import CARD, COMMITTED, TOKENS, UNHEARD, UNLANDED, Unheard, final_lens
+from kvcanary.requests import CARD, COMMITTED, HEARD_LEN, TOKENS, UNHEARD, UNLANDED, Unheard, final_lens
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART, StaticSubstep
@@ -227,9 +227,7 @@ class StaticChecks:
         """They run next, over rows of these lengths."""
         committed = list(map(COMMITTED, requests))
         is_behind = acceptance is not None or any(map(UNHEARD, requests)) or any(map(UNLANDED, requests))
-        heard = (
-            sum(one.unheard[0].before if one.unheard else one.committed_len for one in requests) if is_behind else None
-        )
+        heard = sum(map(HEARD_LEN, requests)) if is_behind else None
         for substep in substeps:
             substep.written.expect(self.bank.turn)
             run = Launched(substep, requests, committed, step, self.bank.turn, cards, heard, written, acceptance)

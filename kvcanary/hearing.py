@@ -11,7 +11,7 @@ from kvcanary.outbox import Line
 from kvcanary.pages import Pages
 from kvcanary.static import StaticSubstep
 
-BOUNDS, STARTS, ENDS, SLOTS, TOKENS, _, PARENTS, SAFE, _, MASK = range(10)  # parts of `StaticSubstep.written`
+BOUNDS, STARTS, ENDS, _, TOKENS, _, PARENTS, SAFE, _, MASK = range(10)  # parts of `StaticSubstep.written`
 
 
 class Hearing:
@@ -44,7 +44,7 @@ class Hearing:
 def _card(substep: StaticSubstep) -> array[int]:
     """[LINE_CARD] (cards.py)."""
     where = [part.start if part.stop > part.start else NOWHERE for part in substep.written.line().where]
-    parts = (where[part] for part in (BOUNDS, STARTS, ENDS, SLOTS, TOKENS, PARENTS, SAFE, MASK))
+    parts = (where[part] for part in (BOUNDS, STARTS, ENDS, TOKENS, PARENTS, SAFE, MASK))
     nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
     rest = substep.forward.num_entries, substep.width, nodes, substep.site[0] == "draft"
     return array("q", (substep.pool.card_at, *parts, *map(int, rest)))

@@ -62,8 +62,7 @@ class Heard(NamedTuple):
         """As `Learned.num_bytes`."""
         substep, rows = self.substep, self.num_requests * self.substep.width
         nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
-        numbers = 4 * self.num_entries + (6 + substep.forward.ancestors) * rows
-        return 8 * numbers + self.num_requests * nodes * nodes
+        return _num_bytes(self.num_entries, rows, substep.forward.ancestors * rows, self.num_requests * nodes * nodes)
 
     def learned(self) -> Learned:
         where = self.substep.written.line().where[: MASKS + 1]
@@ -139,7 +138,7 @@ class Learned:
     def num_bytes(self) -> int:
         """Of the plans, where somebody keeps them."""
         mask = 0 if self.tree_mask is None else self.tree_mask.numel()
-        return 8 * (4 * self.num_entries + 6 * self.num_rows + self.ancestors.size) + mask
+        return _num_bytes(self.num_entries, self.num_rows, self.ancestors.size, mask)
 
     def keep(self) -> None:
         """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""
@@ -187,3 +186,8 @@ class Learned:
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
+
+
+def _num_bytes(num_entries: int, num_rows: int, num_ancestors: int, num_flags: int) -> int:
+    """Of the plans of a forward: four numbers an entry, six a row."""
+    return 8 * (4 * num_entries + 6 * num_rows + num_ancestors) + num_flags

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,23 +177,19 @@ class Request:
 
 #: What many requests have, by `map`; CARD: the address of what is known of them.
 KNOWN, CARD, HEARD_LEN = attrgetter("known"), attrgetter("known.at"), attrgetter("heard_len")
-UID, TOKENS, TRUTHS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED, IN_THE_AIR = map(
-    attrgetter,
-    ("uid", "tokens", "truths", "row_lens", "committed_len", "unheard", "unlanded", "in_the_air"),
+TOKENS, ROW_LENS, COMMITTED, UNHEARD, UNLANDED = map(
+    attrgetter, ("tokens", "row_lens", "committed_len", "unheard", "unlanded")
 )
-SIGNED_ROOT = attrgetter("signed_root")
 
 
 def commit_rows(requests: Sequence[Request], committed_lens: Sequence[int], step: int) -> None:
     """Entries [0, committed length) are final; what was final before joins the queues of looks."""
     for pool_id, ahead in enumerate(requests[0].ahead if requests else ()):
-        for request, committed_len in zip(requests, committed_lens, strict=True):
-            row_lens, queue, final = request.row_lens, request.reads[pool_id], request.committed_len + ahead
-            written = row_lens[pool_id]
-            if final > written:
-                final = written
-            queue.extend_to(final, request.commit_step)
-            if committed_len + ahead < written:  # rejected nodes lie beyond
+        finals = final_lens(requests, pool_id)
+        for request, final, committed_len in zip(requests, finals, committed_lens, strict=True):
+            row_lens = request.row_lens
+            request.reads[pool_id].extend_to(final, request.commit_step)
+            if committed_len + ahead < row_lens[pool_id]:  # rejected nodes lie beyond
                 row_lens[pool_id] = committed_len + ahead
     for request, committed_len in zip(requests, committed_lens, strict=True):
         request.committed_len, request.commit_step = committed_len, step
@@ -204,12 +200,12 @@ def final_lens(requests: Sequence[Request], pool_id: int) -> list[int]:
     if not requests:
         return []
     ahead = requests[0].ahead[pool_id]  # that of the pool's role
-    return list(map(min, map(ahead.__add__, map(COMMITTED, requests)), in_pool(pool_id, ROW_LENS, requests)))
+    return list(map(min, map(ahead.__add__, map(COMMITTED, requests)), lens_of_rows(requests, pool_id)))
 
 
-def in_pool(pool_id: int, what: attrgetter[Any], requests: Sequence[Request]) -> Iterator[Any]:
-    """Of each request what it has in this pool; `what`: TRUTHS or ROW_LENS."""
-    return map(itemgetter(pool_id), map(what, requests))
+def lens_of_rows(requests: Sequence[Request], pool_id: int) -> Iterator[int]:
+    """Of each, how far its row in this pool is written."""
+    return map(itemgetter(pool_id), map(ROW_LENS, requests))
 
 
 class RequestBook:

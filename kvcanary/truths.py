@@ -14,7 +14,7 @@ from kvcanary.forward import Forward, on_host
 from kvcanary.groups import window_start
 from kvcanary.hits import Hit
 from kvcanary.ledger import Request
-from kvcanary.requests import ROW_LENS, in_pool
+from kvcanary.requests import ROW_LENS, lens_of_rows
 from kvcanary.state import PoolState
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def judge_commit(
     for pool in pools:
         if pool.view.token_offset or pool.view.ahead:
             continue
-        written = list(in_pool(pool.pool_id, ROW_LENS, requests))
+        written = list(lens_of_rows(requests, pool.pool_id))
         if any(map(lt, written, committed_lens)):
             for request, seen, expected in zip(requests, written, committed_lens, strict=True):
                 if seen < expected:

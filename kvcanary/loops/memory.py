@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -19,21 +22,37 @@ from numba.extending import intrinsic
 SECONDS_TO_COMPILE = 25  # all loops, on one core of a server
 
 _events = structlog.get_logger("kvcanary")
+_OWN = Path(__file__).read_bytes()
 
 
 def loop(signature: str | None = None) -> Callable[[Any], Any]:
     """Compile at import, or take from the disk what an earlier process has compiled; without a signature: inline."""
-    settings = {"nogil": True, "cache": True, "error_model": "numpy"}
-    if signature is None:
-        return njit(**settings)
 
     def compiled(function: Any) -> Any:
-        made = njit(signature, **settings)(function)
-        if made.stats.cache_misses:
+        function.__qualname__ += f"-{_digest(function)}"  # the name of its file on the disk
+        made = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+        if signature is not None and made.stats.cache_misses:
             _tell_of_the_wait()
         return made
 
     return compiled
+
+
+def _digest(function: Any) -> str:
+    """Of all that is compiled into a loop: its code, numbers that it has by name, loops that it calls, and this file.
+
+    Numba compiles again when the file of a loop is another, and does not look at those that the loop takes from.
+    """
+    code, known = function.__code__, function.__globals__
+    own = [number for number in code.co_consts if not isinstance(number, CodeType)]
+    used = [(name, _told(known[name])) for name in code.co_names if name in known]
+    return sha256(repr((code.co_code, own, used)).encode() + _OWN).hexdigest()[:12]
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, int | float | str | tuple):
+        return repr(value)
+    return str(getattr(getattr(value, "py_func", value), "__qualname__", type(value).__name__))
 
 
 @cache

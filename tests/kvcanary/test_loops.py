@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from array import array
+from subprocess import run
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +27,7 @@ from kvcanary.state import CanaryState
 from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host, signed
 
 SLOTS = 40
+AS_TEXT = {"capture_output": True, "text": True, "timeout": 120, "check": False}
 
 
 def stored(values, dtype=torch.float32):
@@ -217,5 +221,27 @@ def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, told: int
     monkeypatch.setattr(memory, "njit", lambda *signature, **settings: lambda function: made)
     memory._tell_of_the_wait.cache_clear()
     with capture_logs() as logs:
-        assert all(memory.loop("int64(int64)")(abs) is made for _ in range(2))
+        assert all(memory.loop("int64(int64)")(function) is made for function in (lambda n: n, lambda n: -n))
     assert [log["event"] for log in logs] == ["kvcanary.compiling"] * told
+
+
+NUMBERS, CALLED, LOOPED = (
+    "PLACE = {}",
+    "from kvcanary.loops.memory import loop\n@loop()\ndef called(n):\n    return n + {}",
+    "from called import called\nfrom kvcanary.loops.memory import loop\nfrom numbers_of import PLACE\n"
+    "@loop('int64(int64)')\ndef looped(n):\n    return called(n) + PLACE\nprint(looped(0))",
+)
+
+
+def test_a_loop_is_compiled_again_when_what_it_takes_from_other_files_changes(tmp_path) -> None:
+    """Numbers and other loops: its own file is as it was, and the disk has what was compiled with the old ones."""
+    (tmp_path / "looped.py").write_text(LOOPED)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    found = []
+    for place, added in ((1, 10), (1, 10), (2, 10), (2, 20)):
+        (tmp_path / "numbers_of.py").write_text(NUMBERS.format(place))
+        (tmp_path / "called.py").write_text(CALLED.format(added))
+        told = run([sys.executable, "-B", "-m", "looped"], env={**os.environ, "PYTHONPATH": path}, **AS_TEXT)
+        assert told.returncode == 0, told.stderr
+        found.append(told.stdout.splitlines()[-1])
+    assert found == ["11", "11", "12", "22"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError
-from kvcanary.buffers import UNKNOWN, Batch, StaticBuffers
+from kvcanary.buffers import Batch, StaticBuffers
+from kvcanary.cards import UNKNOWN
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import replay
 from kvcanary_kernels.record import chain_host, signed
