@@ -38,10 +38,18 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 
 @pytest.mark.parametrize("drafts", list(drafted_step.DRAFTS))
-def test_drafted_steps_and_their_substeps_are_timed(model: Decoder, drafts: str) -> None:
-    """Each canary over none, of the whole step and of a substep, with clean certificates of all forwards."""
+def test_drafted_steps_and_their_substeps_are_timed(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, drafts: str
+) -> None:
+    """Each canary over none, of the whole step and of a substep, every engine once first, second and last."""
+    made: list[str] = []
+    make = drafted_step._engine
+    monkeypatch.setattr(drafted_step, "_engine", lambda name, *rest: made.append(name) or make(name, *rest))
     row = drafted_step.measure(drafts, 2, model, drafted_step.random_head(model), 2, **HERE)
     canaries = {"write", "rolling"}
+    orders = [made[first : first + 3] for first in range(0, len(made), 3)]
+    assert len(orders) == row["places"] == 3
+    assert all(set(place) == {"off", *canaries} for place in (*orders, *zip(*orders, strict=True)))
     assert row["over_off"].keys() == row["substep_added_us"].keys() == row["certificates"].keys() == canaries
     assert 0 < min(row["substep_us"].values()) <= 1e3 * row["off_ms"]
     assert row["tokens_a_step"] >= 1

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import structlog
 import torch
@@ -24,6 +24,7 @@ NUM_THREADS = 2
 PROMPTS = 20
 NEW_TOKENS = 128
 PAIRS = 5
+Rounds = dict[str, list[float]]  # seconds by round, of every engine by name
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def spread(over: Sequence[float], under: Sequence[float]) -> dict:
     """Median, least and largest of the ratios, pair by pair."""
     values = [one / other for one, other in zip(over, under, strict=True)]
     return {"median": round(median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+
+
+def mean_over(orders: Sequence[Rounds]) -> Rounds:
+    """Of every round the mean over these orders."""
+    return {name: [fmean(each) for each in zip(*(own[name] for own in orders), strict=True)] for name in orders[0]}
 
 
 def added(over: Sequence[float], under: Sequence[float]) -> dict:

@@ -2,8 +2,8 @@
 
 Random weights of Llama-3-8B's shape in bf16 and an EAGLE head of the same widths, both made on the device, so that
 hardly a draft is accepted; trees and chains, requests of 4,096 tokens, overlap schedule. Engines without a canary, with
-``content=write`` and with the default rolling check take turns, some rounds of steps each; a step is timed from the
-host, as in `kvcanary_tools.bench.step`.
+``content=write`` and with the default rolling check take turns, some rounds of steps each, and are made anew until each
+has had every place in the device's memory; a step is timed from the host. All of it as in `kvcanary_tools.bench.step`.
 A draft substep lasts from where the index arrays of a draft forward are built to where those of the next forward are,
 the target's behind the last: with the selection that follows it. Stamps that the captured graphs hold time it, in every
 engine alike, in rounds of their own; what the canary adds is the difference of two medians of one round.
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from kvcanary_tools.bench import step
-from kvcanary_tools.bench.common import added, machine, progress, save, settled, spread, told
-from kvcanary_tools.bench.gpu import device, give_back
+from kvcanary_tools.bench.common import Rounds, added, machine, mean_over, progress, save, settled, spread, told
+from kvcanary_tools.bench.gpu import device, in_orders
 from kvcanary_tools.bench.stamps import stamp
 from spec_engine import Engine
 from spec_engine.graphs.forward import StaticForward
@@ -37,7 +37,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"topk": 1, "num_steps": 3},
 }
 CASES = (("tree", 1), ("tree", 16), ("chain", 1), ("chain", 16), ("chain", 64))  # drafts, requests
-ROUNDS = {1: 8, 16: 6, 64: 6}  # by requests
+ROUNDS = {1: 5, 16: 4, 64: 5}  # in each place, by requests
 FEW, MANY = ("off", "write", "rolling"), ("off", "rolling")  # of the canaries, by requests: their pools fit together
 MOST_FEW = 16
 RESERVE = 12 * step.PAGE_SIZE  # slots of a request for its branches, and for pages in quarantine
@@ -45,13 +45,13 @@ SUBSTEP_STEPS = 16  # of a round in which substeps are timed
 NAME = "gpu_drafted_step"
 
 
-def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
+def main(cases: Sequence[tuple[str, int]] = CASES, places: int | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("kvcanary_tools.bench.drafted_step measures a CUDA device, and there is none here")
     model = step.random_decoder(step.LLAMA_8B)
     head, rows = random_head(model), []
     for drafts, size in cases:
-        rows.append(measure(drafts, size, model, head, ROUNDS[size]))
+        rows.append(measure(drafts, size, model, head, ROUNDS[size], places))
         tell(rows[-1])
         result = {
             "what": f"milliseconds of a step with drafts, {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape and "
@@ -78,9 +78,33 @@ def random_head(model: Decoder) -> Eagle:
     return step.drawn(lambda: Eagle(replace(model.config, num_layers=1), model), model.embed_weight.device.type)
 
 
-def measure(drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, **settings: Any) -> dict:
-    """A row of the table; ``settings``: of the engines, beside those of DRAFTS."""
+def measure(
+    drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, places: int | None = None, **settings: Any
+) -> dict:
+    """A row of the table; ``settings``: of the engines, beside those of DRAFTS. ``places``: None: one an engine."""
     names = FEW if size <= MOST_FEW else MANY
+    places = min(places or len(names), len(names))
+    orders = in_orders(names, places, lambda own: _one_order(drafts, size, model, head, own, rounds, settings))
+    seconds, substeps = (mean_over([own[part] for own in orders]) for part in range(2))
+    _, _, accepted_length, certificates = orders[-1]
+    return {
+        "drafts": drafts,
+        "batch": size,
+        "rounds": rounds,
+        "places": places,
+        "tokens_a_step": round(accepted_length, 3),
+        "off_ms": round(1e3 * median(seconds["off"]), 4),
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in names[1:]},
+        "substep_us": {name: round(1e6 * median(substeps[name]), 2) for name in names},
+        "substep_added_us": {name: added(substeps[name], substeps["off"]) for name in names[1:]},
+        "certificates": {name: certificates[name] for name in names[1:]},
+    }
+
+
+def _one_order(
+    drafts: str, size: int, model: Decoder, head: Eagle, names: Sequence[str], rounds: int, settings: dict[str, Any]
+) -> tuple[Rounds, Rounds, float, dict[str, dict]]:
+    """Of engines made in this order: seconds of a step and of a substep by round, accepted length, certificates."""
     marks = {name: Marks() for name in names}
     engines = {}
     for name in names:
@@ -94,21 +118,8 @@ def measure(drafts: str, size: int, model: Decoder, head: Eagle, rounds: int, **
             for name in names if number % 2 else reversed(names):
                 seconds[name].append(step.timed(engines[name]))
                 substeps[name].append(_substep(engines[name], marks[name]))
-    off = engines["off"].metrics
-    row = {
-        "drafts": drafts,
-        "batch": size,
-        "rounds": rounds,
-        "tokens_a_step": round(off.accepted_length, 3),
-        "off_ms": round(1e3 * median(seconds["off"]), 4),
-        "over_off": {name: spread(seconds[name], seconds["off"]) for name in names[1:]},
-        "substep_us": {name: round(1e6 * median(substeps[name]), 2) for name in names},
-        "substep_added_us": {name: added(substeps[name], substeps["off"]) for name in names[1:]},
-        "certificates": {name: engines[name].canary.certificate() for name in names[1:]},
-    }
-    engines.clear()
-    give_back()
-    return row
+    certificates = {name: engine.canary.certificate() for name, engine in engines.items() if engine.canary is not None}
+    return seconds, substeps, engines["off"].metrics.accepted_length, certificates
 
 
 def _engine(name: str, size: int, model: Decoder, head: Eagle, rounds: int, settings: dict[str, Any]) -> Engine:
@@ -175,4 +186,6 @@ def case(text: str) -> tuple[str, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", type=case, action="append", help="DRAFTSxREQUESTS, such as treex16")
-    main(parser.parse_args().case or CASES)
+    parser.add_argument("--places", type=int, choices=(1, 2, 3), help="orders of engines; by default one for each")
+    arguments = parser.parse_args()
+    main(arguments.case or CASES, arguments.places)

@@ -14,14 +14,23 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
-from kvcanary_tools.bench.gpu import device, give_back, read_ceiling
+from kvcanary_tools.bench.common import (
+    Rounds,
+    machine,
+    mean_over,
+    progress,
+    save,
+    settled,
+    spread,
+    told,
+)
+from kvcanary_tools.bench.gpu import device, in_orders, read_ceiling
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.mock.tokenizer import MockTokenizer
 from spec_engine.models.config import parse_config
@@ -104,9 +113,11 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int, places: int) -> dict:
-    seconds, certificates = _turns(size, model, rounds, places)
+    orders = in_orders(list(CANARIES), places, lambda names: _one_order(size, model, names, rounds))
+    seconds, (*_, (_, certificates)) = mean_over([turns for turns, _ in orders]), orders
     off = median(seconds["off"])
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed_weight.nbytes
+    watched = [name for name in CANARIES if name in certificates]
     config = model.config
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed_weight.itemsize
     floor = (weights + size * PROMPT_LEN * token_bytes) / ceiling / 1e12
@@ -115,40 +126,20 @@ def _one_batch(size: int, model: Decoder, ceiling: float, rounds: int, places: i
         "off_ms": round(1e3 * off, 4),
         "floor_ms": round(1e3 * floor, 4),
         "over_floor": round(off / floor, 4),
-        "over_off": {name: spread(seconds[name], seconds["off"]) for name in certificates},
-        "certificates": certificates,
+        "over_off": {name: spread(seconds[name], seconds["off"]) for name in watched},
+        "certificates": {name: certificates[name] for name in watched},
     }
 
 
-def _turns(size: int, model: Decoder, rounds: int, places: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Seconds of a step by round, of every engine of CANARIES, and the certificates of the last.
-
-    places: that each has in the device's memory, one after another: they are made in so many orders, the first of one
-            is the last of the next. A round's seconds are the mean over these orders
-    """
-    names, certificates = list(CANARIES), dict[str, dict]()
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-    for first in range(places):
-        order = names[first:] + names[:first]
-        turns, certificates = _one_order(size, model, order, rounds)
-        give_back()
-        for name in names:
-            seconds[name].append(turns[name])
-    means = {name: [fmean(each) for each in zip(*orders, strict=True)] for name, orders in seconds.items()}
-    return means, {name: certificates[name] for name in names if name in certificates}
-
-
-def _one_order(
-    size: int, model: Decoder, names: Sequence[str], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Engines made in this order, whose pools fit together."""
+def _one_order(size: int, model: Decoder, names: Sequence[str], rounds: int) -> tuple[Rounds, dict[str, dict]]:
+    """Seconds of a step by round, of engines made in this order, whose pools fit together; their certificates."""
     engines = {}
     for name in names:
         progress(f"batch {size}: prompts, canary {name}")
         engines[name] = make_engine(size, model, CANARIES[name], rounds)
         fill(engines[name], size, rounds)
     progress(f"batch {size}: {rounds} rounds of {STEPS} steps")
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    seconds: Rounds = {name: [] for name in engines}
     with settled():
         for number in range(rounds):
             order = list(engines.items())
