@@ -31,6 +31,7 @@ from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.reads import ReadKeys, reads_fit
 from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
+from kvcanary_kernels.streams import current
 
 CAPACITY = 256  # substeps: kinds and indices times buckets
 
@@ -56,6 +57,7 @@ class SubstepBank:
     """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
 
     moves:  as they were added;  turn: how many steps have begun
+    step:   [1] int64 (`launches.Shared`), where nobody names another;  now: what is to stand there
     seats:  of what steps accept; None: nobody asked for them
     compares_moves: whether what moves is read again where it arrives
     compares_reads: whether bytes are compared as attention reads them, where it can
@@ -67,7 +69,8 @@ class SubstepBank:
         if capacity < 1:
             raise PlanError(f"capacity must be at least 1, got {capacity}: a bank holds every bucket's substeps")
         device = state.records.device
-        self._state, self._capacity, self.turn = state, capacity, 0
+        self._state, self._capacity, self.turn, self.now = state, capacity, 0, 0
+        self._reads_step = False  # whether a forward or a move reads the bank's own
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
         self.moves: list[StaticMove] = []
@@ -98,9 +101,19 @@ class SubstepBank:
         return len(self._in_order)
 
     def add(
-        self, pool: str, kind: str, index: int, inputs: StaticBuffers | ForwardPlan, **settings: Any
+        self,
+        pool: str,
+        kind: str,
+        index: int,
+        inputs: StaticBuffers | ForwardPlan,
+        step: Tensor | None = None,
+        **settings: Any,
     ) -> StaticSubstep:
-        """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`."""
+        """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`.
+
+        step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the bank's, in a launch of
+              its own at every step
+        """
         if self._is_armed:
             raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
         if pool in self._state.by_name and self._state.by_name[pool].is_partial:
@@ -115,7 +128,9 @@ class SubstepBank:
         header, made = self._headers[number], Settings(**settings)
         if made.attends and self.compares_reads:
             made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
-        substep = StaticSubstep(self.shared, self._state.by_name[pool], (kind, index), inputs, header, number, made)
+        substep = StaticSubstep(
+            self._shared(step), self._state.by_name[pool], (kind, index), inputs, header, number, made
+        )
         key = pool, kind, index, substep.forward.num_rows
         if key in self._substeps:
             raise PlanError(f"a bank holds each substep once, got {substep} twice")
@@ -124,13 +139,13 @@ class SubstepBank:
         self._planned.extend(bytes(NUM_RUNS))
         return substep
 
-    def add_move(self, pool: str, size: int) -> StaticMove:
-        """A declared move of at most ``size`` entries within this pool."""
+    def add_move(self, pool: str, size: int, step: Tensor | None = None) -> StaticMove:
+        """A declared move of at most ``size`` entries within this pool; `step` as for `add`."""
         if self._is_armed:
             raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
         if pool not in self._state.by_name:
             raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
-        self.moves.append(StaticMove(self.shared, self._state.by_name[pool], size, self.compares_moves))
+        self.moves.append(StaticMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
         return self.moves[-1]
 
     def add_seats(self, num_seats: int, places: int) -> Seats:
@@ -159,7 +174,7 @@ class SubstepBank:
         self._take_planned()
         self._expected.clear()
         for substep in self._in_order:
-            substep.work.forget_firsts(int(self.step) & MASK_32)
+            substep.work.forget_firsts(self.now & MASK_32)
 
     def get(self, pool: str, kind: str, index: int, bucket: int) -> StaticSubstep:
         """The substep of this bucket."""
@@ -174,7 +189,9 @@ class SubstepBank:
     def begin_step(self, step: int) -> None:
         """The number that records and findings carry from here on, on the stream of the forwards."""
         self.turn += 1
-        self.step.fill_(self.turn << 32 | step & MASK_32)
+        self.now = self.turn << 32 | step & MASK_32
+        if self._reads_step:
+            self.step.fill_(self.now)
 
     def expect(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None = None) -> None:
         """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
@@ -233,7 +250,7 @@ class SubstepBank:
         if snapshot is None:
             snapshot = self.snapshot()
             if self.step.is_cuda:
-                torch.cuda.current_stream(self.step.device).synchronize()
+                current(self.step.device).synchronize()
         harvest, totals = Harvest(), array("q", bytes(8 * NUM_RUNS))
         if snapshot.headers is not None or not self._is_quiet(snapshot, totals):
             self._take_all(snapshot, totals, harvest, step)
@@ -244,6 +261,13 @@ class SubstepBank:
         return harvest
 
     # helpers
+
+    def _shared(self, step: Tensor | None) -> Shared:
+        """What a forward or a move shares that reads its step there."""
+        if step is not None:
+            return replace(self.shared, step=step)
+        self._reads_step = True
+        return self.shared
 
     def _keys_of(self, pool: PoolState) -> ReadKeys | None:
         """For attention over this pool; None where it does not read whole rows."""

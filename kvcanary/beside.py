@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from kvcanary_kernels.streams import current, on
+
 FIRST, LAST = -2, 0  # priorities of streams; an engine may capture its forwards between them
 
 
@@ -28,9 +30,9 @@ class Beside:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(current(self._stream.device))
         self._is_ahead = True
-        with torch.cuda.stream(self._stream):
+        with on(self._stream):
             yield
 
     def keep(self, memory: torch.Tensor) -> None:
@@ -61,7 +63,7 @@ class Beside:
         """What is launched from now on follows all that runs beside; whether something does that it did not follow."""
         is_ahead, self._is_ahead = self._is_ahead, False
         if is_ahead and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            current(self._stream.device).wait_stream(self._stream)
         return is_ahead
 
     def finish(self) -> None:

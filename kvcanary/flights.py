@@ -10,6 +10,7 @@ from kvcanary.graphs import Told
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.looks import Sent
+from kvcanary_kernels.streams import current
 
 
 @dataclass(eq=False)
@@ -42,5 +43,5 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event.record(current(device))
     return event

@@ -54,6 +54,7 @@ Commit = Callable[[Sequence[Request], Sequence[int], int], None]
 class RowTruth:
     """What the host knows of the rows that a captured forward is launched with, by request.
 
+    step:        the step's number and turn, as `SubstepBank.step` has them, for forwards with a step of their own
     numbers:     [5, requests] int64, all that follows in this order
     uids:        of the requests
     prefix_lens: final entries of their rows; UNKNOWN (-1) where a token of these is not known to the host yet
@@ -63,10 +64,10 @@ class RowTruth:
                  length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
-    __slots__ = ("numbers",)
+    __slots__ = ("numbers", "step")
 
-    def __init__(self, numbers: Ints) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: Ints, step: int) -> None:
+        self.numbers, self.step = numbers, step
 
     @property
     def uids(self) -> list[int]:
@@ -196,7 +197,7 @@ class StaticChecks:
         rows, unknown = rows_at(cards, pool_id, lengths, list(map(UNLANDED, requests)))
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
-        return RowTruth(np.frombuffer(rows, np.int64).reshape(ROW_NUMBERS, -1))
+        return RowTruth(np.frombuffer(rows, np.int64).reshape(ROW_NUMBERS, -1), self.bank.now)
 
     def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
         """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""

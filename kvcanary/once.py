@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +73,7 @@ class OnceSubstep(StaticSubstep):
             self._starts, self._told_starts = room.numbers(rows + 1)
             bounds, self._told_bounds = room.numbers(rows + 1)
             (uids, prefix_lens, truths, roots), self._told_rows = zip(*map(room.numbers, [rows] * 4), strict=True)
-            num_live, self._told_live = room.numbers(1)
+            (num_live, step), (self._told_live, self._told_step) = zip(*map(room.numbers, (1, 1)), strict=True)
             self._indices, self._slots, self._tokens, self._positions = map(room, (reads, entries, entries, entries))
             plan = ForwardPlan(
                 PageTable(self._indices.as_strided((1, reads), (ALIGNMENT, 1)), 1),  # one row: no kernel is for a width
@@ -92,7 +93,7 @@ class OnceSubstep(StaticSubstep):
             header = room(torch.zeros(HEADER, dtype=torch.int64))
             self._safe_indices = room(reads)
             self._is_outside = torch.zeros(reads, dtype=torch.bool, device=pool.records.device)
-        super().__init__(shared, pool, site, plan, header, None, Settings(puts=True), room)
+        super().__init__(replace(shared, step=step), pool, site, plan, header, None, Settings(puts=True), room)
         self._replays = Replays(pool.records.device)
         self._filled = size.entries, size.reads
 
@@ -105,7 +106,7 @@ class OnceSubstep(StaticSubstep):
         self._told_bounds[rows + 1 :] = entries
         for told, values in zip(self._told_rows, truth.numbers, strict=False):
             told[:rows] = values
-        self._told_live[0] = rows
+        self._told_live[0], self._told_step[0] = rows, truth.step
         self._room.send()
         plans = read.indptr, read.indices, write.slots, write.tokens, write.positions
         own = self._starts, self._indices, self._slots, self._tokens, self._positions

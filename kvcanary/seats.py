@@ -26,9 +26,9 @@ class Seats:
         with torch.inference_mode(False):
             self.accepted = shared.step.new_zeros(num_seats, 1 + places)
 
-    def add_acceptance(self, size: int) -> StaticAcceptance:
-        """What a program accepts for at most ``size`` requests."""
-        return StaticAcceptance(self, size)
+    def add_acceptance(self, size: int, step: Tensor) -> StaticAcceptance:
+        """What a program accepts for at most ``size`` requests; ``step``: that of its forwards."""
+        return StaticAcceptance(self, size, step)
 
 
 class StaticTruth:
@@ -67,11 +67,11 @@ class StaticAcceptance:
     told: what the host learns of a run: [size, 1 + places], as `Seats.accepted`
     """
 
-    def __init__(self, owner: Seats, size: int) -> None:
+    def __init__(self, owner: Seats, size: int, step: Tensor) -> None:
         self._owner = owner
         with torch.inference_mode(False):
             self._now = owner.accepted.new_zeros(size, 1 + owner.places)
-        self.told = Packed((self._now,), owner.shared.step, ops_for(owner.accepted.device).post)
+        self.told = Packed((self._now,), step, ops_for(owner.accepted.device).post)
 
     @property
     def size(self) -> int:

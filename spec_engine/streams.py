@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcanary.invariants import check_staging
 from kvcanary.tickets import HOST
+from kvcanary_kernels.streams import current, on
 
 if TYPE_CHECKING:
     from kvcanary.desk import Resources, TicketDesk
@@ -230,14 +231,14 @@ class _Cuda:
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if self._own is None else self._own
+        return current(self._device) if self._own is None else self._own
 
     def put(self, operation: Operation) -> torch.cuda.Event:
         """The operation enqueues its kernels and copies; its tensors live until they are done."""
         while self._running and self._running[0][0].query():
             self._running.popleft()
         stream, event = self._stream, torch.cuda.Event()
-        with torch.cuda.stream(stream):
+        with on(stream):
             operation()
         event.record(stream)
         self._running.append((event, operation))

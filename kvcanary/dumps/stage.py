@@ -86,7 +86,9 @@ class Stage:
         self.captured = [] if bank is None else [_captured(bank, one) for one in dump.manifest["captured"]]
         self.moves = [] if bank is None else [bank.add_move(**one) for one in dump.manifest["captured_moves"]]
         seats = dump.manifest.get("seats")
-        self.acceptance = None if bank is None or seats is None else bank.add_seats(*seats).add_acceptance(seats[0])
+        self.acceptance = (
+            None if bank is None or seats is None else bank.add_seats(*seats).add_acceptance(seats[0], bank.step)
+        )
         self.manager.arm()
         self._set_the_scene(dump)
         if bank is not None:

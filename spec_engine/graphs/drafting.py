@@ -78,7 +78,7 @@ class DraftProgram(StepProgram):
         path = (size, depth + 1)
         shapes = {"tokens": (size, nodes), "parents": (size, nodes), "predict": (size, nodes)}
         self._results = Results(shapes | {"nodes": path, "lens": (size,)}, self._table.device)
-        self._move = self._target.hook_move(size * (depth + 1)) if self.compacts else None
+        self._move = self._target.hook_move(size * (depth + 1), self._feed) if self.compacts else None
         self._is_followed = is_followed
         self._moved: Moves | None = None
         self._tree: Tree

@@ -46,7 +46,7 @@ class ExtendProgram:
         self._feed = Feed(sizes, self._table.device)
         forward = StaticForward.allocate("extend", 0, self._table, requests=size, new=width)
         self._hooked = drafts.hook(forward, drafts.rows(self._feed, "extend", "live"))
-        self._acceptance = None if drafts.seats is None else drafts.seats.add_acceptance(size)
+        self._acceptance = drafts.hook_acceptance(size, self._feed)
         self._run = recorder.record(self._body)
 
     def follow(self, batch: Batch) -> None:

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary_kernels.streams import current
+
 TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of the one that is being prepared
 
 
@@ -40,13 +42,18 @@ class Feed:
             self._numbers[where.start : end] = values
             self._numbers[end : where.stop] = 0
 
+    def put(self, name: str, value: int) -> None:
+        """The same for the first number of a section."""
+        self._numbers[self._sections[name].start] = value
+
     def set_rows(self, name: str, values: NDArray[np.int64]) -> None:
         """The same for sections of one size that lie one behind the other, this one first: ``values [sections, n]``."""
         first, (count, n) = self._sections[name], values.shape
         size = first.stop - first.start
         rows = self._numbers[first.start : first.start + count * size].reshape(count, size)
         rows[:, :n] = values
-        rows[:, n:] = 0
+        if n < size:
+            rows[:, n:] = 0
 
     def send(self) -> None:
         """One copy, for which nobody waits; what is set from now on lies elsewhere."""
@@ -54,7 +61,7 @@ class Feed:
         self._device.copy_(self._buffers[sent], non_blocking=True)
         self._turn = (sent + 1) % TURNS
         if self._copies:
-            self._copies[sent].record()
+            self._copies[sent].record(current(self._device.device))
             self._copies[self._turn].synchronize()  # of the send before the last, or none yet
         numbers = self._buffers[self._turn].numpy()
         numbers[:] = self._numbers

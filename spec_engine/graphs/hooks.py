@@ -32,6 +32,7 @@ TRUTH = (
     "roots",
 )  # sections of a feed that a watched forward needs, by row, one behind the other as in `RowTruth`
 UNHEARD = "unheard"  # one more, where the host may launch a step before it has heard of the last one
+STEP = "step"  # a section of one number, the running step's, for all rows of a feed
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,7 @@ class Rows:
         """What the canary knows of the rows that are live next, by request."""
         parts = TRUTH if self.truth is None else (*TRUTH, UNHEARD)
         numbers = truth.numbers[: len(parts)]
+        self.feed.put(STEP, truth.step)
         self.feed.set_rows(
             f"{self.name}_{parts[0]}", numbers if self.width == 1 else numbers.repeat(self.width, axis=1)
         )
@@ -92,7 +94,8 @@ class StaticForwards:
         """What a feed must hold for forwards of so many rows."""
         if self.canary is None:
             return {}
-        return {f"{name}_{part}": rows for part in (TRUTH if self.seats is None else (*TRUTH, UNHEARD))}
+        parts = TRUTH if self.seats is None else (*TRUTH, UNHEARD)
+        return {f"{name}_{part}": rows for part in parts} | {STEP: 1}
 
     def rows(self, feed: Feed, name: str, live: str, width: int = 1) -> Rows:
         """Rows of the requests in the feed's ``rows``, with sections ``name``."""
@@ -133,6 +136,7 @@ class StaticForwards:
             forward.kind,
             forward.index,
             plan,
+            rows.feed[STEP],
             width=forward.width,
             max_depth=forward.depth,
             tree_mask=forward.tree_mask,
@@ -174,9 +178,13 @@ class StaticForwards:
         if self.canary is not None and hooked.substep is not None and acceptance is not None:
             hooked.rows.set(self.canary.launch_accepted(hooked.substep, requests, reads, acceptance))
 
-    def hook_move(self, size: int) -> StaticMove | None:
-        """What tells the canary of moves of at most ``size`` entries; None without one."""
-        return None if self.canary is None else self.canary.bank.add_move(self.pool.name, size)
+    def hook_move(self, size: int, feed: Feed) -> StaticMove | None:
+        """What tells the canary of moves of at most ``size`` entries in the program of this feed; None without one."""
+        return None if self.canary is None else self.canary.bank.add_move(self.pool.name, size, feed[STEP])
+
+    def hook_acceptance(self, size: int, feed: Feed) -> StaticAcceptance | None:
+        """What keeps what the program of this feed accepts; None where the host is never behind that."""
+        return None if self.seats is None else self.seats.add_acceptance(size, feed[STEP])
 
     def launch_move(self, move: StaticMove) -> None:
         """Tell the canary that a move runs next."""

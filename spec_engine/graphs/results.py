@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kvcanary_kernels.streams import current
+
 
 class Results:
     """Named int64 tensors; a program puts them, the host fetches all of them after its run."""
@@ -31,7 +33,7 @@ class Results:
         """All of the last run's, in host memory: one copy, and the host waits for it. Gone with the next `fetch`."""
         if self._arrived is not None:
             self._host.copy_(self._device, non_blocking=True)
-            self._arrived.record()
+            self._arrived.record(current(self._device.device))
             self._arrived.synchronize()
         return self._split(self._host)
 

@@ -27,7 +27,7 @@ class Ahead:
             CanaryConfig(seed=7, mode="log", **settings), [replace(rig.pool.view, token_offset=1)]
         )
         self.seats = self.canary.bank.add_seats(4, PLACES)
-        self.acceptance = self.seats.add_acceptance(2)
+        self.acceptance = self.seats.add_acceptance(2, self.canary.bank.step)
         self.prefill, self.extend = (
             self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 24, has_truths=True))
             for kind in ("prefill", "extend")

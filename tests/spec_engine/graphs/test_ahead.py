@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcanary_kernels.record import MASK_32, STEP_SITE
 from spec_engine import SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.graphs.feed import Feed
@@ -57,6 +58,23 @@ def test_where_the_next_step_needs_the_token_the_host_waits(make, outcome, waits
     plain, _ = outcome(make(mode, draft="none", page_size=4), **sampling)
     assert outcome(make(mode, schedule=schedule, **SETTINGS), **sampling)[0] == plain
     assert bool(waits) is not bool(sampling)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS | {"draft": "eagle", "topk": 2}], ids=["plain", "drafted"])
+def test_the_number_of_a_step_comes_with_its_rows(make, settings: dict[str, object]) -> None:
+    """Records carry the steps in which they were written, and the bank has nothing to launch for that."""
+    engine = make("raise", schedule="overlap", **settings)
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while engine.canary.step < 9:
+        engine.step()
+    bank, target = engine.canary.bank, engine.canary._state.pools[0]
+    engine.canary.drain()
+    pages = torch.tensor(engine.running[0].pages)
+    slots = (pages[:, None] * 4 + torch.arange(4)).flatten()[: engine.running[0].committed_len]
+    steps = (target.records[slots, STEP_SITE] & MASK_32).tolist()
+    assert steps == sorted(steps)
+    assert {1, 2, 7, 8} <= set(steps) <= set(range(1, 10))
+    assert (int(bank.step), bank.turn) == (0, 9)
 
 
 def test_a_feed_says_what_was_set() -> None:
