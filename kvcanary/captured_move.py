@@ -30,7 +30,8 @@ class StaticMove:
         layers, device = pool.view.num_layers, pool.records.device
         with torch.inference_mode(False):
             self.src, self.dst = (torch.full((size,), NOWHERE, dtype=torch.int64, device=device) for _ in range(2))
-            self._generations, self._owners = torch.zeros_like(self.src), torch.zeros_like(self.src)
+            self._pages, self._generations, self._owners = (torch.zeros_like(self.src) for _ in range(3))
+            self._nowhere = self.src.new_full((1,), NOWHERE)
             columns = pool.records.shape[1]
             scratch = (
                 torch.zeros(size, width, dtype=torch.int64, device=device) for width in (columns + layers, columns)
@@ -57,12 +58,14 @@ class StaticMove:
             self.moved.pack()
 
     def _record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
-        state, pool = self._shared.state, self.pool
-        self.src.copy_(torch.where(moves, source, NOWHERE))
-        self.dst.copy_(torch.where(moves, destination, NOWHERE))
-        pages = torch.where(moves, destination, 0).clamp(0, pool.view.num_slots - 1) // state.page_size
-        self._generations.copy_(state.generations[pages])
-        self._owners.copy_(state.owners[pages])
+        """Kernels alone: a copy would have no priority, and wait for all blocks of the forward beside it."""
+        state, pool, places = self._shared.state, self.pool, self._pages
+        torch.where(moves, source, self._nowhere, out=self.src)
+        torch.where(moves, destination, self._nowhere, out=self.dst)
+        torch.clamp(self.dst, 0, pool.view.num_slots - 1, out=places)
+        torch.floor_divide(places, state.page_size, out=places)
+        torch.index_select(state.generations, 0, places, out=self._generations)
+        torch.index_select(state.owners, 0, places, out=self._owners)
         for records, content, scratch in self._copies:
             self._ops.move(
                 records,
@@ -77,4 +80,5 @@ class StaticMove:
                 keys=pool.keys,
                 scratch=scratch,
             )
-        self._tokens.copy_(pool.expected[self.dst.clamp_min(0), TOKEN_POSITION])
+        torch.clamp(self.dst, min=0, out=places)
+        torch.index_select(pool.expected[:, TOKEN_POSITION], 0, places, out=self._tokens)
