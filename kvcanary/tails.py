@@ -26,25 +26,27 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.looks import Looks
 from kvcanary.mirror import Mirror
 from kvcanary.ops import ops_for
-from kvcanary.outbox import to_device
+from kvcanary.outbox import in_reach
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.finite import formats_of
-from kvcanary_kernels.record import REQUEST_GENERATION
 
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
-_GENERATION_BITS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """Slots of one pool that were looked at, and [n, 2] int64 what a kernel says of their layers."""
+    """Slots of one pool that were looked at, and [n, 2] int64 what a kernel says of their layers.
+
+    told: what the kernel reads of the host's memory, which is kept until it has
+    """
 
     pool: PoolState
     entries: Entries
     site: tuple[str, int]
     step: int
     mismatch: Tensor
+    told: Tensor
 
 
 class Tails:
@@ -193,21 +195,21 @@ class Tails:
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
         mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=pool.records.device)
-        self._ops.finite_check(pool.rows, self._on_device(pool, entries, is_written), mismatch=mismatch)
-        self._looks.append(_Look(pool, entries, site, step, mismatch))
+        told, written = self._told(pool, entries, is_written)
+        self._ops.finite_check(pool.rows, told[0], mismatch=mismatch, **written)
+        self._looks.append(_Look(pool, entries, site, step, mismatch, told))
 
-    def _on_device(self, pool: PoolState, entries: Entries, is_written: bool) -> Tensor:
-        """The slots of a look; outside the pool, where it is not asked, those that a forward has written.
+    def _told(self, pool: PoolState, entries: Entries, is_written: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """The slots of a look, first, and how a kernel finds those that a forward has written and nobody asks for.
 
         The records of a GPU say which: the host may not have heard of all of them, and does not wait for that.
         """
-        device, slots = pool.records.device, torch.from_numpy(entries.slots)
+        device = pool.records.device
         if self._is_host or is_written:
-            return to_device(slots, device)
-        grants = torch.from_numpy(self._grants_of(entries.slots if entries.names is None else entries.names))
-        slots, grants = to_device(torch.stack((slots, grants)), device)
-        written_by = self._state.expected[:, REQUEST_GENERATION].index_select(0, slots + pool.base)
-        return torch.where(written_by >> _GENERATION_BITS == grants, -1, slots)
+            return in_reach(torch.from_numpy(entries.slots[None]), device), {}
+        grants = self._grants_of(entries.slots if entries.names is None else entries.names)
+        told = in_reach(torch.from_numpy(np.stack((entries.slots, grants))), device)
+        return told, {"records": pool.expected, "grants": told[1]}
 
 
 def _fired(looks: Sequence[_Look]) -> list[HitBatch]:

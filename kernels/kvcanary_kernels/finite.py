@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcanary_kernels import record
 from kvcanary_kernels.bitmap import layers_at_once, layers_where
-from kvcanary_kernels.checks import expect_bitmap, expect_int64, live_indices
-from kvcanary_kernels.device import live_count, low_word, tl, triton
+from kvcanary_kernels.checks import expect_bitmap, expect_int64, expect_records, live_indices
+from kvcanary_kernels.device import COLUMNS, REQUEST_GENERATION, live_count, low_word, tl, triton
 from kvcanary_kernels.record import MASK_32
 from kvcanary_kernels.rows import WORD_BYTES, PoolRows
 
@@ -66,14 +67,26 @@ def formats_of(rows: PoolRows) -> tuple[Format, ...]:
     return tuple(format_of(dtype) for dtype in rows.dtypes)
 
 
-def finite_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, num_live: Tensor | None = None) -> None:
+def finite_check(
+    rows: PoolRows,
+    slots: Tensor,
+    *,
+    mismatch: Tensor,
+    num_live: Tensor | None = None,
+    records: Tensor | None = None,
+    grants: Tensor | None = None,
+) -> None:
     """Look for elements of the rows of `slots` that are NaN or infinite (R9). May be captured.
 
     slots:    [n] int64; a slot outside the pool leaves its output as it is
     mismatch: [n, 2] int64 out, bit l of the 128: layer l has such an element (columns: layers 0 to 63, 64 to 127)
     num_live: [1] int64, entries at and after it are padding and stay as they are; None: all live
+    records:  [num_slots, 8] int64, as the canary wrote them; None: every slot is asked, whoever wrote it
+    grants:   [n] int64, generations: an entry whose record is of this one was written since and stays as it is
+
+    Slots and grants may lie in pinned memory of the host.
     """
-    _check(slots, num_live, mismatch)
+    _check(slots, num_live, mismatch, records, grants)
     n = slots.numel()
     if n == 0:
         return
@@ -82,6 +95,8 @@ def finite_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, num_live: T
         slots,
         mismatch,
         slots if num_live is None else num_live,
+        slots if records is None else records,
+        slots if grants is None else grants,
         n,
         rows.num_slots,
         rows.num_layers,
@@ -91,13 +106,26 @@ def finite_check(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, num_live: T
         LAYERS=layers_at_once(rows.num_layers),
         CHUNK=rows.chunk,
         HAS_LIVE=num_live is not None,
+        HAS_GRANTS=grants is not None,
     )
 
 
-def finite_check_torch(rows: PoolRows, slots: Tensor, *, mismatch: Tensor, num_live: Tensor | None = None) -> None:
+def finite_check_torch(
+    rows: PoolRows,
+    slots: Tensor,
+    *,
+    mismatch: Tensor,
+    num_live: Tensor | None = None,
+    records: Tensor | None = None,
+    grants: Tensor | None = None,
+) -> None:
     """The torch reference of `finite_check`."""
-    _check(slots, num_live, mismatch)
+    _check(slots, num_live, mismatch, records, grants)
     entries = live_indices(slots, rows.num_slots, num_live)
+    if records is not None and grants is not None:
+        entries = torch.arange(slots.numel(), device=slots.device) if entries is None else entries
+        written = records[slots[entries], record.REQUEST_GENERATION] >> 32
+        entries = entries[written != grants[entries]]
     if entries is not None:
         slots = slots[entries]
     masks, values, lows, highs = _by_word(rows)
@@ -115,6 +143,8 @@ def _finite_check_kernel(
     slots,
     mismatch,
     num_live,
+    records,
+    grants,
     n,
     num_slots,
     num_layers,
@@ -124,6 +154,7 @@ def _finite_check_kernel(
     LAYERS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    HAS_GRANTS: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
     if i_n >= live_count(num_live, n, HAS_LIVE):
@@ -131,6 +162,10 @@ def _finite_check_kernel(
     slot = tl.load(slots + i_n)
     if (slot < 0) | (slot >= num_slots):
         return
+    if HAS_GRANTS:
+        written = tl.load(records + slot * COLUMNS + REQUEST_GENERATION) >> 32
+        if written == tl.load(grants + i_n):
+            return
     low, high = layers_where(_is_not_finite, slot, ptrs, num_layers, FORMATS, PIECES, ALIGNMENT, LAYERS, CHUNK)
     tl.store(mismatch + 2 * i_n, low)
     tl.store(mismatch + 2 * i_n + 1, high)
@@ -166,7 +201,13 @@ def _in_every_lane(lane: int, bits: int) -> int:
     return sum(lane << first for first in range(0, 8 * WORD_BYTES, bits)) & MASK_32
 
 
-def _check(slots: Tensor, num_live: Tensor | None, mismatch: Tensor) -> None:
-    expect_int64(slots.numel(), slots=slots)
+def _check(
+    slots: Tensor, num_live: Tensor | None, mismatch: Tensor, records: Tensor | None, grants: Tensor | None
+) -> None:
+    if (records is None) is not (grants is None):
+        raise ValueError("records and grants must be given together, got one of them: a record has no grant to be of")
+    if records is not None:
+        expect_records(records)
+    expect_int64(slots.numel(), slots=slots, grants=grants)
     expect_int64(1, num_live=num_live)
     expect_bitmap(slots.numel(), mismatch)

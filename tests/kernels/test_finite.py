@@ -149,3 +149,34 @@ def test_a_format_has_as_many_lanes_as_a_word_has_elements() -> None:
     assert format_of(torch.bfloat16).highs == 0x80008000
     assert format_of(torch.float32).even == format_of(torch.float32).odd == 0x7F800000
     assert (format_of(torch.float64).even, format_of(torch.float64).odd) == (0, 0x7FF00000)
+
+
+@both
+def test_what_was_written_in_a_grant_is_not_asked(check, device: str, pool, tensor) -> None:
+    """A record of another generation, whoever wrote it, vouches for nothing; outputs of the others stay as they are."""
+    rows, _ = pool("fused", torch.float32, slots=5)
+    for words in (*rows.k[1:], *rows.v):
+        words.fill_(0)
+    rows.k[0].fill_(0x7F800000)
+    records = torch.zeros(5, 8, dtype=torch.int64, device=device)
+    records[:, 2] = tensor([7 << 32 | 3, 6 << 32 | 7, 7 << 32, 7, -1])
+    unasked, infinite = [SENTINEL, SENTINEL], [1, 0]
+    found = mismatch_of(check, rows, tensor([0, 1, 2, 3, 4, 9]), records=records, grants=tensor([7, 7, 7, 7, -1, 7]))
+    assert found == [unasked, infinite, unasked, infinite, unasked, unasked]
+    with pytest.raises(ValueError, match=r"^records and grants must be given together"):
+        mismatch_of(check, rows, tensor([0]), grants=tensor([7]))
+
+
+@pytest.mark.gpu
+def test_slots_and_grants_may_lie_in_pinned_memory(pool, tensor) -> None:
+    """A kernel reads them there, and nobody copies them first."""
+    rows, _ = pool("fused", torch.float32, slots=3)
+    for words in (*rows.k[1:], *rows.v):
+        words.fill_(0)
+    rows.k[0].fill_(0x7F800000)
+    told = torch.tensor([[0, 1, 2], [5, 6, 7]]).pin_memory()
+    mismatch = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
+    records = torch.zeros(3, 8, dtype=torch.int64, device="cuda")
+    records[:, 2] = 6 << 32
+    finite_check(rows, told[0], mismatch=mismatch, records=records, grants=told[1])
+    assert mismatch.tolist() == [[1, 0], [0, 0], [1, 0]]

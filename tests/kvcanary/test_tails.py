@@ -100,7 +100,7 @@ def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
 
 
 def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
-    """Where the host does not wait to hear of it, slots that a forward has written are outside the pool."""
+    """Where the host does not wait to hear of it, slots that a forward has written have no answer."""
     engine = make_engine(page_size=16)
     engine.start("one", 20)
     decode(engine, 3)
@@ -110,9 +110,14 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     tails._is_host = False
     nobody = np.full(16, -1)
     assert tails._unwritten(pool, slots, slots).tolist() == list(range(16))
-    asked = tails._on_device(pool, Entries(slots, nobody, nobody, ()), is_written=False).numpy()
+    mismatch = torch.full((16, 2), -77)
+    told, written = tails._told(pool, Entries(slots, nobody, nobody, ()), is_written=False)
+    finite_check_torch(pool.rows, told[0], mismatch=mismatch, **written)
+    asked = slots[(mismatch == 0).all(1).numpy()]
     assert 0 < len(unwritten) < 16
-    assert asked.tolist() == [slot if slot in unwritten else -1 for slot in slots]
+    assert asked.tolist() == unwritten.tolist()
+    told, written = tails._told(pool, Entries(slots, nobody, nobody, ()), is_written=True)
+    assert (told.tolist(), written) == ([slots.tolist()], {})
 
 
 @pytest.mark.parametrize(("is_host", "share"), [(True, 8), (False, 16)])
