@@ -87,8 +87,11 @@ class CanaryConfig:
 
 
 def share_of(count: int, stride: int) -> int:
-    """How many of so many to read in a slice every `stride` steps, so that each is read once in a rotation."""
-    return -(-count * stride // (ROTATION_STEPS - 2 * stride))
+    """How many of so many to read in a slice every `stride` steps, so that each is read once in a rotation.
+
+    A stride less: what was written behind a slice waits for the next one, and then for all that is older.
+    """
+    return -(-count * stride // (ROTATION_STEPS - stride))
 
 
 def parse_bytes(text: str) -> int:

@@ -97,7 +97,7 @@ SPLITMIX_SECOND = tl.constexpr(record.signed(record.SPLITMIX_SECOND))
 BLOCK = 128  # entries a program takes at a time where entries are records
 TILE_WARPS = 2  # of programs that read TILE_WORDS of a pool at a time
 UNROLL = tl.constexpr(8)  # such readings that are on their way together
-PROGRAMS_PER_SEGMENT = 8  # a fixed grid, whatever the lengths on the device
+PROGRAMS_PER_SEGMENT = 32  # a fixed grid, whatever the lengths on the device; programs that last stand in others' way
 
 
 def programs_for(longest: int, block: int = BLOCK) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary_kernels.checks import expect_int64
-from kvcanary_kernels.device import BLOCK, PROGRAMS_PER_SEGMENT, tl, triton
+from kvcanary_kernels.device import BLOCK, programs_for, tl, triton
 
 
 def index_rows(
@@ -41,7 +41,7 @@ def index_rows(
     num_rows, max_tail = tails.shape
     if num_rows == 0:
         return
-    _index_rows_kernel[(num_rows, PROGRAMS_PER_SEGMENT)](
+    _index_rows_kernel[(num_rows, programs_for(table.shape[1] + max_tail))](
         table,
         rows,
         prefix_lens,
