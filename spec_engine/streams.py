@@ -89,11 +89,14 @@ class Stream:
         return self.submit("mark", lambda: None)
 
     def wait(self, event: Event) -> None:
-        """What comes on this stream from now on runs behind the event's work; the host stands still until then."""
+        """What comes on this stream from now on runs behind the event's work; the host stands still, once."""
+        if event.is_over:
+            return
         self._queue.wait(event.queue, event.mark)
+        event.is_over = self.name == HOST
         if self._desk is None or event.ticket is None:
             return
-        if self.name == HOST:
+        if event.is_over:
             self._desk.complete(event.ticket)
         else:
             self._desk.waits(self.name, event.ticket)
@@ -116,14 +119,15 @@ class Stream:
         self._queue.advance(count)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Event:
-    """The end of one piece of work; ``mark`` is its place in its queue."""
+    """The end of one piece of work; ``mark`` is its place in its queue, ``is_over``: the host has waited for it."""
 
     what: str
     queue: _Queue
     mark: Any
     ticket: Ticket | None
+    is_over: bool = False
 
 
 class StagingRing:

@@ -51,6 +51,19 @@ def test_the_canary_tells_a_use_that_does_not_wait(waits):
     assert accesses(canary) == ([] if waits else [wrong])
 
 
+def test_what_the_host_has_waited_for_nobody_waits_for_again():
+    """The desk is told once that the copy is over; a side stream comes behind it without a word."""
+    canary, told = armed_canary(), []
+    streams = Streams(CPU, canary.tickets)
+    canary.tickets.told = lambda name, args: told.append(name)
+    event = streams.side("copies").submit("load", lambda: None, writes=[3])
+    for stream in (streams.host, streams.host, streams.side("others"), streams.main):
+        stream.wait(event)
+    streams.main.use("forward", [3])
+    assert told == ["ticket_issue", "ticket_complete", "ticket_use"]
+    assert accesses(canary) == []
+
+
 def test_the_canary_tells_a_side_stream_that_does_not_wait_for_the_forwards():
     """On a CPU the bytes are right, since forwards run at once; on a GPU they would not be."""
     canary = armed_canary()
