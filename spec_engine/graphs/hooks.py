@@ -201,11 +201,16 @@ class StaticForwards:
     def open(self, hooked: Hooked) -> Iterator[KVAccess]:
         """The attention of one forward, whose index arrays have been built."""
         substep = hooked.substep
-        if substep is not None:
-            substep.open()
-        yield StaticAttention(self, hooked)
-        if substep is not None:
-            substep.close(joins=False)
+        if substep is None:
+            yield StaticAttention(self, hooked)
+            return
+        substep.open()
+        try:
+            yield StaticAttention(self, hooked)
+        except BaseException:
+            substep.abandon()
+            raise
+        substep.close(joins=False)
 
     def join(self) -> None:
         """Within a program, behind its forwards: what the canary does beside them is over when the program is."""

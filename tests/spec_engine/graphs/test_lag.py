@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from kvcanary import KVCorruptionError
@@ -163,3 +165,21 @@ def test_an_interrupt_while_the_host_waits_loses_nothing(start, truths, settings
             left[event.request_id] += event.token_ids
     assert [tuple(own) for own in left.values()] == truths
     assert engine.canary.certificate()["findings"] == []
+
+
+def test_a_body_that_raises_does_not_stop_the_steps_behind_it(make) -> None:
+    """Its forward is H1, for it has not run; the next one opens as always, and tokens are as if nothing had been."""
+    engine, plain = (make("log", draft="none", page_size=4, graphs="on", graph_buckets=[1]) for _ in range(2))
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    engine.submit(PROMPTS[0], params)
+    events = [*engine.step(), *engine.step()]
+    program = engine.runner._buckets[0].step
+    model, program._model = program._model, Mock(side_effect=RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    program._model = model
+    while engine.has_work:
+        events += engine.step()
+    [output] = plain.generate(PROMPTS[:1], params)
+    assert [token for event in events for token in event.token_ids] == list(output.token_ids)
+    assert {finding.code for finding in engine.canary.findings} == {"H1"}
