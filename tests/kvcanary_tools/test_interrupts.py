@@ -17,7 +17,8 @@ import pytest
 from kvcanary_tools.campaign import soak as soaking
 
 Child = subprocess.Popen[str]
-SCRIPT = "from kvcanary_tools.cli import main; main(prog_name='kvcanary')"  # what the console script does
+SCRIPT = "from kvcanary_tools.__main__ import run; run()"  # what the console script does
+SAID = {"capture_output": True, "text": True, "check": False}
 MOST_SECONDS = 60  # for a beginning, and for an end, on a busy machine
 SENTENCES = {"demo": "kvcanary: interrupted", "inject": "interrupted: 1 of "}
 
@@ -97,3 +98,12 @@ def test_one_that_an_import_swallowed_is_one(kvcanary, monkeypatch):
     result = kvcanary("doctor")
     assert (result.exit_code, result.stderr) == (130, "kvcanary: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_before_the_program_was_read_has_its_sentence() -> None:
+    """While click is still being imported, long before anything could remember it."""
+    early = (
+        "import signal, sys; sys.meta_path.insert(0, type('_', (), {'find_spec': lambda *_: signal.raise_signal(2)}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", f"import kvcanary_tools.__main__; {early}; {SCRIPT}"], **SAID)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "kvcanary: interrupted\n")
