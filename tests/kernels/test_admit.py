@@ -77,13 +77,23 @@ def test_the_plan_refuses_the_same(operation, device, seed):
 
 @both
 def test_the_first_of_equal_slots_is_admitted(operation, device):
-    """However far behind the others are, and in whichever row."""
+    """However near and far behind the others are, and in whichever row."""
     n = 2 * BLOCK + 1
-    forward = make_forward(device, [1] * n, [9, *range(12, 12 + n - 3), 9, 12], live=n)
+    forward = make_forward(device, [1] * n, [9, 9, *range(12, 12 + n - 4), 9, 12], live=n)
     states = torch.full((NUM_SLOTS // PAGE_SIZE,), record.RESERVED, device=device)
     forward.uids.zero_()
     found = run(operation, forward, states, torch.zeros_like(states)).tolist()
-    assert found == [9, *range(12, 12 + n - 3), NO_SLOT, NO_SLOT]
+    assert found == [9, NO_SLOT, *range(12, 12 + n - 4), NO_SLOT, NO_SLOT]
+
+
+@both
+@pytest.mark.parametrize(("written", "live"), [([1, 1], 0), ([1, 1], -3), ([0, 1], 1)])
+def test_padding_is_admitted_nowhere(operation, device, written: list[int], live: int):
+    """No row is live, or none that writes: their slots would do."""
+    forward = make_forward(device, written, [9, 12], live)
+    states = torch.full((NUM_SLOTS // PAGE_SIZE,), record.RESERVED, device=device)
+    forward.uids.zero_()
+    assert run(operation, forward, states, torch.zeros_like(states)).tolist() == [NO_SLOT, NO_SLOT]
 
 
 @both

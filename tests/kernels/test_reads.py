@@ -179,11 +179,11 @@ def test_a_flipped_bit_is_r9_where_it_is_read(attention, part, layer, place, dev
 
 @both
 def test_what_is_not_judged(attention, device):
-    """Padding rows, rows that write nothing and so read nothing, null slots and ids outside the pool."""
+    """Padding rows, rows that write nothing and so read nothing, null slots and ids outside the pool; slot 1 counts."""
     world, judged = World(device, [4, 3, 5, 6], [1, 0, 1, 1]), Judged(device)
     judged.fingerprint(world)
     judged.content_a += 1
-    world.pages[0][1], world.pages[0][2] = 0, SLOTS
+    world.pages[0][1:] = [0, SLOTS, 1]
     codes = judged.codes(world, attention, live=3)
     assert codes.nonzero().flatten().tolist() == [0, 3, *range(7, 12)]
 
@@ -201,7 +201,8 @@ class Judged:
         self.sums = torch.zeros(world.firsts()[-1], dtype=torch.int64, device=world.device)
 
     def codes(self, world: World, attention, live: int | None = None) -> Tensor:
-        keys, codes = ReadKeys(world.rows, world.keys, KV_HEADS), torch.zeros_like(self.sums)
+        """What is added to codes that other checks have found."""
+        keys, codes = ReadKeys(world.rows, world.keys, KV_HEADS), torch.full_like(self.sums, CODE_BITS["R3"])
         for layer in range(LAYERS):
             world.k, world.v = (part[layer] for part in world.bytes.view(world.dtype).unbind(2))
             world.run(attention, keys.of(layer, self.sums))
@@ -225,12 +226,12 @@ class Judged:
         planned = new_planned(plan)
         planned.starts.copy_(plan.row_starts)
         planned.row_lengths.copy_(firsts.diff())
-        planned.row_lengths[rows if live is None else live :] = 0
         judge = judge_reads if attention is paged_attention else judge_reads_torch
         operands = {"content_a": self.content_a, "start_a": world.keys.start_a, "codes": codes, "null_slots": 1}
         judge(plan, planned, sums=self.sums, **operands)
         assert not self.sums.any()
-        return codes
+        assert (codes & CODE_BITS["R3"]).all()
+        return codes - CODE_BITS["R3"]
 
 
 def test_pools_whose_rows_attention_reads_whole() -> None:
