@@ -7,20 +7,22 @@ from typing import Any
 
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger
-from kvcanary.recorder import LONG
+from kvcanary.recorder import LONG, Event
 from kvcanary.state import PoolState
-from kvcanary.tickets import HOST, Resource, Stream, Ticket, Tickets, Touched, Violation
+from kvcanary.tickets import HOST, NOTHING, Resource, Stream, Ticket, Tickets, Touched, Violation
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
 Note = Callable[[str, Sequence[Any]], None]
-_NOTHING: Touched = {}
+#: The same where nobody can change it any more.
+Named = tuple[Resource, ...] | dict[Resource, int | None]
 
 
 class TicketDesk:
     """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
 
-    note: is told of every call, by name and arguments;  told: the same, where nobody can change these any more
+    note: is told of every call, by name and arguments
+    told: the same, where nobody can change these any more; LAID_OUT of what has another name there
     """
 
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
@@ -37,9 +39,13 @@ class TicketDesk:
         A mapping says for which generation of each it was planned.
         """
         self.is_used = True
-        ticket = self._tickets.issue(what, stream, self._granted(reads), self._granted(writes))
-        told = self.told if len(reads) + len(writes) < LONG else self.note
-        told("ticket_issue", (what, str(stream), ticket.sequence, *_sorted(reads), *_sorted(writes)))
+        read, written = _named(reads) if reads else (), _named(writes) if writes else ()
+        ticket = self._tickets.issue(what, stream, self._granted(read), self._granted(written))
+        args = what, stream, ticket.sequence, read, written
+        if len(read) + len(written) < LONG:
+            self.told("issued", args)
+        else:
+            self.note(*issued(*args)[:2])
         if ticket.violations:
             self._tell(ticket.violations)
         return ticket
@@ -63,9 +69,13 @@ class TicketDesk:
         requests: whose tokens a violation touches, where that is not the owner of a page.
         """
         if self.is_used:
-            told = self.told if len(resources) < LONG else self.note
-            told("ticket_use", (what, str(stream), *_sorted(resources), writes, tuple(requests)))
-            if violations := self._tickets.use(what, stream, self._granted(resources), writes):
+            named = _named(resources) if resources else ()
+            args = what, stream, named, writes, tuple(requests)
+            if len(named) < LONG:
+                self.told("used", args)
+            else:
+                self.note(*used(*args)[:2])
+            if violations := self._tickets.use(what, stream, self._granted(named), writes):
                 self._tell(violations, requests)
 
     def renew(self, buffer: str, generation: int) -> None:
@@ -80,17 +90,19 @@ class TicketDesk:
 
     def freed(self, pages: Sequence[int]) -> None:
         """Pages are given back: nothing may be in flight there."""
-        if self.is_used and (violations := self._tickets.free(self._granted(pages), HOST)):
+        if self.is_used and (violations := self._tickets.free(self._granted(tuple(pages)), HOST)):
             self._tell(violations)
 
-    def _granted(self, resources: Resources) -> Touched:
-        if not resources:
-            return _NOTHING
-        if isinstance(resources, Mapping):
-            return resources
+    def _granted(self, named: Named) -> Touched:
+        if not named:
+            return NOTHING
+        if isinstance(named, dict):
+            return named
+        pages = [resource for resource in named if isinstance(resource, int)]
+        if pages:
+            self._ledger.pages.numbers(pages)
         generations = self._ledger.generations
-        self._ledger.pages.numbers([r for r in resources if isinstance(r, int)])
-        return {r: None if isinstance(r, str) else int(generations[r]) for r in resources}
+        return {r: None if isinstance(r, str) else int(generations[r]) for r in named}
 
     def _tell(self, violations: Sequence[Violation], requests: Sequence[str] = ()) -> None:
         self.has_told = True
@@ -115,17 +127,35 @@ class TicketDesk:
         )
 
 
+def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> Event:
+    """An `issue` as a dump has it."""
+    return "ticket_issue", (what, str(stream), sequence, *_sorted(reads), *_sorted(writes)), None
+
+
+def used(what: str, stream: Stream, resources: Named, writes: bool, requests: tuple[str, ...]) -> Event:
+    """A `use` as a dump has it."""
+    return "ticket_use", (what, str(stream), *_sorted(resources), writes, requests), None
+
+
+#: By the name under which the desk tells of a call, how a dump has it.
+LAID_OUT: dict[str, Callable[..., Event]] = {"issued": issued, "used": used}
+
+
 def _names(owner: str | None) -> Sequence[str]:
     return () if owner is None else (owner,)
 
 
-def _sorted(resources: Resources) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...] | None]:
+def _named(resources: Resources) -> Named:
+    return dict(resources) if isinstance(resources, (dict, Mapping)) else tuple(resources)
+
+
+def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...] | None]:
     """Pages, names of buffers, and of both, where it was said, the generations that were meant; -1: any."""
     if not resources:
         return (), (), None
     pages = tuple([int(resource) for resource in resources if not isinstance(resource, str)])
     names = tuple([resource for resource in resources if isinstance(resource, str)])
-    if not isinstance(resources, Mapping):
+    if not isinstance(resources, dict):
         return pages, names, None
     order: list[Resource] = [*pages, *names]
     planned = [resources[resource] for resource in order]

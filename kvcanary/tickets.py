@@ -8,7 +8,7 @@ earlier grant of its page, or to what a host buffer held before it was taken aga
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcanary.pages import Array
@@ -20,6 +20,7 @@ Resource = int | str
 Touched = Mapping[Resource, int | None]
 
 HOST: Stream = "host"
+NOTHING: Touched = {}
 #: Hazards of a violation.
 UNORDERED, OUTDATED, FREED = "not waited for", "old grant", "freed in flight"
 
@@ -47,6 +48,7 @@ class Violation:
 class Ticket:
     """One piece of asynchronous work; nobody changes it.
 
+    number:     of its stream
     sequence:   its number on its stream, from 1
     clock:      what its stream had seen when it was issued, itself included
     violations: what was wrong with it from the start
@@ -54,10 +56,11 @@ class Ticket:
 
     what: str
     stream: Stream
+    number: int
     sequence: int
     reads: Touched
     writes: Touched
-    clock: Mapping[Stream, int]
+    clock: Sequence[int]
     violations: tuple[Violation, ...] = ()
 
     def __str__(self) -> str:
@@ -76,6 +79,22 @@ class _Accesses:
         return [*found, *self.reads.values()] if writes and self.reads else found
 
 
+class _Streams(dict[Stream, int]):
+    """Streams by name, numbered when they are named for the first time; the host is 0.
+
+    clocks: by number, of every stream how much its own work is known to be behind; what the host has seen comes besides
+    """
+
+    def __init__(self) -> None:
+        self.clocks: list[Sequence[int]] = [[0]]
+        self[HOST] = 0
+
+    def __missing__(self, stream: Stream) -> int:
+        number = self[stream] = len(self)
+        self.clocks[:] = [[*clock, 0] for clock in (*self.clocks, [0] * number)]
+        return number
+
+
 class Tickets:
     """All work in flight. Memory is bounded: a resource keeps its last write, and one read a stream since."""
 
@@ -83,33 +102,34 @@ class Tickets:
         """`generations`: of every page, as the ledger keeps them current."""
         self._generations = generations
         self.buffers: dict[str, int] = {}  # generations of host buffers that have one
-        self._clocks: dict[Stream, dict[Stream, int]] = {HOST: {}}
-        self._host_turn = 0  # how often the host's clock was moved
-        self._host_seen: dict[Stream, int] = {}  # in which turn each stream has taken it over
+        self._streams = _Streams()
+        self._clocks = self._streams.clocks
         self._in_flight: dict[Resource, _Accesses] = {}
 
-    def issue(self, what: str, stream: Stream, reads: Touched | None = None, writes: Touched | None = None) -> Ticket:
-        """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for."""
-        reads, writes = dict(reads or {}), dict(writes or {})
-        found = (
-            [*self.use(what, stream, reads), *self.use(what, stream, writes, writes=True)] if reads or writes else []
-        )
-        clock = self._clock(stream)
-        sequence = clock[stream] = clock.get(stream, 0) + 1
-        self._host_turn += stream == HOST
-        ticket = Ticket(what, stream, sequence, reads, writes, clock.copy(), tuple(found))
+    def issue(self, what: str, stream: Stream, reads: Touched = NOTHING, writes: Touched = NOTHING) -> Ticket:
+        """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for.
+
+        Nobody changes `reads` and `writes` any more.
+        """
+        found = self.use(what, stream, reads) if reads else []
+        if writes:
+            found += self.use(what, stream, writes, writes=True)
+        number, clocks = self._streams[stream], self._clocks
+        clock = [*map(max, clocks[number], clocks[0])]
+        sequence = clock[number] = clock[number] + 1
+        clocks[number] = clock
+        ticket = Ticket(what, stream, number, sequence, reads, writes, clock, tuple(found))
         for resource in reads:
             self._in_flight.setdefault(resource, _Accesses()).reads[stream] = ticket
         for resource in writes:
-            self._in_flight[resource] = _Accesses(write=ticket)
+            self._in_flight[resource] = _Accesses(ticket)
         return ticket
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
-        clock = self._clock(stream)
-        if clock.get(ticket.stream, 0) < ticket.sequence:  # else it has seen the ticket, and so all that that had seen
-            _advance(clock, ticket.clock)
-            self._host_turn += stream == HOST
+        number, clocks, seen = self._streams[stream], self._clocks, ticket.clock
+        own = clocks[number]
+        clocks[number] = [*map(max, own, seen), *own[len(seen) :]]
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else: who comes for what it held before is too late."""
@@ -120,19 +140,17 @@ class Tickets:
         self.waits(HOST, ticket)
         touched = {**ticket.reads, **ticket.writes}
         landed = {resource: planned for resource, planned in touched.items() if self._leaves(resource, ticket)}
-        outdated = self._outdated(landed)
+        outdated = self._outdated(landed) if landed else ()
         return [_too_late(f"the end of {ticket}", ticket.stream, *one, ticket) for one in outdated]
 
     def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
         """An access that leaves nothing in flight, such as the host's own."""
-        if not touched:
-            return []
-        clock = self._clock(stream)
+        clock, host = self._clocks[self._streams[stream]], self._clocks[0]
         found = [_too_late(f"{what!r} on stream {stream}", stream, *one) for one in self._outdated(touched)]
         for resource in touched:
             accesses = self._in_flight.get(resource)
             for ticket in () if accesses is None else accesses.conflicts(writes):
-                if clock.get(ticket.stream, 0) < ticket.sequence:
+                if clock[ticket.number] < ticket.sequence > host[ticket.number]:
                     sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
                     found.append(Violation(resource, stream, ticket, sentence))
         return found
@@ -147,16 +165,10 @@ class Tickets:
             self._in_flight.pop(page, None)
         return found
 
-    def _clock(self, stream: Stream) -> dict[Stream, int]:
-        """How far the stream has seen each stream; what is enqueued now comes behind all that the host has seen."""
-        clock = self._clocks.setdefault(stream, {})
-        if self._host_seen.get(stream) != self._host_turn:
-            _advance(clock, self._clocks[HOST])
-            self._host_seen[stream] = self._host_turn
-        return clock
-
-    def _outdated(self, touched: Touched) -> list[tuple[Resource, int, int | None]]:
+    def _outdated(self, touched: Touched) -> Iterable[tuple[Resource, int, int | None]]:
         """What is in another generation than the access was planned for: the resource, that one, and now's."""
+        if touched.items() <= self.buffers.items():
+            return ()
         return [
             (resource, planned, now)
             for resource, planned in touched.items()
@@ -179,12 +191,6 @@ class Tickets:
         if not accesses.write and not accesses.reads:
             del self._in_flight[resource]
         return was_read or was_write
-
-
-def _advance(clock: dict[Stream, int], seen: Mapping[Stream, int]) -> None:
-    for stream, sequence in seen.items():
-        if clock.get(stream, 0) < sequence:
-            clock[stream] = sequence
 
 
 def _too_late(

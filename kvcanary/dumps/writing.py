@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import kvcanary
 from kvcanary.checkpoint import Books, RequestState, take_checkpoint
+from kvcanary.desk import LAID_OUT
 from kvcanary.dumps.calls import CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
 from kvcanary.dumps.codebook import Chains, CodeBook, rooted
 from kvcanary.dumps.container import Packed, write_members
@@ -358,8 +359,13 @@ _SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CAL
 
 
 def _as_told(event: Event) -> Event:
-    """A forward that judged itself on a device, though no graph holds it, is told as one that the host has judged."""
+    """A call as a dump has it, of those that a recorder keeps in another form.
+
+    A forward that judged itself on a device, though no graph holds it, is told as one that the host has judged.
+    """
     name, args, _ = event
+    if name in LAID_OUT:
+        return LAID_OUT[name](*args)
     if name != "launch" or args[0].number is not None or args[0].forward is None:
         return event
     return "forward", (args[0].forward,), None
