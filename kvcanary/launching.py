@@ -90,7 +90,7 @@ class Launching(Lifecycle):
         self._checks.settle_before_launch()
         run = self._on_device().launch_once(pool, site, read, write, requests, self.step, written)
         self._checks.read_all([run], requests, self.step)
-        self.recorder.launched(run, read.requests, written, read.indices.shape[0])
+        self.recorder.launched([run], tuple(read.requests), tuple(written), [read.indices.shape[0]])
         self._open.append(substep)
         return run
 
@@ -108,9 +108,7 @@ class Launching(Lifecycle):
         requests = self._ledger.known(request_ids)
         if max(map(UNLANDED, requests), default=0) > 1:  # truth goes on by one step that nobody has heard of
             self._checks.land()
-        names, entries = tuple(request_ids), None if written is None else tuple(written)
-        for substep, count in zip(substeps, reads, strict=True):
-            self.recorder.launched(substep, names, entries, count)
+        self.recorder.launched(substeps, tuple(request_ids), tuple(written or ()), reads)
         self._checks.settle_before_launch()
         self._checks.read_all(substeps, requests, self.step)
         return self._static.launch(substeps, requests, self.step, written, reads, acceptance)

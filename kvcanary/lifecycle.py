@@ -101,9 +101,9 @@ class Lifecycle:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
         self.commit_all((request_id,), (committed_len,))
 
-    @recorded
     def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
         """The same for the requests of a step, each named once, in one call; refused for all where one is refused."""
+        self.recorder.committed(request_ids, committed_lens)
         _expect_one_each("a length", request_ids, committed_lens)
         self._expect_closed("commit()")
         requests = self._ledger.known(request_ids)

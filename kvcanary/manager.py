@@ -134,7 +134,7 @@ class CanaryManager(Answering):
         Waits for nothing but the step itself.
         """
         self._expect_closed("hear()")
-        self.recorder.note("hear", (flight.step,))
+        self.recorder.told("hear", (flight.step,))
         self._checks.land(flight)
         doomed = self._conclude()
         if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
@@ -148,7 +148,7 @@ class CanaryManager(Answering):
         """
         if not self.tickets.has_told:
             return frozenset()
-        self.recorder.note("judge_copies", ())
+        self.recorder.told("judge_copies", ())
         self.tickets.has_told = False
         return self._act()
 
@@ -276,7 +276,8 @@ class CanaryManager(Answering):
         self._dumper.tick()
         if self.recorder.is_due(self.step):  # what a checkpoint does not know, nobody could follow from it
             self._checks.land()
-        self.recorder.tick(self.step)
+            self.recorder.begin_segment(self.step)
+        self.recorder.tick()
         return doomed
 
 

@@ -96,7 +96,7 @@ class Packed:
 
     def has_run(self, turn: int) -> bool:
         """Whether the body ran in that turn, as long as `read` would be there; else a run before has left the line."""
-        return int(self._lines[turn % len(self._lines)].numbers[-1]) >> 32 == turn
+        return self._lines[turn % len(self._lines)].numbers.item(-1) >> 32 == turn
 
 
 class PackedMask:

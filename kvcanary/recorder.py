@@ -125,7 +125,7 @@ class Recorder:
         if self.steps:
             views = [pool.view for pool in self.books.state.pools]
             self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
-            self._begin_segment(step)
+            self.begin_segment(step)
 
     def stop(self) -> None:
         """What was recorded is forgotten, and nothing more is until `start`."""
@@ -136,22 +136,29 @@ class Recorder:
 
     def begin_step(self, step: int) -> None:
         self.step = step
-        self.note("begin_step", (step,))
-        self.captured.forget(step)
+        self.told("begin_step", (step,))
+        self.captured.begin_step(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether a segment begins with the next `tick`."""
+        """Whether a segment begins behind this step; once all that waits was judged."""
         if not self.segments:
             return False
         segment = self.segments[-1]
-        is_long = PARTS * (step - segment.checkpoint.step) >= self.steps
-        own = max(self._room // (PARTS + 1) - segment.start_bytes, self._room // SPARE)  # a large pool's start is large
-        return is_long or segment.num_bytes - segment.start_bytes > own
+        if PARTS * (step - segment.checkpoint.step) >= self.steps:
+            return True
+        start, room = segment.start_bytes, self._room
+        own = segment.num_bytes - start
+        return own > room // SPARE and own > room // (PARTS + 1) - start  # a large pool's start is large
 
-    def tick(self, step: int) -> None:
-        """A step was checked, and nothing waits to be judged where `is_due`: now and then a segment begins."""
-        if self.is_due(step):
-            self._begin_segment(step)
+    def begin_segment(self, step: int) -> None:
+        """The state is kept as it is now, from which what comes can be followed."""
+        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // RECORDS)))
+        self._events = self.segments[-1].events
+        for name, (slot_map, _) in self.maps.items():
+            self.maps[name] = slot_map, None
+
+    def tick(self) -> None:
+        """A step was checked: segments that nobody needs go."""
         while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self._room):
             self.segments.popleft()
 
@@ -186,7 +193,12 @@ class Recorder:
         """These tokens are about to be appended, by request."""
         if self.segments:
             counts = tuple(map(len, token_ids))
-            self.note("append_all", (tuple(request_ids), counts, [*chain.from_iterable(token_ids)]))
+            self.told("append_all", (tuple(request_ids), counts, self._ints([*chain.from_iterable(token_ids)])))
+
+    def committed(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
+        """Entries of these requests are about to become final."""
+        if self.segments:
+            self.told("commit_all", (tuple(request_ids), self._ints(committed_lens)))
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -199,16 +211,20 @@ class Recorder:
         self._events.append(("forward", (recorded,), None))
 
     def launched(
-        self, substep: StaticSubstep, requests: Sequence[str], written: Sequence[int] | None, reads: int
+        self,
+        substeps: Sequence[StaticSubstep],
+        requests: tuple[str, ...],
+        written: tuple[int, ...],
+        reads: Sequence[int],
     ) -> None:
-        """A captured forward runs next."""
+        """Captured forwards run next."""
         if self.segments:
-            self.captured.launched(substep, requests, written, reads, self.step, self.segments[-1])
+            self.captured.launched(substeps, requests, written, reads, self.segments[-1])
 
     def launched_move(self, number: int, pool: str) -> None:
         """A captured move runs next."""
         if self.segments:
-            self.captured.launched_move(number, pool, self.step, self.segments[-1])
+            self.captured.launched_move(number, pool, self.segments[-1])
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
@@ -294,12 +310,6 @@ class Recorder:
 
     # helpers
 
-    def _begin_segment(self, step: int) -> None:
-        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // RECORDS)))
-        self._events = self.segments[-1].events
-        for name, (slot_map, _) in self.maps.items():
-            self.maps[name] = slot_map, None
-
     def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         recorded = self._waiting.pop(id(forward), None)
         if recorded is not None:
@@ -328,8 +338,14 @@ class Recorder:
             value = value.detach().cpu().numpy()
         if isinstance(value, Parcel):
             return ("parcel", self._number_of(value))
-        kept = np.array(value, np.int64) if len(value) >= LONG else tuple(int(number) for number in value)
-        if self.segments and isinstance(kept, np.ndarray):
+        return self._ints(value)
+
+    def _ints(self, values: Sequence[int] | NDArray[Any]) -> tuple[int, ...] | NDArray[np.int64]:
+        """A copy, of many as an array."""
+        if len(values) < LONG:
+            return tuple(map(int, values))
+        kept = np.array(values, np.int64)
+        if self.segments:
             self.segments[-1].array_bytes += kept.nbytes
         return kept
 

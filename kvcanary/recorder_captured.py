@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvcanary.recorder_forwards import Ints, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import MASK_32
@@ -13,101 +13,116 @@ if TYPE_CHECKING:
     from kvcanary.harvest import StaticHit
     from kvcanary.learning import Heard, Learned
     from kvcanary.recorder import Segment
+    from kvcanary.state import PoolState
     from kvcanary.static import StaticSubstep
 
 MOVE_SITE = ("move", 0)
 KEPT_STEPS = 8  # behind which nobody hears any more of what was launched
-Key = tuple[str, tuple[str, int], int]  # pool, site, low half of the step
+Site = tuple[str, int]
+Place = tuple["Segment", int]
 
 
-class Launch(NamedTuple):
-    """A launch and where its event lies."""
+Launch = tuple[RecordedLaunch, "Segment", int]  # with where its event lies
 
-    recorded: RecordedLaunch
-    segment: Segment
-    number: int
+
+class StepEvents:
+    """What one step has launched.
+
+    launches:  by pool and site
+    moves:     by pool, where the event of the last one lies
+    departure: where the event lies; None: it has not departed
+    """
+
+    __slots__ = ("departure", "launches", "moves")
+
+    def __init__(self) -> None:
+        self.launches: dict[tuple[str, Site], list[Launch]] = {}
+        self.moves: dict[str, Place] = {}
+        self.departure: Place | None = None
 
 
 class CapturedEvents:
     """What a recorder has of captured steps; a `graphs.Listener`."""
 
     def __init__(self) -> None:
-        self._launches: dict[Key, list[Launch]] = {}
+        self._steps: dict[int, StepEvents] = {}  # the newest, by the low half of their numbers
         self._moves: deque[tuple[RecordedMove, Segment]] = deque()
-        self._move_events: dict[tuple[str, int], tuple[Segment, int]] = {}  # by pool and low half of the step
-        self._departures: dict[int, tuple[Segment, int]] = {}
         self._landing: int | None = None
+        self.begin_step(0)
+
+    def begin_step(self, step: int) -> None:
+        """What comes belongs to this step; what nobody will ask for any more is forgotten."""
+        steps = self._steps
+        self._now = steps.setdefault(step & MASK_32, StepEvents())
+        if len(steps) > KEPT_STEPS:
+            del steps[next(iter(steps))]
 
     def launched(
         self,
-        substep: StaticSubstep,
-        requests: Sequence[str],
-        written: Sequence[int] | None,
-        reads: int,
-        step: int,
+        substeps: Sequence[StaticSubstep],
+        requests: tuple[str, ...],
+        written: tuple[int, ...],
+        reads: Sequence[int],
         segment: Segment,
     ) -> None:
-        """A forward runs next; `requests`, `written`, `reads` as `CanaryManager.launch` has them, None: as accepted."""
-        recorded = RecordedLaunch(substep.number, requests, written, reads)
-        key = substep.pool.name, substep.site, step & MASK_32
-        self._launches.setdefault(key, []).append(Launch(recorded, segment, len(segment.events)))
-        segment.events.append(("launch", (recorded,), None))
+        """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted."""
+        events, launches = segment.events, self._now.launches
+        for substep, count in zip(substeps, reads, strict=True):
+            recorded = RecordedLaunch(substep.number, requests, written, count)
+            launches.setdefault((substep.pool.name, substep.site), []).append((recorded, segment, len(events)))
+            events.append(("launch", (recorded,), None))
 
-    def launched_move(self, number: int, pool: str, step: int, segment: Segment) -> None:
+    def launched_move(self, number: int, pool: str, segment: Segment) -> None:
         """A move runs next. `number`: of those in the bank."""
         recorded = RecordedMove(number)
         self._moves.append((recorded, segment))
-        self._move_events[pool, step & MASK_32] = segment, len(segment.events)
+        self._now.moves[pool] = segment, len(segment.events)
         segment.events.append(("captured_move", (recorded,), None))
-
-    def forget(self, step: int) -> None:
-        """What nobody will ask for any more; once a step."""
-        while self._launches and step - (oldest := next(iter(self._launches)))[2] >= KEPT_STEPS:
-            del self._launches[oldest]
-        while self._move_events and step - (last := next(iter(self._move_events)))[1] >= KEPT_STEPS:
-            del self._move_events[last]
-        self._departures.pop(step - KEPT_STEPS, None)
 
     def departed(self, step: int, segment: Segment) -> None:
         """All that the step has launched is on its way to the host."""
-        self._departures[step] = segment, len(segment.events)
+        self._now.departure = segment, len(segment.events)
         segment.events.append(("depart", (step,), None))
 
     def landing(self, step: int | None) -> None:
         """What fires now was found by this step; None: by the one that runs."""
         self._landing = step
 
-    def event_of(self, pool: str, site: tuple[str, int], step: int) -> tuple[Segment, int] | None:
+    def event_of(self, pool: str, site: Site, step: int) -> Place | None:
         """Where the event lies in which a check has fired that fires now: the launch of its forward or move, or its
         departure.
 
         None: it is the last one.
         """
-        launches = self._launches.get((pool, site, step & MASK_32))
-        if launches is not None:
-            return launches[-1].segment, launches[-1].number
-        if site == MOVE_SITE and (pool, step & MASK_32) in self._move_events:
-            return self._move_events[pool, step & MASK_32]
-        return None if self._landing is None else self._departures.get(self._landing)
+        if (own := self._steps.get(step & MASK_32)) is not None:
+            if launches := own.launches.get((pool, site)):
+                return launches[-1][1:]
+            if site == MOVE_SITE and pool in own.moves:
+                return own.moves[pool]
+        landed = None if self._landing is None else self._steps.get(self._landing & MASK_32)
+        return None if landed is None else landed.departure
 
     # what the host hears
 
     def learned(self, forward: Learned, layers: Sequence[int]) -> None:
-        launch = self._first_unheard(forward.pool.name, forward.site, forward.step)
+        launch = self._first_unheard(forward.pool, forward.site, forward.step)
         if launch is not None:
-            launch.recorded.learn(forward, layers)
-            launch.segment.array_bytes += launch.recorded.num_bytes
+            recorded, segment, _ = launch
+            recorded.learn(forward, layers)
+            segment.array_bytes += recorded.num_bytes
 
     def heard(self, forward: Heard, layers: Sequence[int]) -> None:
         substep = forward.substep
-        launch = self._first_unheard(substep.pool.name, substep.site, forward.step)
+        launch = self._first_unheard(substep.pool, substep.site, forward.step)
         if launch is not None:
-            launch.recorded.hear(forward, layers)
-            launch.segment.array_bytes += launch.recorded.num_bytes
+            recorded, segment, _ = launch
+            recorded.hear(forward, layers)
+            segment.array_bytes += recorded.num_bytes
 
-    def _first_unheard(self, pool: str, site: tuple[str, int], step: int) -> Launch | None:
-        for launch in self._launches.get((pool, site, step & MASK_32), ()):
-            if not launch.recorded.is_heard:
+    def _first_unheard(self, pool: PoolState, site: Site, step: int) -> Launch | None:
+        own = self._steps.get(step & MASK_32)
+        for launch in () if own is None else own.launches.get((pool.name, site), ()):
+            if launch[0].told is None:
                 return launch
         return None
 
@@ -118,8 +133,9 @@ class CapturedEvents:
             segment.array_bytes += src.nbytes + dst.nbytes
 
     def noticed(self, hit: StaticHit) -> None:
-        for launch in self._launches.get((hit.pool, hit.site, hit.step), ())[-1:] if hit.is_exact else ():
+        own = self._steps.get(hit.step) if hit.is_exact else None
+        for recorded, *_ in () if own is None else own.launches.get((hit.pool, hit.site), ())[-1:]:
             if hit.code == "W9":
-                launch.recorded.padding.append((hit.row, hit.entry, hit.slot))
+                recorded.padding += ((hit.row, hit.entry, hit.slot),)
             elif hit.row >= 0 and hit.place >= 0:
-                launch.recorded.strays.append((hit.row, hit.place, hit.slot))
+                recorded.strays += ((hit.row, hit.place, hit.slot),)

@@ -14,7 +14,6 @@ from kvcanary.learning import Heard
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.learning import Learned
-    from kvcanary.state import PoolState
 
 Ints = NDArray[Any]
 MOST_UNPACKED = 4096  # entries of a forward that is packed only when somebody asks: till then it is twice as large
@@ -126,18 +125,15 @@ class RecordedLaunch:
     """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
-    written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told since
-    is_heard: whether the host has heard of it
-    accepted: as `Learned` has it
-    again:   layers that have stored before, and did again
+    written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
+    told:    what the host has heard of it; None: nothing yet
+    accepted: as `Learned` has it;  again: layers that have stored before, and did again; both with `forward`
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
     padding: (row, entry, slot) of W9, one of them -1
     """
 
     __slots__ = (
-        "_forward",
-        "_learned",
-        "_stored",
+        "_layers",
         "accepted",
         "again",
         "number",
@@ -145,66 +141,55 @@ class RecordedLaunch:
         "reads",
         "requests",
         "strays",
+        "told",
         "written",
     )
+    _layers: tuple[int, ...]
+    again: Sequence[int]
+    strays: tuple[tuple[int, int, int], ...]
+    padding: tuple[tuple[int, int, int], ...]
 
-    def __init__(self, number: int | None, requests: Sequence[str], written: Sequence[int] | None, reads: int) -> None:
-        self.number, self.requests, self.written, self.reads = number, tuple(requests), tuple(written or ()), reads
+    def __init__(self, number: int | None, requests: tuple[str, ...], written: tuple[int, ...], reads: int) -> None:
+        self.number, self.requests, self.written, self.reads = number, requests, written, reads
+        self.told: RecordedForward | Learned | Heard | None = None
         self.accepted: list[list[int]] | None = None
-        self._forward: RecordedForward | None = None
-        self._learned: Learned | Heard | None = None
-        self._stored = 0
-        self.again: list[int] = []
-        self.strays: list[tuple[int, int, int]] = []
-        self.padding: list[tuple[int, int, int]] = []
-
-    @property
-    def is_heard(self) -> bool:
-        return self._learned is not None or self._forward is not None
+        self._layers = self.again = self.strays = self.padding = ()
 
     @property
     def forward(self) -> RecordedForward | None:
         """Its plans, and its rows as granted; packed when somebody asks for the first time, which few ever do."""
-        learned, self._learned = self._learned, None
-        if isinstance(learned, Heard):
-            learned = learned.learned()
-        if learned is not None:
-            self._forward = RecordedForward(learned)
-            self._forward.keep_captured(learned, self._stored, self.requests)
-        return self._forward
+        told = self.told
+        if told is None or isinstance(told, RecordedForward):
+            return told
+        learned = told.learned() if isinstance(told, Heard) else told
+        stored, self.again = _stored(self._layers, learned.pool.full_layers)
+        self.accepted = learned.accepted
+        if self.accepted is not None:
+            self.written = tuple(map(len, self.accepted))
+        self.told = packed = RecordedForward(learned)
+        packed.keep_captured(learned, stored, self.requests)
+        return packed
 
     @property
     def num_bytes(self) -> int:
-        if self._learned is not None:
-            return self._learned.num_bytes
-        return 0 if self._forward is None else self._forward.num_bytes
+        return 0 if self.told is None else self.told.num_bytes
 
     def learn(self, forward: Learned, layers: Sequence[int]) -> None:
         """`layers`: those that stored, in their order."""
-        self._note(forward.accepted, layers, forward.pool)
-        self._learned = forward
+        self.told, self._layers = forward, tuple(layers)
         rows = forward.rows() if self.number is None and forward.has_read_hits else None
         if forward.num_entries > MOST_UNPACKED or rows is not None:
-            recorded = self.forward
-            if recorded is not None and rows is not None:
-                recorded.keep_wholes(rows)
+            packed = self.forward
+            if packed is not None and rows is not None:
+                packed.keep_wholes(rows)
         else:
             forward.keep()
 
     def hear(self, forward: Heard, layers: Sequence[int]) -> None:
         """The same of one that was proved clean."""
-        self._note(forward.accepted, layers, forward.substep.pool)
-        self._learned = forward
+        self.told, self._layers = forward, tuple(layers)
         if forward.num_entries > MOST_UNPACKED:
             _ = self.forward
-
-    def _note(self, accepted: list[list[int]] | None, layers: Sequence[int], pool: PoolState) -> None:
-        self._stored, again = _stored(tuple(layers), pool.full_layers)
-        if again:
-            self.again += again
-        self.accepted = accepted
-        if accepted is not None:
-            self.written = tuple(map(len, accepted))
 
 
 class RecordedMove:

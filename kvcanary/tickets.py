@@ -146,7 +146,9 @@ class Tickets:
     def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
         """An access that leaves nothing in flight, such as the host's own."""
         clock, host = self._clocks[self._streams[stream]], self._clocks[0]
-        found = [_too_late(f"{what!r} on stream {stream}", stream, *one) for one in self._outdated(touched)]
+        outdated, found = self._outdated(touched), list[Violation]()
+        for one in outdated:
+            found.append(_too_late(f"{what!r} on stream {stream}", stream, *one))
         for resource in touched:
             accesses = self._in_flight.get(resource)
             for ticket in () if accesses is None else accesses.conflicts(writes):
