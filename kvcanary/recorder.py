@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -90,6 +91,9 @@ class Segment:
         self.array_bytes += DAMAGE_BYTES * len(damage)
 
 
+ARRAY_BYTES, EVENTS = attrgetter("array_bytes"), attrgetter("events")
+
+
 class Recorder:
     """The ring of one manager; it records from `start` on, and nothing with 0 steps.
 
@@ -118,7 +122,7 @@ class Recorder:
 
     @property
     def num_bytes(self) -> int:
-        return sum(segment.num_bytes for segment in self.segments)
+        return sum(map(ARRAY_BYTES, self.segments)) + EVENT_BYTES * sum(map(len, map(EVENTS, self.segments)))
 
     def start(self, step: int) -> None:
         """The canary is armed: what comes is recorded, if steps were asked for."""
@@ -151,15 +155,17 @@ class Recorder:
         return own > room // SPARE and own > room // (PARTS + 1) - start  # a large pool's start is large
 
     def begin_segment(self, step: int) -> None:
-        """The state is kept as it is now, from which what comes can be followed."""
+        """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go."""
         self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // RECORDS)))
+        while len(self.segments) > 1 and self._covers_without_first():
+            self.segments.popleft()
         self._events = self.segments[-1].events
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
 
     def tick(self) -> None:
-        """A step was checked: segments that nobody needs go."""
-        while len(self.segments) > 1 and (self._covers_without_first() or self.num_bytes > self._room):
+        """A step was checked: segments for which there is no room go."""
+        while len(self.segments) > 1 and self.num_bytes > self._room:
             self.segments.popleft()
 
     @property

@@ -50,7 +50,7 @@ class Ticket:
 
     number:     of its stream
     sequence:   its number on its stream, from 1
-    clock:      what its stream had seen when it was issued, itself included
+    clock:      by number of a stream, up to where its own had waited for that when it was issued, itself included
     violations: what was wrong with it from the start
     """
 
@@ -82,7 +82,7 @@ class _Accesses:
 class _Streams(dict[Stream, int]):
     """Streams by name, numbered when they are named for the first time; the host is 0.
 
-    clocks: by number, of every stream how much its own work is known to be behind; what the host has seen comes besides
+    clocks: by number, up to where it has waited for each; all that the host has seen is behind every stream besides
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Tickets:
         if writes:
             found += self.use(what, stream, writes, writes=True)
         number, clocks = self._streams[stream], self._clocks
-        clock = [*map(max, clocks[number], clocks[0])]
+        clock = [*clocks[number]]
         sequence = clock[number] = clock[number] + 1
         clocks[number] = clock
         ticket = Ticket(what, stream, number, sequence, reads, writes, clock, tuple(found))

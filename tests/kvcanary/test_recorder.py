@@ -13,7 +13,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import MOST_BYTES
+from kvcanary.recorder import LONG, MOST_BYTES
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
 
@@ -92,6 +92,29 @@ def test_rows_that_follow_from_grants_are_not_kept():
     whole = [forward.wholes[0] for forward in forwards if forward.wholes]
     assert whole
     assert np.array_equal(whole[0][:10], row.slots[:10])
+
+
+def test_tickets_are_kept_as_they_were_said(tmp_path: Path):
+    """Whoever fills the list or mapping anew afterwards changes no dump; few and many, with generations and without."""
+    engine = toy()
+    engine.start("only", 6)
+    tickets, many = engine.canary.tickets, [f"buffer {number}" for number in range(LONG)]
+    tickets.renew("staging", 3)
+    page = engine.rows["only"].pages[0]
+    named, planned, long = [page, "staging"], {"staging": 3, page: None}, list(many)
+    tickets.issue("save", "copies", reads=named)
+    tickets.use("send", "copies", planned, requests=["only"])
+    tickets.use("many", "copies", long, writes=True)
+    for resources in (named, planned, long):
+        resources.clear()
+    dump = read_dump(engine.canary.dump(tmp_path / "told"))
+    told = [event for event in dump.events if event["call"] in ("ticket_issue", "ticket_use")]
+    issued, used, long_one = ({key: value for key, value in event.items() if key != "n"} for event in told)
+    assert (issued["reads"].tolist(), issued["read_names"], issued.get("read_grants")) == ([page], ["staging"], None)
+    assert (issued["writes"].tolist(), issued["write_names"], issued["sequence"]) == ([], [], 1)
+    assert (used["pages"].tolist(), used["names"], used["grants"].tolist()) == ([page], ["staging"], [-1, 3])
+    assert (used["requests"], used["writes"]) == (["only"], False)
+    assert (long_one["names"], long_one["writes"], long_one.get("grants")) == (many, True, None)
 
 
 def test_recording_changes_no_certificate():
