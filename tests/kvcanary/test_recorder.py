@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.recorder import LONG, MOST_BYTES
+from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
 
@@ -115,6 +117,45 @@ def test_tickets_are_kept_as_they_were_said(tmp_path: Path):
     assert (used["pages"].tolist(), used["names"], used["grants"].tolist()) == ([page], ["staging"], [-1, 3])
     assert (used["requests"], used["writes"]) == (["only"], False)
     assert (long_one["names"], long_one["writes"], long_one.get("grants")) == (many, True, None)
+
+
+def test_lengths_are_kept_as_they_were_told():
+    """Whoever uses his lists again changes no event, be there few or many."""
+    recorder = toy().canary.recorder
+    for count in (1, LONG):
+        names, lens = [f"request {number}" for number in range(count)], list(range(count))
+        recorder.committed(names, lens)
+        names.reverse()
+        lens[0] = -1
+        name, (requests, kept), _ = recorder.segments[-1].events[-1]
+        assert (name, requests[0], list(kept)) == ("commit_all", "request 0", list(range(count)))
+
+
+def test_launches_are_found_as_long_as_anybody_may_hear():
+    """The last launch of a site, a move, else the departure of the step that lands; what is heard is the first's."""
+    recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS
+    substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0))
+    for step in range(1, last + 1):
+        recorded.begin_step(step)
+        recorded.launched([substep, substep], ("only",), (1,), [5, 6], segment)
+        recorded.launched_move(0, "target", segment)
+        recorded.departed(step, segment)
+    for step in range(1, last + 1):
+        is_kept, end = step > last - KEPT_STEPS, 4 * step
+        asked = recorded.event_of("target", substep.site, step), recorded.event_of("target", MOVE_SITE, step)
+        recorded.landing(step)
+        landed = recorded.event_of("draft", substep.site, step)
+        recorded.landing(None)
+        places = [(segment, end - 3), (segment, end - 2), (segment, end - 1)] if is_kept else [None] * 3
+        assert [*asked, landed] == places
+        assert recorded.event_of("draft", substep.site, step) is None
+    launches = [args[0] for name, args, _ in segment.events[-4:] if name == "launch"]
+    heard = [SimpleNamespace(substep=substep, step=last, num_entries=1, num_bytes=size) for size in (8, 16, 32)]
+    for forward in heard:
+        recorded.heard(forward, ())
+    assert [launch.told for launch in launches] == heard[:2]
+    assert [launch.reads for launch in launches] == [5, 6]
+    assert segment.array_bytes == 24
 
 
 def test_recording_changes_no_certificate():
