@@ -60,7 +60,7 @@ def test_what_the_host_has_waited_for_nobody_waits_for_again():
     for stream in (streams.host, streams.host, streams.side("others"), streams.main):
         stream.wait(event)
     streams.main.use("forward", [3])
-    assert told == ["ticket_issue", "ticket_complete", "ticket_use"]
+    assert [name for name in told if name in ("ticket_complete", "ticket_waits")] == ["ticket_complete"]
     assert accesses(canary) == []
 
 
