@@ -62,13 +62,15 @@ def test_drafted_steps_and_their_substeps_are_timed(
 
 @pytest.mark.parametrize("drafts", ["none", "chain"])
 def test_the_hosts_work_for_the_canary_is_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch, drafts: str) -> None:
-    """Of a lagging host: what it calls of its canary in every step, over a step without one."""
+    """Of a lagging host: what its canary adds to its work in a step, and what of that lies within calls of it."""
     monkeypatch.setattr("kvcanary.manager.judges_on_device", lambda state: True)
     row = host_work.measure(drafts, 2, model, drafted_step.random_head(model), 2, **HERE)
     assert (row["drafts"], row["batch"]) == (drafts, 2)
     assert row["calls"] > 8
-    assert 0 < row["canary_us"] < 1e6
-    assert min(row["engine_us"], row["off_us"], row["percent_of_step"]) > 0
+    assert 0 < row["canary_us"] < row["work_us"]["rolling"] < 1e6
+    assert 0 < row["work_us"]["off"] < row["work_us"]["rolling"]
+    assert row["added_us"] == pytest.approx(row["work_us"]["rolling"] - row["work_us"]["off"], abs=0.2)
+    assert row["percent_of_step"] == pytest.approx(100 * row["added_us"] / row["off_us"], abs=0.01)
     host_work.tell(row)
 
 

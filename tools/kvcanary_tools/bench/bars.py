@@ -71,7 +71,7 @@ def over_vllm(of: str, requests: int) -> Callable[[Record], float]:
 
 
 def host_share(**names: object) -> Callable[[Record], float]:
-    """Time of the host within the canary over that of a step without one, waits for the device left out."""
+    """What a canary adds to the host's work in a step, waits for the device left out, over a step without one."""
     return lambda record: row_of(record, **names)["percent_of_step"]
 
 

@@ -1,22 +1,22 @@
 """What the host does for the canary in a captured step: ``python -m kvcanary_tools.bench.host_work``.
 
 The model, requests and settings of `kvcanary_tools.bench.step`, and chains of 3 drafts as in
-`kvcanary_tools.bench.drafted_step`, schedule overlap. Every call that the engine makes into its canary keeps the host's
-time, as does every wait for the device; each moment counts once, for the innermost of them. What is stated is the
-median step's time within the canary, without waits, over the time of a step of the same engine without a canary,
-measured from the host in rounds that take turns. Keeping time costs the host time too: an upper bound.
+`kvcanary_tools.bench.drafted_step`, schedule overlap. Engines with and without a canary take turns, and every wait for
+the device keeps the host's time: what is left of a step the host works. What the canary adds to the median step's work
+is stated over the time of a step without one. In further rounds every call that the engine makes into its canary keeps
+time too, and each moment counts once, for the innermost of them: what of the work lies within these calls, with what it
+costs to keep time.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import inspect
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
@@ -28,7 +28,7 @@ from kvcanary import CanaryManager
 from kvcanary.desk import TicketDesk
 from kvcanary_tools.bench import drafted_step, step
 from kvcanary_tools.bench.common import machine, progress, save, settled
-from kvcanary_tools.bench.gpu import device
+from kvcanary_tools.bench.gpu import device, give_back
 from spec_engine import Engine
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.models.decoder import Decoder
@@ -69,10 +69,12 @@ class Shares:
         self._since = now
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """By all that an engine calls of its canary, and by what waits for the device."""
+    def kept(self, whose: Container[str]) -> Iterator[None]:
+        """By what waits for the device, and by all that an engine calls of its canary, if asked for."""
         with ExitStack() as stack:
             for owner, name, who in entries():
+                if who not in whose:
+                    continue
                 stack.enter_context(patch.object(owner, name, self.around(who, getattr(owner, name))))
             yield
 
@@ -97,8 +99,9 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
         rows.append(measure(drafts, size, model, head))
         tell(rows[-1])
         result = {
-            "what": "microseconds of the host within the canary in a captured step (median step, waits left out), and "
-            f"percent of a step without one; {step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
+            "what": "microseconds of the host's work in a captured step (median step, waits left out), what of it lies "
+            "within calls of the canary, and what a canary adds in percent of a step without one; "
+            f"{step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
             "machine": machine() | device(),
             "rounds": ROUNDS,
             "steps": step.STEPS,
@@ -109,8 +112,9 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
 
 def tell(row: dict) -> None:
     print(
-        f"{row['drafts']} x {row['batch']}: canary {row['canary_us']:.0f} us in {row['calls']:.0f} calls, engine "
-        f"{row['engine_us']:.0f} us; a step without a canary {row['off_us']:.0f} us: {row['percent_of_step']:.2f} %",
+        f"{row['drafts']} x {row['batch']}: the host works {row['work_us']['off']:.0f} us of {row['off_us']:.0f}, "
+        f"with a canary {row['added_us']:+.0f} us: {row['percent_of_step']:.2f} %; "
+        f"{row['canary_us']:.0f} us in {row['calls']:.0f} calls",
         flush=True,
     )
 
@@ -122,32 +126,37 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = R
     for name in NAMES:
         progress(f"{drafts} x {size}: prompts, canary {name}")
         engines[name] = _engine(name, size, model, None if drafts == "none" else head, rounds, settings)
-    off, kept = list[float](), list[Counter[str]]()
-    calls = 0.0
+    off, kept, calls = list[float](), list[Counter[str]](), 0.0
+    work: dict[str, list[float]] = {name: [] for name in NAMES}
     with settled():
         for _ in range(rounds):
             off.append(step.timed(engines["off"]))
-            own, calls = _kept(engines["rolling"])
+            for name in NAMES:
+                work[name] += [own[ENGINE] for own in _kept(engines[name], {WAIT})[0]]
+            own, calls = _kept(engines["rolling"], {WAIT, CANARY})
             kept += own
-    row = {
+    work_us = {name: round(1e6 * median(seconds), 1) for name, seconds in work.items()}
+    off_us, added_us = round(1e6 * median(off), 1), round(work_us["rolling"] - work_us["off"], 1)
+    engines.clear()
+    give_back()
+    return {
         "drafts": drafts,
         "batch": size,
-        "off_us": round(1e6 * median(off), 1),
-        **{f"{who}_us": round(1e6 * median(own[who] for own in kept), 1) for who in (CANARY, ENGINE, WAIT)},
+        "off_us": off_us,
+        "work_us": work_us,
+        "added_us": added_us,
+        "percent_of_step": round(100 * added_us / off_us, 3),
+        "canary_us": round(1e6 * median(own[CANARY] for own in kept), 1),
         "calls": round(calls, 1),
     }
-    engines.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-    return row | {"percent_of_step": round(100 * row["canary_us"] / row["off_us"], 3)}
 
 
-def _kept(engine: Engine) -> tuple[list[Counter[str]], float]:
-    """Seconds by who works, step by step, over STEPS of them; and calls of the canary a step."""
+def _kept(engine: Engine, whose: Container[str]) -> tuple[list[Counter[str]], float]:
+    """Seconds by who works, step by step, over STEPS of them; and calls of the canary a step, where these keep time."""
     shares, found = Shares(), list[Counter[str]]()
     run = shares.around(ENGINE, engine.step)
     torch.cuda.synchronize()
-    with shares.kept():
+    with shares.kept(whose):
         for _ in range(step.STEPS):
             shares.seconds.clear()
             run()
