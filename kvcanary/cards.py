@@ -82,23 +82,47 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
 #: Of a request as long as it lives, [REQUEST_CARD], and behind it of each of its chains [CHAIN_CARD] int64.
 (
     TOKENS_KNOWN,  # their address
+    TOKEN_STEPS,  # address of the steps in which they became known
     NUM_TOKENS_KNOWN,
     TOKENS_ROOM,  # tokens that have room there
     CHAIN_MULTIPLIER,
     CHAIN_KEY,
     UID_KNOWN,
+    NUM_CHAINS,
+    IS_LIVE,
+    COMMITTED_LEN,
+    COMMIT_STEP,
+    FINAL_PAGES,
+    NUM_IN_THE_AIR,  # captured forwards with its rows of which the host has not learned yet
+    NUM_UNLANDED,  # captured steps with its rows that accept what the host has not learned yet
+    UNHEARD_STEPS,  # address of steps that are in the books and of which the engine has not told yet, oldest first
+    NUM_UNHEARD,
+    UNHEARD_ROOM,
     REQUEST_CARD,
-) = range(7)
+) = range(18)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
     CHAIN_ROOT,
     CHAIN_OFFSET,  # entry p holds token p + this
+    CHAIN_AHEAD,
+    CHAIN_WRITTEN,  # entries of the row that forwards have written
+    CHAIN_READS,  # address of what joins the queue of looks, [QUEUE_CARD]
     CHAIN_CARD,
-) = range(5)
+) = range(8)
 UNKNOWN = -1  # length of a row that the host does not know, or of a chain one of whose tokens it does not
-#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64 (`graphs.RowTruth`).
+#: Of a step that the engine has not told of: tokens, committed length before it, and after it.
+UNHEARD_TOKENS, UNHEARD_BEFORE, UNHEARD_AFTER, UNHEARD_CARD = range(4)
+#: Of a queue of looks: positions in it, and ranges (start, end, step) that have joined it lately.
+QUEUE_LENGTH, NUM_JOINED, JOINED = range(3)
+RANGE, JOINED_ROOM = 3, 16
+QUEUE_CARD = JOINED + RANGE * JOINED_ROOM
+#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64 (`graphs.RowTruth`), then committed
+#: lengths, and the sum of those that the engine has told (UNKNOWN: rows are as the engine knows them).
 ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_NUMBERS = range(6)
+#: What a loop says of what is told of requests: nothing was done; what it is to be judged by the rules, and done then;
+#: some entries become final that no forward has written; pages of some rows may be final.
+NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
 
 #: Of a captured forward, [LINE_CARD] int64 that stay: where parts of the line begin that tells of its runs.
 (

@@ -56,7 +56,7 @@ class Poisoned(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RequestState:
-    """One live request; `tokens` is its own list, which only grows: its first `num_tokens` were known then.
+    """One live request; `tokens`: those that were known then, where they lie.
 
     roots: by pool, what stands for role, salt and adapter; reads: by pool, (start, end, step) of its queue
     judged: by pool, (length, step, whether the epoch is the mirror's)
@@ -64,7 +64,7 @@ class RequestState:
 
     request_id: str
     uid: int
-    tokens: list[int]
+    tokens: Array
     num_tokens: int
     roots: tuple[int, ...]
     pages: tuple[int, ...]
@@ -168,7 +168,7 @@ def _request(request: Request, epoch: int) -> RequestState:
         len(request.tokens),
         tuple(truth.root for truth in request.truths),
         tuple(request.pages),
-        tuple(request.row_lens),
+        tuple(request.row_lens.tolist()),
         tuple(tuple(queue.ranges) for queue in request.reads),
         tuple((judged.length, judged.step, judged.epoch == epoch) for judged in request.judged),
         request.committed_len,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from operator import add
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcanary.cached import CachedSweep
+from kvcanary.cards import LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed
@@ -32,7 +33,7 @@ from kvcanary.moving import Mover
 from kvcanary.outbox import IN_THE_AIR
 from kvcanary.parcels import Parcel, Parcels
 from kvcanary.reading import Reader, Verdict
-from kvcanary.requests import commit_rows
+from kvcanary.requests import Batch
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries, sort_rows
 from kvcanary.settling import Settled, Settler
@@ -42,7 +43,7 @@ from kvcanary.storing import expect_values, keep_lanes
 from kvcanary.sweep import Sweeper
 from kvcanary.tails import Tails
 from kvcanary.tokens import Oracle, judge_tokens
-from kvcanary.truths import judge_commit, judge_lengths, judge_mask, judge_starts, note_rows
+from kvcanary.truths import expect_growth, judge_commit, judge_heard, judge_lengths, judge_mask, judge_starts
 from kvcanary.writing import judge_layers
 
 
@@ -188,7 +189,7 @@ class StepChecks:
         flight = self._flights.popleft()
         hits, static, told = flight.hits, self.static, flight.told
         if static is not None and told is not None:
-            for forward in static.learn(told, self.mirror, self.commit, proves=self.oracle is None):
+            for forward in static.learn(told, self.mirror, self.committed, proves=self.oracle is None):
                 hits += judge_tokens(forward, self.oracle)
                 hits += judge_mask(forward)
             static.learn_moves(told, self.mirror)
@@ -212,15 +213,31 @@ class StepChecks:
     def _mark_read(self, told: Told) -> None:
         """What attention has compared; several forwards of a step read the same rows."""
         runs = [run.launched for run in told.forwards if run.launched.substep.judges_bytes]
-        rows = [(run.substep.pool, request) for run in runs for request in run.requests]
+        rows = [(run.substep.pool, request) for run in runs for request in run.batch.requests]
         for pool, request in {(pool.pool_id, request.uid): (pool, request) for pool, request in rows}.values():
             self._coverage.bytes_checked += self.sweeper.mark_read(pool, request, told.step)
 
-    def commit(self, requests: Sequence[Request], committed_lens: Sequence[int], step: int) -> None:
-        """Entries [0, committed length) of these rows are final since this step."""
-        if hits := judge_commit(requests, self._state.pools, committed_lens, step):
-            self.hits += hits
-        commit_rows(requests, committed_lens, step)
+    def commit(self, batch: Batch, committed_lens: Sequence[int], step: int) -> None:
+        """Entries [0, committed length) of these rows are final since this step.
+
+        LifetimeError where a row shrinks: nothing has happened then.
+        """
+        lens, ledger = array("q", committed_lens), self._ledger
+        found = ledger.commit_rows(batch, lens, step, is_judged=False)
+        if found == LEFT_TO_BOOKS:
+            expect_growth(batch.requests, lens)
+            self.hits += judge_heard(batch.requests, self._state.pools[0], lens, step)
+            found = ledger.commit_rows(batch, lens, step, is_judged=True)
+        self.committed(batch.requests, found, step)
+        if found & PAGES_FINAL:
+            for request in batch.requests:
+                if not request.in_the_air:
+                    ledger.finalise(request, step)
+
+    def committed(self, requests: Sequence[Request], found: int, step: int) -> None:
+        """Rows have become longer; `found`: what the loop says of it."""
+        if found & NOT_WRITTEN:
+            self.hits += judge_commit(requests, self._state.pools, step)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
@@ -373,8 +390,13 @@ class StepChecks:
             keep_lanes(forward)
             hits += judge_lengths(forward)
             hits += judge_starts(forward)
-            _note_rows(forward)
+            self._write_rows(forward)
         return hits
+
+    def _write_rows(self, forward: Forward) -> None:
+        """How far each row of the pool has been written by a forward that is no guess."""
+        lens, written = array("q", forward.prefixes), array("q", forward.written[:: forward.width])
+        self._ledger.write_rows(Batch(forward.requests), forward.kind, forward.pool.pool_id, lens, written)
 
     def _judge(self, pool: PoolState, forwards: Sequence[Forward], rewritten: Rewritten | None, is_clean: bool) -> None:
         """What forwards of one pool have read; `is_clean`: the identity of all that was proved."""
@@ -440,10 +462,3 @@ class StepChecks:
 
 def _nobody(forwards: Sequence[Forward], verdict: Verdict | None = None) -> None:
     """Who is told where nobody asked to be."""
-
-
-def _note_rows(forward: Forward) -> None:
-    """How far each row of the pool has been written by a forward that is no guess."""
-    pool_id, width = forward.pool.pool_id, forward.width
-    lengths = map(add, forward.prefixes, forward.written[::width])
-    note_rows(forward.requests, forward.kind, pool_id, list(lengths))

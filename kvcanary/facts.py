@@ -158,7 +158,7 @@ def tokens_of(facts: Facts) -> tuple[Values, Values]:
     if reader is None or hit.position is None:
         return {}, found
     place = hit.position + hit.pool.view.token_offset
-    return {"token": reader.tokens[place]} if place < len(reader.tokens) else {}, found
+    return {"token": int(reader.tokens[place])} if place < len(reader.tokens) else {}, found
 
 
 def _range(facts: Facts) -> tuple[Values, Values]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
-from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +19,6 @@ from kvcanary.cards import (
     LINE_BITS,
     ROW_CHAINS,
     ROW_LENGTHS,
-    ROW_NUMBERS,
     ROW_ROOTS,
     ROW_UIDS,
     ROW_UNHEARD,
@@ -34,21 +32,19 @@ from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
-from kvcanary.known import rows_at
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
 from kvcanary.outbox import Line, to_device
-from kvcanary.requests import CARD, COMMITTED, HEARD_LEN, TOKENS, UNHEARD, UNLANDED, Unheard, final_lens
+from kvcanary.requests import Batch
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART, StaticSubstep
-from kvcanary.truths import is_guess, note_rows
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
 
-Commit = Callable[[Sequence[Request], Sequence[int], int], None]
+Committed = Callable[[Sequence[Request], int, int], None]
 
 
 class RowTruth:
@@ -133,6 +129,7 @@ class StaticChecks:
     """Substeps that are captured or replayed: they judge on the device, and the host reads what fired once a step.
 
     launched, moves: forwards and moves that no `send` has taken along
+    num_unlanded:    steps that accept what the host has not learned yet
     listener:        who is told what was learned of them, and of every hit
     """
 
@@ -143,12 +140,13 @@ class StaticChecks:
         self._singles = Singles(self.bank.shared)
         self._hearing: Hearing | None = None
         self.launched: list[Launched] = []
+        self.num_unlanded = 0
         self.moves: list[StaticMove] = []
 
     def launch(
         self,
         substeps: Sequence[StaticSubstep],
-        requests: list[Request],
+        batch: Batch,
         step: int,
         written: Sequence[int] | None,
         reads: Sequence[int],
@@ -159,17 +157,14 @@ class StaticChecks:
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
         runs before them. reads: by forward, as the engine knows the lengths of rows
         """
-        rows, entries, plan = len(requests), 0 if written is None else sum(written), self.bank.plan
+        rows, entries, plan = len(batch), 0 if written is None else sum(written), self.bank.plan
         for substep, count in zip(substeps, reads, strict=True):
             plan(substep, rows * substep.width, entries * substep.width, count)
-        lengths = self._known_lens(requests, substeps[0].pool)
-        cards = array("q", map(CARD, requests))
-        truth = self._truth(substeps[0].pool.pool_id, requests, cards, lengths, len(substeps))
+        truth = self._truth(batch, substeps[0].pool, len(substeps))
         if acceptance is not None:
             acceptance.told.expect(self.bank.turn)
-            for request in requests:
-                request.unlanded += 1
-        self._note(substeps, requests, cards, lengths, step, written, acceptance)
+            self.num_unlanded += 1
+        self._note(substeps, batch, step, written, acceptance)
         return truth
 
     def launch_once(
@@ -183,61 +178,33 @@ class StaticChecks:
         written: list[int],
     ) -> OnceSubstep:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
-        lengths = self._known_lens(requests, pool)
-        cards = array("q", map(CARD, requests))
-        truth = self._truth(pool.pool_id, requests, cards, lengths)
-        substep = self._singles.take(pool, site, read, write, written, truth)
-        self._note([substep], requests, cards, lengths, step, written, None)
+        batch = Batch(requests)
+        substep = self._singles.take(pool, site, read, write, written, self._truth(batch, pool))
+        self._note([substep], batch, step, written, None)
         return substep
 
-    def _truth(
-        self, pool_id: int, requests: Sequence[Request], cards: array[int], lengths: list[int], num_forwards: int = 1
-    ) -> RowTruth:
-        """`cards`: of the requests."""
-        rows, unknown = rows_at(cards, pool_id, lengths, list(map(UNLANDED, requests)))
+    def _truth(self, batch: Batch, pool: PoolState, num_forwards: int = 1) -> RowTruth:
+        rows, unknown = self._ledger.rows(batch, pool.pool_id, 0 if self.bank.seats is None else 1)
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
-        return RowTruth(np.frombuffer(rows, np.int64).reshape(ROW_NUMBERS, -1), self.bank.now)
-
-    def _known_lens(self, requests: Sequence[Request], pool: PoolState) -> list[int]:
-        """Entries whose tokens the host knows, of rows that may go on by what one step has accepted behind them."""
-        lengths = final_lens(requests, pool.pool_id)
-        if not any(map(UNLANDED, requests)):
-            return lengths
-        offset, ahead, most = pool.view.token_offset, pool.view.ahead, 0 if self.bank.seats is None else 1
-        rows = zip(lengths, map(UNLANDED, requests), map(COMMITTED, requests), map(TOKENS, requests), strict=True)
-        return [
-            length
-            if not unlanded
-            else len(tokens) - offset
-            if unlanded <= most and len(tokens) == committed_len + 1 and length == committed_len + ahead
-            else UNKNOWN
-            for length, unlanded, committed_len, tokens in rows
-        ]
+        return RowTruth(rows, self.bank.now)
 
     def _note(
         self,
         substeps: Sequence[StaticSubstep],
-        requests: list[Request],
-        cards: array[int],
-        lengths: Sequence[int],
+        batch: Batch,
         step: int,
         written: Sequence[int] | None,
         acceptance: StaticAcceptance | None,
     ) -> None:
-        """They run next, over rows of these lengths."""
-        committed = list(map(COMMITTED, requests))
-        is_behind = acceptance is not None or any(map(UNHEARD, requests)) or any(map(UNLANDED, requests))
-        heard = sum(map(HEARD_LEN, requests)) if is_behind else None
+        """They run next."""
+        first, turn = substeps[0], self.bank.turn
+        entries = None if written is None else array("q", written)
+        pool_id, kind = first.pool.pool_id, first.site[0]
+        committed, heard = self._ledger.launch_rows(batch, kind, pool_id, len(substeps), entries)
         for substep in substeps:
-            substep.written.expect(self.bank.turn)
-            run = Launched(substep, requests, committed, step, self.bank.turn, cards, heard, written, acceptance)
-            self.launched.append(run)
-        num_forwards = len(substeps)
-        for request in requests:
-            request.in_the_air += num_forwards
-        if not is_behind and written is not None:
-            _note_rows(substeps[0], requests, lengths, written)
+            substep.written.expect(turn)
+            self.launched.append(Launched(substep, batch, committed, step, turn, heard, entries, acceptance))
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
@@ -255,32 +222,34 @@ class StaticChecks:
             if isinstance(run.substep, OnceSubstep):
                 singles.append((run.substep, line[HEADER_PART]))
             elif (number := run.substep.number) is not None:
-                runs[number] = Ran(run.turn, line, run.requests)
+                runs[number] = Ran(run.turn, line, run.batch.requests)
         snapshot = self.bank.snapshot(runs or None, singles)
         return Told(step, forwards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
-    def learn(self, told: Told, mirror: Mirror, commit: Commit, proves: bool) -> Iterator[Learned]:
+    def learn(self, told: Told, mirror: Mirror, committed: Committed, proves: bool) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
 
-        commit: entries of requests up to a length each became final in a step
+        committed: is told of requests whose rows have become longer, and what the loop says of it
         proves: a forward that a loop finds clean is not left to the rules
         """
-        num_learned, hearing = 0, self._hearing
+        num_learned, hearing, ledger = 0, self._hearing, self._ledger
         if hearing is None:
             hearing = self._hearing = Hearing(self._ledger.pages, mirror)
         for run, line, accepted in told.forwards:
-            has_run = run.substep.written.has_run(run.turn)
-            tokens = None if accepted is None else _tokens(run, accepted) if has_run else [[]] * len(run.requests)
-            if run.heard is not None:
-                self._settle_counts(told.snapshot, run, tokens, run.heard)
-            if tokens is not None:
-                self._accept(run, tokens, commit)
+            has_run, batch = run.substep.written.has_run(run.turn), run.batch
+            accepted = accepted[: len(batch)] if accepted is not None and has_run else None
+            written = run.written if accepted is None else array("q", np.maximum(accepted[:, 0], 0).tolist())
+            if run.heard != UNKNOWN:
+                self._settle_counts(told.snapshot, run, written)
+            if run.acceptance is not None:
+                self.num_unlanded -= 1
+                committed(batch.requests, ledger.accept_rows(batch, accepted, run.step), run.step)
             if not has_run:  # H1 says so
                 continue
-            if run.heard is not None:
-                counts = [len(own) for own in tokens or ()] if run.written is None else run.written
-                _note_rows(run.substep, run.requests, None, counts)
+            if run.heard != UNKNOWN and written is not None:
+                ledger.write_rows(batch, run.substep.site[0], run.substep.pool.pool_id, None, written)
+            tokens = None if accepted is None else _tokens(accepted)
             substep, number = run.substep, run.substep.number
             if proves and number is not None:
                 seen = hearing.hear(number, run, line)
@@ -288,38 +257,25 @@ class StaticChecks:
                     num_learned += 1
                     self.listener.heard(Heard.of(run, line, seen >> LINE_BITS, tokens), substep.layers)
                     continue
-            forward = Learned(substep, run.step, len(run.requests), line.parts(), tokens, run.requests)
+            forward = Learned(substep, run.step, len(batch), line.parts(), tokens, batch.requests)
             if not forward.is_plan:
                 self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                 continue
             num_learned += 1
-            self._ledger.pages.wrote(forward.slots // self._ledger.page_size)
+            ledger.pages.wrote(forward.slots // ledger.page_size)
             mirror.learn(forward.slots + forward.pool.base)
             yield forward
             self.listener.learned(forward, substep.layers)
         self._coverage.forwards += num_learned
 
-    def _settle_counts(self, snapshot: Snapshot, run: Launched, tokens: list[list[int]] | None, heard: int) -> None:
+    def _settle_counts(self, snapshot: Snapshot, run: Launched, written: array[int] | None) -> None:
         """Rows were longer than the engine knew by what steps before had accepted, which is known by now."""
-        substep, behind = run.substep, sum(map(COMMITTED, run.requests)) - heard
-        written = 0 if tokens is None else sum(map(len, tokens))
+        substep, accepted = run.substep, 0 if written is None or run.acceptance is None else sum(written)
+        behind = self._ledger.sum_committed(run.batch) - run.heard
         if substep.number is not None:
             first = substep.number * NUM_RUNS
-            snapshot.planned[first + RUN_READ] += (behind + written) * substep.width
-            snapshot.planned[first + RUN_WRITTEN] += written * substep.width
-
-    def _accept(self, run: Launched, tokens: list[list[int]], commit: Commit) -> None:
-        """The books go on by what the device says was accepted; the engine confirms it when it has heard."""
-        live, going, unheard = self._ledger.requests, list[Request](), list[Unheard]()
-        for request, own in zip(run.requests, tokens, strict=True):
-            request.unlanded -= 1
-            if own and live.get(request.request_id) is request:
-                going.append(request)
-                unheard.append(Unheard(own, request.committed_len, request.committed_len + len(own)))
-        self._ledger.append(going, [step.tokens for step in unheard], run.step)
-        commit(going, [step.committed_len for step in unheard], run.step)
-        for request, step in zip(going, unheard, strict=True):
-            request.unheard.append(step)
+            snapshot.planned[first + RUN_READ] += (behind + accepted) * substep.width
+            snapshot.planned[first + RUN_WRITTEN] += accepted * substep.width
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""
@@ -340,13 +296,11 @@ class StaticChecks:
         ledger = self._ledger
         for _, runs in groupby((run.launched for run in told.forwards), key=_launch_of):
             run, *others = runs
-            for request in run.requests:
-                request.in_the_air -= 1 + len(others)
-            for number in ledger.may_finalise(run.requests):
-                request, committed_len = run.requests[number], run.committed[number]
-                if ledger.requests.get(request.request_id) is request and request.pages:
+            for number in ledger.may_finalise(run.batch, 1 + len(others), run.committed):
+                request = run.batch.requests[number]
+                if request.pages:
                     try:
-                        ledger.finalise(request, told.step, committed_len if request.in_the_air else None)
+                        ledger.finalise(request, told.step, run.committed[number] if request.in_the_air else None)
                     except PageStateError:
                         self._coverage.skip("pages that should be final and were not written", 1)
 
@@ -399,16 +353,6 @@ class StaticChecks:
         return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
 
 
-def _note_rows(
-    substep: StaticSubstep, requests: Sequence[Request], lengths: Sequence[int] | None, written: Sequence[int]
-) -> None:
-    """How far the forward writes the rows of its pool, which have these lengths before; None: all that is final."""
-    kind, pool_id = substep.site[0], substep.pool.pool_id
-    if not is_guess(kind):
-        lengths = final_lens(requests, pool_id) if lengths is None else lengths
-        note_rows(requests, kind, pool_id, list(map(add, lengths, written)))
-
-
 def _accepted(run: Launched) -> Ints | None:
     if run.acceptance is None:
         return None
@@ -416,11 +360,11 @@ def _accepted(run: Launched) -> Ints | None:
     return numbers.reshape(-1, 1 + run.acceptance.places)
 
 
-def _tokens(run: Launched, accepted: Ints) -> list[list[int]]:
+def _tokens(accepted: Ints) -> list[list[int]]:
     """By request."""
-    return [row[1 : 1 + max(row[0], 0)] for row in accepted[: len(run.requests)].tolist()]
+    return [row[1 : 1 + max(row[0], 0)] for row in accepted.tolist()]
 
 
 def _launch_of(run: Launched) -> int:
     """The same for forwards that were launched together."""
-    return id(run.requests)
+    return id(run.committed)

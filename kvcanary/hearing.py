@@ -32,8 +32,7 @@ class Hearing:
         if card is None:
             own = _card(substep)
             card = self._cards[number] = own, own.buffer_info()[0]
-        cards = run.cards
-        seen = substep.pool.loops.look_through(card[1], self._books_at, line.at, cards.buffer_info()[0], len(cards))
+        seen = substep.pool.loops.look_through(card[1], self._books_at, line.at, *run.batch.told)
         if seen & PAGES_FRESH:
             safe, view = line[SAFE][: seen >> LINE_BITS], substep.pool.view
             self._pages.wrote(safe[safe >= view.null_slots] // view.page_size)

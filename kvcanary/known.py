@@ -1,9 +1,10 @@
-"""Known: the tokens of a request and the chain values of its rows, where compiled loops read them by one address."""
+"""Known: what steps change of a request, where compiled loops read and write it by one address."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +15,32 @@ from kvcanary.cards import (
     CHAIN_OFFSET,
     CHAIN_ROOT,
     CHAIN_VALUES,
+    CHAIN_WRITTEN,
+    NUM_CHAINS,
     NUM_TOKENS_KNOWN,
+    NUM_UNHEARD,
     REQUEST_CARD,
+    TOKEN_STEPS,
     TOKENS_KNOWN,
     TOKENS_ROOM,
+    UNHEARD_CARD,
+    UNHEARD_ROOM,
+    UNHEARD_STEPS,
 )
+from kvcanary.queues import ReadQueue
 from kvcanary_kernels.record import Keys, signed, unsigned
 
 LEAST_ROOM = 64
+LEAST_UNHEARD = 4
+TOKENS, STEPS, CHAINS = range(3)  # rows of a request's numbers; of every chain one
+
+
+class Unheard(NamedTuple):
+    """What a step has accepted, as the device says before the engine does: tokens, what was final, and what is now."""
+
+    tokens: list[int]
+    before: int
+    committed_len: int
 
 
 class Known:
@@ -29,19 +48,28 @@ class Known:
 
     card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (cards.py);  at: its address, which stays
     granted_at: address of the slots of its row
+    row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
     """
 
-    __slots__ = ("_numbers", "_row", "at", "card", "granted_at")
+    __slots__ = ("_numbers", "_row", "_unheard", "at", "card", "granted_at", "reads", "row_lens")
 
-    def __init__(self, uid: int, tokens: Sequence[int], roots: Sequence[tuple[int, int]], keys: Keys) -> None:
-        """`roots`: by pool the chain value that position 0 continues, unsigned, and the first token of its chain."""
-        self.card = array("q", (0, 0, 0, signed(keys.multiplier), signed(keys.mix_key), uid))
-        for root, token_offset in roots:
-            self.card.extend((0, 0, signed(root), token_offset))
+    def __init__(
+        self, uid: int, tokens: Sequence[int], chains: Sequence[tuple[int, int, int]], keys: Keys, step: int = 0
+    ) -> None:
+        """`chains`: by pool the value that position 0 continues, unsigned, the first token of its chain, and entries
+        that a row holds beyond the committed length.
+        """
+        self.reads = [ReadQueue() for _ in chains]
+        common = signed(keys.multiplier), signed(keys.mix_key), uid, len(chains), True
+        self.card = array("q", (0, 0, 0, 0, *common, *([0] * (REQUEST_CARD - 9))))
+        for (root, token_offset, ahead), queue in zip(chains, self.reads, strict=True):
+            self.card.extend((0, 0, signed(root), token_offset, ahead, 0, queue.at))
         self.at = self.card.buffer_info()[0]
-        self._numbers: NDArray[np.int64] = np.empty((1 + len(roots), 0), np.int64)
+        self.row_lens = memoryview(self.card)[REQUEST_CARD + CHAIN_WRITTEN :: CHAIN_CARD]
+        self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
+        self._unheard = array("q")
         self._row, self.granted_at = b"", 0
-        self.write(0, tokens)
+        self.write(0, tokens, step)
 
     def follow(self, row: bytes) -> None:
         """Slots of the row from now on, as the bytes of an index array."""
@@ -49,31 +77,65 @@ class Known:
             self._row = row
             self.granted_at = np.frombuffer(row, np.int64).ctypes.data if row else 0
 
-    def write(self, first: int, tokens: Sequence[int]) -> None:
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[n], in place until more than there is room for are known."""
+        return self._numbers[TOKENS, : self.card[NUM_TOKENS_KNOWN]]
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """[n], in which each became known."""
+        return self._numbers[STEPS, : self.card[NUM_TOKENS_KNOWN]]
+
+    def write(self, first: int, tokens: Sequence[int], steps: int | Sequence[int]) -> None:
         """The tokens from this place on; chains are known so far as tokens are the same."""
         count = first + len(tokens)
         self.make_room(count)
-        self._numbers[0, first:count] = tokens
+        self._numbers[TOKENS, first:count] = tokens
+        self._numbers[STEPS, first:count] = steps
         self.card[NUM_TOKENS_KNOWN] = count
 
     def make_room(self, count: int) -> None:
-        """For so many tokens, and as many values of every chain."""
+        """For so many tokens, as many values of every chain, and one more step of which the engine has not told."""
         card = self.card
+        if card[NUM_UNHEARD] == card[UNHEARD_ROOM]:
+            self._unheard.extend([0] * UNHEARD_CARD * max(card[NUM_UNHEARD], LEAST_UNHEARD))
+            card[UNHEARD_STEPS], size = self._unheard.buffer_info()
+            card[UNHEARD_ROOM] = size // UNHEARD_CARD
         if count <= card[TOKENS_ROOM] and self._numbers.size:
             return
         room = max(2 * count, LEAST_ROOM)
         numbers = np.empty((len(self._numbers), room), np.int64)
         numbers[:, : card[TOKENS_ROOM]] = self._numbers
         self._numbers = numbers
-        card[TOKENS_KNOWN], card[TOKENS_ROOM] = numbers.ctypes.data, room
-        for pool_id in range(len(numbers) - 1):
-            card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_VALUES] = numbers[1 + pool_id].ctypes.data
+        card[TOKENS_KNOWN], card[TOKEN_STEPS] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
+        card[TOKENS_ROOM] = room
+        for pool_id in range(card[NUM_CHAINS]):
+            card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_VALUES] = numbers[CHAINS + pool_id].ctypes.data
+
+    @property
+    def unheard(self) -> list[Unheard]:
+        """Steps that are in the books and of which the engine has not told yet, oldest first; their tokens are last."""
+        numbers = self._unheard[: UNHEARD_CARD * self.card[NUM_UNHEARD]]
+        steps = list(zip(*[iter(numbers)] * UNHEARD_CARD, strict=True))
+        first, told = self.card[NUM_TOKENS_KNOWN] - sum(count for count, *_ in steps), list[Unheard]()
+        for count, *lens in steps:
+            told.append(Unheard(self.tokens[first : first + count].tolist(), *lens))
+            first += count
+        return told
+
+    @unheard.setter
+    def unheard(self, steps: Sequence[Unheard]) -> None:
+        self.card[NUM_UNHEARD] = 0
+        for number, (tokens, *lens) in enumerate(steps):
+            self.make_room(0)
+            self._unheard[UNHEARD_CARD * number : UNHEARD_CARD * (number + 1)] = array("q", (len(tokens), *lens))
+            self.card[NUM_UNHEARD] = number + 1
 
     def values(self, pool_id: int) -> NDArray[np.uint64]:
         """Of a pool's chain, as many as have been asked for."""
-        return self._numbers[1 + pool_id, : self.card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_COUNT]].view(
-            np.uint64
-        )
+        count = self.card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_COUNT]
+        return self._numbers[CHAINS + pool_id, :count].view(np.uint64)
 
 
 class TruthChain:
@@ -114,32 +176,8 @@ class TruthChain:
         """Tokens behind these entries are others now."""
         self._known.card[self._place + CHAIN_COUNT] = min(self.count, length)
 
+    def reaches(self, length: int) -> bool:
+        """Whether the tokens of so many entries are known; then it has at least as many values."""
+        from kvcanary.loops import grow_chain
 
-def append_tokens(known: Sequence[Known], counts: array[int], tokens: array[int]) -> None:
-    """Tokens that follow: of each so many, one after another."""
-    from kvcanary.loops import append_tokens as append
-
-    cards = array("q", [one.at for one in known])
-    told = len(cards), cards.buffer_info()[0], counts.buffer_info()[0], tokens.buffer_info()[0]
-    if not append(*told):
-        for one, count in zip(known, counts, strict=True):
-            one.make_room(one.card[NUM_TOKENS_KNOWN] + count)
-        append(*told)
-
-
-def rows_at(cards: array[int], pool_id: int, lengths: Sequence[int], unlanded: Sequence[int]) -> tuple[array[int], int]:
-    """[ROW_NUMBERS * requests] (cards.py) of rows of this pool, and how many of their lengths are UNKNOWN.
-
-    lengths: final entries;  unlanded: steps that accept what the host has not learned yet
-    """
-    from kvcanary.loops import tell_rows
-
-    n = len(cards)
-    rows = array("q", [*([0] * n), *lengths, *([0] * (2 * n)), *unlanded])
-    place = REQUEST_CARD + CHAIN_CARD * pool_id
-    return rows, tell_rows(n, cards.buffer_info()[0], place, rows.buffer_info()[0])
-
-
-def is_known(known: Known, pool_id: int, length: int) -> bool:
-    """Whether the tokens of so many entries are; then the chain in this pool has at least as many values."""
-    return not rows_at(array("q", (known.at,)), pool_id, (length,), (0,))[1]
+        return bool(grow_chain(self._known.at, self._place, length))

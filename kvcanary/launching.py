@@ -12,7 +12,6 @@ from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
 from kvcanary.once import OnceSubstep
-from kvcanary.requests import UNLANDED
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
@@ -105,13 +104,13 @@ class Launching(Lifecycle):
         if self._static is None:
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         self._expect_closed("launch()")
-        requests = self._ledger.known(request_ids)
-        if max(map(UNLANDED, requests), default=0) > 1:  # truth goes on by one step that nobody has heard of
+        batch, static = self._ledger.batch(request_ids), self._static
+        if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             self._checks.land()
         self.recorder.launched(substeps, tuple(request_ids), tuple(written or ()), reads)
         self._checks.settle_before_launch()
-        self._checks.read_all(substeps, requests, self.step)
-        return self._static.launch(substeps, requests, self.step, written, reads, acceptance)
+        self._checks.read_all(substeps, batch.requests, self.step)
+        return static.launch(substeps, batch, self.step, written, reads, acceptance)
 
     def _on_device(self) -> StaticChecks:
         if self._static is None:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvcanary.cards import UNKNOWN
 from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
 from kvcanary.outbox import Line
+from kvcanary.requests import Batch
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import PoolState
 from kvcanary.static import MASKS, StaticSubstep
@@ -21,20 +23,18 @@ from kvcanary_kernels.count import NUM_BITS
 class Launched(NamedTuple):
     """A captured forward that the host has launched in this turn and knows nothing more of.
 
-    committed: by request, at that time
-    cards:     of the requests, addresses of what is known of them
-    heard:     of all requests, committed lengths that the engine had told by then; None: rows of none were longer
+    committed: by request, at that time; one array for all that were launched together
+    heard:     of all requests, committed lengths that the engine had told by then; UNKNOWN: rows of none were longer
     written:   by request, entries that each of its rows writes; None: as many as `acceptance` says
     """
 
     substep: StaticSubstep
-    requests: list[Request]
-    committed: list[int]
+    batch: Batch
+    committed: array[int]
     step: int
     turn: int
-    cards: array[int]
-    heard: int | None = None
-    written: Sequence[int] | None = ()
+    heard: int = UNKNOWN
+    written: array[int] | None = None
     acceptance: StaticAcceptance | None = None
 
 
@@ -55,7 +55,7 @@ class Heard(NamedTuple):
     def of(cls, run: Launched, line: Line, num_entries: int, accepted: list[list[int]] | None) -> Heard:
         """Nothing of it lies in the line any more."""
         numbers = line.numbers[: line.where[MASKS].stop].copy()
-        return cls(run.substep, run.step, len(run.requests), num_entries, numbers, accepted)
+        return cls(run.substep, run.step, len(run.batch), num_entries, numbers, accepted)
 
     @property
     def num_bytes(self) -> int:

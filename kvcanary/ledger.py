@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvcanary.errors import LifetimeError, PageReferenceError
 from kvcanary.pages import Array
 from kvcanary.quarantine import Quarantine
-from kvcanary.requests import NO_PAGE, Judged, ReadQueue, Request, Role, TruthChain
+from kvcanary.queues import ReadQueue
+from kvcanary.requests import NO_PAGE, Judged, Request, Role, TruthChain
 from kvcanary.rows import RowBook
 from kvcanary_kernels.record import SHARED, Keys
 
@@ -24,7 +25,6 @@ class Ledger(RowBook):
         """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
         self.quarantined = Quarantine()
-        self._ahead = min(role.ahead for role in self._roles)
 
     # private pages
 
@@ -44,11 +44,6 @@ class Ledger(RowBook):
         self._release(request, where[shared], step)
         if not request.pages:
             request.start_anew()
-
-    def may_finalise(self, requests: Sequence[Request]) -> list[int]:
-        """Numbers of those of which a page could be final that was not: none after most steps."""
-        size, ahead = self.page_size, self._ahead
-        return [n for n, one in enumerate(requests) if (one.committed_len + ahead) // size > one.final_pages]
 
     def finalise(self, request: Request, step: int, committed_len: int | None = None) -> None:
         """Pages that lie wholly in what is final in every pool are not written again.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
-from operator import lt
 
 import numpy as np
 from torch import Tensor
@@ -21,10 +19,8 @@ from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
-from kvcanary.requests import COMMITTED, UNHEARD
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.substep import SubstepCanary
-from kvcanary.truths import judge_heard
 from kvcanary_kernels.record import FREE, QUARANTINED
 
 HELD_BACK_STEPS = 1  # that a freed page waits at least, even under pressure: the host is not behind the device
@@ -88,14 +84,7 @@ class Lifecycle:
         """The same for the requests of a step, each named once, in one call."""
         _expect_one_each("tokens", request_ids, token_ids)
         self.recorder.appended(request_ids, token_ids)
-        requests = self._ledger.known(request_ids)
-        is_heard = list(map(UNHEARD, requests))
-        if any(is_heard):
-            for request, own in compress(zip(requests, token_ids, strict=True), is_heard):
-                self._ledger.confirm(request, own)
-            new = [not steps for steps in is_heard]
-            requests, token_ids = list(compress(requests, new)), list(compress(token_ids, new))
-        self._ledger.append(requests, token_ids, self.step)
+        self._ledger.append(self._ledger.batch(request_ids), token_ids, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
@@ -106,20 +95,9 @@ class Lifecycle:
         self.recorder.committed(request_ids, committed_lens)
         _expect_one_each("a length", request_ids, committed_lens)
         self._expect_closed("commit()")
-        requests = self._ledger.known(request_ids)
-        is_heard = list(map(UNHEARD, requests))
-        if any(is_heard):
-            known = [not steps for steps in is_heard]
-            heard, lens = list(compress(requests, is_heard)), list(compress(committed_lens, is_heard))
-            requests, committed_lens = list(compress(requests, known)), list(compress(committed_lens, known))
-            _expect_growth(requests, committed_lens)
-            self._checks.report(judge_heard(heard, self._state.pools[0], lens, self.step))
-        _expect_growth(requests, committed_lens)
-        self._checks.settle_rows_of(requests)
-        self._checks.commit(requests, committed_lens, self.step)
-        landed = [request for request in requests if not request.in_the_air]
-        for number in self._ledger.may_finalise(landed):
-            self._ledger.finalise(landed[number], self.step)
+        batch = self._ledger.batch(request_ids)
+        self._checks.settle_rows_of(batch.requests)
+        self._checks.commit(batch, committed_lens, self.step)
 
     # pages of one request
 
@@ -411,16 +389,6 @@ def _expect_one_each(what: str, request_ids: Sequence[str], values: Sequence[obj
     if len(request_ids) != len(values):
         raise LifetimeError(
             f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these"
-        )
-
-
-def _expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) -> None:
-    """What is committed stays so."""
-    if any(map(lt, committed_lens, map(COMMITTED, requests))):
-        told = zip(requests, committed_lens, strict=True)
-        request, length = next((request, length) for request, length in told if length < request.committed_len)
-        raise LifetimeError(
-            f"committed_len of {request.request_id!r} must not shrink, {length} follows {request.committed_len}"
         )
 
 

@@ -17,7 +17,6 @@ from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.recorder import recorded
 from kvcanary.refusing import refuse
-from kvcanary.requests import UNLANDED
 from kvcanary.sites import SUBSTEP_KINDS
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.stats import Stats
@@ -234,7 +233,7 @@ class CanaryManager(Answering):
     def requests_of(self, request_ids: Sequence[str]) -> list[Request]:
         """Those of a forward that is judged by what the host knows now: all that was accepted for them, too."""
         requests = self._ledger.known(request_ids)
-        if any(map(UNLANDED, requests)):
+        if any(request.unlanded for request in requests):
             self._checks.land()
         return requests
 

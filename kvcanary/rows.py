@@ -8,13 +8,14 @@ import numpy as np
 
 from kvcanary.errors import PageOwnerError, PageReferenceError
 from kvcanary.pages import Array, Pages
-from kvcanary.requests import NO_PAGE, Request, RequestBook, Role
+from kvcanary.requests import NO_PAGE, Request, Role
+from kvcanary.step_book import StepBook
 from kvcanary_kernels.record import Keys
 
 SLOT_BYTES = 8  # of a slot number in `Request.row`
 
 
-class RowBook(RequestBook):
+class RowBook(StepBook):
     """The rows of the live requests over one set of pages, which all pools share.
 
     generations, owners, states, refcounts: the arrays of `Pages`, by page

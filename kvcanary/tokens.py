@@ -14,7 +14,6 @@ from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
-from kvcanary.requests import TOKENS
 
 if TYPE_CHECKING:
     from kvcanary.learning import Learned
@@ -46,7 +45,8 @@ def judge_tokens(forward: Forward | Learned, oracle: Oracle | None = None) -> li
         owners = forward.requests if width == 1 else [owner for owner in forward.requests for _ in range(width)]
         *firsts, _ = accumulate(written, initial=0)
         places = list(map(forward.pool.view.token_offset.__add__, forward.begins))
-        known = list(map(getitem, map(TOKENS, owners), map(slice, places, map(add, places, judged))))
+        spans = map(slice, places, map(add, places, judged))
+        known = [owner.tokens[span].tolist() for owner, span in zip(owners, spans, strict=True)]
         fed = map(getitem, repeat(tokens), map(slice, firsts, map(add, firsts, map(len, known))))
         suspects = compress(count(), map(ne, known, fed))
         for row in suspects if oracle is None else range(len(written)):
@@ -71,7 +71,7 @@ def _wrong_in_row(
     request, place = forward.request_of(row), forward.begins[row] + forward.pool.view.token_offset
     judged = len(tokens) if forward.parents is None else min(len(tokens), 1)  # a tree's root is no guess
     judged = 0 if forward.kind == "draft" else judged
-    known = request.tokens[place : place + judged]
+    known = request.tokens[place : place + judged].tolist()
     wrong = []
     if tokens[: len(known)] != known:
         wrong = [first + entry for entry, token in enumerate(known) if token != tokens[entry]]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import lt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcanary.entries import fired_writes
+from kvcanary.errors import LifetimeError
 from kvcanary.forward import Forward, on_host
 from kvcanary.groups import window_start
 from kvcanary.hits import Hit
 from kvcanary.ledger import Request
-from kvcanary.requests import ROW_LENS, lens_of_rows
 from kvcanary.state import PoolState
 
 if TYPE_CHECKING:
@@ -84,35 +83,26 @@ def judge_mask(forward: Forward | Learned) -> list[Hit]:
     ]
 
 
-def is_guess(kind: str) -> bool:
-    """Whether forwards of this kind lengthen no row."""
-    return kind == "draft"
+def expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) -> None:
+    """What is committed stays so, of those of which the device has not told before."""
+    for request, length in zip(requests, committed_lens, strict=True):
+        if length < request.committed_len and not request.unheard:
+            raise LifetimeError(
+                f"committed_len of {request.request_id!r} must not shrink, {length} follows {request.committed_len}"
+            )
 
 
-def note_rows(requests: Sequence[Request], kind: str, pool_id: int, lengths: Sequence[int]) -> None:
-    """A forward has written the rows of a pool up to these lengths, or is about to; guesses lengthen no row."""
-    if is_guess(kind):
-        return
-    if kind == "extend":  # what lies beyond is junk
-        lengths = list(map(min, lengths, [request.most_final(pool_id) for request in requests]))
-    for row_lens, length in zip(map(ROW_LENS, requests), lengths, strict=True):
-        row_lens[pool_id] = length
-
-
-def judge_commit(
-    requests: Sequence[Request], pools: Sequence[PoolState], committed_lens: Sequence[int], step: int
-) -> list[Hit]:
-    """H1 where entries become final that no forward with hooks has written. Draft pools catch up one step later."""
+def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: int) -> list[Hit]:
+    """H1 where entries are final since this step that no forward with hooks has written; draft pools catch up later."""
     hits = []
     for pool in pools:
         if pool.view.token_offset or pool.view.ahead:
             continue
-        written = list(lens_of_rows(requests, pool.pool_id))
-        if any(map(lt, written, committed_lens)):
-            for request, seen, expected in zip(requests, written, committed_lens, strict=True):
-                if seen < expected:
-                    hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
-                    hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))
+        for request in requests:
+            seen, expected = request.row_lens[pool.pool_id], request.committed_len
+            if seen < expected and request.commit_step == step:
+                hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
+                hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))
     return hits
 
 
@@ -120,8 +110,8 @@ def judge_heard(requests: Sequence[Request], pool: PoolState, committed_lens: Se
     """H1 where the engine says of a step that it has made another length final than the device has said."""
     hits = []
     for request, committed_len in zip(requests, committed_lens, strict=True):
-        expected = request.unheard.popleft().committed_len
-        if committed_len != expected:
+        unheard = request.unheard
+        if unheard and committed_len != (expected := unheard[0].committed_len):
             hit = Hit("H1", pool, 0, committed_len, request.request_id, ("commit", 0), step)
             hits.append(replace(hit, expected={"committed_len": expected}, found={"committed_len": committed_len}))
     return hits

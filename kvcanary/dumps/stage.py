@@ -177,19 +177,20 @@ class Stage:
         request.row_lens = list(line["row_lens"])
         for name in ("committed_len", "final_pages", "commit_step", "released", "owned_len"):
             setattr(request, name, line[name])
-        request.growth = [(at, count) for at, count in line["growth"]]
+        request.growth = line["growth"]
         request.is_damaged = line.get("is_damaged", False)
         first = len(request.tokens) - sum(count for count, *_ in line.get("unheard", ()))
+        unheard = list[Unheard]()
         for count, *lens in line.get("unheard", ()):
-            request.unheard.append(Unheard(request.tokens[first : first + count], *lens))
+            unheard.append(Unheard(request.tokens[first : first + count].tolist(), *lens))
             first += count
+        request.unheard = unheard
         self._set_looks(request, line)
 
     def _set_looks(self, request: Request, line: dict[str, Any]) -> None:
         epoch = self.books.checks.mirror.epoch
         for queue, ranges in zip(request.reads, line["reads"], strict=True):
-            queue.ranges.extend((first, end, at) for first, end, at in ranges)
-            queue.length = max((end for _, end, _ in ranges), default=0)
+            queue.put([(first, end, at) for first, end, at in ranges])
         request.judged = [Judged(length, at, epoch if is_new else -1) for length, at, is_new in line["judged"]]
 
     def _set_poison(self, poisoned: dict[str, Any], budget: int) -> None:

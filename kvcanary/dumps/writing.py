@@ -109,7 +109,7 @@ class Writer:
         open_ones: dict[str, Admission] = {}
         for request in self._first.requests:
             heard = request.num_tokens - sum(len(step.tokens) for step in request.unheard)  # of others an event tells
-            open_ones[request.request_id] = Admission(request.roots, request.tokens[:heard])
+            open_ones[request.request_id] = Admission(request.roots, request.tokens[:heard].tolist())
             yield open_ones[request.request_id]
         for (name, args, kwargs), _ in self._events:
             if name == "admit":

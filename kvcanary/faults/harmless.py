@@ -122,7 +122,7 @@ def hit_and_give_back(target: Target) -> bool:
         return False
     reader = target.rng.choice(hit)
     target.record(code="")
-    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens)
+    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens.tolist())
     canary.on_acquire(VISITOR, list(reader.pages[:1]))
     canary.on_free(VISITOR, list(reader.pages[:1]))
     return True
@@ -147,7 +147,7 @@ def remove_the_child_first(target: Target) -> bool:
         return False
     canary, pages = target.canary, list(reader.pages[:whole])
     target.record(code="")
-    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens)
+    canary.admit(VISITOR, canary._ledger.request(reader.request_id).tokens.tolist())
     canary.on_fork(reader.request_id, VISITOR, pages)
     canary.on_free(VISITOR, pages)
     return True

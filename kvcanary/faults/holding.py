@@ -29,7 +29,7 @@ def remove_the_parent_first(target: Target) -> bool:
     if reader is None or not whole:
         return False
     canary, pages = target.canary, list(reader.pages[:whole])
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens)
+    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens.tolist())
     canary.on_fork(reader.request_id, CHILD, pages)
     target.record()
     canary.on_evict(pages[-1:])
@@ -41,7 +41,7 @@ def cache_a_freed_page(target: Target) -> bool:
     reader, page, _ = private_page(target)
     if reader is None:
         return False
-    tokens = target.canary._ledger.request(reader.request_id).tokens
+    tokens = target.canary._ledger.request(reader.request_id).tokens.tolist()
     target.canary.on_free(reader.request_id, [page])
     target.record()
     target.canary.admit(CHILD, tokens)

@@ -122,7 +122,7 @@ def _copy_a_page(target: Target, arrives: Copy, one_layer: bool = False, whole: 
     if reader is None or reader.committed_len < size:
         return False
     canary, slots = target.canary, reader.slots[:size].clone()
-    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens[: size + 1])
+    canary.admit(CHILD, canary._ledger.request(reader.request_id).tokens[: size + 1].tolist())
     canary.on_alloc(CHILD, [page])
     wrong = [any_layer(target, view)] if one_layer else list(range(view.num_layers))
     first = 0 if whole else size - max(1, size // ROWS_OF_A_BLOCK)

@@ -5,7 +5,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 
 from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.heard import look_through, take_quiet
-from kvcanary.loops.known import append_tokens, tell_rows
+from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
@@ -18,18 +18,24 @@ from kvcanary.loops.records import (
     seal_plan,
     write_records,
 )
+from kvcanary.loops.rows import accept_rows, commit_rows, land_rows, launch_rows, sum_committed, write_rows
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
 __all__ = [
+    "accept_rows",
     "append_tokens",
     "are_finite",
     "are_written",
     "chain_tokens",
+    "commit_rows",
     "copy_records",
     "find_unwritten",
+    "grow_chain",
     "keep_lanes",
     "keep_plans",
+    "land_rows",
+    "launch_rows",
     "look_through",
     "match_records",
     "match_slots",
@@ -40,6 +46,7 @@ __all__ = [
     "same_heads",
     "seal_plan",
     "settle_forwards",
+    "sum_committed",
     "sum_heads",
     "sum_slots",
     "sum_values",
@@ -47,4 +54,5 @@ __all__ = [
     "take_quiet",
     "tell_rows",
     "write_records",
+    "write_rows",
 ]

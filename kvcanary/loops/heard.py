@@ -46,7 +46,7 @@ from kvcanary_kernels.settle import NUM_RUNS
 
 
 @loop("int64(int64, int64, int64, int64, int64)")
-def look_through(card, books, line, requests, num_requests):
+def look_through(card, books, line, num_requests, requests):
     """Number of its entries << LINE_BITS | what was seen of a forward's run, all given by addresses.
 
     requests: [num_requests] addresses of their cards

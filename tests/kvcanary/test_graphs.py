@@ -205,7 +205,7 @@ def test_the_host_learns_what_launched_forwards_have_written(tree):
     verify(tree, [[1, 0], [1, 1]])
     assert tree.fired() == []
     request = tree.canary.requests_of(["ann"])[0]
-    assert request.row_lens == [5]
+    assert request.row_lens.tolist() == [5]
     assert [STATE_NAMES[state] for state in tree.canary._ledger.states[[1, 2]]] == ["WRITTEN", "WRITTEN"]
     certificate = tree.canary.certificate()
     assert [certificate[name] for name in ("forwards", "slots_checked", "slots_sealed")] == [2, 8, 5]

@@ -19,6 +19,7 @@ from kvcanary.ledger import Ledger, Role
 from kvcanary.mirror import Mirror
 from kvcanary.outbox import Line, PackedMask
 from kvcanary.pages import WRITTEN
+from kvcanary.requests import Batch
 from kvcanary.state import CanaryState
 from kvcanary.tokens import judge_tokens
 from kvcanary.truths import judge_mask
@@ -51,8 +52,7 @@ class World:
             forward=SimpleNamespace(num_entries=9, num_rows=ROOM, ancestors=0, table=SimpleNamespace(pages=[None])),
             written=SimpleNamespace(line=lambda: line),
         )
-        requests = list(self.ledger.requests.values())
-        return Launched(substep, requests, [], 1, 1, array("q", [request.known.at for request in requests]))
+        return Launched(substep, Batch(self.ledger.requests.values()), array("q"), 1, 1)
 
 
 def random_line(rng: random.Random, is_tree: bool) -> Line:
@@ -108,7 +108,7 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
         line = random_line(rng, kind == "verify")
         run = world.run(kind, line, kind == "verify")
         told = world.hearing.hear(0, run, line)
-        forward = Learned(run.substep, 1, 2, line.parts(), None, run.requests)
+        forward = Learned(run.substep, 1, 2, line.parts(), None, run.batch.requests)
         is_plan = forward.is_plan
         hits = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
         assert bool(told & LEFT_TO_RULES) == (not is_plan or bool(hits)), line.parts()

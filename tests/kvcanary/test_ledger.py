@@ -78,7 +78,7 @@ def test_truth_follows_appended_tokens():
     ledger = make_ledger()
     request = ledger.admit("only", [5, 6], 0)
     assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
-    ledger.append([ledger.request("only")], [[7, 8]], 1)
+    ledger.append(ledger.batch(["only"]), [[7, 8]], 1)
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
@@ -132,8 +132,8 @@ def test_tokens_since_counts_what_was_appended_after_a_step():
     """Exposure is the tokens of later steps."""
     ledger = make_ledger()
     request = ledger.admit("only", [1, 2, 3], 1)
-    ledger.append([ledger.request("only")], [[4]], 2)
-    ledger.append([ledger.request("only")], [[5, 6]], 4)
+    ledger.append(ledger.batch(["only"]), [[4]], 2)
+    ledger.append(ledger.batch(["only"]), [[5, 6]], 4)
     assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
 
 
@@ -254,9 +254,9 @@ def test_a_request_without_pages_starts_anew():
     ledger.grant("only", [7, 2], 0)
     request.committed_len, request.row_lens = 5, [5, 4]
     ledger.free("only", [2], 1)
-    assert (request.committed_len, request.row_lens) == (5, [5, 4])
+    assert (request.committed_len, request.row_lens.tolist()) == (5, [5, 4])
     ledger.free("only", [7], 1)
-    assert (request.pages, request.committed_len, request.row_lens) == ([], 0, [0, 0])
+    assert (request.pages, request.committed_len, request.row_lens.tolist()) == ([], 0, [0, 0])
 
 
 def test_an_event_names_a_page_once():
@@ -372,10 +372,13 @@ def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):
     canary.admit("other", [4, 5])
     canary.on_alloc("other", [3])
     requests = canary._ledger.known(["other", "only"])
-    requests[0].row_lens[:] = [2, 2]
+    requests[0].row_lens = [2, 2]
     canary.append_all(["other", "only"], [[6, 7], []])
     canary.commit_all(["other", "only"], [2, 3])
-    assert [(request.tokens, request.committed_len) for request in requests] == [([4, 5, 6, 7], 2), ([1, 2, 3], 3)]
+    assert [(request.tokens.tolist(), request.committed_len) for request in requests] == [
+        ([4, 5, 6, 7], 2),
+        ([1, 2, 3], 3),
+    ]
     with pytest.raises(KVCorruptionError) as caught:
         canary.check()
     assert [(finding.code, finding.reader) for finding in caught.value.findings] == [("H1", "only")]

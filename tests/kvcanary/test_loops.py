@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from array import array
 from subprocess import run
 from types import SimpleNamespace
 
@@ -18,7 +17,8 @@ import kvcanary.forward as forwards
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
 from kvcanary.cards import UNKNOWN
 from kvcanary.forward import Forward, refuse_contradiction
-from kvcanary.known import Known, TruthChain, is_known, rows_at
+from kvcanary.graphs import RowTruth
+from kvcanary.known import Known, TruthChain
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Role
 from kvcanary.loops import memory
@@ -172,18 +172,45 @@ def test_a_truth_chain_that_grows_is_the_chain_of_its_tokens():
     """Asked for in pieces, it has the values of the plain recursion; so far as tokens are known."""
     keys, rng = make_keys(7, 1, 2), random.Random(2)
     tokens = [rng.randrange(1 << 31) for _ in range(40)]
-    known = Known(9, tokens, [(5, 0), (keys.root_key, 1)], keys)
-    truth, cards = TruthChain(known, 1), array("q", [known.at, known.at])
-    expected, root = chain_host(tokens[1:], 0, keys.root_key, keys), signed(keys.root_key)
+    known = Known(9, tokens, [(5, 0, 0), (keys.root_key, 1, 0)], keys)
+    truth, expected = TruthChain(known, 1), chain_host(tokens[1:], 0, keys.root_key, keys)
     for length in (0, 1, 2, 9, 8, 39):
-        last = signed(expected[length - 1] if length else keys.root_key)
-        rows, unknown = rows_at(cards, 1, [length, UNKNOWN], [2, 1])
-        assert (rows.tolist(), unknown) == ([9, 9, length, UNKNOWN, last, root, root, root, 1, 0], 1)
+        assert truth.reaches(length)
         assert truth.values[:length].tolist() == expected[:length]
-    rows, unknown = rows_at(cards, 1, [40, 39], [1, 0])
-    assert (rows.tolist(), unknown) == ([9, 9, UNKNOWN, 39, 0, signed(expected[38]), root, root, 0, 0], 1)
-    assert [is_known(known, 1, length) for length in (39, 40)] == [True, False]
-    assert rows_at(array("q"), 1, [], []) == (array("q"), 0)
+    assert (truth.reaches(40), truth.count) == (False, 39)
+
+
+def test_rows_are_told_as_the_host_knows_them():
+    """Final entries and the chain behind them; where one step is not heard of, all whose tokens are known, or nothing.
+
+    The draft pool's entries hold one token more, and its rows one entry.
+    """
+    keys, tokens = make_keys(7, 1, 2), list(range(20, 30))
+    ledger = Ledger(6, 4, 1, keys, [Role("target"), Role("draft", 1, 1)])
+    one, other = (ledger.admit(name, tokens, 0) for name in ("a", "b"))
+    for request, committed_len in ((one, 9), (other, 4)):
+        request.committed_len, request.row_lens = committed_len, [committed_len, committed_len + 1]
+    batch, roots = ledger.batch(["a", "b"]), [one.root(0), one.root(1)]
+
+    def told(pool_id: int, unlanded: int, lens: list[int], unheard: list[int], unknown: int) -> None:
+        chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))
+        numbers, count = ledger.rows(batch, pool_id, unlanded)
+        rows = RowTruth(numbers, 0)
+        assert (rows.uids, rows.roots) == ([one.uid, other.uid], [signed(roots[pool_id])] * 2)
+        assert (rows.prefix_lens, rows.unheard, count) == (lens, unheard, unknown)
+        assert all(truth == chains[n - 1] for truth, n in zip(rows.truths, lens, strict=True) if n != UNKNOWN)
+
+    other.row_lens[1] = 5
+    told(0, 1, [9, 4], [0, 0], 0)
+    told(1, 1, [UNKNOWN, 5], [0, 0], 1)
+    one.unlanded = other.unlanded = 1
+    told(0, 1, [10, UNKNOWN], [1, 0], 1)
+    told(1, 1, [9, UNKNOWN], [1, 0], 1)
+    told(0, 0, [UNKNOWN, UNKNOWN], [0, 0], 2)
+    one.unlanded = 2
+    told(0, 1, [UNKNOWN, UNKNOWN], [0, 0], 2)
+    one.unlanded, one.row_lens = 1, [8, 10]
+    told(0, 1, [UNKNOWN, UNKNOWN], [0, 0], 2)
 
 
 def test_records_are_sealed_as_the_plain_formula_says():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 
 import numpy as np
 import pytest
@@ -13,10 +12,11 @@ from kvcanary.codes import CODES
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
 from kvcanary.findings import Cause
-from kvcanary.known import LEAST_ROOM, Known, TruthChain, append_tokens
+from kvcanary.known import LEAST_ROOM, Known, TruthChain
 from kvcanary.ledger import Judged, Ledger
 from kvcanary.quarantine import Quarantine
-from kvcanary.requests import NO_PAGE, ReadQueue, Unheard
+from kvcanary.queues import ReadQueue
+from kvcanary.requests import NO_PAGE, Batch, Unheard
 from kvcanary.uids import digest
 from kvcanary_kernels.record import chain_root, make_keys
 
@@ -79,12 +79,12 @@ def test_a_move_to_the_end_of_a_row_lengthens_it():
     request = ledger.request("a")
     request.row_lens[0] = 2
     ledger.note_moved(0, np.array([21, 20]), np.array([1, 0]))
-    assert (request.row_lens, ledger.states[5]) == ([2, 0], ledger.states[3])
+    assert (request.row_lens.tolist(), ledger.states[5]) == ([2, 0], ledger.states[3])
     ledger.note_moved(0, np.array([22, 23, 13, 12]), np.array([4, 9, 3, 2]))
-    assert request.row_lens == [6, 0]
+    assert request.row_lens.tolist() == [6, 0]
     assert ledger.states[[5, 3, 7]].tolist() == [6, 6, 5]
     ledger.note_moved(0, np.array([28, 40]), np.array([9, 9]))
-    assert (request.row_lens, ledger.states[10]) == ([6, 0], 0)
+    assert (request.row_lens.tolist(), ledger.states[10]) == ([6, 0], 0)
 
 
 def test_rows_reach_a_position_when_all_do():
@@ -231,7 +231,7 @@ def at(address, count):
 
 def test_what_is_known_keeps_its_address_and_makes_room():
     """Tokens and values that a loop has filled stay where room is made for more; the card stays where it is."""
-    known = Known(8, [3, 1, 4], [(1 << 63 | 5, 0), (7, 1)], KEYS)
+    known = Known(8, [3, 1, 4], [(1 << 63 | 5, 0, 0), (7, 1, 0)], KEYS)
     chain, other = TruthChain(known, 0), TruthChain(known, 1)
     assert (chain.root, chain.signed_root, chain.count) == (1 << 63 | 5, 5 - (1 << 63), 0)
     assert (other.root, other.token_offset) == (7, 1)
@@ -241,21 +241,21 @@ def test_what_is_known_keeps_its_address_and_makes_room():
         one.grown(1)
     where, tokens = chain.values_at, list(range(LEAST_ROOM))
     card = known.at
-    append_tokens([known], array("q", [LEAST_ROOM - 4]), array("q", tokens[3:-1]))
+    known.write(3, tokens[3:-1], 0)
     assert chain.values_at == where
-    append_tokens([known, Known(8, [], [(1, 0)], KEYS)], array("q", [1, 1]), array("q", [tokens[-1], 1]))
+    known.write(LEAST_ROOM - 1, tokens[-1:], 0)
     assert (chain.values_at == where, known.at == card, known.at == known.card.buffer_info()[0]) == (True, True, True)
-    append_tokens([known], array("q", [1]), array("q", [1]))
+    known.write(LEAST_ROOM, [1], 0)
     assert (chain.values_at == where, known.at) == (False, card)
     assert at(known.card[TOKENS_KNOWN], LEAST_ROOM + 1) == [3, 1, 4, *tokens[3:], 1]
     assert (chain.values.tolist(), other.values.tolist()) == ([7, 8, 9], [5, 6])
-    known.write(1, [2, 6])
+    known.write(1, [2, 6], 0)
     assert (at(known.card[TOKENS_KNOWN], 3), known.card[NUM_TOKENS_KNOWN]) == ([3, 2, 6], 3)
 
 
 def test_a_row_is_read_where_it_lies():
     """No copy is made, and nothing has no address."""
-    known = Known(8, [], [(1, 0)], KEYS)
+    known = Known(8, [], [(1, 0, 0)], KEYS)
     known.follow(b"")
     assert known.granted_at == 0
     known.follow(np.arange(40, 44).tobytes())
@@ -268,15 +268,15 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     """Where the device has said something else: the tokens are others, and no chain behind them is known any more."""
     ledger = make_ledger()
     request = ledger.request("a")
-    request.unheard.extend([Unheard([96, 97], 96, 98), Unheard([98, 99], 98, 100)])
+    request.unheard = [Unheard([96, 97], 96, 98), Unheard([98, 99], 98, 100)]
     for pool_id in range(2):
         assert ledger.truth(request, pool_id, 99) is not None
     ledger.confirm(request, [96, 97])
     assert [truth.count for truth in request.truths] == [99, 99]
     ledger.confirm(request, [96, 7])
-    assert request.tokens[94:] == [94, 95, 96, 7, 98, 99]
-    assert list(request.unheard) == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
-    assert at(request.known.card[TOKENS_KNOWN], 100) == request.tokens
+    assert request.tokens[94:].tolist() == [94, 95, 96, 7, 98, 99]
+    assert request.unheard == [Unheard([96, 7], 96, 98), Unheard([98, 99], 98, 100)]
+    assert at(request.known.card[TOKENS_KNOWN], 100) == request.tokens.tolist()
     assert [truth.count for truth in request.truths] == [96, 95]
 
 
@@ -303,7 +303,7 @@ def test_a_request_starts_anew_without_pages():
     request.committed_len, request.row_lens, request.judged = 4, [4, 5], [Judged(4, 1, 1)] * 2
     request.reads[1].extend_to(4, 1)
     ledger.free("a", [5, 3, 7], 2)
-    assert (request.committed_len, request.row_lens, request.judged) == (0, [0, 0], [Judged()] * 2)
+    assert (request.committed_len, request.row_lens.tolist(), request.judged) == (0, [0, 0], [Judged()] * 2)
     assert (request.reads[1].looks(), len(request.tokens)) == ((), 100)
 
 
@@ -320,9 +320,9 @@ def test_tokens_since_a_step_are_those_that_came_after_it():
     ledger = make_ledger()
     request = ledger.request("a")
     for tokens, step in (([1, 2], 4), ([3], 4), ([4.0], 6)):
-        ledger.append([request], [tokens], step)
+        ledger.append(Batch([request]), [tokens], step)
     assert [request.tokens_since(step) for step in (-1, 0, 3, 4, 6)] == [104, 4, 4, 1, 0]
-    assert request.tokens[-4:] == [1, 2, 3, 4]
+    assert request.tokens[-4:].tolist() == [1, 2, 3, 4]
 
 
 def test_a_request_is_admitted_with_its_roots():
@@ -332,7 +332,12 @@ def test_a_request_is_admitted_with_its_roots():
     assert [request.root(pool) for pool in (0, 1)] == [
         chain_root(KEYS, name, "salt", "adapter") for name in ("target", "draft")
     ]
-    assert (request.request_id, request.uid, request.tokens, request.growth) == ("b", digest("b", 0), [7, 8], [(3, 2)])
+    assert (request.request_id, request.uid, request.tokens.tolist(), request.growth) == (
+        "b",
+        digest("b", 0),
+        [7, 8],
+        [(3, 2)],
+    )
     assert (request.ahead, [truth.token_offset for truth in request.truths]) == ((0, 1), [0, 1])
     assert str(said(LifetimeError, ledger.admit, "b", [1], 4)) == "request 'b' is admitted already"
     assert str(said(LifetimeError, ledger.known, ["a", "c"])) == "request 'c' is not admitted: call admit() first"

@@ -109,9 +109,9 @@ def test_books_go_on_when_the_step_is_judged(ahead):
     one = ahead()
     one.launch(ACCEPTED)
     flight = one.canary.depart()
-    assert (one.request.committed_len, one.request.unlanded, one.request.tokens) == (3, 1, [*PROMPT, 53])
+    assert (one.request.committed_len, one.request.unlanded, one.request.tokens.tolist()) == (3, 1, [*PROMPT, 53])
     one.canary.drain()
-    told = one.request.committed_len, one.request.heard_len, one.request.unlanded, one.request.tokens
+    told = one.request.committed_len, one.request.heard_len, one.request.unlanded, one.request.tokens.tolist()
     assert told == (5, 3, 0, [*PROMPT, 53, *ACCEPTED])
     assert (one.request.commit_step, one.request.growth[-1]) == (2, (2, 6))
     assert one.hear(flight, ACCEPTED, 5) == []

@@ -150,7 +150,9 @@ def judge(make_engine: Callable, seed: int, is_compiled: bool, **settings: objec
     state, coverage = engine.canary._state, engine.canary._coverage
     requests = engine.canary._ledger.requests.values()
     kept = [state.records.tolist(), state.expected.tolist(), [pool.content_a.tolist() for pool in state.pools]]
-    kept += [[request.row_lens, request.judged, [t.values.tolist() for t in request.truths]] for request in requests]
+    kept += [
+        [request.row_lens.tolist(), request.judged, [t.values.tolist() for t in request.truths]] for request in requests
+    ]
     kept += [coverage.totals(), engine.canary._ledger.states.tolist()]
     return Judged(findings, said, kept, refusal)
 

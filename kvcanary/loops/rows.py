@@ -1,0 +1,226 @@
+"""Rows: how much of requests is written, final and in the air, by the addresses of their cards (cards.py).
+
+n: requests;  cards: address of theirs, [n]
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from kvcanary.cards import (
+    CHAIN_AHEAD,
+    CHAIN_OFFSET,
+    CHAIN_READS,
+    CHAIN_WRITTEN,
+    COMMIT_STEP,
+    COMMITTED_LEN,
+    FINAL_PAGES,
+    GUESSES,
+    IS_LIVE,
+    JOINED,
+    JOINED_ROOM,
+    LAGS,
+    LEFT_TO_BOOKS,
+    NO_ROOM,
+    NOT_WRITTEN,
+    NUM_CHAINS,
+    NUM_IN_THE_AIR,
+    NUM_JOINED,
+    NUM_TOKENS_KNOWN,
+    NUM_UNHEARD,
+    NUM_UNLANDED,
+    PAGES_FINAL,
+    QUEUE_CARD,
+    QUEUE_LENGTH,
+    RANGE,
+    REQUEST_CARD,
+    TOKENS_ROOM,
+    UNHEARD_AFTER,
+    UNHEARD_BEFORE,
+    UNHEARD_CARD,
+    UNHEARD_ROOM,
+    UNHEARD_STEPS,
+    UNHEARD_TOKENS,
+    UNKNOWN,
+)
+from kvcanary.loops.known import chain_of, final_len, put_tokens
+from kvcanary.loops.memory import longs_at, loop
+
+
+@loop()
+def _heard_len(request):
+    """`Request.heard_len`."""
+    if request[NUM_UNHEARD] == 0:
+        return request[COMMITTED_LEN]
+    return longs_at(request[UNHEARD_STEPS], UNHEARD_CARD)[UNHEARD_BEFORE]
+
+
+@loop()
+def _write_row(request, chain, kind, length):
+    """A forward of this kind writes the row up to here; guesses lengthen no row."""
+    if kind == LAGS:  # what lies beyond is junk
+        length = min(length, request[COMMITTED_LEN] + chain[CHAIN_AHEAD])
+    if kind != GUESSES:
+        chain[CHAIN_WRITTEN] = length
+
+
+@loop("void(int64, int64, int64, int64, int64, int64)")
+def write_rows(n, cards, pool, kind, before, written):
+    """Forwards have written rows of a pool, or are about to.
+
+    kind: GUESSES, LAGS or OTHER;  before: address of [n] lengths, 0: all that is final;  written: address of [n]
+    """
+    own, counts, lens = longs_at(cards, n), longs_at(written, n), longs_at(before, n if before else 0)
+    for number in range(n):
+        request, chain = longs_at(own[number], REQUEST_CARD), chain_of(own[number], pool)
+        length = lens[number] if before else final_len(chain, request[COMMITTED_LEN])
+        _write_row(request, chain, kind, length + counts[number])
+
+
+@loop("int64(int64, int64, int64, int64, boolean, int64, int64, int64)")
+def launch_rows(n, cards, pool, forwards, accepts, kind, written, committed):
+    """So many forwards run next; the sum of committed lengths that the engine has told, or UNKNOWN where all rows are
+    as it knows them: then the forwards, of one kind, write them.
+
+    accepts:   whether they write what a step accepts that runs before them
+    written:   address of [n], unless they accept;  committed: address of [n], out
+    """
+    own, lens, heard, is_behind = longs_at(cards, n), longs_at(committed, n), 0, accepts
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        is_behind |= request[NUM_UNHEARD] > 0 or request[NUM_UNLANDED] > 0
+        heard += _heard_len(request)
+        lens[number] = request[COMMITTED_LEN]
+        request[NUM_IN_THE_AIR] += forwards
+        request[NUM_UNLANDED] += accepts
+    if is_behind:
+        return heard
+    write_rows(n, cards, pool, kind, 0, written)
+    return UNKNOWN
+
+
+@loop("int64(int64, int64)")
+def sum_committed(n, cards):
+    """Of committed lengths."""
+    own, total = longs_at(cards, n), 0
+    for number in range(n):
+        total += longs_at(own[number], REQUEST_CARD)[COMMITTED_LEN]
+    return total
+
+
+@loop()
+def _has_room(card, count):
+    """For tokens, one more step and what becomes final."""
+    request = longs_at(card, REQUEST_CARD)
+    has_room = request[NUM_TOKENS_KNOWN] + count <= request[TOKENS_ROOM]
+    has_room &= request[NUM_UNHEARD] < request[UNHEARD_ROOM]
+    for pool in range(request[NUM_CHAINS]):
+        has_room &= longs_at(chain_of(card, pool)[CHAIN_READS], QUEUE_CARD)[NUM_JOINED] < JOINED_ROOM
+    return has_room
+
+
+@loop()
+def _commit(card, length, step):
+    """Entries [0, length) are final, and what was final before joins the queues of looks; NOT_WRITTEN, or 0."""
+    request, found = longs_at(card, REQUEST_CARD), 0
+    for pool in range(request[NUM_CHAINS]):
+        chain = chain_of(card, pool)
+        final, queue = final_len(chain, request[COMMITTED_LEN]), longs_at(chain[CHAIN_READS], QUEUE_CARD)
+        if final > queue[QUEUE_LENGTH]:
+            at = JOINED + RANGE * queue[NUM_JOINED]
+            queue[at], queue[at + 1], queue[at + 2] = queue[QUEUE_LENGTH], final, request[COMMIT_STEP]
+            queue[QUEUE_LENGTH] = final
+            queue[NUM_JOINED] += 1
+        if chain[CHAIN_OFFSET] == 0 and chain[CHAIN_AHEAD] == 0 and chain[CHAIN_WRITTEN] < length:
+            found = NOT_WRITTEN
+        chain[CHAIN_WRITTEN] = min(chain[CHAIN_WRITTEN], length + chain[CHAIN_AHEAD])  # rejected nodes lie beyond
+    request[COMMITTED_LEN], request[COMMIT_STEP] = length, step
+    return found
+
+
+@loop()
+def _final_pages(card, committed_len, page_size):
+    """That lie wholly in what is final in every pool."""
+    request, least = longs_at(card, REQUEST_CARD), -1
+    for pool in range(request[NUM_CHAINS]):
+        length = final_len(chain_of(card, pool), committed_len)
+        least = length if least < 0 else min(least, length)
+    return max(least, 0) // page_size
+
+
+@loop("int64(int64, int64, int64, int64, int64, boolean)")
+def commit_rows(n, cards, lens, step, page_size, is_judged):
+    """Committed lengths, address of [n], of rows; a step of which the device has told is told by the engine now.
+
+    NO_ROOM, LEFT_TO_BOOKS (a row shrinks, or the device has told another length, and it is not judged yet): nothing was
+    done. NOT_WRITTEN: H1. PAGES_FINAL: of rows of which nothing is in the air.
+    """
+    own, lengths, found = longs_at(cards, n), longs_at(lens, n), 0
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        if request[NUM_UNHEARD] > 0:
+            is_odd = lengths[number] != longs_at(request[UNHEARD_STEPS], UNHEARD_CARD)[UNHEARD_AFTER]
+        else:
+            is_odd = lengths[number] < request[COMMITTED_LEN]
+            if not _has_room(own[number], 0):
+                return NO_ROOM
+        if is_odd and not is_judged:
+            found = LEFT_TO_BOOKS
+    if found:
+        return found
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        if request[NUM_UNHEARD] > 0:
+            request[NUM_UNHEARD] -= 1
+            steps = longs_at(request[UNHEARD_STEPS], UNHEARD_CARD * (request[NUM_UNHEARD] + 1))
+            for i in range(UNHEARD_CARD * request[NUM_UNHEARD]):
+                steps[i] = steps[i + UNHEARD_CARD]
+        else:
+            found |= _commit(own[number], lengths[number], step)
+            are_final = _final_pages(own[number], lengths[number], page_size) > request[FINAL_PAGES]
+            if are_final and request[NUM_IN_THE_AIR] == 0:
+                found |= PAGES_FINAL
+    return found
+
+
+@loop("int64(int64, int64, int64, int64, int64)")
+def accept_rows(n, cards, accepted, stride, step):
+    """The books of live requests go on by what a captured step has accepted; the engine tells of it later.
+
+    accepted: address of [n, stride], how many tokens, then these; 0: nothing
+    NO_ROOM: nothing was done. NOT_WRITTEN: H1, of the lengths that they have now
+    """
+    own, told, found = longs_at(cards, n), longs_at(accepted, n * stride if accepted else 0), 0
+    for number in range(n if accepted else 0):
+        if not _has_room(own[number], max(told[number * stride], 0)):
+            return NO_ROOM
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        request[NUM_UNLANDED] -= 1
+        count, before = told[number * stride] if accepted else 0, request[COMMITTED_LEN]
+        if request[IS_LIVE] and count > 0:
+            put_tokens(request, told[number * stride + 1 :], count, step)
+            found |= _commit(own[number], before + count, step)
+            place = UNHEARD_CARD * request[NUM_UNHEARD]
+            steps = longs_at(request[UNHEARD_STEPS], place + UNHEARD_CARD)
+            steps[place + UNHEARD_TOKENS], steps[place + UNHEARD_BEFORE] = count, before
+            steps[place + UNHEARD_AFTER] = before + count
+            request[NUM_UNHEARD] += 1
+    return found
+
+
+@loop("int64(int64, int64, int64, int64, int64, int64)")
+def land_rows(n, cards, forwards, page_size, committed, which):
+    """So many forwards have landed; numbers of requests that may have pages that are final now, and how many these are.
+
+    committed: address of [n] lengths behind which other forwards may be writing still;  which: address of [n], out
+    """
+    own, lens, numbers, count = longs_at(cards, n), longs_at(committed, n), longs_at(which, n), 0
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        request[NUM_IN_THE_AIR] -= forwards
+        length = lens[number] if request[NUM_IN_THE_AIR] else request[COMMITTED_LEN]
+        if request[IS_LIVE] and _final_pages(own[number], length, page_size) > request[FINAL_PAGES]:
+            numbers[count] = number
+            count += 1
+    return count

@@ -1,0 +1,96 @@
+"""StepBook: what a step changes of its requests, all of them at once, by compiled loops over their cards."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.cards import KINDS, NO_ROOM, OTHER, ROW_NUMBERS
+from kvcanary.requests import Batch, RequestBook, Role
+from kvcanary_kernels.record import Keys
+
+Ints = NDArray[np.int64]
+
+
+class StepBook(RequestBook):
+    """The live requests, as steps go on with them."""
+
+    page_size: int
+
+    def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
+        from kvcanary import loops
+
+        super().__init__(keys, roles)
+        self._loops = loops
+
+    def append(self, batch: Batch, token_ids: Sequence[Sequence[int]], step: int) -> None:
+        """Tokens that were accepted, by request; where the device has told of them, the same are expected."""
+        counts, tokens = array("q", map(len, token_ids)), array("q", map(int, chain.from_iterable(token_ids)))
+        told = *batch.told, counts.buffer_info()[0], tokens.buffer_info()[0], step
+        if _with_room(self._loops.append_tokens, told, batch, counts):
+            for request, own in zip(batch.requests, token_ids, strict=True):
+                if request.unheard:
+                    self.confirm(request, own)
+
+    def commit_rows(self, batch: Batch, committed_lens: array[int], step: int, is_judged: bool) -> int:
+        """Entries [0, committed length) are final; `loops.commit_rows`."""
+        told = *batch.told, committed_lens.buffer_info()[0], step, self.page_size, is_judged
+        return _with_room(self._loops.commit_rows, told, batch, repeat(0, len(batch)))
+
+    def accept_rows(self, batch: Batch, accepted: Ints | None, step: int) -> int:
+        """What a captured step has accepted, [requests, 1 + places], None: nothing; `loops.accept_rows`."""
+        if accepted is None:
+            return int(self._loops.accept_rows(*batch.told, 0, 0, step))
+        told = *batch.told, accepted.ctypes.data, accepted.shape[1], step
+        return _with_room(self._loops.accept_rows, told, batch, accepted[: len(batch), 0].tolist())
+
+    def launch_rows(
+        self, batch: Batch, kind: str, pool_id: int, forwards: int, written: array[int] | None
+    ) -> tuple[array[int], int]:
+        """Committed lengths of rows of which so many forwards run next, and what `loops.launch_rows` says of them.
+
+        written: by request, entries that each of its rows writes; None: as many as a step accepts
+        """
+        committed, accepts = array("q", bytes(8 * len(batch))), written is None
+        at = 0 if written is None else written.buffer_info()[0]
+        told = pool_id, forwards, accepts, KINDS.get(kind, OTHER), at, committed.buffer_info()[0]
+        return committed, self._loops.launch_rows(*batch.told, *told)
+
+    def sum_committed(self, batch: Batch) -> int:
+        """Of committed lengths."""
+        return int(self._loops.sum_committed(*batch.told))
+
+    def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:
+        """A forward of this kind has written rows of so many entries, None: of all that is final."""
+        at = 0 if before is None else before.buffer_info()[0]
+        self._loops.write_rows(*batch.told, pool_id, KINDS.get(kind, OTHER), at, written.buffer_info()[0])
+
+    def rows(self, batch: Batch, pool_id: int, unlanded: int) -> tuple[Ints, int]:
+        """[ROW_NUMBERS, requests] (cards.py) of rows of this pool, and how many of their lengths are UNKNOWN.
+
+        unlanded: steps that may have accepted what the host has not learned yet
+        """
+        rows = np.empty((ROW_NUMBERS, len(batch)), np.int64)
+        return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.ctypes.data)
+
+    def may_finalise(self, batch: Batch, forwards: int, committed: array[int]) -> list[int]:
+        """So many forwards have landed: numbers of those of which a page may be final that was not, by `finalise`.
+
+        committed: by request, the length behind which others may be writing still
+        """
+        which = array("q", bytes(8 * len(batch)))
+        told = self.page_size, committed.buffer_info()[0], which.buffer_info()[0]
+        return which[: self._loops.land_rows(*batch.told, forwards, *told)].tolist()
+
+
+def _with_room(loop: Callable[..., int], told: Sequence[int], batch: Batch, counts: Iterable[int]) -> int:
+    """What a loop says of a batch; `counts`: tokens of each that follow."""
+    found = loop(*told)
+    if found == NO_ROOM:
+        batch.make_room(counts)
+        found = loop(*told)
+    return found

@@ -1,0 +1,208 @@
+"""StepBook: compiled loops over the cards of requests give what a plain model of them gives."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvcanary.cards import LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL, UNKNOWN
+from kvcanary.ledger import Ledger, Role
+from kvcanary.requests import Unheard
+from kvcanary_kernels.record import make_keys
+
+NAMES, PAGE_SIZE, AHEAD, OFFSET, PLACES = ["a", "b", "c"], 4, (0, 1), (0, 1), 3
+
+
+@dataclass
+class Row:
+    """A request, as plain Python has it."""
+
+    tokens: list[int]
+    growth: list[int]  # by token the step
+    row_lens: list[int] = field(default_factory=lambda: [0, 0])
+    reads: list[list[tuple[int, int, int]]] = field(default_factory=lambda: [[], []])
+    unheard: list[Unheard] = field(default_factory=list)
+    committed_len: int = 0
+    commit_step: int = 0
+    in_the_air: int = 0
+    unlanded: int = 0
+
+    def final_len(self, pool: int, committed_len: int | None = None) -> int:
+        length = self.committed_len if committed_len is None else committed_len
+        return min(length + AHEAD[pool], self.row_lens[pool])
+
+    def append(self, tokens: list[int], step: int) -> None:
+        self.tokens += tokens
+        self.growth += [step] * len(tokens)
+
+    def commit(self, length: int, step: int) -> bool:
+        """Whether all of it was written."""
+        is_written = self.row_lens[0] >= length
+        for pool in range(2):
+            known = max((end for _, end, _ in self.reads[pool]), default=0)
+            if self.final_len(pool) > known:
+                self.reads[pool].append((known, self.final_len(pool), self.commit_step))
+            self.row_lens[pool] = min(self.row_lens[pool], length + AHEAD[pool])
+        self.committed_len, self.commit_step = length, step
+        return is_written
+
+    def has_final_page(self, committed_len: int) -> bool:
+        return min(self.final_len(pool, committed_len) for pool in range(2)) >= PAGE_SIZE  # none is final yet
+
+
+class Books:
+    """A ledger, and its model."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.step = random.Random(seed), 1
+        roles = [Role("target"), Role("draft", OFFSET[1], AHEAD[1])]
+        self.ledger = Ledger(6, PAGE_SIZE, 1, make_keys(seed, 1, 2), roles)
+        self.rows = {}
+        for name in NAMES:
+            tokens = [self.random.randrange(97) for _ in range(self.random.randrange(9))]
+            self.ledger.admit(name, tokens, 0)
+            self.rows[name] = Row(list(tokens), [0] * len(tokens))
+
+    def some(self) -> list[str]:
+        return self.random.sample(NAMES, self.random.randrange(1, len(NAMES) + 1))
+
+    def write(self) -> None:
+        names, kind, pool = self.some(), self.random.choice(["verify", "draft", "extend"]), self.random.randrange(2)
+        before = [self.random.randrange(30) for _ in names] if self.random.random() < 0.5 else None
+        written = [self.random.randrange(9) for _ in names]
+        given = None if before is None else array("q", before)
+        self.ledger.write_rows(self.ledger.batch(names), kind, pool, given, array("q", written))
+        for number, name in enumerate(names):
+            row = self.rows[name]
+            length = (row.final_len(pool) if before is None else before[number]) + written[number]
+            most = row.committed_len + AHEAD[pool] if kind == "extend" else length
+            row.row_lens[pool] = row.row_lens[pool] if kind == "draft" else min(length, most)
+
+    def launch(self) -> None:
+        names, pool, forwards = self.some(), self.random.randrange(2), self.random.randrange(1, 4)
+        written = None if self.random.random() < 0.4 else [self.random.randrange(4) for _ in names]
+        told = None if written is None else array("q", written)
+        committed, heard = self.ledger.launch_rows(self.ledger.batch(names), "verify", pool, forwards, told)
+        rows = [self.rows[name] for name in names]
+        is_behind = written is None or any(row.unheard or row.unlanded for row in rows)
+        lens = [row.unheard[0].before if row.unheard else row.committed_len for row in rows]
+        assert (committed.tolist(), heard) == ([row.committed_len for row in rows], sum(lens) if is_behind else UNKNOWN)
+        for number, row in enumerate(rows):
+            row.in_the_air += forwards
+            row.unlanded += written is None
+            if not is_behind and written is not None:
+                row.row_lens[pool] = row.final_len(pool) + written[number]
+
+    def accept(self) -> None:
+        names = [name for name in self.some() if self.rows[name].unlanded]
+        has_run = self.random.random() < 0.8
+        accepted = np.array([[self.random.randrange(97) for _ in range(1 + PLACES)] for _ in names], np.int64)
+        accepted = accepted.reshape(-1, 1 + PLACES)
+        accepted[:, 0] = [self.random.randrange(-1, PLACES + 1) for _ in names]
+        found = self.ledger.accept_rows(self.ledger.batch(names), accepted if has_run else None, self.step)
+        is_written = True
+        for name, (count, *tokens) in zip(names, accepted.tolist(), strict=True):
+            row = self.rows[name]
+            row.unlanded -= 1
+            if has_run and count > 0:
+                row.append(tokens[:count], self.step)
+                row.unheard.append(Unheard(tokens[:count], row.committed_len, row.committed_len + count))
+                is_written &= row.commit(row.committed_len + count, self.step)
+        assert found == (0 if is_written else NOT_WRITTEN)
+
+    def append(self) -> None:
+        names = self.some()
+        token_ids = [[self.random.randrange(97) for _ in range(self.random.randrange(4))] for _ in names]
+        for number, name in enumerate(names):
+            row = self.rows[name]
+            if not row.unheard:
+                row.append(token_ids[number], self.step)
+            elif self.random.random() < 0.9:
+                token_ids[number] = row.unheard[0].tokens
+            else:
+                first = len(row.tokens) - sum(len(one.tokens) for one in row.unheard)
+                end = first + len(row.unheard[0].tokens)
+                row.tokens[first:end] = token_ids[number]
+                row.growth[first:end] = [row.growth[first]] * len(token_ids[number])
+                row.unheard[0] = row.unheard[0]._replace(tokens=token_ids[number])
+        self.ledger.append(self.ledger.batch(names), token_ids, self.step)
+
+    def commit(self) -> None:
+        names = self.some()
+        rows, lens = [self.rows[name] for name in names], []
+        for row in rows:
+            told = row.unheard[0].committed_len if row.unheard else row.committed_len + self.random.randrange(3)
+            lens.append(max(told - (self.random.random() < 0.1), 0))
+        odd = [
+            length != row.unheard[0].committed_len if row.unheard else length < row.committed_len
+            for row, length in zip(rows, lens, strict=True)
+        ]
+        told = self.ledger.batch(names), array("q", lens), self.step
+        found = self.ledger.commit_rows(*told, is_judged=False)
+        if any(odd):
+            assert found == LEFT_TO_BOOKS
+            self.expect_same()
+            found = self.ledger.commit_rows(*told, is_judged=True)
+        wanted = 0
+        for row, length in zip(rows, lens, strict=True):
+            if row.unheard:
+                row.unheard.pop(0)
+                continue
+            wanted |= 0 if row.commit(length, self.step) else NOT_WRITTEN
+            wanted |= 0 if row.in_the_air or not row.has_final_page(length) else PAGES_FINAL
+        assert found == wanted
+
+    def land(self) -> None:
+        names = [name for name in self.some() if self.rows[name].in_the_air]
+        committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
+        which = self.ledger.may_finalise(self.ledger.batch(names), 1, array("q", committed))
+        wanted = []
+        for number, name in enumerate(names):
+            row = self.rows[name]
+            row.in_the_air -= 1
+            if row.has_final_page(committed[number] if row.in_the_air else row.committed_len):
+                wanted.append(number)
+        assert which == wanted
+
+    def expect_same(self) -> None:
+        for name, row in self.rows.items():
+            request = self.ledger.request(name)
+            assert request.tokens.tolist() == row.tokens
+            assert request.known.steps.tolist() == row.growth
+            assert request.row_lens.tolist() == row.row_lens
+            assert request.unheard == row.unheard
+            numbers = request.committed_len, request.commit_step, request.in_the_air, request.unlanded
+            assert numbers == (row.committed_len, row.commit_step, row.in_the_air, row.unlanded)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_steps_change_is_what_a_plain_model_says(seed):
+    """Tokens, lengths, looks, steps that the engine has not told of and forwards in the air, after every call."""
+    books = Books(seed)
+    for _ in range(250):
+        books.random.choice([books.write, books.launch, books.accept, books.append, books.commit, books.land])()
+        books.step += books.random.randrange(2)
+        books.expect_same()
+    for name, row in books.rows.items():
+        request = books.ledger.request(name)
+        assert [list(queue.looks()) for queue in request.reads] == row.reads
+        assert [queue.length for queue in request.reads] == [
+            max((end for _, end, _ in own), default=0) for own in row.reads
+        ]
+
+
+def test_the_books_of_a_request_that_is_over_do_not_go_on():
+    """What a step has accepted for it is nobody's, and a batch of its name is that of the next one."""
+    ledger = Ledger(6, PAGE_SIZE, 1, make_keys(1, 1, 2), [Role("target")])
+    request = ledger.admit("a", [1, 2], 0)
+    batch = ledger.batch(["a"])
+    request.unlanded = 1
+    ledger.forget("a")
+    assert ledger.accept_rows(batch, np.array([[1, 9]], np.int64), 3) == 0
+    assert (request.unlanded, request.tokens.tolist(), request.committed_len) == (0, [1, 2], 0)
+    again = ledger.admit("a", [1, 2], 4)
+    assert ledger.batch(["a"]).requests == [again]
