@@ -137,9 +137,11 @@ NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
     LINE_ENTRIES,  # that it has room for
     LINE_WIDTH,
     LINE_NODES,
-    LINE_GUESSES,
+    LINE_KIND,  # one of GUESSES, LAGS, OTHER
+    LINE_NUMBER,  # of the substep in its bank; NOWHERE: its forward comes once, and is left to the rules
+    LINE_STEP,  # where the line tells the step and turn of its run
     LINE_CARD,
-) = range(13)
+) = range(15)
 NOWHERE = -1
 
 #: Of the books, [BOOKS_CARD] addresses: states of pages; by record whether it was judged, and whether it was learned.
@@ -147,6 +149,23 @@ BOOKS_STATES, BOOKS_JUDGED, BOOKS_LEARNED, BOOKS_CARD = range(4)
 
 #: What a loop says of a line, below the number of its entries.
 LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
+
+#: Of a run of a captured forward that was launched, [RUN_CARD].
+(
+    RUN_LINE_CARD,  # address of its substep's
+    RUN_LINE,  # address of the line
+    RUN_REQUESTS,
+    RUN_CARDS,  # address of their addresses
+    RUN_TURN,
+    RUN_STEP,
+    RUN_HEARD,  # committed lengths that the engine had told, UNKNOWN: rows of none were longer
+    RUN_WRITTEN,  # address, by request; 0: as many as the step before it accepts
+    RUN_ACCEPTED,  # address of what that has accepted
+    RUN_PLACES,
+    RUN_SEEN,  # 0; then what the loop says of it: these bits, and above them what it says of the line
+    RUN_CARD,
+) = range(12)
+HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
 
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2

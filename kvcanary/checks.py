@@ -189,7 +189,7 @@ class StepChecks:
         flight = self._flights.popleft()
         hits, static, told = flight.hits, self.static, flight.told
         if static is not None and told is not None:
-            for forward in static.learn(told, self.mirror, self.committed, proves=self.oracle is None):
+            for forward in static.learn(told, self.mirror, self.unwritten, proves=self.oracle is None):
                 hits += judge_tokens(forward, self.oracle)
                 hits += judge_mask(forward)
             static.learn_moves(told, self.mirror)
@@ -228,16 +228,16 @@ class StepChecks:
             expect_growth(batch.requests, lens)
             self.hits += judge_heard(batch.requests, self._state.pools[0], lens, step)
             found = ledger.commit_rows(batch, lens, step, is_judged=True)
-        self.committed(batch.requests, found, step)
+        if found & NOT_WRITTEN:
+            self.unwritten(batch.requests, step)
         if found & PAGES_FINAL:
             for request in batch.requests:
                 if not request.in_the_air:
                     ledger.finalise(request, step)
 
-    def committed(self, requests: Sequence[Request], found: int, step: int) -> None:
-        """Rows have become longer; `found`: what the loop says of it."""
-        if found & NOT_WRITTEN:
-            self.hits += judge_commit(requests, self._state.pools, step)
+    def unwritten(self, requests: Sequence[Request], step: int) -> None:
+        """Of some of these, entries became final in a step that nobody has written."""
+        self.hits += judge_commit(requests, self._state.pools, step)
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""

@@ -15,14 +15,17 @@ import torch
 from kvcanary.bank import Snapshot, SubstepBank
 from kvcanary.captured_move import StaticMove
 from kvcanary.cards import (
-    LEFT_TO_RULES,
+    HAS_RUN,
+    IS_SHORT,
     LINE_BITS,
     ROW_CHAINS,
     ROW_LENGTHS,
     ROW_ROOTS,
     ROW_UIDS,
     ROW_UNHEARD,
-    UNKNOWN,
+    RUN_BITS,
+    RUN_CARD,
+    RUN_SEEN,
 )
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
@@ -30,21 +33,20 @@ from kvcanary.entries import Entries
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
-from kvcanary.hearing import Hearing
+from kvcanary.hearing import Hearing, Run
 from kvcanary.hits import Hit
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
-from kvcanary.outbox import Line, to_device
+from kvcanary.outbox import to_device
 from kvcanary.requests import Batch
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART, StaticSubstep
 from kvcanary.views import ReadPlan, WritePlan
-from kvcanary_kernels.settle import NUM_RUNS, RUN_READ, RUN_WRITTEN
 
-Committed = Callable[[Sequence[Request], int, int], None]
+Unwritten = Callable[[Sequence[Request], int], None]
 
 
 class RowTruth:
@@ -100,17 +102,6 @@ class Listener(Protocol):
 
     def noticed(self, hit: StaticHit) -> None:
         """A check on the device fired."""
-
-
-class Run(NamedTuple):
-    """A captured forward that has run, and what the device says of it.
-
-    line: as `StaticSubstep.written` tells it;  accepted: [size, 1 + places], before it ran
-    """
-
-    launched: Launched
-    line: Line
-    accepted: Ints | None
 
 
 class Told(NamedTuple):
@@ -202,9 +193,12 @@ class StaticChecks:
         entries = None if written is None else array("q", written)
         pool_id, kind = first.pool.pool_id, first.site[0]
         committed, heard = self._ledger.launch_rows(batch, kind, pool_id, len(substeps), entries)
+        accepted = (0, 0) if acceptance is None else (acceptance.told.line().at, 1 + acceptance.places)
+        common = *batch.told, turn, step, heard, 0 if entries is None else entries.buffer_info()[0], *accepted, 0
         for substep in substeps:
             substep.written.expect(turn)
-            self.launched.append(Launched(substep, batch, committed, step, turn, heard, entries, acceptance))
+            card = substep.line_card_at, substep.written.line().at, *common
+            self.launched.append(Launched(substep, batch, committed, step, turn, entries, card, acceptance))
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
@@ -226,56 +220,42 @@ class StaticChecks:
         snapshot = self.bank.snapshot(runs or None, singles)
         return Told(step, forwards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
-    def learn(self, told: Told, mirror: Mirror, committed: Committed, proves: bool) -> Iterator[Learned]:
+    def learn(self, told: Told, mirror: Mirror, unwritten: Unwritten, proves: bool) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
 
-        committed: is told of requests whose rows have become longer, and what the loop says of it
+        unwritten: is told of requests of which entries became final in a step that nobody has written
         proves: a forward that a loop finds clean is not left to the rules
         """
-        num_learned, hearing, ledger = 0, self._hearing, self._ledger
+        hearing, forwards, ledger = self._hearing, told.forwards, self._ledger
         if hearing is None:
-            hearing = self._hearing = Hearing(self._ledger.pages, mirror)
-        for run, line, accepted in told.forwards:
-            has_run, batch = run.substep.written.has_run(run.turn), run.batch
-            accepted = accepted[: len(batch)] if accepted is not None and has_run else None
-            written = run.written if accepted is None else array("q", np.maximum(accepted[:, 0], 0).tolist())
-            if run.heard != UNKNOWN:
-                self._settle_counts(told.snapshot, run, written)
-            if run.acceptance is not None:
-                self.num_unlanded -= 1
-                committed(batch.requests, ledger.accept_rows(batch, accepted, run.step), run.step)
-            if not has_run:  # H1 says so
-                continue
-            if run.heard != UNKNOWN and written is not None:
-                ledger.write_rows(batch, run.substep.site[0], run.substep.pool.pool_id, None, written)
-            tokens = None if accepted is None else _tokens(accepted)
-            substep, number = run.substep, run.substep.number
-            if proves and number is not None:
-                seen = hearing.hear(number, run, line)
-                if not seen & LEFT_TO_RULES:
-                    num_learned += 1
-                    self.listener.heard(Heard.of(run, line, seen >> LINE_BITS, tokens), substep.layers)
+            hearing = self._hearing = Hearing(self._state, ledger.pages, mirror)
+        cards, end, num_learned = hearing.begin(forwards), 0, 0
+        while (first := end) < len(forwards):
+            end = hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
+            for number in range(first, end):
+                run, line, accepted = forwards[number]
+                seen, substep, requests = cards[RUN_CARD * number + RUN_SEEN], run.substep, run.batch.requests
+                self.num_unlanded -= accepted is not None
+                if seen & IS_SHORT:
+                    unwritten(requests, run.step)
+                if not seen & HAS_RUN:  # H1 says so
                     continue
-            forward = Learned(substep, run.step, len(batch), line.parts(), tokens, batch.requests)
-            if not forward.is_plan:
-                self._coverage.skip("captured forwards whose plans contradict themselves", 1)
-                continue
-            num_learned += 1
-            ledger.pages.wrote(forward.slots // ledger.page_size)
-            mirror.learn(forward.slots + forward.pool.base)
-            yield forward
-            self.listener.learned(forward, substep.layers)
+                tokens = None if accepted is None else _tokens(accepted[: len(requests)])
+                if hearing.is_clean(forwards[number], seen >> RUN_BITS):
+                    num_learned += 1
+                    self.listener.heard(Heard.of(run, line, seen >> RUN_BITS + LINE_BITS, tokens), substep.layers)
+                    continue
+                forward = Learned(substep, run.step, len(requests), line.parts(), tokens, requests)
+                if not forward.is_plan:
+                    self._coverage.skip("captured forwards whose plans contradict themselves", 1)
+                    continue
+                num_learned += 1
+                ledger.pages.wrote(forward.slots // ledger.page_size)
+                mirror.learn(forward.slots + forward.pool.base)
+                yield forward
+                self.listener.learned(forward, substep.layers)
         self._coverage.forwards += num_learned
-
-    def _settle_counts(self, snapshot: Snapshot, run: Launched, written: array[int] | None) -> None:
-        """Rows were longer than the engine knew by what steps before had accepted, which is known by now."""
-        substep, accepted = run.substep, 0 if written is None or run.acceptance is None else sum(written)
-        behind = self._ledger.sum_committed(run.batch) - run.heard
-        if substep.number is not None:
-            first = substep.number * NUM_RUNS
-            snapshot.planned[first + RUN_READ] += (behind + accepted) * substep.width
-            snapshot.planned[first + RUN_WRITTEN] += accepted * substep.width
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:
         """Entries that have arrived lengthen rows; after `learn`."""

@@ -1,49 +1,61 @@
-"""Hearing: what a loop says of captured forwards before the rules look; it leaves them what is not as it should be."""
+"""Hearing: the books go on by what captured forwards say of their runs, and a loop looks before the rules do."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
-from kvcanary.cards import LINE_BITS, NOWHERE, PAGES_FRESH, REWRITES
+from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES
+from kvcanary.forward import Ints
 from kvcanary.learning import Launched
 from kvcanary.mirror import Mirror
 from kvcanary.outbox import Line
 from kvcanary.pages import Pages
-from kvcanary.static import StaticSubstep
+from kvcanary.state import CanaryState
+from kvcanary.static import SAFE
 
-BOUNDS, STARTS, ENDS, _, TOKENS, _, PARENTS, SAFE, _, MASK = range(10)  # parts of `StaticSubstep.written`
+
+class Run(NamedTuple):
+    """A captured forward that has run, and what the device says of it.
+
+    line: as `StaticSubstep.written` tells it;  accepted: [size, 1 + places], before it ran
+    """
+
+    launched: Launched
+    line: Line
+    accepted: Ints | None
 
 
 class Hearing:
-    """Lines of captured forwards, looked through with what is true of pages and records."""
+    """Runs of captured forwards, heard of in their order with what is true of pages and records."""
 
-    def __init__(self, pages: Pages, mirror: Mirror) -> None:
-        self._pages, self._mirror = pages, mirror
+    def __init__(self, state: CanaryState, pages: Pages, mirror: Mirror) -> None:
+        self._pages, self._mirror, self._loop = pages, mirror, state.pools[0].loops.hear_runs
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
         self._books_at = self._books.buffer_info()[0]
-        self._cards: dict[int, tuple[array[int], int]] = {}
 
-    def hear(self, number: int, run: Launched, line: Line) -> int:
-        """`loops.look_through` of a run of the substep of this number; where nothing is left to the rules, pages are
-        written, and the mirror knows where new records lie.
-        """
-        substep = run.substep
-        card = self._cards.get(number)
-        if card is None:
-            own = _card(substep)
-            card = self._cards[number] = own, own.buffer_info()[0]
-        seen = substep.pool.loops.look_through(card[1], self._books_at, line.at, *run.batch.told)
+    def begin(self, runs: Sequence[Run]) -> array[int]:
+        """[runs, RUN_CARD] (cards.py), of which `hear` has heard nothing."""
+        return array("q", chain.from_iterable(run.launched.card for run in runs))
+
+    def hear(self, runs: Sequence[Run], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
+        """`loops.hear_runs`, with room for it."""
+        told = first, len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves
+        end: int = self._loop(*told)
+        if end == first:
+            batch, accepted = runs[first].launched.batch, runs[first].accepted
+            batch.make_room([] if accepted is None else accepted[: len(batch), 0].tolist())
+            end = self._loop(*told)
+        return end
+
+    def is_clean(self, run: Run, seen: int) -> bool:
+        """Whether nothing is left to the rules: then pages are written, and the mirror knows where new records lie."""
+        if seen & LEFT_TO_RULES:
+            return False
         if seen & PAGES_FRESH:
-            safe, view = line[SAFE][: seen >> LINE_BITS], substep.pool.view
+            safe, view = run.line[SAFE][: seen >> LINE_BITS], run.launched.substep.pool.view
             self._pages.wrote(safe[safe >= view.null_slots] // view.page_size)
         self._mirror.heard(seen & REWRITES)
-        return seen
-
-
-def _card(substep: StaticSubstep) -> array[int]:
-    """[LINE_CARD] (cards.py)."""
-    where = [part.start if part.stop > part.start else NOWHERE for part in substep.written.line().where]
-    parts = (where[part] for part in (BOUNDS, STARTS, ENDS, TOKENS, PARENTS, SAFE, MASK))
-    nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
-    rest = substep.forward.num_entries, substep.width, nodes, substep.site[0] == "draft"
-    return array("q", (substep.pool.card_at, *parts, *map(int, rest)))
+        return True

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvcanary.cards import UNKNOWN
 from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
 from kvcanary.outbox import Line
@@ -24,8 +23,8 @@ class Launched(NamedTuple):
     """A captured forward that the host has launched in this turn and knows nothing more of.
 
     committed: by request, at that time; one array for all that were launched together
-    heard:     of all requests, committed lengths that the engine had told by then; UNKNOWN: rows of none were longer
     written:   by request, entries that each of its rows writes; None: as many as `acceptance` says
+    card:      [RUN_CARD] (cards.py)
     """
 
     substep: StaticSubstep
@@ -33,8 +32,8 @@ class Launched(NamedTuple):
     committed: array[int]
     step: int
     turn: int
-    heard: int = UNKNOWN
-    written: array[int] | None = None
+    written: array[int] | None
+    card: tuple[int, ...]
     acceptance: StaticAcceptance | None = None
 
 

@@ -6,10 +6,13 @@ No hook allocates, waits for the device or looks at a device value. What fires i
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
 from kvcanary.buffers import StaticBuffers
+from kvcanary.cards import KINDS, NOWHERE, OTHER
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
 from kvcanary.outbox import LINES, Packed, PackedMask
@@ -19,8 +22,9 @@ from kvcanary_kernels.forward import ForwardPlan, Room
 from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.reads import ReadSums
 
-#: Of what `StaticSubstep.written` sends: where rows begin, words of masks, entries that are wrong, the header.
-ROW_STARTS, MASKS, VIOLATIONS, HEADER_PART = 1, -3, -2, -1
+#: Of what `StaticSubstep.written` sends: where rows begin, slots that may be written, words of masks, entries that are
+#: wrong, the header.
+ROW_STARTS, SAFE, MASKS, VIOLATIONS, HEADER_PART = 1, 7, -3, -2, -1
 
 
 class StaticSubstep:
@@ -35,6 +39,7 @@ class StaticSubstep:
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
+    line_card_at: address of where parts of that begin, [LINE_CARD] int64 (cards.py)
     """
 
     def __init__(
@@ -69,6 +74,8 @@ class StaticSubstep:
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
         self.is_open = self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
+        self._line_card = line_card(self)
+        self.line_card_at = self._line_card.buffer_info()[0]
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
@@ -255,3 +262,14 @@ class StaticSubstep:
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
         words = plan.slots[:0] if self.masks is None else self.masks.words
         return *own, self.work.planned.safe_slots, self.work.ancestors, words, self.work.row_violations, header
+
+
+def line_card(substep: StaticSubstep) -> array[int]:
+    """[LINE_CARD] (cards.py)."""
+    line = substep.written.line()
+    where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
+    bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
+    nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
+    kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
+    rest = substep.forward.num_entries, substep.width, nodes, kind, number, len(line.numbers) - 1
+    return array("q", (substep.pool.card_at, bounds, starts, ends, tokens, parents, safe, mask, *rest))

@@ -41,13 +41,6 @@ class StepBook(RequestBook):
         told = *batch.told, committed_lens.buffer_info()[0], step, self.page_size, is_judged
         return _with_room(self._loops.commit_rows, told, batch, repeat(0, len(batch)))
 
-    def accept_rows(self, batch: Batch, accepted: Ints | None, step: int) -> int:
-        """What a captured step has accepted, [requests, 1 + places], None: nothing; `loops.accept_rows`."""
-        if accepted is None:
-            return int(self._loops.accept_rows(*batch.told, 0, 0, step))
-        told = *batch.told, accepted.ctypes.data, accepted.shape[1], step
-        return _with_room(self._loops.accept_rows, told, batch, accepted[: len(batch), 0].tolist())
-
     def launch_rows(
         self, batch: Batch, kind: str, pool_id: int, forwards: int, written: array[int] | None
     ) -> tuple[array[int], int]:
@@ -59,10 +52,6 @@ class StepBook(RequestBook):
         at = 0 if written is None else written.buffer_info()[0]
         told = pool_id, forwards, accepts, KINDS.get(kind, OTHER), at, committed.buffer_info()[0]
         return committed, self._loops.launch_rows(*batch.told, *told)
-
-    def sum_committed(self, batch: Batch) -> int:
-        """Of committed lengths."""
-        return int(self._loops.sum_committed(*batch.told))
 
     def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:
         """A forward of this kind has written rows of so many entries, None: of all that is final."""

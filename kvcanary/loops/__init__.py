@@ -4,7 +4,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.finite import are_finite, find_unwritten
-from kvcanary.loops.heard import look_through, take_quiet
+from kvcanary.loops.heard import hear_runs, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.plans import publish_pages, take_plan
@@ -18,12 +18,11 @@ from kvcanary.loops.records import (
     seal_plan,
     write_records,
 )
-from kvcanary.loops.rows import accept_rows, commit_rows, land_rows, launch_rows, sum_committed, write_rows
+from kvcanary.loops.rows import commit_rows, land_rows, launch_rows, write_rows
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
 __all__ = [
-    "accept_rows",
     "append_tokens",
     "are_finite",
     "are_written",
@@ -32,11 +31,11 @@ __all__ = [
     "copy_records",
     "find_unwritten",
     "grow_chain",
+    "hear_runs",
     "keep_lanes",
     "keep_plans",
     "land_rows",
     "launch_rows",
-    "look_through",
     "match_records",
     "match_slots",
     "move_records",
@@ -46,7 +45,6 @@ __all__ = [
     "same_heads",
     "seal_plan",
     "settle_forwards",
-    "sum_committed",
     "sum_heads",
     "sum_slots",
     "sum_values",

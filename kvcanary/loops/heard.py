@@ -7,46 +7,73 @@ The loop says only whether all is well; what is wrong is named by the rules that
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvcanary.cards import (
     BASE,
     BOOKS_CARD,
     BOOKS_JUDGED,
     BOOKS_LEARNED,
     BOOKS_STATES,
+    GUESSES,
+    HAS_RUN,
+    IS_SHORT,
     LEFT_TO_RULES,
     LINE_BITS,
     LINE_BOUNDS,
     LINE_CARD,
     LINE_ENDS,
     LINE_ENTRIES,
-    LINE_GUESSES,
+    LINE_KIND,
     LINE_MASK,
     LINE_NODES,
+    LINE_NUMBER,
     LINE_PARENTS,
     LINE_POOL,
     LINE_SAFE,
     LINE_STARTS,
+    LINE_STEP,
     LINE_TOKENS,
     LINE_WIDTH,
+    NO_ROOM,
+    NOT_WRITTEN,
+    NOWHERE,
     NULL_SLOTS,
     NUM_TOKENS_KNOWN,
     PAGE_SIZE,
     PAGES_FRESH,
     POOL_CARD,
+    POOL_ID,
     REQUEST_CARD,
     REWRITES,
+    RUN_ACCEPTED,
+    RUN_BITS,
+    RUN_CARD,
+    RUN_CARDS,
+    RUN_HEARD,
+    RUN_LINE,
+    RUN_LINE_CARD,
+    RUN_PLACES,
+    RUN_REQUESTS,
+    RUN_SEEN,
+    RUN_STEP,
+    RUN_TURN,
+    RUN_WRITTEN,
     SLOTS,
     TOKEN_OFFSET,
     TOKENS_KNOWN,
+    UNKNOWN,
     VOCABULARY,
 )
 from kvcanary.loops.memory import flags_at, longs_at, loop
+from kvcanary.loops.rows import accept_rows, sum_committed, write_rows
 from kvcanary_kernels.record import WRITTEN
-from kvcanary_kernels.settle import NUM_RUNS
+from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
+from kvcanary_kernels.settle import RUN_WRITTEN as RUN_ENTRIES
 
 
-@loop("int64(int64, int64, int64, int64, int64)")
-def look_through(card, books, line, num_requests, requests):
+@loop()
+def _look_through(card, books, line, num_requests, requests):
     """Number of its entries << LINE_BITS | what was seen of a forward's run, all given by addresses.
 
     requests: [num_requests] addresses of their cards
@@ -72,7 +99,7 @@ def look_through(card, books, line, num_requests, requests):
             return LEFT_TO_RULES
         request = longs_at(cards[row // width], REQUEST_CARD)
         known, place = longs_at(request[TOKENS_KNOWN], request[NUM_TOKENS_KNOWN]), begin + pool[TOKEN_OFFSET]
-        judged = 0 if own[LINE_GUESSES] else min(end - first, 1 if has_parents else end - first)
+        judged = 0 if own[LINE_KIND] == GUESSES else min(end - first, 1 if has_parents else end - first)
         for entry in range(first, end):
             token = tokens[entry]
             wrong = pool[VOCABULARY] and not 0 <= token < pool[VOCABULARY]
@@ -100,6 +127,49 @@ def look_through(card, books, line, num_requests, requests):
             if world[BOOKS_LEARNED]:
                 flags_at(world[BOOKS_LEARNED] + base + slot, 1)[0] = 1
     return n << LINE_BITS | seen
+
+
+@loop("int64(int64, int64, int64, int64, int64, boolean)")
+def hear_runs(first, count, runs, books, planned, proves):
+    """The books go on by what runs say, from the first on, and each is looked through; the end of those that were.
+
+    runs, books: addresses of cards
+    planned: [substeps, NUM_RUNS], gets what rows were longer than the engine knew when it launched
+    proves:  else all are left to the rules
+    Behind one that is left to the rules, or IS_SHORT (NOT_WRITTEN), it stops, and before one that has no room.
+    """
+    for one in range(first, count):
+        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+        own, n, cards = longs_at(run[RUN_LINE_CARD], LINE_CARD), run[RUN_REQUESTS], run[RUN_CARDS]
+        has_run = longs_at(run[RUN_LINE] + 8 * own[LINE_STEP], 1)[0] >> 32 == run[RUN_TURN]
+        is_behind, more, total, found = run[RUN_HEARD] != UNKNOWN, sum_committed(n, cards) - run[RUN_HEARD], 0, 0
+        counts = np.zeros(n, np.int64)
+        if run[RUN_WRITTEN]:
+            counts[:] = longs_at(run[RUN_WRITTEN], n)
+        else:
+            accepted = run[RUN_ACCEPTED] if has_run else 0
+            found = accept_rows(n, cards, accepted, run[RUN_PLACES], run[RUN_STEP])
+            if found == NO_ROOM:
+                return one
+            told = longs_at(accepted, n * run[RUN_PLACES] if accepted else 0)
+            for number in range(n if accepted else 0):
+                counts[number] = max(told[number * run[RUN_PLACES]], 0)
+            total = counts.sum()
+        if is_behind and own[LINE_NUMBER] != NOWHERE:
+            plan = longs_at(planned + 8 * NUM_RUNS * own[LINE_NUMBER], NUM_RUNS)
+            plan[RUN_READ] += (more + total) * own[LINE_WIDTH]
+            plan[RUN_ENTRIES] += total * own[LINE_WIDTH]
+        if has_run and is_behind:
+            pool = longs_at(own[LINE_POOL], POOL_CARD)[POOL_ID]
+            write_rows(n, cards, pool, own[LINE_KIND], 0, np.int64(counts.ctypes.data))
+        seen = LEFT_TO_RULES
+        if has_run and proves and own[LINE_NUMBER] != NOWHERE:
+            seen = _look_through(run[RUN_LINE_CARD], books, run[RUN_LINE], n, cards)
+        is_short = found == NOT_WRITTEN
+        run[RUN_SEEN] = seen << RUN_BITS | (IS_SHORT if is_short else 0) | (HAS_RUN if has_run else 0)
+        if is_short or (has_run and seen & LEFT_TO_RULES):
+            return one + 1
+    return count
 
 
 @loop("boolean(int64, int64, int64, int64, int64, int64, int64)")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH
-from kvcanary.hearing import Hearing
+from kvcanary.cards import HAS_RUN, IS_SHORT, LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, RUN_BITS, RUN_SEEN, UNKNOWN
+from kvcanary.hearing import Hearing, Run
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Role
 from kvcanary.mirror import Mirror
@@ -21,6 +21,7 @@ from kvcanary.outbox import Line, PackedMask
 from kvcanary.pages import WRITTEN
 from kvcanary.requests import Batch
 from kvcanary.state import CanaryState
+from kvcanary.static import line_card
 from kvcanary.tokens import judge_tokens
 from kvcanary.truths import judge_mask
 from kvcanary_kernels.count import NUM_BITS
@@ -38,21 +39,34 @@ class World:
         self.state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4, vocab_size=50)], 3)
         self.ledger = Ledger(10, 4, 1, self.state.keys, [Role("target")])
         self.mirror = Mirror(self.state)
-        self.hearing = Hearing(self.ledger.pages, self.mirror)
+        self.hearing = Hearing(self.state, self.ledger.pages, self.mirror)
         for name, pages in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
             self.ledger.admit(name, range(10, 20), 0)
             self.ledger.grant(name, pages, 0)
 
-    def run(self, kind: str, line: Line, is_tree: bool) -> Launched:
+    def run(self, kind: str, line: Line, is_tree: bool) -> Run:
         substep = SimpleNamespace(
             site=(kind, 0),
+            number=0,
             pool=self.state.pools[0],
             width=1,
             masks=PackedMask(torch.zeros(ROOM, NODES, NODES, dtype=torch.bool)) if is_tree else None,
             forward=SimpleNamespace(num_entries=9, num_rows=ROOM, ancestors=0, table=SimpleNamespace(pages=[None])),
             written=SimpleNamespace(line=lambda: line),
         )
-        return Launched(substep, Batch(self.ledger.requests.values()), array("q"), 1, 1)
+        self.line_card = line_card(substep)
+        batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
+        card = self.line_card.buffer_info()[0], line.at, *batch.told, 0, 1, UNKNOWN, written.buffer_info()[0], 0, 0, 0
+        return Run(Launched(substep, batch, array("q"), 1, 0, written, card), line, None)
+
+    def hear(self, run: Run) -> int:
+        """What is seen of the line; what is clean is true of pages and mirror then."""
+        cards = self.hearing.begin([run])
+        assert self.hearing.hear([run], cards, 0, array("q"), True) == 1
+        assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN
+        seen = cards[RUN_SEEN] >> RUN_BITS
+        assert self.hearing.is_clean(run, seen) == (not seen & LEFT_TO_RULES)
+        return seen
 
 
 def random_line(rng: random.Random, is_tree: bool) -> Line:
@@ -107,15 +121,15 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
     for _ in range(1500):
         line = random_line(rng, kind == "verify")
         run = world.run(kind, line, kind == "verify")
-        told = world.hearing.hear(0, run, line)
-        forward = Learned(run.substep, 1, 2, line.parts(), None, run.batch.requests)
+        told = world.hear(run)
+        forward = Learned(run.launched.substep, 1, 2, line.parts(), None, run.launched.batch.requests)
         is_plan = forward.is_plan
         hits = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
         assert bool(told & LEFT_TO_RULES) == (not is_plan or bool(hits)), line.parts()
         seen["no plan" if not is_plan else "named" if hits else "clean"] += 1
         if is_plan and not hits:
             assert told >> LINE_BITS == forward.num_entries
-            kept, plan = Heard.of(run, line, told >> LINE_BITS, None), forward.plan.tolist()
+            kept, plan = Heard.of(run.launched, line, told >> LINE_BITS, None), forward.plan.tolist()
             line.numbers[:] = 0
             again = kept.learned()
             assert (again.plan.tolist(), kept.num_bytes) == (plan, again.num_bytes)
@@ -133,8 +147,8 @@ def test_pages_are_written_and_what_was_judged_there_is_judged_anew() -> None:
     line = Line(np.concatenate(parts), list(map(slice, ends, ends[1:])))
     run = world.run("decode", line, is_tree=False)
     mirror.judged[6] = True
-    assert world.hearing.hear(0, run, line) & (LEFT_TO_RULES | PAGES_FRESH) == PAGES_FRESH
+    assert world.hear(run) & (LEFT_TO_RULES | PAGES_FRESH) == PAGES_FRESH
     assert (pages.states == WRITTEN).nonzero()[0].tolist() == [1]
     assert (mirror.epoch, mirror.judged.any()) == (1, False)
-    assert world.hearing.hear(0, run, line) == 2 << LINE_BITS
+    assert world.hear(run) == 2 << LINE_BITS
     assert mirror.epoch == 1
