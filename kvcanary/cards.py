@@ -117,9 +117,9 @@ UNHEARD_TOKENS, UNHEARD_BEFORE, UNHEARD_AFTER, UNHEARD_CARD = range(4)
 QUEUE_LENGTH, NUM_JOINED, JOINED = range(3)
 RANGE, JOINED_ROOM = 3, 16
 QUEUE_CARD = JOINED + RANGE * JOINED_ROOM
-#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64 (`graphs.RowTruth`), then committed
-#: lengths, and the sum of those that the engine has told (UNKNOWN: rows are as the engine knows them).
-ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_NUMBERS = range(6)
+#: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64: those of `graphs.RowTruth`, then
+#: committed lengths. Behind them the sum of those that the engine had told; UNKNOWN: rows are as the engine knows them.
+ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_COMMITTED, ROW_NUMBERS = range(7)
 #: What a loop says of what is told of requests: nothing was done; what it is to be judged by the rules, and done then;
 #: some entries become final that no forward has written; pages of some rows may be final.
 NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
@@ -158,7 +158,7 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
     RUN_CARDS,  # address of their addresses
     RUN_TURN,
     RUN_STEP,
-    RUN_HEARD,  # committed lengths that the engine had told, UNKNOWN: rows of none were longer
+    RUN_ROWS,  # address of what was known of the rows; the same for forwards that were launched together
     RUN_WRITTEN,  # address, by request; 0: as many as the step before it accepts
     RUN_ACCEPTED,  # address of what that has accepted
     RUN_PLACES,
@@ -166,6 +166,7 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
     RUN_CARD,
 ) = range(12)
 HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
+PLACE_BITS = 32  # of a request's number in a run
 
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2

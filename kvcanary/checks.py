@@ -168,7 +168,7 @@ class StepChecks:
         """Captured forwards of which the host has not heard."""
         for flight in self._flights:
             if flight.told is not None:
-                yield from (run.launched for run in flight.told.forwards)
+                yield from flight.told.forwards
 
     def _send(self, hits: list[Hit | HitBatch]) -> Flight:
         """`hits`: of this step, known already."""
@@ -212,7 +212,7 @@ class StepChecks:
 
     def _mark_read(self, told: Told) -> None:
         """What attention has compared; several forwards of a step read the same rows."""
-        runs = [run.launched for run in told.forwards if run.launched.substep.judges_bytes]
+        runs = [run for run in told.forwards if run.substep.judges_bytes]
         rows = [(run.substep.pool, request) for run in runs for request in run.batch.requests]
         for pool, request in {(pool.pool_id, request.uid): (pool, request) for pool, request in rows}.values():
             self._coverage.bytes_checked += self.sweeper.mark_read(pool, request, told.step)

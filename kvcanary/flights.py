@@ -30,7 +30,7 @@ class Flight:
 
     def has_run_since(self, turn: int) -> bool:
         """Whether all of its forwards were launched in this turn or later."""
-        return self.told is None or all(run.launched.turn >= turn for run in self.told.forwards)
+        return self.told is None or all(run.turn >= turn for run in self.told.forwards)
 
     def wait(self) -> None:
         """The host stands still until the copies are over."""

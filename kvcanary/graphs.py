@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,8 +17,12 @@ from kvcanary.cards import (
     HAS_RUN,
     IS_SHORT,
     LINE_BITS,
+    NOWHERE,
+    PLACE_BITS,
     ROW_CHAINS,
+    ROW_COMMITTED,
     ROW_LENGTHS,
+    ROW_NUMBERS,
     ROW_ROOTS,
     ROW_UIDS,
     ROW_UNHEARD,
@@ -33,7 +36,7 @@ from kvcanary.entries import Entries
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, Ran, StaticHit
-from kvcanary.hearing import Hearing, Run
+from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
@@ -107,11 +110,13 @@ class Listener(Protocol):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
+    cards: of forwards, [forwards, RUN_CARD] (cards.py)
     moves: as `StaticMove.moved` tells them, and in which turn they were launched
     """
 
     step: int
-    forwards: list[Run]
+    forwards: list[Launched]
+    cards: array[int]
     moves: list[tuple[StaticMove, int, list[Ints]]]
     snapshot: Snapshot
 
@@ -151,12 +156,10 @@ class StaticChecks:
         rows, entries, plan = len(batch), 0 if written is None else sum(written), self.bank.plan
         for substep, count in zip(substeps, reads, strict=True):
             plan(substep, rows * substep.width, entries * substep.width, count)
-        truth = self._truth(batch, substeps[0].pool, len(substeps))
         if acceptance is not None:
             acceptance.told.expect(self.bank.turn)
             self.num_unlanded += 1
-        self._note(substeps, batch, step, written, acceptance)
-        return truth
+        return self._launch(substeps, batch, step, written, acceptance)
 
     def launch_once(
         self,
@@ -170,35 +173,47 @@ class StaticChecks:
     ) -> OnceSubstep:
         """The same for a forward that comes once, as an engine's own tensors describe it."""
         batch = Batch(requests)
-        substep = self._singles.take(pool, site, read, write, written, self._truth(batch, pool))
-        self._note([substep], batch, step, written, None)
+        rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self._most_unlanded)
+        substep = self._singles.take(pool, site, read, write, written, self._truth(rows))
+        self._launch([substep], batch, step, written, None)
         return substep
 
-    def _truth(self, batch: Batch, pool: PoolState, num_forwards: int = 1) -> RowTruth:
-        rows, unknown = self._ledger.rows(batch, pool.pool_id, 0 if self.bank.seats is None else 1)
-        if unknown:
-            self._coverage.skip("truth not known to the host", num_forwards * unknown)
-        return RowTruth(rows, self.bank.now)
-
-    def _note(
+    def _launch(
         self,
         substeps: Sequence[StaticSubstep],
         batch: Batch,
         step: int,
         written: Sequence[int] | None,
         acceptance: StaticAcceptance | None,
-    ) -> None:
+    ) -> RowTruth:
         """They run next."""
-        first, turn = substeps[0], self.bank.turn
-        entries = None if written is None else array("q", written)
-        pool_id, kind = first.pool.pool_id, first.site[0]
-        committed, heard = self._ledger.launch_rows(batch, kind, pool_id, len(substeps), entries)
-        accepted = (0, 0) if acceptance is None else (acceptance.told.line().at, 1 + acceptance.places)
-        common = *batch.told, turn, step, heard, 0 if entries is None else entries.buffer_info()[0], *accepted, 0
+        first, turn, accepted, told = substeps[0], self.bank.turn, None, (0, 0)
+        entries, written_at = None, 0
+        if written is not None:
+            entries = array("q", written)
+            written_at = entries.buffer_info()[0]
+        if acceptance is not None:
+            line, places = acceptance.told.line(), 1 + acceptance.places
+            accepted, told = line[0].reshape(-1, places), (line.at, places)
+        kind, pool_id, count = first.site[0], first.pool.pool_id, len(substeps)
+        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, count, entries)
+        if unknown:
+            self._coverage.skip("truth not known to the host", count * unknown)
+        common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *told, 0
         for substep in substeps:
             substep.written.expect(turn)
-            card = substep.line_card_at, substep.written.line().at, *common
-            self.launched.append(Launched(substep, batch, committed, step, turn, entries, card, acceptance))
+            line = substep.written.line()
+            card = substep.line_card_at, line.at, *common
+            self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted))
+        return self._truth(rows)
+
+    @property
+    def _most_unlanded(self) -> int:
+        """Steps of which the device can add what they have accepted."""
+        return 0 if self.bank.seats is None else 1
+
+    def _truth(self, rows: array[int]) -> RowTruth:
+        return RowTruth(np.frombuffer(rows, np.int64)[:-1].reshape(ROW_NUMBERS, -1)[:ROW_COMMITTED], self.bank.now)
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
@@ -208,17 +223,19 @@ class StaticChecks:
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
         launched, self.launched = self.launched, [run for run in self.launched if run.substep.is_open]
-        launched = [run for run in launched if not run.substep.is_open]
+        if self.launched:
+            launched = [run for run in launched if not run.substep.is_open]
         moves, self.moves = self.moves, []
-        forwards = [Run(run, run.substep.written.line(), _accepted(run)) for run in launched]
         runs, singles = dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
-        for run, line, _ in forwards:
+        for run in launched:
             if isinstance(run.substep, OnceSubstep):
-                singles.append((run.substep, line[HEADER_PART]))
+                singles.append((run.substep, run.line[HEADER_PART]))
             elif (number := run.substep.number) is not None:
-                runs[number] = Ran(run.turn, line, run.batch.requests)
-        snapshot = self.bank.snapshot(runs or None, singles)
-        return Told(step, forwards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
+                runs[number] = Ran(run.turn, run.line, run.batch.requests)
+        snapshot, cards = self.bank.snapshot(runs or None, singles), array("q")
+        for run in launched:
+            cards.extend(run.card)
+        return Told(step, launched, cards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror, unwritten: Unwritten, proves: bool) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
@@ -230,23 +247,23 @@ class StaticChecks:
         hearing, forwards, ledger = self._hearing, told.forwards, self._ledger
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, ledger.pages, mirror)
-        cards, end, num_learned = hearing.begin(forwards), 0, 0
+        cards, end, num_learned = told.cards, 0, 0
         while (first := end) < len(forwards):
             end = hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
             for number in range(first, end):
-                run, line, accepted = forwards[number]
-                seen, substep, requests = cards[RUN_CARD * number + RUN_SEEN], run.substep, run.batch.requests
+                run, seen = forwards[number], cards[RUN_CARD * number + RUN_SEEN]
+                substep, requests, accepted = run.substep, run.batch.requests, run.accepted
                 self.num_unlanded -= accepted is not None
                 if seen & IS_SHORT:
                     unwritten(requests, run.step)
                 if not seen & HAS_RUN:  # H1 says so
                     continue
                 tokens = None if accepted is None else _tokens(accepted[: len(requests)])
-                if hearing.is_clean(forwards[number], seen >> RUN_BITS):
+                if hearing.is_clean(run, seen >> RUN_BITS):
                     num_learned += 1
-                    self.listener.heard(Heard.of(run, line, seen >> RUN_BITS + LINE_BITS, tokens), substep.layers)
+                    self.listener.heard(Heard.of(run, seen >> RUN_BITS + LINE_BITS, tokens), substep.layers)
                     continue
-                forward = Learned(substep, run.step, len(requests), line.parts(), tokens, requests)
+                forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)
                 if not forward.is_plan:
                     self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                     continue
@@ -273,16 +290,16 @@ class StaticChecks:
 
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
-        ledger = self._ledger
-        for _, runs in groupby((run.launched for run in told.forwards), key=_launch_of):
-            run, *others = runs
-            for number in ledger.may_finalise(run.batch, 1 + len(others), run.committed):
-                request = run.batch.requests[number]
-                if request.pages:
-                    try:
-                        ledger.finalise(request, told.step, run.committed[number] if request.in_the_air else None)
-                    except PageStateError:
-                        self._coverage.skip("pages that should be final and were not written", 1)
+        ledger, place = self._ledger, 0
+        while (place := ledger.land_runs(told.cards, place)) != NOWHERE:
+            one, number = divmod(place, 1 << PLACE_BITS)
+            run, place = told.forwards[one], place + 1
+            request = run.batch.requests[number]
+            if request.pages:
+                try:
+                    ledger.finalise(request, told.step, run.committed[number] if request.in_the_air else None)
+                except PageStateError:
+                    self._coverage.skip("pages that should be final and were not written", 1)
 
     def harvest(self, told: Told) -> list[Hit]:
         """Hits and gaps of the step."""
@@ -333,18 +350,6 @@ class StaticChecks:
         return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
 
 
-def _accepted(run: Launched) -> Ints | None:
-    if run.acceptance is None:
-        return None
-    (numbers,) = run.acceptance.told.read()
-    return numbers.reshape(-1, 1 + run.acceptance.places)
-
-
 def _tokens(accepted: Ints) -> list[list[int]]:
     """By request."""
     return [row[1 : 1 + max(row[0], 0)] for row in accepted.tolist()]
-
-
-def _launch_of(run: Launched) -> int:
-    """The same for forwards that were launched together."""
-    return id(run.committed)

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
 
 from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES
-from kvcanary.forward import Ints
 from kvcanary.learning import Launched
 from kvcanary.mirror import Mirror
-from kvcanary.outbox import Line
 from kvcanary.pages import Pages
 from kvcanary.state import CanaryState
 from kvcanary.static import SAFE
-
-
-class Run(NamedTuple):
-    """A captured forward that has run, and what the device says of it.
-
-    line: as `StaticSubstep.written` tells it;  accepted: [size, 1 + places], before it ran
-    """
-
-    launched: Launched
-    line: Line
-    accepted: Ints | None
 
 
 class Hearing:
@@ -36,26 +21,22 @@ class Hearing:
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
         self._books_at = self._books.buffer_info()[0]
 
-    def begin(self, runs: Sequence[Run]) -> array[int]:
-        """[runs, RUN_CARD] (cards.py), of which `hear` has heard nothing."""
-        return array("q", chain.from_iterable(run.launched.card for run in runs))
-
-    def hear(self, runs: Sequence[Run], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
-        """`loops.hear_runs`, with room for it."""
+    def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
+        """`loops.hear_runs`, with room for it; `cards`: of all of them."""
         told = first, len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves
         end: int = self._loop(*told)
         if end == first:
-            batch, accepted = runs[first].launched.batch, runs[first].accepted
+            batch, accepted = runs[first].batch, runs[first].accepted
             batch.make_room([] if accepted is None else accepted[: len(batch), 0].tolist())
             end = self._loop(*told)
         return end
 
-    def is_clean(self, run: Run, seen: int) -> bool:
+    def is_clean(self, run: Launched, seen: int) -> bool:
         """Whether nothing is left to the rules: then pages are written, and the mirror knows where new records lie."""
         if seen & LEFT_TO_RULES:
             return False
         if seen & PAGES_FRESH:
-            safe, view = run.line[SAFE][: seen >> LINE_BITS], run.launched.substep.pool.view
+            safe, view = run.line[SAFE][: seen >> LINE_BITS], run.substep.pool.view
             self._pages.wrote(safe[safe >= view.null_slots] // view.page_size)
         self._mirror.heard(seen & REWRITES)
         return True

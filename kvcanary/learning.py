@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvcanary.cards import ROW_COMMITTED, ROW_NUMBERS
 from kvcanary.forward import Ints, Planned
 from kvcanary.ledger import Request
 from kvcanary.outbox import Line
 from kvcanary.requests import Batch
-from kvcanary.seats import StaticAcceptance
 from kvcanary.state import PoolState
 from kvcanary.static import MASKS, StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
@@ -22,19 +22,27 @@ from kvcanary_kernels.count import NUM_BITS
 class Launched(NamedTuple):
     """A captured forward that the host has launched in this turn and knows nothing more of.
 
-    committed: by request, at that time; one array for all that were launched together
-    written:   by request, entries that each of its rows writes; None: as many as `acceptance` says
+    rows:      [ROW_NUMBERS * requests + 1] (cards.py), at that time; one array for all that were launched together
+    line:      what `StaticSubstep.written` will say of it
+    written:   by request, entries that each of its rows writes; None: as many as were accepted
     card:      [RUN_CARD] (cards.py)
+    accepted:  [size, 1 + places], what the step says that it has accepted before
     """
 
     substep: StaticSubstep
     batch: Batch
-    committed: array[int]
+    rows: array[int]
     step: int
     turn: int
+    line: Line
     written: array[int] | None
     card: tuple[int, ...]
-    acceptance: StaticAcceptance | None = None
+    accepted: Ints | None = None
+
+    @property
+    def committed(self) -> list[int]:
+        """By request."""
+        return self.rows[ROW_COMMITTED * len(self.batch) : ROW_NUMBERS * len(self.batch)].tolist()
 
 
 class Heard(NamedTuple):
@@ -51,17 +59,15 @@ class Heard(NamedTuple):
     accepted: list[list[int]] | None
 
     @classmethod
-    def of(cls, run: Launched, line: Line, num_entries: int, accepted: list[list[int]] | None) -> Heard:
+    def of(cls, run: Launched, num_entries: int, accepted: list[list[int]] | None) -> Heard:
         """Nothing of it lies in the line any more."""
-        numbers = line.numbers[: line.where[MASKS].stop].copy()
+        numbers = run.line.numbers[: run.line.where[MASKS].stop].copy()
         return cls(run.substep, run.step, len(run.batch), num_entries, numbers, accepted)
 
     @property
     def num_bytes(self) -> int:
-        """As `Learned.num_bytes`."""
-        substep, rows = self.substep, self.num_requests * self.substep.width
-        nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
-        return _num_bytes(self.num_entries, rows, substep.forward.ancestors * rows, self.num_requests * nodes * nodes)
+        """That it keeps."""
+        return self.numbers.nbytes
 
     def learned(self) -> Learned:
         where = self.substep.written.line().where[: MASKS + 1]

@@ -6,14 +6,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvcanary.cards import KINDS, NO_ROOM, OTHER, ROW_NUMBERS
+from kvcanary.cards import KINDS, NO_ROOM, OTHER, ROW_NUMBERS, RUN_CARD
 from kvcanary.requests import Batch, RequestBook, Role
 from kvcanary_kernels.record import Keys
-
-Ints = NDArray[np.int64]
 
 
 class StepBook(RequestBook):
@@ -42,38 +37,36 @@ class StepBook(RequestBook):
         return _with_room(self._loops.commit_rows, told, batch, repeat(0, len(batch)))
 
     def launch_rows(
-        self, batch: Batch, kind: str, pool_id: int, forwards: int, written: array[int] | None
+        self, batch: Batch, kind: str, pool_id: int, unlanded: int, forwards: int, written: array[int] | None
     ) -> tuple[array[int], int]:
-        """Committed lengths of rows of which so many forwards run next, and what `loops.launch_rows` says of them.
+        """[ROW_NUMBERS * requests + 1] (cards.py) of rows of which so many forwards run next; how many are UNKNOWN.
 
-        written: by request, entries that each of its rows writes; None: as many as a step accepts
+        unlanded: steps that may have accepted what the host has not learned yet
+        written:  by request, entries that each of its rows writes; None: as many as a step accepts
         """
-        committed, accepts = array("q", bytes(8 * len(batch))), written is None
+        rows = _rows(batch)
         at = 0 if written is None else written.buffer_info()[0]
-        told = pool_id, forwards, accepts, KINDS.get(kind, OTHER), at, committed.buffer_info()[0]
-        return committed, self._loops.launch_rows(*batch.told, *told)
+        told = pool_id, unlanded, forwards, KINDS.get(kind, OTHER), at, rows.buffer_info()[0]
+        return rows, self._loops.launch_rows(*batch.told, *told)
+
+    def land_runs(self, cards: array[int], first: int) -> int:
+        """`loops.land_runs` of the runs of these cards."""
+        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self.page_size
+        return int(self._loops.land_runs(*told))
 
     def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:
         """A forward of this kind has written rows of so many entries, None: of all that is final."""
         at = 0 if before is None else before.buffer_info()[0]
         self._loops.write_rows(*batch.told, pool_id, KINDS.get(kind, OTHER), at, written.buffer_info()[0])
 
-    def rows(self, batch: Batch, pool_id: int, unlanded: int) -> tuple[Ints, int]:
-        """[ROW_NUMBERS, requests] (cards.py) of rows of this pool, and how many of their lengths are UNKNOWN.
+    def tell_rows(self, batch: Batch, pool_id: int, unlanded: int) -> tuple[array[int], int]:
+        """As `launch_rows`, where nothing runs yet."""
+        rows = _rows(batch)
+        return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.buffer_info()[0])
 
-        unlanded: steps that may have accepted what the host has not learned yet
-        """
-        rows = np.empty((ROW_NUMBERS, len(batch)), np.int64)
-        return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.ctypes.data)
 
-    def may_finalise(self, batch: Batch, forwards: int, committed: array[int]) -> list[int]:
-        """So many forwards have landed: numbers of those of which a page may be final that was not, by `finalise`.
-
-        committed: by request, the length behind which others may be writing still
-        """
-        which = array("q", bytes(8 * len(batch)))
-        told = self.page_size, committed.buffer_info()[0], which.buffer_info()[0]
-        return which[: self._loops.land_rows(*batch.told, forwards, *told)].tolist()
+def _rows(batch: Batch) -> array[int]:
+    return array("q", bytes(8 * (ROW_NUMBERS * len(batch) + 1)))
 
 
 def _with_room(loop: Callable[..., int], told: Sequence[int], batch: Batch, counts: Iterable[int]) -> int:

@@ -18,7 +18,7 @@ from kvcanary.loops.records import (
     seal_plan,
     write_records,
 )
-from kvcanary.loops.rows import commit_rows, land_rows, launch_rows, write_rows
+from kvcanary.loops.rows import commit_rows, land_runs, launch_rows, write_rows
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
@@ -34,7 +34,7 @@ __all__ = [
     "hear_runs",
     "keep_lanes",
     "keep_plans",
-    "land_rows",
+    "land_runs",
     "launch_rows",
     "match_records",
     "match_slots",

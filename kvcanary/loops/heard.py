@@ -46,15 +46,16 @@ from kvcanary.cards import (
     POOL_ID,
     REQUEST_CARD,
     REWRITES,
+    ROW_NUMBERS,
     RUN_ACCEPTED,
     RUN_BITS,
     RUN_CARD,
     RUN_CARDS,
-    RUN_HEARD,
     RUN_LINE,
     RUN_LINE_CARD,
     RUN_PLACES,
     RUN_REQUESTS,
+    RUN_ROWS,
     RUN_SEEN,
     RUN_STEP,
     RUN_TURN,
@@ -142,7 +143,8 @@ def hear_runs(first, count, runs, books, planned, proves):
         run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
         own, n, cards = longs_at(run[RUN_LINE_CARD], LINE_CARD), run[RUN_REQUESTS], run[RUN_CARDS]
         has_run = longs_at(run[RUN_LINE] + 8 * own[LINE_STEP], 1)[0] >> 32 == run[RUN_TURN]
-        is_behind, more, total, found = run[RUN_HEARD] != UNKNOWN, sum_committed(n, cards) - run[RUN_HEARD], 0, 0
+        heard = longs_at(run[RUN_ROWS] + 8 * ROW_NUMBERS * n, 1)[0]
+        is_behind, more, total, found = heard != UNKNOWN, sum_committed(n, cards) - heard, 0, 0
         counts = np.zeros(n, np.int64)
         if run[RUN_WRITTEN]:
             counts[:] = longs_at(run[RUN_WRITTEN], n)

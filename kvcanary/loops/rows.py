@@ -23,6 +23,7 @@ from kvcanary.cards import (
     LEFT_TO_BOOKS,
     NO_ROOM,
     NOT_WRITTEN,
+    NOWHERE,
     NUM_CHAINS,
     NUM_IN_THE_AIR,
     NUM_JOINED,
@@ -30,10 +31,17 @@ from kvcanary.cards import (
     NUM_UNHEARD,
     NUM_UNLANDED,
     PAGES_FINAL,
+    PLACE_BITS,
     QUEUE_CARD,
     QUEUE_LENGTH,
     RANGE,
     REQUEST_CARD,
+    ROW_COMMITTED,
+    ROW_NUMBERS,
+    RUN_CARD,
+    RUN_CARDS,
+    RUN_REQUESTS,
+    RUN_ROWS,
     TOKENS_ROOM,
     UNHEARD_AFTER,
     UNHEARD_BEFORE,
@@ -43,7 +51,7 @@ from kvcanary.cards import (
     UNHEARD_TOKENS,
     UNKNOWN,
 )
-from kvcanary.loops.known import chain_of, final_len, put_tokens
+from kvcanary.loops.known import chain_of, final_len, put_tokens, tell_rows
 from kvcanary.loops.memory import longs_at, loop
 
 
@@ -77,26 +85,29 @@ def write_rows(n, cards, pool, kind, before, written):
         _write_row(request, chain, kind, length + counts[number])
 
 
-@loop("int64(int64, int64, int64, int64, boolean, int64, int64, int64)")
-def launch_rows(n, cards, pool, forwards, accepts, kind, written, committed):
-    """So many forwards run next; the sum of committed lengths that the engine has told, or UNKNOWN where all rows are
-    as it knows them: then the forwards, of one kind, write them.
+@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
+    """So many forwards of one kind run next over rows of a pool; how many of their lengths are UNKNOWN.
 
-    accepts:   whether they write what a step accepts that runs before them
-    written:   address of [n], unless they accept;  committed: address of [n], out
+    Where all rows are as the engine knows them, and these write what it says, they are as long as that from now on.
+    most:    steps that may have accepted what the host has not learned yet
+    written: address of [n] entries; 0: what a step accepts that runs before them
+    rows:    address of [ROW_NUMBERS * n + 1], out
     """
-    own, lens, heard, is_behind = longs_at(cards, n), longs_at(committed, n), 0, accepts
+    unknown = tell_rows(n, cards, pool, most, rows)
+    own, told, accepts = longs_at(cards, n), longs_at(rows, ROW_NUMBERS * n + 1), written == 0
+    heard, is_behind = 0, accepts
     for number in range(n):
         request = longs_at(own[number], REQUEST_CARD)
         is_behind |= request[NUM_UNHEARD] > 0 or request[NUM_UNLANDED] > 0
         heard += _heard_len(request)
-        lens[number] = request[COMMITTED_LEN]
+        told[ROW_COMMITTED * n + number] = request[COMMITTED_LEN]
         request[NUM_IN_THE_AIR] += forwards
         request[NUM_UNLANDED] += accepts
-    if is_behind:
-        return heard
-    write_rows(n, cards, pool, kind, 0, written)
-    return UNKNOWN
+    told[ROW_NUMBERS * n] = heard if is_behind else UNKNOWN
+    if not is_behind:
+        write_rows(n, cards, pool, kind, 0, written)
+    return unknown
 
 
 @loop("int64(int64, int64)")
@@ -209,18 +220,23 @@ def accept_rows(n, cards, accepted, stride, step):
     return found
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64)")
-def land_rows(n, cards, forwards, page_size, committed, which):
-    """So many forwards have landed; numbers of requests that may have pages that are final now, and how many these are.
+@loop("int64(int64, int64, int64, int64)")
+def land_runs(runs, count, first, page_size):
+    """Runs have landed. Where the next request stands of which pages may be final that were not, number of the run <<
+    PLACE_BITS | number in it, or NOWHERE; those before `first` have landed.
 
-    committed: address of [n] lengths behind which other forwards may be writing still;  which: address of [n], out
+    runs: address of cards. Behind what was final at a launch, others that are in the air may be writing still.
     """
-    own, lens, numbers, count = longs_at(cards, n), longs_at(committed, n), longs_at(which, n), 0
-    for number in range(n):
-        request = longs_at(own[number], REQUEST_CARD)
-        request[NUM_IN_THE_AIR] -= forwards
-        length = lens[number] if request[NUM_IN_THE_AIR] else request[COMMITTED_LEN]
-        if request[IS_LIVE] and _final_pages(own[number], length, page_size) > request[FINAL_PAGES]:
-            numbers[count] = number
-            count += 1
-    return count
+    for one in range(first >> PLACE_BITS, count):
+        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+        n, start = run[RUN_REQUESTS], first & (1 << PLACE_BITS) - 1 if one == first >> PLACE_BITS else 0
+        own, lens = longs_at(run[RUN_CARDS], n), longs_at(run[RUN_ROWS] + 8 * ROW_COMMITTED * n, n)
+        is_last = one + 1 == count or longs_at(runs + 8 * RUN_CARD * (one + 1), RUN_CARD)[RUN_ROWS] != run[RUN_ROWS]
+        for number in range(start, n):
+            request = longs_at(own[number], REQUEST_CARD)
+            request[NUM_IN_THE_AIR] -= 1
+            length = lens[number] if request[NUM_IN_THE_AIR] else request[COMMITTED_LEN]
+            are_final = is_last and _final_pages(own[number], length, page_size) > request[FINAL_PAGES]
+            if are_final and request[IS_LIVE]:
+                return one << PLACE_BITS | number
+    return NOWHERE

@@ -12,8 +12,18 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.cards import HAS_RUN, IS_SHORT, LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, RUN_BITS, RUN_SEEN, UNKNOWN
-from kvcanary.hearing import Hearing, Run
+from kvcanary.cards import (
+    HAS_RUN,
+    IS_SHORT,
+    LEFT_TO_RULES,
+    LINE_BITS,
+    PAGES_FRESH,
+    ROW_NUMBERS,
+    RUN_BITS,
+    RUN_SEEN,
+    UNKNOWN,
+)
+from kvcanary.hearing import Hearing
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Role
 from kvcanary.mirror import Mirror
@@ -44,7 +54,7 @@ class World:
             self.ledger.admit(name, range(10, 20), 0)
             self.ledger.grant(name, pages, 0)
 
-    def run(self, kind: str, line: Line, is_tree: bool) -> Run:
+    def run(self, kind: str, line: Line, is_tree: bool) -> Launched:
         substep = SimpleNamespace(
             site=(kind, 0),
             number=0,
@@ -56,12 +66,14 @@ class World:
         )
         self.line_card = line_card(substep)
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
-        card = self.line_card.buffer_info()[0], line.at, *batch.told, 0, 1, UNKNOWN, written.buffer_info()[0], 0, 0, 0
-        return Run(Launched(substep, batch, array("q"), 1, 0, written, card), line, None)
+        rows = array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
+        told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, 0
+        card = self.line_card.buffer_info()[0], line.at, *batch.told, *told
+        return Launched(substep, batch, rows, 1, 0, line, written, card)
 
-    def hear(self, run: Run) -> int:
+    def hear(self, run: Launched) -> int:
         """What is seen of the line; what is clean is true of pages and mirror then."""
-        cards = self.hearing.begin([run])
+        cards = array("q", run.card)
         assert self.hearing.hear([run], cards, 0, array("q"), True) == 1
         assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN
         seen = cards[RUN_SEEN] >> RUN_BITS
@@ -122,17 +134,17 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
         line = random_line(rng, kind == "verify")
         run = world.run(kind, line, kind == "verify")
         told = world.hear(run)
-        forward = Learned(run.launched.substep, 1, 2, line.parts(), None, run.launched.batch.requests)
+        forward = Learned(run.substep, 1, 2, line.parts(), None, run.batch.requests)
         is_plan = forward.is_plan
         hits = [*judge_tokens(forward), *judge_mask(forward)] if is_plan else []
         assert bool(told & LEFT_TO_RULES) == (not is_plan or bool(hits)), line.parts()
         seen["no plan" if not is_plan else "named" if hits else "clean"] += 1
         if is_plan and not hits:
             assert told >> LINE_BITS == forward.num_entries
-            kept, plan = Heard.of(run.launched, line, told >> LINE_BITS, None), forward.plan.tolist()
+            kept, plan = Heard.of(run, told >> LINE_BITS, None), forward.plan.tolist()
             line.numbers[:] = 0
             again = kept.learned()
-            assert (again.plan.tolist(), kept.num_bytes) == (plan, again.num_bytes)
+            assert again.plan.tolist() == plan
             assert (again.kind, again.step, again.num_rows, again.accepted) == (kind, 1, 2, None)
     assert min(seen.values()) > 50, seen
 

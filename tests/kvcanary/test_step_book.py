@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcanary.cards import LEFT_TO_BOOKS, NO_ROOM, NOT_WRITTEN, PAGES_FINAL, UNKNOWN
+from kvcanary.cards import LEFT_TO_BOOKS, NO_ROOM, NOT_WRITTEN, NOWHERE, PAGES_FINAL, ROW_COMMITTED, UNKNOWN
 from kvcanary.ledger import Ledger, Role
 from kvcanary.loops.rows import accept_rows
 from kvcanary.requests import Batch, Unheard
@@ -97,7 +97,8 @@ class Books:
         names, pool, forwards = self.some(), self.random.randrange(2), self.random.randrange(1, 4)
         written = None if self.random.random() < 0.4 else [self.random.randrange(4) for _ in names]
         told = None if written is None else array("q", written)
-        committed, heard = self.ledger.launch_rows(self.ledger.batch(names), "verify", pool, forwards, told)
+        numbers, _ = self.ledger.launch_rows(self.ledger.batch(names), "verify", pool, 1, forwards, told)
+        committed, heard = numbers[ROW_COMMITTED * len(names) : -1], numbers[-1]
         rows = [self.rows[name] for name in names]
         is_behind = written is None or any(row.unheard or row.unlanded for row in rows)
         lens = [row.unheard[0].before if row.unheard else row.committed_len for row in rows]
@@ -169,8 +170,14 @@ class Books:
 
     def land(self) -> None:
         names = [name for name in self.some() if self.rows[name].in_the_air]
+        batch, n = self.ledger.batch(names), len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
-        which = self.ledger.may_finalise(self.ledger.batch(names), 1, array("q", committed))
+        rows = array("q", [0] * ROW_COMMITTED * n + [*committed, UNKNOWN])
+        cards = array("q", (0, 0, *batch.told, 0, 0, rows.buffer_info()[0], 0, 0, 0, 0))
+        which, place = [], 0
+        while (place := self.ledger.land_runs(cards, place)) != NOWHERE:
+            which.append(place)
+            place += 1
         wanted = []
         for number, name in enumerate(names):
             row = self.rows[name]
