@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcanary.beside import Beside
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.captured_move import StaticMove
+from kvcanary.cards import RUN_CARD
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
@@ -24,7 +25,7 @@ from kvcanary.outbox import Outbox
 from kvcanary.seats import Seats, StaticTruth
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import HEADER_PART, StaticSubstep
+from kvcanary.static import StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.plan import NO_CLAIM
@@ -44,6 +45,7 @@ class Snapshot(NamedTuple):
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
     runs:          of substeps that the host launched, by number
+    cards:         of these runs, and of those that came once, [runs, RUN_CARD] (cards.py)
     """
 
     headers: dict[int, Ints] | None
@@ -51,6 +53,7 @@ class Snapshot(NamedTuple):
     planned: array[int]
     reads_unknown: frozenset[int]
     runs: dict[int, Ran]
+    cards: array[int]
 
 
 class SubstepBank:
@@ -199,10 +202,6 @@ class SubstepBank:
         `reads` None: lengths are known to the device alone, and are not compared.
         """
         self.publish()
-        self.plan(substep, rows, entries, reads)
-
-    def plan(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None) -> None:
-        """As `expect`, where pages have been published."""
         number, planned = substep.number, self._planned
         if number is None:
             raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
@@ -226,12 +225,13 @@ class SubstepBank:
         self,
         runs: dict[int, Ran] | None = None,
         once: Sequence[tuple[OnceSubstep, Ints]] = (),
+        cards: array[int] | None = None,
     ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
         runs: of substeps by number, whose headers are on their way already; None, or where others were expected to run:
               all headers go in one small copy. Nobody waits for it
-        once: as in the `Snapshot`
+        once, cards: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
@@ -239,7 +239,7 @@ class SubstepBank:
         if self._in_order and (runs is None or not self._expected <= runs.keys()):
             headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         self._expected.clear()
-        return Snapshot(headers, once, planned, unknown, runs or {})
+        return Snapshot(headers, once, planned, unknown, runs or {}, array("q") if cards is None else cards)
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -285,11 +285,10 @@ class SubstepBank:
 
     def _is_quiet(self, snapshot: Snapshot, totals: array[int]) -> bool:
         """Whether all headers were taken by `loops.take_quiet`."""
-        told = array("q")
-        for number, ran in snapshot.runs.items():
-            told.extend((number, ran.line.address(HEADER_PART), number in snapshot.reads_unknown))
-        at = (told.buffer_info()[0], self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])
-        return bool(self._loops.take_quiet(len(snapshot.runs), *at, 2 * NUM_BITS, HEADER))
+        at = (self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])
+        cards = snapshot.cards
+        num_runs = len(cards) // RUN_CARD
+        return bool(self._loops.take_quiet(num_runs, cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
 
     def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Harvest, step: int | None) -> None:
         headers = snapshot.headers

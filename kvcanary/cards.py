@@ -139,9 +139,10 @@ NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
     LINE_NODES,
     LINE_KIND,  # one of GUESSES, LAGS, OTHER
     LINE_NUMBER,  # of the substep in its bank; NOWHERE: its forward comes once, and is left to the rules
+    LINE_HEADER,
     LINE_STEP,  # where the line tells the step and turn of its run
     LINE_CARD,
-) = range(15)
+) = range(16)
 NOWHERE = -1
 
 #: Of the books, [BOOKS_CARD] addresses: states of pages; by record whether it was judged, and whether it was learned.
@@ -154,6 +155,7 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
 (
     RUN_LINE_CARD,  # address of its substep's
     RUN_LINE,  # address of the line
+    RUN_READS,  # entries that its rows read, as the engine knew their lengths
     RUN_REQUESTS,
     RUN_CARDS,  # address of their addresses
     RUN_TURN,
@@ -164,7 +166,7 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
     RUN_PLACES,
     RUN_SEEN,  # 0; then what the loop says of it: these bits, and above them what it says of the line
     RUN_CARD,
-) = range(12)
+) = range(13)
 HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
 PLACE_BITS = 32  # of a request's number in a run
 

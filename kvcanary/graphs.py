@@ -110,13 +110,11 @@ class Listener(Protocol):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    cards: of forwards, [forwards, RUN_CARD] (cards.py)
     moves: as `StaticMove.moved` tells them, and in which turn they were launched
     """
 
     step: int
     forwards: list[Launched]
-    cards: array[int]
     moves: list[tuple[StaticMove, int, list[Ints]]]
     snapshot: Snapshot
 
@@ -153,13 +151,10 @@ class StaticChecks:
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
         runs before them. reads: by forward, as the engine knows the lengths of rows
         """
-        rows, entries, plan = len(batch), 0 if written is None else sum(written), self.bank.plan
-        for substep, count in zip(substeps, reads, strict=True):
-            plan(substep, rows * substep.width, entries * substep.width, count)
         if acceptance is not None:
             acceptance.told.expect(self.bank.turn)
             self.num_unlanded += 1
-        return self._launch(substeps, batch, step, written, acceptance)
+        return self._launch(substeps, batch, step, written, reads, acceptance)
 
     def launch_once(
         self,
@@ -175,7 +170,7 @@ class StaticChecks:
         batch = Batch(requests)
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self._most_unlanded)
         substep = self._singles.take(pool, site, read, write, written, self._truth(rows))
-        self._launch([substep], batch, step, written, None)
+        self._launch([substep], batch, step, written, [0], None)
         return substep
 
     def _launch(
@@ -184,6 +179,7 @@ class StaticChecks:
         batch: Batch,
         step: int,
         written: Sequence[int] | None,
+        reads: Sequence[int],
         acceptance: StaticAcceptance | None,
     ) -> RowTruth:
         """They run next."""
@@ -200,10 +196,10 @@ class StaticChecks:
         if unknown:
             self._coverage.skip("truth not known to the host", count * unknown)
         common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *told, 0
-        for substep in substeps:
+        for substep, count in zip(substeps, reads, strict=True):
             substep.written.expect(turn)
             line = substep.written.line()
-            card = substep.line_card_at, line.at, *common
+            card = substep.line_card_at, line.at, count, *common
             self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted))
         return self._truth(rows)
 
@@ -232,10 +228,11 @@ class StaticChecks:
                 singles.append((run.substep, run.line[HEADER_PART]))
             elif (number := run.substep.number) is not None:
                 runs[number] = Ran(run.turn, run.line, run.batch.requests)
-        snapshot, cards = self.bank.snapshot(runs or None, singles), array("q")
+        cards = array("q")
         for run in launched:
             cards.extend(run.card)
-        return Told(step, launched, cards, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
+        snapshot = self.bank.snapshot(runs or None, singles, cards)
+        return Told(step, launched, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
     def learn(self, told: Told, mirror: Mirror, unwritten: Unwritten, proves: bool) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
@@ -247,7 +244,7 @@ class StaticChecks:
         hearing, forwards, ledger = self._hearing, told.forwards, self._ledger
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, ledger.pages, mirror)
-        cards, end, num_learned = told.cards, 0, 0
+        cards, end, num_learned = told.snapshot.cards, 0, 0
         while (first := end) < len(forwards):
             end = hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
             for number in range(first, end):
@@ -291,7 +288,7 @@ class StaticChecks:
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
         ledger, place = self._ledger, 0
-        while (place := ledger.land_runs(told.cards, place)) != NOWHERE:
+        while (place := ledger.land_runs(told.snapshot.cards, place)) != NOWHERE:
             one, number = divmod(place, 1 << PLACE_BITS)
             run, place = told.forwards[one], place + 1
             request = run.batch.requests[number]

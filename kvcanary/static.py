@@ -271,5 +271,6 @@ def line_card(substep: StaticSubstep) -> array[int]:
     bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
     nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
     kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
-    rest = substep.forward.num_entries, substep.width, nodes, kind, number, len(line.numbers) - 1
+    header = line.where[HEADER_PART].start
+    rest = substep.forward.num_entries, substep.width, nodes, kind, number, header, len(line.numbers) - 1
     return array("q", (substep.pool.card_at, bounds, starts, ends, tokens, parents, safe, mask, *rest))

@@ -24,6 +24,7 @@ from kvcanary.cards import (
     LINE_CARD,
     LINE_ENDS,
     LINE_ENTRIES,
+    LINE_HEADER,
     LINE_KIND,
     LINE_MASK,
     LINE_NODES,
@@ -54,6 +55,7 @@ from kvcanary.cards import (
     RUN_LINE,
     RUN_LINE_CARD,
     RUN_PLACES,
+    RUN_READS,
     RUN_REQUESTS,
     RUN_ROWS,
     RUN_SEEN,
@@ -70,6 +72,7 @@ from kvcanary.loops.memory import flags_at, longs_at, loop
 from kvcanary.loops.rows import accept_rows, sum_committed, write_rows
 from kvcanary_kernels.record import WRITTEN
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
+from kvcanary_kernels.settle import RUN_ROWS as RUN_ROWS_LIVE
 from kvcanary_kernels.settle import RUN_WRITTEN as RUN_ENTRIES
 
 
@@ -135,7 +138,7 @@ def hear_runs(first, count, runs, books, planned, proves):
     """The books go on by what runs say, from the first on, and each is looked through; the end of those that were.
 
     runs, books: addresses of cards
-    planned: [substeps, NUM_RUNS], gets what rows were longer than the engine knew when it launched
+    planned: [substeps, NUM_RUNS], what is to run is added; rows may be longer than the engine knew when it launched
     proves:  else all are left to the rules
     Behind one that is left to the rules, or IS_SHORT (NOT_WRITTEN), it stops, and before one that has no room.
     """
@@ -157,10 +160,11 @@ def hear_runs(first, count, runs, books, planned, proves):
             for number in range(n if accepted else 0):
                 counts[number] = max(told[number * run[RUN_PLACES]], 0)
             total = counts.sum()
-        if is_behind and own[LINE_NUMBER] != NOWHERE:
+        if own[LINE_NUMBER] != NOWHERE:
             plan = longs_at(planned + 8 * NUM_RUNS * own[LINE_NUMBER], NUM_RUNS)
-            plan[RUN_READ] += (more + total) * own[LINE_WIDTH]
-            plan[RUN_ENTRIES] += total * own[LINE_WIDTH]
+            plan[RUN_ROWS_LIVE] += n * own[LINE_WIDTH]
+            plan[RUN_ENTRIES] += counts.sum() * own[LINE_WIDTH]
+            plan[RUN_READ] += run[RUN_READS] + (more + total if is_behind else 0) * own[LINE_WIDTH]
         if has_run and is_behind:
             pool = longs_at(own[LINE_POOL], POOL_CARD)[POOL_ID]
             write_rows(n, cards, pool, own[LINE_KIND], 0, np.int64(counts.ctypes.data))
@@ -175,28 +179,31 @@ def hear_runs(first, count, runs, books, planned, proves):
 
 
 @loop("boolean(int64, int64, int64, int64, int64, int64, int64)")
-def take_quiet(n, told, seen, planned, totals, counts, size):
-    """Headers of n substeps, where none says that anything fired and all have run as planned; else nothing is taken.
+def take_quiet(n, runs, seen, planned, totals, counts, size):
+    """Headers of n runs, where none says that anything fired and all have run as planned; else nothing is taken.
 
-    told: [n, 3] number of the substep, address of its header, whether its reads are not compared
+    runs: address of their cards
     seen: [substeps, size] headers as they were taken last, of which this becomes the last
     planned: [substeps, NUM_RUNS];  totals: [NUM_RUNS], what has run is added
     counts: of a header, in front of its runs
     """
-    own, sums = longs_at(told, 3 * n), longs_at(totals, NUM_RUNS)
-    for one in range(n):
-        number, header = own[3 * one], longs_at(own[3 * one + 1], size)
-        last, plan = longs_at(seen + 8 * size * number, size), longs_at(planned + 8 * NUM_RUNS * number, NUM_RUNS)
-        for i in range(counts):
-            if header[i] != last[i]:
-                return False
-        for run in range(NUM_RUNS - own[3 * one + 2]):
-            if header[counts + run] - last[counts + run] != plan[run]:
-                return False
-    for one in range(n):
-        number, header = own[3 * one], longs_at(own[3 * one + 1], size)
-        last = longs_at(seen + 8 * size * number, size)
-        for run in range(NUM_RUNS):
-            sums[run] += header[counts + run] - last[counts + run]
-            last[counts + run] = header[counts + run]
+    sums = longs_at(totals, NUM_RUNS)
+    for takes in (False, True):
+        for one in range(n):
+            run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+            own = longs_at(run[RUN_LINE_CARD], LINE_CARD)
+            number, header = own[LINE_NUMBER], longs_at(run[RUN_LINE] + 8 * own[LINE_HEADER], size)
+            if number == NOWHERE:
+                continue
+            last, plan = longs_at(seen + 8 * size * number, size), longs_at(planned + 8 * NUM_RUNS * number, NUM_RUNS)
+            for i in range(counts if not takes else 0):
+                if header[i] != last[i]:
+                    return False
+            for kind in range(NUM_RUNS):
+                new = header[counts + kind] - last[counts + kind]
+                if takes:
+                    sums[kind] += new
+                    last[counts + kind] = header[counts + kind]
+                elif new != plan[kind]:
+                    return False
     return True

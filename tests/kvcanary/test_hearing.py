@@ -35,6 +35,7 @@ from kvcanary.static import line_card
 from kvcanary.tokens import judge_tokens
 from kvcanary.truths import judge_mask
 from kvcanary_kernels.count import NUM_BITS
+from kvcanary_kernels.settle import NUM_RUNS
 
 ROOM = 3  # rows of the bucket; two of them are live
 NODES = 3
@@ -68,13 +69,13 @@ class World:
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
         rows = array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
         told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, 0
-        card = self.line_card.buffer_info()[0], line.at, *batch.told, *told
+        card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
         return Launched(substep, batch, rows, 1, 0, line, written, card)
 
     def hear(self, run: Launched) -> int:
         """What is seen of the line; what is clean is true of pages and mirror then."""
         cards = array("q", run.card)
-        assert self.hearing.hear([run], cards, 0, array("q"), True) == 1
+        assert self.hearing.hear([run], cards, 0, array("q", [0] * NUM_RUNS), True) == 1
         assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN
         seen = cards[RUN_SEEN] >> RUN_BITS
         assert self.hearing.is_clean(run, seen) == (not seen & LEFT_TO_RULES)

@@ -173,7 +173,7 @@ class Books:
         batch, n = self.ledger.batch(names), len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
         rows = array("q", [0] * ROW_COMMITTED * n + [*committed, UNKNOWN])
-        cards = array("q", (0, 0, *batch.told, 0, 0, rows.buffer_info()[0], 0, 0, 0, 0))
+        cards = array("q", (0, 0, 0, *batch.told, 0, 0, rows.buffer_info()[0], 0, 0, 0, 0))
         which, place = [], 0
         while (place := self.ledger.land_runs(cards, place)) != NOWHERE:
             which.append(place)
