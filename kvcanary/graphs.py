@@ -151,10 +151,26 @@ class StaticChecks:
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
         runs before them. reads: by forward, as the engine knows the lengths of rows
         """
+        turn, entries, written_at, accepted, acceptance_card = self.bank.turn, None, 0, None, (0, 0)
+        if written is not None:
+            entries = array("q", written)
+            written_at = entries.buffer_info()[0]
         if acceptance is not None:
-            acceptance.told.expect(self.bank.turn)
+            acceptance.told.expect(turn)
             self.num_unlanded += 1
-        return self._launch(substeps, batch, step, written, reads, acceptance)
+            line, places = acceptance.told.line(), 1 + acceptance.places
+            accepted, acceptance_card = line[0].reshape(-1, places), (line.at, places)
+        kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
+        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, num_forwards, entries)
+        if unknown:
+            self._coverage.skip("truth not known to the host", num_forwards * unknown)
+        common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *acceptance_card, 0
+        for substep, count in zip(substeps, reads, strict=True):
+            substep.written.expect(turn)
+            line = substep.written.line()
+            card = substep.line_card_at, line.at, count, *common
+            self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted))
+        return self._truth(rows)
 
     def launch_once(
         self,
@@ -170,38 +186,8 @@ class StaticChecks:
         batch = Batch(requests)
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self._most_unlanded)
         substep = self._singles.take(pool, site, read, write, written, self._truth(rows))
-        self._launch([substep], batch, step, written, [0], None)
+        self.launch([substep], batch, step, written, [0])
         return substep
-
-    def _launch(
-        self,
-        substeps: Sequence[StaticSubstep],
-        batch: Batch,
-        step: int,
-        written: Sequence[int] | None,
-        reads: Sequence[int],
-        acceptance: StaticAcceptance | None,
-    ) -> RowTruth:
-        """They run next."""
-        first, turn, accepted, told = substeps[0], self.bank.turn, None, (0, 0)
-        entries, written_at = None, 0
-        if written is not None:
-            entries = array("q", written)
-            written_at = entries.buffer_info()[0]
-        if acceptance is not None:
-            line, places = acceptance.told.line(), 1 + acceptance.places
-            accepted, told = line[0].reshape(-1, places), (line.at, places)
-        kind, pool_id, count = first.site[0], first.pool.pool_id, len(substeps)
-        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, count, entries)
-        if unknown:
-            self._coverage.skip("truth not known to the host", count * unknown)
-        common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *told, 0
-        for substep, count in zip(substeps, reads, strict=True):
-            substep.written.expect(turn)
-            line = substep.written.line()
-            card = substep.line_card_at, line.at, count, *common
-            self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted))
-        return self._truth(rows)
 
     @property
     def _most_unlanded(self) -> int:
@@ -209,7 +195,8 @@ class StaticChecks:
         return 0 if self.bank.seats is None else 1
 
     def _truth(self, rows: array[int]) -> RowTruth:
-        return RowTruth(np.frombuffer(rows, np.int64)[:-1].reshape(ROW_NUMBERS, -1)[:ROW_COMMITTED], self.bank.now)
+        n = len(rows) // ROW_NUMBERS  # and one more number
+        return RowTruth(np.frombuffer(rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n), self.bank.now)
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
