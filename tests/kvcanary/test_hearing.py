@@ -19,8 +19,11 @@ from kvcanary.cards import (
     LINE_BITS,
     PAGES_FRESH,
     ROW_NUMBERS,
+    RUN_ACCEPTED,
     RUN_BITS,
+    RUN_PLACES,
     RUN_SEEN,
+    RUN_WRITTEN,
     UNKNOWN,
 )
 from kvcanary.hearing import Hearing
@@ -165,3 +168,20 @@ def test_pages_are_written_and_what_was_judged_there_is_judged_anew() -> None:
     assert (mirror.epoch, mirror.judged.any()) == (1, False)
     assert world.hear(run) == 2 << LINE_BITS
     assert mirror.epoch == 1
+
+
+def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
+    """A step has accepted what nobody wrote; a forward behind it could write the same rows."""
+    world, rng = World(), random.Random(3)
+    while True:
+        line = random_line(rng, is_tree=False)
+        run = world.run("decode", line, is_tree=False)
+        if max(line[2] - line[1]) < 10 and not world.hear(run) & LEFT_TO_RULES:
+            break
+    accepted, first = np.array([[1, 7], [0, 0]]), list(run.card)
+    first[RUN_WRITTEN], first[RUN_ACCEPTED], first[RUN_PLACES] = 0, accepted.ctypes.data, 2
+    cards, planned = array("q", [*first, *run.card]), array("q", [0] * NUM_RUNS)
+    assert world.hearing.hear([run, run], cards, 0, planned, True) == 1
+    assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
+    assert world.hearing.hear([run, run], cards, 1, planned, True) == 2
+    assert [request.committed_len for request in world.ledger.requests.values()] == [1, 0]

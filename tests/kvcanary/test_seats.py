@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, HookOrderError
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PoolView
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.cards import UNKNOWN
 from kvcanary.dumps.reading import read_dump
@@ -21,11 +21,11 @@ ACCEPTED = [60, 61]
 class Ahead:
     """One request with three final entries in a draft's pool; each step's extend writes what a step has accepted."""
 
-    def __init__(self, rig, **settings: object) -> None:
+    def __init__(self, rig, *others: PoolView, **settings: object) -> None:
+        """`others`: of pools with the same pages, in which nobody writes any more."""
         self.rig = rig
-        self.canary = CanaryManager(
-            CanaryConfig(seed=7, mode="log", **settings), [replace(rig.pool.view, token_offset=1)]
-        )
+        views = [replace(rig.pool.view, token_offset=1), *others]
+        self.canary = CanaryManager(CanaryConfig(seed=7, mode="log", **settings), views)
         self.seats = self.canary.bank.add_seats(4, PLACES)
         self.acceptance = self.seats.add_acceptance(2, self.canary.bank.step)
         self.prefill, self.extend = (
@@ -41,6 +41,7 @@ class Ahead:
         self.canary.launch(self.prefill, ["ann"], [3], 3)
         self.run(self.prefill, self.tokens[1:])
         self.canary.check()
+        self.request.row_lens = [3] * len(views)
         self.canary.commit("ann", 3)
 
     def begin(self) -> None:
@@ -153,6 +154,15 @@ def test_an_extend_that_writes_another_number(ahead, written):
     assert found == [
         ({"rows": 1, "entries": 2, "reads": 5}, {"rows": 1, "entries": written, "reads": 3 + written}),
     ]
+
+
+def test_what_a_step_accepts_and_nobody_wrote(make_static):
+    """H1 when the host hears of it, in that step's number; the engine's word adds none."""
+    one = Ahead(make_static(), replace(make_static().pool.view, name="other"))
+    one.launch(ACCEPTED)
+    assert one.hear(one.canary.depart(), ACCEPTED, 5) == [("H1", 2)]
+    (last,) = one.canary.findings
+    assert (last.pool, last.expected, last.found) == ("other", {"entries": 5}, {"entries": 3})
 
 
 def test_a_forward_that_the_host_judges_hears_first(ahead):
