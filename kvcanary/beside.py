@@ -53,11 +53,13 @@ class Beside:
         """Whether something of this pool was postponed."""
         return any(pool == own for own, _ in self._postponed)
 
-    def catch_up(self) -> None:
-        """Launch all that was postponed, where the caller is: `behind`."""
-        postponed, self._postponed = self._postponed, []
-        for _, launch in postponed:
+    def catch_up(self, most: int | None = None) -> int:
+        """Launch what was postponed, so many of it at most, where the caller is: `behind`. How many were launched."""
+        due = self._postponed[:most]
+        del self._postponed[:most]
+        for _, launch in due:
             launch()
+        return len(due)
 
     def join(self) -> bool:
         """What is launched from now on follows all that runs beside; whether something does that it did not follow."""

@@ -144,9 +144,12 @@ class StaticSubstep:
             return
         is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured
         is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
-        if is_last or layer == self._num_layers // 2:  # a graph that begins with branches begins late
+        # a graph that begins with branches begins late
+        begins = layer >= self._num_layers // 2 and not self._has_looked
+        if is_last or begins:
             with self._beside.behind():
-                self._look()
+                if is_last or not self._beside.catch_up(most=1):  # one in a layer, whose attention leaves room for it
+                    self._look()
                 if is_last:
                     self._judge()
 
@@ -226,7 +229,8 @@ class StaticSubstep:
         if self._has_looked:
             return
         self._has_looked = True
-        self._beside.catch_up()
+        if not self.is_postponed:  # else those that were before it have been launched, and others come behind it
+            self._beside.catch_up()
         launch = self._launch
         if not self._has_sealed:
             self._has_sealed = True

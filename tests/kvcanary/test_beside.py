@@ -37,6 +37,17 @@ def test_order(device):
     assert (seen.item(), joined.item()) == (11, 111)
 
 
+def test_what_was_postponed_comes_in_its_order_and_so_much_at_a_time(device):
+    """All of it, or the first of them; nothing comes twice."""
+    beside, seen = Beside(device), []
+    for name in "abcd":
+        beside.postpone("draft", lambda name=name: seen.append(name))
+    assert (beside.catch_up(most=1), seen, beside.owes("draft")) == (1, ["a"], True)
+    assert (beside.catch_up(most=2), seen) == (2, ["a", "b", "c"])
+    assert (beside.catch_up(), beside.catch_up(most=1), seen) == (1, 0, ["a", "b", "c", "d"])
+    assert not beside.owes("draft")
+
+
 @pytest.mark.gpu
 def test_a_branch_of_a_graph():
     """The order is the graph's; a join before anything was launched beside does not break a capture."""
