@@ -31,6 +31,7 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.finite import formats_of
 
+NO_GRANT = -1  # in which nobody writes
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
 
 
@@ -204,14 +205,15 @@ class Tails:
 
         The records of a GPU say which: the host may not have heard of all of them, and does not wait for that.
         """
-        device = pool.records.device
-        if self._is_host or is_written:
-            return in_reach(torch.from_numpy(entries.slots[None]), device), {}
-        grants = self._grants_of(entries.slots if entries.names is None else entries.names)
-        n = len(grants)
-        both = np.zeros((2, n + n % 2), np.int64)  # aligned, each: kernels are compiled anew for others
-        both[:, :n] = entries.slots, grants
-        told = in_reach(torch.from_numpy(both), device)[:, :n]
+        slots = entries.slots
+        if self._is_host:
+            return torch.from_numpy(slots[None]), {}
+        n = len(slots)
+        both = np.full((2, n + n % 2), NO_GRANT, np.int64)  # one kernel for both kinds of looks, and aligned rows
+        both[0, :n] = slots
+        if not is_written:
+            both[1, :n] = self._grants_of(slots if entries.names is None else entries.names)
+        told = in_reach(torch.from_numpy(both), pool.records.device)[:, :n]
         return told, {"records": pool.expected, "grants": told[1]}
 
 
