@@ -88,8 +88,8 @@ def test_the_recorder_costs_at_most_one_percent_of_a_step(path: Path) -> None:
 def test_the_recorder_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some turns record, one of them with a checkpoint among its steps; the ring is filled at the end."""
     begun = []
-    begin = Recorder._begin_segment
-    monkeypatch.setattr(Recorder, "_begin_segment", lambda own, step: begun.append(step) or begin(own, step))
+    begin = Recorder.begin_segment
+    monkeypatch.setattr(Recorder, "begin_segment", lambda own, step: begun.append(step) or begin(own, step))
     row = recorder.on_cpu(1, rounds=2, ring=4)
     assert min(row["step_ms"], row["bytes"]) > 0
     assert len(begun) == 1 + 2 * 3 + 1  # armed; on, with a checkpoint and one more behind the fifth step; the ring
