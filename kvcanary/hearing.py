@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
 
 from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES
 from kvcanary.learning import Launched
@@ -27,7 +28,7 @@ class Hearing:
         end: int = self._loop(*told)
         if end == first:
             batch, accepted = runs[first].batch, runs[first].accepted
-            batch.make_room([] if accepted is None else accepted[: len(batch), 0].tolist())
+            batch.make_room(repeat(0 if accepted is None else accepted.shape[1] - 1, len(batch)))
             end = self._loop(*told)
         return end
 

@@ -141,9 +141,9 @@ class Learned:
 
     @property
     def num_bytes(self) -> int:
-        """Of the plans, where somebody keeps them."""
+        """Of the plans, where somebody keeps them: four numbers an entry, six a row."""
         mask = 0 if self.tree_mask is None else self.tree_mask.numel()
-        return _num_bytes(self.num_entries, self.num_rows, self.ancestors.size, mask)
+        return 8 * (4 * self.num_entries + 6 * self.num_rows + self.ancestors.size) + mask
 
     def keep(self) -> None:
         """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""
@@ -191,8 +191,3 @@ class Learned:
 
     def request_of(self, row: int) -> Request:
         return self.requests[row // self.width]
-
-
-def _num_bytes(num_entries: int, num_rows: int, num_ancestors: int, num_flags: int) -> int:
-    """Of the plans of a forward: four numbers an entry, six a row."""
-    return 8 * (4 * num_entries + 6 * num_rows + num_ancestors) + num_flags

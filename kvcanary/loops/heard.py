@@ -69,7 +69,7 @@ from kvcanary.cards import (
     VOCABULARY,
 )
 from kvcanary.loops.memory import flags_at, longs_at, loop
-from kvcanary.loops.rows import accept_rows, sum_committed, write_rows
+from kvcanary.loops.rows import accept_rows, num_accepted, sum_committed, write_rows
 from kvcanary_kernels.record import WRITTEN
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
 from kvcanary_kernels.settle import RUN_ROWS as RUN_ROWS_LIVE
@@ -158,7 +158,7 @@ def hear_runs(first, count, runs, books, planned, proves):
                 return one
             told = longs_at(accepted, n * run[RUN_PLACES] if accepted else 0)
             for number in range(n if accepted else 0):
-                counts[number] = max(told[number * run[RUN_PLACES]], 0)
+                counts[number] = num_accepted(told, number, run[RUN_PLACES])
             total = counts.sum()
         if own[LINE_NUMBER] != NOWHERE:
             plan = longs_at(planned + 8 * NUM_RUNS * own[LINE_NUMBER], NUM_RUNS)

@@ -194,6 +194,12 @@ def commit_rows(n, cards, lens, step, page_size, is_judged):
     return found
 
 
+@loop()
+def num_accepted(told, number, stride):
+    """Tokens that a request's row names; a device may say anything, and there are no more than have a place."""
+    return min(max(told[number * stride], 0), stride - 1)
+
+
 @loop("int64(int64, int64, int64, int64, int64)")
 def accept_rows(n, cards, accepted, stride, step):
     """The books of live requests go on by what a captured step has accepted; the engine tells of it later.
@@ -203,12 +209,12 @@ def accept_rows(n, cards, accepted, stride, step):
     """
     own, told, found = longs_at(cards, n), longs_at(accepted, n * stride if accepted else 0), 0
     for number in range(n if accepted else 0):
-        if not _has_room(own[number], max(told[number * stride], 0)):
+        if not _has_room(own[number], num_accepted(told, number, stride)):
             return NO_ROOM
     for number in range(n):
         request = longs_at(own[number], REQUEST_CARD)
         request[NUM_UNLANDED] -= 1
-        count, before = told[number * stride] if accepted else 0, request[COMMITTED_LEN]
+        count, before = num_accepted(told, number, stride) if accepted else 0, request[COMMITTED_LEN]
         if request[IS_LIVE] and count > 0:
             put_tokens(request, told[number * stride + 1 :], count, step)
             found |= _commit(own[number], before + count, step)

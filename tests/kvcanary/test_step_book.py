@@ -23,7 +23,7 @@ def accept(batch: Batch, accepted: NDArray[np.int64] | None, step: int) -> int:
     """What a captured step has accepted, [requests, 1 + places]; None: it has not run."""
     told = *batch.told, 0 if accepted is None else accepted.ctypes.data, 1 + PLACES, step
     if (found := accept_rows(*told)) == NO_ROOM and accepted is not None:
-        batch.make_room(accepted[:, 0].tolist())
+        batch.make_room([PLACES] * len(batch))
         found = accept_rows(*told)
     return int(found)
 
@@ -114,12 +114,14 @@ class Books:
         has_run = self.random.random() < 0.8
         accepted = np.array([[self.random.randrange(97) for _ in range(1 + PLACES)] for _ in names], np.int64)
         accepted = accepted.reshape(-1, 1 + PLACES)
-        accepted[:, 0] = [self.random.randrange(-1, PLACES + 1) for _ in names]
+        counts = [*range(-1, PLACES + 1), PLACES + 1, 1 << 40]  # a device may say anything
+        accepted[:, 0] = [self.random.choice(counts) for _ in names]
         found = accept(self.ledger.batch(names), accepted if has_run else None, self.step)
         is_written = True
         for name, (count, *tokens) in zip(names, accepted.tolist(), strict=True):
             row = self.rows[name]
             row.unlanded -= 1
+            count = min(count, PLACES)
             if has_run and count > 0:
                 row.append(tokens[:count], self.step)
                 row.unheard.append(Unheard(tokens[:count], row.committed_len, row.committed_len + count))
