@@ -16,7 +16,7 @@ NUM_BITS = 64
 ENTRY, SLOT, ROW, STEP = range(4)  # columns of `first`
 UNSET = (2**63 - 1, -1, -1, -1)  # of a check that never fired: the entry is where a minimum starts
 SCAN_N = 512  # entries that are asked at once whether anything fired
-BLOCK_N = 64  # of them beside 64 bits in one tile
+MOST_PROGRAMS = 1024  # of all segments: they run beside a forward, whose blocks wait for them
 DEVICE_NUM_BITS = tl.constexpr(NUM_BITS)
 DEVICE_ENTRY = tl.constexpr(ENTRY)
 DEVICE_SLOT = tl.constexpr(SLOT)
@@ -57,7 +57,8 @@ def count(
     table = _check(codes, indices, starts, lengths, step, counts, first, row_violations, arrivals, row_ids, num_live)
     if starts.numel() == 0:
         return
-    _count_kernel[(starts.numel(), programs_for(codes.numel(), SCAN_N))](
+    programs = max(1, min(programs_for(codes.numel(), SCAN_N), MOST_PROGRAMS // starts.numel()))
+    _count_kernel[(starts.numel(), programs)](
         codes,
         table.pages,
         starts if table.rows is None else table.rows,
@@ -81,7 +82,6 @@ def count(
         HAS_ROWS=table.rows is not None,
         HAS_ROW_IDS=row_ids is not None,
         SCAN_N=SCAN_N,
-        BLOCK_N=BLOCK_N,
         HAS_LIVE=num_live is not None,
     )
 
@@ -151,14 +151,15 @@ def _count_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_ROW_IDS: tl.constexpr,
     SCAN_N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
-    """Every program counts, and lowers the entry of each new bit; the one that comes last completes what is new."""
+    """Every program counts, and lowers the entry of each new bit; the one that comes last completes what is new.
+
+    Bit by bit, where anything fired: a tile of bits and entries would take so many registers, fired or not, that no
+    block of a forward runs beside this one.
+    """
     i_segment = tl.program_id(0).to(tl.int64)
     live = live_count(num_live, num_segments, HAS_LIVE).to(tl.int64)
-    o_bit = tl.arange(0, DEVICE_NUM_BITS)
-    row_first = first + o_bit * 4
     m_live = i_segment < live
     code_start = tl.load(code_starts + i_segment, mask=m_live, other=0)
     length = tl.load(lengths + i_segment, mask=m_live, other=0)
@@ -166,47 +167,46 @@ def _count_kernel(
         o_j = i_scan + tl.arange(0, SCAN_N)
         o_n = code_start + o_j
         m_n = (o_j < length) & (o_n >= 0) & (o_n < num_codes)
-        is_hit = tl.load(codes + o_n, mask=m_n, other=0) != 0
-        if tl.max(is_hit.to(tl.int32)) > 0:
+        code = tl.load(codes + o_n, mask=m_n, other=0)
+        num_hits = tl.sum((code != 0).to(tl.int32), 0)
+        if num_hits > 0:
             row_id = _row_of(row_ids, i_segment, HAS_ROW_IDS)
             m_row = (row_id >= 0) & (row_id < num_row_ids)
-            tl.atomic_add(row_violations + row_id, tl.sum(is_hit.to(tl.int64)), mask=m_row)
-            is_new = tl.load(row_first + DEVICE_STEP) < 0
-            for i_block in range(0, SCAN_N, BLOCK_N):
-                o_hit = i_scan + i_block + tl.arange(0, BLOCK_N)
-                m_hit = o_hit < length
-                o_hit += code_start
-                m_hit &= (o_hit >= 0) & (o_hit < num_codes)
-                code = tl.load(codes + o_hit, mask=m_hit, other=0)
-                fired = ((code[None, :] >> o_bit[:, None]) & 1) != 0  # [64, BLOCK_N]
-                bit_hits = tl.sum(fired.to(tl.int64), 1)
-                tl.atomic_add(counts + o_bit, bit_hits, mask=bit_hits > 0)
-                smallest = tl.min(tl.where(fired, o_hit[None, :], NO_ENTRY), 1)
-                tl.atomic_min(row_first + DEVICE_ENTRY, smallest, mask=is_new & (smallest < NO_ENTRY))
+            tl.atomic_add(row_violations + row_id, num_hits.to(tl.int64), mask=m_row)
+            for i_bit in range(DEVICE_NUM_BITS):
+                fired = ((code >> i_bit) & 1) != 0
+                bit_hits = tl.sum(fired.to(tl.int32), 0)
+                if bit_hits > 0:
+                    tl.atomic_add(counts + i_bit, bit_hits.to(tl.int64))
+                    if tl.load(first + 4 * i_bit + DEVICE_STEP) < 0:
+                        tl.atomic_min(first + 4 * i_bit + DEVICE_ENTRY, tl.min(tl.where(fired, o_n, NO_ENTRY), 0))
 
     if tl.atomic_add(arrivals, 1) < tl.num_programs(0) * tl.num_programs(1) - 1:
         return
     tl.store(arrivals, 0)
-    entry = tl.load(row_first + DEVICE_ENTRY)
-    m_bit = (entry < NO_ENTRY) & (tl.load(row_first + DEVICE_STEP) < 0)
-    if tl.max(m_bit.to(tl.int32)) == 0:
+    row_first = first + 4 * tl.arange(0, DEVICE_NUM_BITS)
+    is_new = (tl.load(row_first + DEVICE_ENTRY) < NO_ENTRY) & (tl.load(row_first + DEVICE_STEP) < 0)
+    if tl.max(is_new.to(tl.int32), 0) == 0:
         return
-    segment = tl.zeros([DEVICE_NUM_BITS], tl.int64)
-    for i_block in range(0, live, BLOCK_N):
-        o_s = i_block + tl.arange(0, BLOCK_N)
-        o_n = entry[:, None] - tl.load(code_starts + o_s, mask=o_s < live, other=0)[None, :]
-        is_in = (o_n >= 0) & (o_n < tl.load(lengths + o_s, mask=o_s < live, other=0)[None, :])
-        segment += tl.sum(tl.where(is_in, o_s[None, :], 0), 1)
-    i_row = tl.zeros([DEVICE_NUM_BITS], tl.int64)
-    if HAS_ROWS:
-        i_row = tl.load(rows + segment, mask=m_bit, other=0)
-    row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
-    place = tl.load(starts + segment, mask=m_bit, other=0) + entry
-    place -= tl.load(code_starts + segment, mask=m_bit, other=0)
-    slot = device_slot_at(pages + i_row * page_stride, place, m_bit, row_width, PAGE)
-    tl.store(row_first + DEVICE_SLOT, slot, mask=m_bit)
-    tl.store(row_first + DEVICE_ROW, _row_of(row_ids, segment, HAS_ROW_IDS), mask=m_bit)
-    tl.store(row_first + DEVICE_STEP, tl.zeros([DEVICE_NUM_BITS], tl.int64) + low_word(tl.load(step)), mask=m_bit)
+    for i_bit in range(DEVICE_NUM_BITS):
+        own = first + 4 * i_bit
+        entry = tl.load(own + DEVICE_ENTRY)
+        if (entry < NO_ENTRY) & (tl.load(own + DEVICE_STEP) < 0):
+            segment = tl.zeros([], tl.int64)
+            for i_block in range(0, live, SCAN_N):
+                o_s = i_block + tl.arange(0, SCAN_N)
+                place = entry - tl.load(code_starts + o_s, mask=o_s < live, other=0)
+                is_in = (place >= 0) & (place < tl.load(lengths + o_s, mask=o_s < live, other=0))
+                segment += tl.sum(tl.where(is_in, o_s, 0), 0)
+            i_row = tl.zeros([], tl.int64)
+            if HAS_ROWS:
+                i_row = tl.load(rows + segment)
+            row_width = tl.where((i_row >= 0) & (i_row < num_rows), width, 0)
+            place = tl.load(starts + segment) + entry - tl.load(code_starts + segment)
+            slot = device_slot_at(pages + i_row * page_stride, place, True, row_width, PAGE)
+            tl.store(own + DEVICE_SLOT, slot)
+            tl.store(own + DEVICE_ROW, _row_of(row_ids, segment, HAS_ROW_IDS))
+            tl.store(own + DEVICE_STEP, low_word(tl.load(step)))
 
 
 @triton.jit
