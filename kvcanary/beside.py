@@ -45,16 +45,20 @@ class Beside:
         """Whether what is launched now goes into a graph: then a body has run before, as it will run from now on."""
         return self._stream is not None and torch.cuda.is_current_stream_capturing()
 
-    def postpone(self, pool: str, launch: Callable[[], None]) -> None:
-        """What it launches, of this pool, is launched at the next `catch_up`, in the order of these."""
-        self._postponed.append((pool, launch))
+    def postpone(self, pool: str, *launches: Callable[[], None]) -> None:
+        """What each of these launches, of this pool, is launched at a `catch_up` to come, in their order."""
+        self._postponed += [(pool, launch) for launch in launches]
 
     def owes(self, pool: str) -> bool:
         """Whether something of this pool was postponed."""
         return any(pool == own for own, _ in self._postponed)
 
-    def catch_up(self, most: int | None = None) -> int:
-        """Launch what was postponed, so many of it at most, where the caller is: `behind`. How many were launched."""
+    def catch_up(self, among: int = 1) -> int:
+        """Launch what was postponed where the caller is: `behind`. How many of them were launched.
+
+        among: so many calls share them, as evenly as they can
+        """
+        most = -(-len(self._postponed) // max(among, 1))
         due = self._postponed[:most]
         del self._postponed[:most]
         for _, launch in due:

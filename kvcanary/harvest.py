@@ -140,7 +140,7 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | 
 
 def _with_all_rows(substep: StaticSubstep, hits: list[StaticHit], ran: Ran | None) -> list[StaticHit]:
     """The first of these hits speaks for the rows at which something fired and that none of them names."""
-    violations = substep.work.row_violations.cpu().numpy() if ran is None else ran.violations
+    violations = substep.work.planned.row_violations.cpu().numpy() if ran is None else ran.violations
     named = {hit.uid for hit in hits}
     uids = dict.fromkeys(_uid(substep, row, ran) for row in np.flatnonzero(violations).tolist())
     others = tuple(uid for uid in uids if uid not in named and uid != NOWHERE)

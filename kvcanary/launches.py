@@ -78,12 +78,10 @@ class Workspace:
 
     codes:          read codes, [nnz] or [rows * capacity of a table's row] int64
     firsts:         first findings of both sides, [64, 4] int64 each (count)
-    row_violations: [rows] int64, entries of each row with a finding in the last forward
     arrivals:       [1] int64, of count
     kept, times:    copies of what each layer stored last, and how often since the last close (store); empty where the
                     engine stores, and where values are fingerprinted as they are put
     root_seeds:     [rows], chain value that position 0 of each row continues: the forward's, or the pool's own
-    ancestors:      [rows, n], what each row names between its prefix and the one entry that it writes
     sums:           as `codes`, lanes of what attention reads, over its layers; empty where nobody compares them
     """
 
@@ -99,14 +97,13 @@ class Workspace:
         self.codes = new(forward.capacity * (1 if forward.table.rows is None else rows))
         firsts = [new(unset_first().view(-1)).view(NUM_BITS, -1) for _ in (PLANNED, READ)]
         self.firsts = firsts[PLANNED], firsts[READ]
-        self.row_violations, self.arrivals = new(rows), new(1)
+        self.arrivals = new(1)
         self.chains, self.twice = new(entries), new(entries)
         self.no_predecessors = new(entries).fill_(NO_PREDECESSOR)
         self.no_seeds, self.no_positions = new(entries), new(rows)
         self.roots = filled(ROOT, rows)
         self.root_seeds = filled(signed(pool.root), rows) if forward.roots is None else forward.roots
-        n, layers = forward.ancestors, pool.view.num_layers
-        self.ancestor_places, self.ancestors = (new(rows * n).view(rows, n) for _ in range(2))
+        layers = pool.view.num_layers
         self.sums = new(0 if settings.read_keys is None else self.codes.numel())
         stored = entries if settings.engine_stores else 0
         self.stored, self.lane_b = new(2 * stored).view(stored, 2), new(stored)
@@ -160,7 +157,6 @@ class Launches:
         counts = header[: 2 * NUM_BITS].view(2, NUM_BITS)
         self.admit = self._admit()
         self.plan = self._plan(site)
-        self.note_ancestors = self._note_ancestors()
         self.chain = self._chain()
         self.seal = self._seal()
         self.poison = partial(self._ops.poison_fill, pool.rows, work.planned.safe_slots, **self._entries)
@@ -192,21 +188,6 @@ class Launches:
         pages = {name: self._truth[name] for name in ("states", "owners", "page_size", "null_slots")}
         out = self._work.planned.safe_slots  # which the plan makes again
         return partial(self._ops.admit, self._forward, num_slots=self._pool.view.num_slots, out=out, **pages)
-
-    def _note_ancestors(self) -> Launch:
-        """What the recorder cannot know of a row: what is neither granted to it nor written by this forward."""
-        work, table, n = self._work, self._forward.table, self._forward.ancestors
-        is_flat = table.rows is None and table.page_size == 1 and table.pages.dtype == torch.int64
-        if not n or not is_flat or self._forward.num_entries != self._forward.num_rows:
-            return _nothing
-        places, before = work.ancestor_places, torch.arange(n, 0, -1, device=table.pages.device)
-
-        def launch() -> None:
-            torch.sub(work.planned.places[:, None], before, out=places)
-            places.clamp_(0, table.pages.shape[1] - 1)
-            torch.index_select(table.pages[0], 0, places.view(-1), out=work.ancestors.view(-1))
-
-        return launch
 
     def _chain(self) -> Launch:
         forward, planned, out = self._forward, self._work.planned, {"keys": self._pool.keys, "out": self._work.chains}
@@ -372,7 +353,7 @@ class Launches:
             counts=counts,
             first=self._work.firsts[PLANNED],
             step=self._shared.step,
-            row_violations=self._work.row_violations,
+            row_violations=planned.row_violations,
             arrivals=self._work.arrivals,
         )
 
@@ -387,7 +368,7 @@ class Launches:
             counts=counts,
             first=work.firsts[READ],
             step=self._shared.step,
-            row_violations=work.row_violations,
+            row_violations=work.planned.row_violations,
             arrivals=work.arrivals,
             **self._rows,
         )

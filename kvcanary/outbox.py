@@ -102,18 +102,23 @@ class Packed:
 class PackedMask:
     """A mask that goes along in a `Packed`, as words of eight.
 
-    device: the mask, bool;  words: [n] int64, as of the last `pack`
+    device: the mask, bool;  words: [n] int64, as of the last `pack`: the mask's own memory, where it fills them
     """
 
     def __init__(self, mask: Tensor) -> None:
         self.device, self._count = mask, mask.numel()
+        self._is_whole = self._count % 8 == 0 and mask.is_contiguous() and mask.data_ptr() % 8 == 0
         with torch.inference_mode(False):
-            self.words = torch.zeros(-(-self._count // 8), dtype=torch.int64, device=mask.device)
+            if self._is_whole:
+                self.words = mask.view(-1).view(torch.int64)
+            else:
+                self.words = torch.zeros(-(-self._count // 8), dtype=torch.int64, device=mask.device)
             self._bytes = self.words.view(torch.bool)[: self._count]
 
     def pack(self) -> None:
         """Within the body, before what it goes along in."""
-        self._bytes.copy_(self.device.view(-1))
+        if not self._is_whole:
+            self._bytes.copy_(self.device.view(-1))
 
     def read(self, words: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The mask of these words."""

@@ -147,8 +147,9 @@ class StaticSubstep:
         # a graph that begins with branches begins late
         begins = layer >= self._num_layers // 2 and not self._has_looked
         if is_last or begins:
+            room = self._num_layers - 1 - layer  # layers whose attention leaves room for what was postponed
             with self._beside.behind():
-                if is_last or not self._beside.catch_up(most=1):  # one in a layer, whose attention leaves room for it
+                if is_last or not self._beside.catch_up(among=room):
                     self._look()
                 if is_last:
                     self._judge()
@@ -177,7 +178,7 @@ class StaticSubstep:
             )
         self.is_open, self._stores = False, len(self.layers)
         if self.is_postponed:
-            self._beside.postpone(self.pool.name, self._judge_whole)
+            self._beside.postpone(self.pool.name, self._plan_and_seal, self._judge_rows, self._count)
         elif not self._has_judged:
             with self._beside.behind():
                 self._look()
@@ -229,43 +230,52 @@ class StaticSubstep:
         if self._has_looked:
             return
         self._has_looked = True
-        if not self.is_postponed:  # else those that were before it have been launched, and others come behind it
-            self._beside.catch_up()
-        launch = self._launch
+        self._beside.catch_up()
+        self._seal()
+        self._launch.verify_prefixes()
+
+    def _seal(self) -> None:
         if not self._has_sealed:
             self._has_sealed = True
-            launch.chain()
-            launch.seal()
-        self.work.row_violations.zero_()
-        launch.note_ancestors()
-        launch.verify_prefixes()
+            self._launch.chain()
+            self._launch.seal()
 
     def _judge(self) -> None:
         """When all is stored: fingerprints, layers and own entries, what fired and what has run."""
         self._has_judged = True
+        self._settle()
+        self._count()
+
+    def _settle(self) -> None:
         launch = self._launch
         launch.attest()
         launch.verify_own()
         launch.settle()
         launch.judge_reads()
-        launch.count_planned()
-        launch.count_read()
+
+    def _count(self) -> None:
+        self._launch.count_planned()
+        self._launch.count_read()
         if self.masks is not None:
             self.masks.pack()
         self.written.pack()
 
-    def _judge_whole(self) -> None:
-        """A postponed forward, of which only stores have been launched."""
+    # a postponed forward, of which only stores have been launched
+
+    def _plan_and_seal(self) -> None:
         self._launch.plan()
-        self._look()
-        self._judge()
+        self._seal()
+
+    def _judge_rows(self) -> None:
+        self._launch.verify_prefixes()
+        self._settle()
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
-        plan = self.forward
+        plan, planned = self.forward, self.work.planned
         parents = plan.slots[:0] if plan.parents is None else plan.parents
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
         words = plan.slots[:0] if self.masks is None else self.masks.words
-        return *own, self.work.planned.safe_slots, self.work.ancestors, words, self.work.row_violations, header
+        return *own, planned.safe_slots, planned.ancestors, words, planned.row_violations, header
 
 
 def line_card(substep: StaticSubstep) -> array[int]:

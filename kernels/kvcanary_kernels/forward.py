@@ -91,6 +91,8 @@ class Planned:
     places, code_places: [entries], where the row should read what the entry writes, in the table and in the codes
     table_rows:   [entries], row of the table in which that is
     own_lengths:  [entries], 1 where there is such a place
+    ancestors:    [rows, n], slots that the row names between its prefix and what it writes; NO_SLOT where it does not
+    row_violations: [rows], zero, for count to add to
     generations, requests, sites: [entries], for the seal
     codes:        [entries + rows], write codes of every entry, then row codes. Padding is judged too: W9
     asked:        [entries + rows], slots as the plan named them, then for each padding row one that is not null
@@ -110,6 +112,8 @@ class Planned:
     code_places: Tensor
     table_rows: Tensor
     own_lengths: Tensor
+    ancestors: Tensor
+    row_violations: Tensor
     generations: Tensor
     requests: Tensor
     sites: Tensor
@@ -146,6 +150,8 @@ def new_planned(forward: ForwardPlan, room: Room | None = None) -> Planned:
         code_places=new(entries),
         table_rows=new(entries),
         own_lengths=new(entries),
+        ancestors=new(rows * forward.ancestors).view(rows, forward.ancestors),
+        row_violations=new(rows),
         generations=new(entries),
         requests=new(entries),
         sites=new(entries),

@@ -117,6 +117,8 @@ def plan(
         planned.code_places,
         planned.table_rows,
         planned.own_lengths,
+        planned.ancestors,
+        planned.row_violations,
         planned.generations,
         planned.requests,
         planned.sites,
@@ -166,6 +168,8 @@ def plan_torch(
     _claim(forward.slots[:live_entries], claims, num_slots, null_slots)
     _plan_padding(forward, planned, live, live_entries, null_slots)
     is_whole = _plan_rows(forward, planned, live)
+    planned.row_violations.zero_()
+    planned.ancestors.copy_(_ancestors(forward, planned))
     planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, roots, null_slots))
     if not live_entries:
         return
@@ -268,6 +272,8 @@ def _plan_kernel(
     code_places,
     table_rows,
     own_lengths,
+    row_ancestors,
+    row_violations,
     generations,
     requests,
     sites,
@@ -318,6 +324,11 @@ def _plan_kernel(
         tl.store(read_lengths + i_row, prefix)
         tl.store(row_lengths + i_row, tl.where(judged, end - start, 0))
         tl.store(seeds + i_row, seed)
+        tl.store(row_violations + i_row, tl.zeros([], tl.int64))
+        for i_ancestor in range(ancestors):
+            place = prefix - ancestors + i_ancestor
+            slot = device_slot_at(row_pages, start + place, place >= 0, row_width, PAGE)
+            tl.store(row_ancestors + i_row * ancestors + i_ancestor, slot)
         tl.store(counted_starts + i_row, first)
         tl.store(counted_lengths + i_row, tl.where(is_live, written, 0))
         truth_len = tl.load(prefix_lens + i_row)
@@ -440,6 +451,14 @@ def _capacities(forward: ForwardPlan) -> Tensor:
     return capacities if rows is None else capacities * ((rows >= 0) & (rows < forward.table.pages.shape[0]))
 
 
+def _ancestors(forward: ForwardPlan, planned: Planned) -> Tensor:
+    """[rows, ancestors] int64: slots that each row names in front of what it writes, NO_SLOT where it is shorter."""
+    places = planned.read_lengths[:, None] + torch.arange(-forward.ancestors, 0, device=planned.starts.device)
+    rows = None if forward.table.rows is None else forward.table.rows[:, None].expand_as(places).flatten()
+    inside = torch.where(places >= 0, planned.starts[:, None] + places, -1)
+    return slot_at(forward.table, rows, inside.flatten()).view_as(places)
+
+
 def _seeds(
     forward: ForwardPlan,
     planned: Planned,
@@ -490,5 +509,7 @@ def _check(
     expect_int64(rows, roots=roots, starts=planned.starts, seeds=planned.seeds)
     expect_int64(entries, safe_slots=planned.safe_slots)
     expect_int64(entries + rows, codes=planned.codes, asked=planned.asked)
+    expect_int64(rows, row_violations=planned.row_violations)
+    expect_int64(rows * forward.ancestors, ancestors=planned.ancestors.view(-1))
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}: a request has at least one row")

@@ -128,7 +128,7 @@ def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int
         truths=ints([draw.randrange(8) for _ in range(5)]),
         uids=ints([draw.randrange(3) for _ in range(5)]),
         num_live=ints([draw.randrange(6) if live is None else live]),
-        ancestors=draw.randrange(2),
+        ancestors=draw.randrange(4),
     )
 
 
@@ -282,6 +282,20 @@ def test_a_row_continues_the_entry_before_what_it_writes(operation, device, befo
     world.records[:, 1] = torch.arange(NUM_SLOTS, device=device) + 1000
     run_plan(operation, forward, world)
     assert world.planned.seeds.tolist() == [1000 + before if found else 0]
+
+
+@both
+@pytest.mark.parametrize(("count", "named"), [(0, []), (1, [9]), (2, [8, 9]), (3, [NO_SLOT, 8, 9])])
+def test_what_a_row_names_in_front_of_what_it_writes(operation, device, count: int, named: list[int]) -> None:
+    """The last entries of its prefix, as many as it has; nothing of a row that is not whole. No violation yet."""
+    forward, _ = one_row(device)
+    forward = replace(forward, ancestors=count)
+    world = make_world(forward, device)
+    run_plan(operation, forward, world)
+    assert (world.planned.ancestors.tolist(), world.planned.row_violations.tolist()) == ([named], [0])
+    forward.row_ends.fill_(5)
+    run_plan(operation, forward, world)
+    assert world.planned.ancestors.tolist() == [[NO_SLOT] * count]
 
 
 settles = pytest.mark.parametrize("operation", [settle, settle_torch], ids=["triton", "torch"])

@@ -38,14 +38,19 @@ def test_order(device):
 
 
 def test_what_was_postponed_comes_in_its_order_and_so_much_at_a_time(device):
-    """All of it, or the first of them; nothing comes twice."""
+    """As evenly as those that share it can; the last of them brings all that is left, and nothing comes twice."""
     beside, seen = Beside(device), []
-    for name in "abcd":
-        beside.postpone("draft", lambda name=name: seen.append(name))
-    assert (beside.catch_up(most=1), seen, beside.owes("draft")) == (1, ["a"], True)
-    assert (beside.catch_up(most=2), seen) == (2, ["a", "b", "c"])
-    assert (beside.catch_up(), beside.catch_up(most=1), seen) == (1, 0, ["a", "b", "c", "d"])
-    assert not beside.owes("draft")
+    one, *others = (lambda name=name: seen.append(name) for name in "abcdefg")
+    beside.postpone("draft", one)
+    beside.postpone("draft", *others)
+    shares = []
+    for left in (3, 2, 1, 0):
+        shares.append(beside.catch_up(among=left))
+        assert beside.owes("draft") == (left > 1)
+    assert (shares, "".join(seen)) == ([3, 2, 2, 0], "abcdefg")
+    beside.postpone("draft", one)
+    beside.finish()
+    assert "".join(seen) == "abcdefga"
 
 
 @pytest.mark.gpu

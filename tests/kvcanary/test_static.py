@@ -20,6 +20,7 @@ from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.record import chain_host, chain_root, signed
 from kvcanary_kernels.table import PageTable
 from kvcanary_kernels.verify import ROOT, verify_torch
+from static_rig import StaticRig
 
 ANN, BOB = 11, 22
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")
@@ -318,6 +319,30 @@ def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, 
         drafts[0].open()
 
 
+class DeepRig(StaticRig):
+    LAYERS = 8
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_was_postponed_is_spread_over_layers(device, static_row, monkeypatch):
+    """From the middle of a forward on, behind each store its share; its own look comes behind all of it."""
+    rig = DeepRig(device)
+    rig.grant(ANN, 1, 2)
+    decode, order = rig.add("decode"), []
+    for name in ("store", "verify_prefixes", "settle"):
+        launch = getattr(decode._launch, name)
+
+        def note(*arguments: object, name=name, launch=launch, **more: object) -> None:
+            order.append(name)
+            launch(*arguments, **more)
+
+        monkeypatch.setattr(decode._launch, name, note)
+    rig.bank.shared.beside.postpone("draft", *(lambda part=part: order.append(part) for part in "abcde"))
+    assert rig.run(decode, rig.batch([static_row(ANN, [4, 5], [50, 51])])).hits == []
+    spread = ["store", "a", "b", "store", "c", "d", "store", "e", "store", "verify_prefixes", "settle"]
+    assert order == ["store"] * 4 + spread
+
+
 def test_padding_outside_null_slots(rig, decode, rows):
     """W9: a padding row that reads, and a padding entry that would write, what is no null slot."""
     batch = clean(rig, rows)
@@ -434,11 +459,11 @@ def test_row_violations_are_those_of_the_last_forward(rig, decode, rows):
     """Entries of each row with a finding, from zero in every forward."""
     rig.pool.records[12].zero_()
     rig.run(decode, clean(rig, rows), step=2)
-    assert decode.work.row_violations.tolist() == [0, 2, 0, 0]  # R5 follows R3
+    assert decode.work.planned.row_violations.tolist() == [0, 2, 0, 0]  # R5 follows R3
     rig.run(decode, clean(rig, rows[:1], truths=truths(rig)[:1], prefix_lens=[3]), step=2)
-    assert decode.work.row_violations.tolist() == [2, 0, 0, 0]  # R10 of the row, and R6
+    assert decode.work.planned.row_violations.tolist() == [2, 0, 0, 0]  # R10 of the row, and R6
     rig.run(decode, clean(rig, rows[:1], truths=truths(rig)[:1]), step=3)
-    assert decode.work.row_violations.tolist() == [0] * 4
+    assert decode.work.planned.row_violations.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("following", [slice(1, None), slice(0)], ids=["another row", "padding only"])
