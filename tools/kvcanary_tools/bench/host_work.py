@@ -2,10 +2,11 @@
 
 The model, requests and settings of `kvcanary_tools.bench.step`, and chains of 3 drafts as in
 `kvcanary_tools.bench.drafted_step`, schedule overlap. Engines with and without a canary take turns, and every wait for
-the device keeps the host's time: what is left of a step the host works. What the canary adds to the median step's work
-is stated over the time of a step without one. In further rounds every call that the engine makes into its canary keeps
-time too, and each moment counts once, for the innermost of them: what of the work lies within these calls, with what it
-costs to keep time.
+the device keeps the host's time: what is left of a step the host works. It is the mean over a round, for every eighth
+step reads bytes again and works more than the others, and the median of all rounds. What the canary adds is stated over
+the time of a step without one. In further rounds every call that the engine makes into its canary keeps time too, and
+each moment counts once, for the innermost of them: what of the work lies within these calls, with what it costs to keep
+time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 
 CASES = (("none", 1), ("none", 64), ("chain", 1), ("chain", 16))  # drafts, requests
-ROUNDS = 3
+ROUNDS = 5
 NAMES = ("off", "rolling")  # of the canaries
 ENGINE, CANARY, WAIT = "engine", "canary", "wait"
 
@@ -99,8 +100,8 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
         rows.append(measure(drafts, size, model, head))
         tell(rows[-1])
         result = {
-            "what": "microseconds of the host's work in a captured step (median step, waits left out), what of it lies "
-            "within calls of the canary, and what a canary adds in percent of a step without one; "
+            "what": "microseconds of the host's work in a captured step (mean of a round, waits left out), what of it "
+            "lies within calls of the canary, and what a canary adds in percent of a step without one; "
             f"{step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
             "machine": machine() | device(),
             "rounds": ROUNDS,
@@ -126,15 +127,15 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = R
     for name in NAMES:
         progress(f"{drafts} x {size}: prompts, canary {name}")
         engines[name] = _engine(name, size, model, None if drafts == "none" else head, rounds, settings)
-    off, kept, calls = list[float](), list[Counter[str]](), 0.0
+    off, kept, calls = list[float](), list[float](), 0.0
     work: dict[str, list[float]] = {name: [] for name in NAMES}
     with settled():
         for _ in range(rounds):
             off.append(step.timed(engines["off"]))
             for name in NAMES:
-                work[name] += [own[ENGINE] for own in _kept(engines[name], {WAIT})[0]]
+                work[name].append(_kept(engines[name], {WAIT})[0][ENGINE])
             own, calls = _kept(engines["rolling"], {WAIT, CANARY})
-            kept += own
+            kept.append(own[CANARY])
     work_us = {name: round(1e6 * median(seconds), 1) for name, seconds in work.items()}
     off_us, added_us = round(1e6 * median(off), 1), round(work_us["rolling"] - work_us["off"], 1)
     engines.clear()
@@ -146,22 +147,20 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = R
         "work_us": work_us,
         "added_us": added_us,
         "percent_of_step": round(100 * added_us / off_us, 3),
-        "canary_us": round(1e6 * median(own[CANARY] for own in kept), 1),
+        "canary_us": round(1e6 * median(kept), 1),
         "calls": round(calls, 1),
     }
 
 
-def _kept(engine: Engine, whose: Container[str]) -> tuple[list[Counter[str]], float]:
-    """Seconds by who works, step by step, over STEPS of them; and calls of the canary a step, where these keep time."""
-    shares, found = Shares(), list[Counter[str]]()
+def _kept(engine: Engine, whose: Container[str]) -> tuple[dict[str, float], float]:
+    """Of a step, in the mean of STEPS: seconds by who works, and calls of the canary, where these keep time."""
+    shares = Shares()
     run = shares.around(ENGINE, engine.step)
     torch.cuda.synchronize()
     with shares.kept(whose):
         for _ in range(step.STEPS):
-            shares.seconds.clear()
             run()
-            found.append(shares.seconds.copy())
-    return found, shares.calls[CANARY] / step.STEPS
+    return {who: spent / step.STEPS for who, spent in shares.seconds.items()}, shares.calls[CANARY] / step.STEPS
 
 
 def _engine(name: str, size: int, model: Decoder, head: Draft | None, rounds: int, settings: dict[str, Any]) -> Engine:
