@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvcanary.config import share_of
 from kvcanary.content import find_changed
@@ -20,7 +18,6 @@ from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
 from kvcanary.looks import Looks
-from kvcanary.outbox import to_device
 from kvcanary.state import CanaryState, PoolState
 
 #: Within which every cached page is read again, however long steps take, as long as somebody asks now and then.
@@ -58,8 +55,8 @@ class CachedSweep:
         oldest = pages[np.argsort(self.read_at[pages], kind="stable")[:count]]
         return [
             hit
-            for pool, where, judge in self._look_at(oldest.tolist(), step)
-            for hit in self._looks.look(pool, where, judge)
+            for pool, slots, judge in self._look_at(oldest.tolist(), step)
+            for hit in self._looks.look(pool, slots, judge)
         ]
 
     def overdue(self) -> list[int]:
@@ -82,7 +79,7 @@ class CachedSweep:
         """R9 and R3 for the slots of these pages, whose entries are all final."""
         return [hit for _, _, judge in self._look_at(pages, step) for hit in judge()]
 
-    def _look_at(self, pages: Sequence[int], step: int) -> list[tuple[PoolState, Tensor, Callable[[], list[HitBatch]]]]:
+    def _look_at(self, pages: Sequence[int], step: int) -> list[tuple[PoolState, Ints, Callable[[], list[HitBatch]]]]:
         """By pool the slots of these pages, and what says which of them changed; the pages count as read."""
         if not len(pages):
             return []
@@ -93,16 +90,13 @@ class CachedSweep:
         self._note(list(pages), step)
         return looks
 
-    def _look_in(
-        self, pool: PoolState, names: Ints, step: int
-    ) -> tuple[PoolState, Tensor, Callable[[], list[HitBatch]]]:
+    def _look_in(self, pool: PoolState, names: Ints, step: int) -> tuple[PoolState, Ints, Callable[[], list[HitBatch]]]:
         slots = slots_in(pool.view, names)
         held = slots >= pool.view.null_slots  # a window may have left the others
         slots, names, nobody = slots[held], names[held], np.full(int(held.sum()), -1)
         self.bytes_read += len(slots) * pool.view.slot_bytes
         entries = Entries(slots, nobody, nobody, (), self.read_at[names // self._state.page_size], named(pool, names))
-        where = to_device(torch.from_numpy(slots), self._state.records.device)
-        return pool, where, partial(find_changed, pool, where, lambda: entries, ("sweep", 1), step, both_lanes=False)
+        return pool, slots, partial(find_changed, pool, slots, lambda: entries, ("sweep", 1), step, both_lanes=False)
 
     def left(self, pages: Sequence[int], step: int) -> None:
         """Rows have left these pages after a last look at their bytes: what a cache still holds waits from now on."""

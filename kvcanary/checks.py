@@ -202,8 +202,7 @@ class StepChecks:
                     with torch.inference_mode():
                         hits += self._mover.arrived(move.pool, destination, flight.step)
         if flight.looks is not None:
-            with torch.inference_mode():
-                hits += flight.looks.hits()
+            hits += flight.looks.hits()
         flight.has_landed = True
         if hits:
             self.landing(flight.step)
@@ -271,15 +270,13 @@ class StepChecks:
         is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
         if not (is_due or self.is_full or self.tails.waits):
             return hits
-        with torch.inference_mode():
-            self.tails.look_at_granted(step)
-            if is_due or self.is_full:
-                self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
+        self.tails.look_at_granted(step)
+        if is_due or self.is_full:
+            self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
+        if is_due:
             with self.looks.beside.behind():
-                if is_due:
-                    hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
-                hits += self.tails.collect()
-        return hits
+                hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
+        return hits + self.tails.collect()
 
     def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:
         """content=full: the bytes of these rows are compared in this step, by attention or by the step's slice."""
@@ -436,7 +433,7 @@ class StepChecks:
             last = forwards[-1]
             hits = find_changed(
                 pool,
-                slots,
+                on_host(slots),
                 lambda: self._entries_of(forwards, verdict).at(kept),
                 last.site,
                 last.step,

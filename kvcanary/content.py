@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvcanary.entries import Entries
-from kvcanary.forward import on_host
+from kvcanary.forward import Ints, on_host
 from kvcanary.intake import HitBatch
 from kvcanary.lanes import lanes_of_slots
+from kvcanary.outbox import to_device
 from kvcanary.state import PoolState
 from kvcanary_kernels.record import CONTENT_B
 
 
 def find_changed(
     pool: PoolState,
-    slots: Tensor,
+    slots: Ints,
     entries_of: Callable[[], Entries],
     site: tuple[str, int],
     step: int,
@@ -28,10 +30,11 @@ def find_changed(
     `entries_of` describes the slots in order, and is asked only when one fired. Null slots hold padding and are never
     compared.
     """
-    differs_a, differs_b = _differences(pool, slots)
+    where = to_device(torch.from_numpy(slots), pool.records.device)
+    differs_a, differs_b = _differences(pool, where)
     some_layer = differs_a.any(0)
     fired = some_layer | differs_b if both_lanes else some_layer
-    fired = fired & (slots >= pool.view.null_slots)
+    fired = fired & (where >= pool.view.null_slots)
     if not fired.any():
         return []
     entries, layers = entries_of(), on_host(differs_a).T

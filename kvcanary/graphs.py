@@ -42,7 +42,6 @@ from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
-from kvcanary.outbox import to_device
 from kvcanary.requests import Batch
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
@@ -313,8 +312,7 @@ class StaticChecks:
         columns = ([value] for value in (hit.slot, hit.position, 0))
         slots, positions, rows = (np.array(column, np.int64) for column in columns)
         entries = Entries(slots, positions, rows, [request.request_id], np.array([read]))
-        where = to_device(torch.from_numpy(slots), hit.pool.records.device)
-        batches = find_changed(hit.pool, where, lambda: entries, hit.site, hit.step, both_lanes=False)
+        batches = find_changed(hit.pool, slots, lambda: entries, hit.site, hit.step, both_lanes=False)
         found = [batch.hit(0) for batch in batches if len(batch)]
         for one in found:
             one.others = hit.others

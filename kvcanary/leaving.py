@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvcanary.certificate import Coverage
@@ -60,8 +59,7 @@ class Leaver:
         positions = np.where(is_row, np.array(firsts)[rows] + offsets, -1)
         ids = ["" if holder is None else holder.request_id for holder in holders]
         entries = Entries(slots, positions, np.where(is_row, rows, -1), ids, names=names).at(held)
-        where = torch.from_numpy(entries.slots).to(self._state.records.device)
-        return find_changed(pool, where, lambda: entries, ("release", 1), step, both_lanes=True)
+        return find_changed(pool, entries.slots, lambda: entries, ("release", 1), step, both_lanes=True)
 
     def _is_current(self, pool: PoolState, slots: Ints, names: Ints) -> NDArray[np.bool_]:
         """Written under the grant that the page has: what came back from elsewhere may lack what no window showed."""

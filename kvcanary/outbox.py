@@ -125,11 +125,6 @@ class PackedMask:
         return words.view(np.bool_)[: self._count].reshape(self.device.shape)
 
 
-def in_reach(host: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host where a kernel of the device may read them: keep them until it has."""
-    return host if device.type == "cpu" else host.pin_memory()
-
-
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on the device; nobody waits for the copy, and the memory that it reads is kept until then."""
-    return in_reach(host, device).to(device, non_blocking=True)
+    return (host if device.type == "cpu" else host.pin_memory()).to(device, non_blocking=True)

@@ -119,7 +119,7 @@ class Poisoner:
         slots = self._slots(pages)
         if pool.host is not None and pool.loops.poison(pool.card_at, slots.numpy(), self._nan, False):
             return []
-        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
+        mismatch = self._looks.room(2 * len(slots)).view(-1, 2)
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
         return self._looks.ask(mismatch, partial(_damaged, pool, slots, mismatch, step, names))
 
@@ -142,9 +142,9 @@ class Poisoner:
 
 
 def _damaged(pool: PoolState, slots: Tensor, mismatch: Tensor, step: int, names: Ints | None) -> list[HitBatch]:
-    damaged = mismatch.any(1).nonzero().flatten()
-    layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.cpu().numpy()
+    damaged = np.flatnonzero(mismatch.any(1))
+    layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.numpy()
     nobody = np.full(len(damaged), -1)
-    named = None if names is None else names[on_host(damaged)]
-    where = on_host(slots[damaged])
+    named = None if names is None else names[damaged]
+    where = on_host(slots)[damaged]
     return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]

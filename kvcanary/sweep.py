@@ -156,15 +156,14 @@ class Sweeper:
         where = to_device(torch.from_numpy(slots), pool.records.device)
         if slots_are_right(pool, where, both_lanes):
             return []
-        return find_changed(pool, where, lambda: _entries_of(pool, looks), site, step, both_lanes)
+        return find_changed(pool, slots, lambda: _entries_of(pool, looks), site, step, both_lanes)
 
     def _look_later(self, pool: PoolState, looks: Sequence[Look], step: int) -> Sequence[Hit | HitBatch]:
         looks, slots = self._slots_of(pool, looks, step)
         if not len(slots):
             return []
-        where = to_device(torch.from_numpy(slots), pool.records.device)
         site, entries = ("sweep", 0), partial(_entries_of, pool, looks)
-        return self._looks.look(pool, where, partial(find_changed, pool, where, entries, site, step, both_lanes=False))
+        return self._looks.look(pool, slots, partial(find_changed, pool, slots, entries, site, step, both_lanes=False))
 
     def _slots_of(self, pool: PoolState, looks: Sequence[Look], step: int) -> tuple[list[Look], Ints]:
         """Looks as the pool's window cuts them, and the slots behind them."""

@@ -7,18 +7,17 @@ and has no fingerprint, so that this is all that can be asked of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig, share_of
 from kvcanary.entries import Entries, join_entries, named
-from kvcanary.forward import Ints, on_host
+from kvcanary.forward import Ints
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
@@ -26,28 +25,12 @@ from kvcanary.ledger import Ledger, Request
 from kvcanary.looks import Looks
 from kvcanary.mirror import Mirror
 from kvcanary.ops import ops_for
-from kvcanary.outbox import in_reach
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.finite import formats_of
 
 NO_GRANT = -1  # in which nobody writes
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Look:
-    """Slots of one pool that were looked at, and [n, 2] int64 what a kernel says of their layers.
-
-    told: what the kernel reads of the host's memory, which is kept until it has
-    """
-
-    pool: PoolState
-    entries: Entries
-    site: tuple[str, int]
-    step: int
-    mismatch: Tensor
-    told: Tensor
 
 
 class Tails:
@@ -73,7 +56,7 @@ class Tails:
         self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
         self._granted: dict[int, list[tuple[Ints, Ints]]] = {}  # by pool: slots, and what plans call them
-        self._looks: list[_Look] = []
+        self._found: list[Hit | HitBatch] = []
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
 
     def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
@@ -92,7 +75,7 @@ class Tails:
     @property
     def waits(self) -> bool:
         """Whether a step that ends now has something to look at, whichever step it is."""
-        return bool(self._granted or self._looks)
+        return bool(self._granted or self._found)
 
     def look_at_granted(self, step: int) -> None:
         """A step ends in which pages were granted."""
@@ -101,9 +84,8 @@ class Tails:
             pool = self._state.pools[pool_id]
             slots, names = (np.concatenate(columns) for columns in zip(*parts, strict=True))
             which = self._unwritten(pool, slots, names)
-            nobody = np.full(len(which), -1)
-            own = named(pool, names[which])
-            self._look(pool, Entries(slots[which], nobody, nobody, (), names=own), GRANT_SITE, step, is_written=False)
+            slots, names = slots[which], names[which]
+            self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, names)
 
     def slice(self, step: int, stride: int, requests: Iterable[Request], hurried: set[str]) -> None:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
@@ -123,12 +105,10 @@ class Tails:
             self._look_at_tails(pool, [self._tail(request, pool, always=True)], RELEASE_SITE, step)
             self._last_pages.pop((request.uid, pool.pool_id), None)
 
-    def collect(self) -> Sequence[Hit | HitBatch]:
+    def collect(self) -> list[Hit | HitBatch]:
         """What was found since the last time, where that is known at once; a GPU tells with the step."""
-        if not self._looks:
-            return []
-        looks, self._looks = self._looks, []
-        return self._asked.ask(torch.cat([look.mismatch for look in looks]), partial(_fired, looks))
+        found, self._found = self._found, []
+        return found
 
     def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
         """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says.
@@ -143,15 +123,16 @@ class Tails:
         if number % period:
             return
         slots = (number * share + np.arange(period * share, dtype=np.int64)) % count
-        nobody = np.full(share, -1)
-        self._look(pool, Entries(slots, nobody, nobody, (), names=named(pool, slots)), NULL_SITE, step)
+        self._look(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
     def _look_at_tails(
         self, pool: PoolState, tails: Sequence[Entries | None], site: tuple[str, int], step: int
     ) -> None:
         some = [tail for tail in tails if tail is not None]
         if some:
-            self._look(pool, join_entries(some), site, step, is_written=False)
+            entries = join_entries(some)
+            names = entries.slots if entries.names is None else entries.names
+            self._look(pool, entries.slots, lambda: entries, site, step, names)
 
     def _tail(self, request: Request, pool: PoolState, always: bool) -> Entries | None:
         """The slots behind the row's final entries, on its last page, that nobody has written since it was granted.
@@ -181,47 +162,53 @@ class Tails:
         known = ledger.page_size, ledger.generations, self._mirror.memory
         return which[: pool.loops.find_unwritten(pool.card_at, slots, names, *known, which)]
 
-    def _grants_of(self, names: Ints) -> Ints:
-        return self._ledger.generations[names // self._state.page_size]
-
     def _look(
-        self, pool: PoolState, entries: Entries, site: tuple[str, int], step: int, is_written: bool = True
+        self,
+        pool: PoolState,
+        slots: Ints,
+        entries_of: Callable[[], Entries],
+        site: tuple[str, int],
+        step: int,
+        names: Ints | None = None,
     ) -> None:
-        """`is_written`: the slots are asked whoever has written them, and not only those that nobody has."""
-        slots = entries.slots
+        """`names`: what plans call the slots, of which those are asked that nobody has written; None: all are."""
         if not len(slots):
             return
-        if self._is_host or is_written:
+        if self._is_host or names is None:
             self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
-        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=pool.records.device)
-        told, written = self._told(pool, entries, is_written)
-        self._ops.finite_check(pool.rows, told[0], mismatch=mismatch, **written)
-        self._looks.append(_Look(pool, entries, site, step, mismatch, told))
+        mismatch = self._asked.room(2 * len(slots)).view(-1, 2)
+        told, written = self._told(pool, slots, names)
+        self._ops.finite_check(pool.rows, told, mismatch=mismatch, **written)
+        self._found += self._asked.ask(mismatch, partial(_fired, pool, mismatch, entries_of, site, step))
 
-    def _told(self, pool: PoolState, entries: Entries, is_written: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """The slots of a look, first, and how a kernel finds those that a forward has written and nobody asks for.
+    def _told(self, pool: PoolState, slots: Ints, names: Ints | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The slots of a look, and how a kernel finds those that a forward has written and nobody asks for.
 
         The records of a GPU say which: the host may not have heard of all of them, and does not wait for that.
         """
-        slots = entries.slots
         if self._is_host:
-            return torch.from_numpy(slots[None]), {}
+            return self._asked.tell(slots), {}
         n = len(slots)
         both = np.full((2, n + n % 2), NO_GRANT, np.int64)  # one kernel for both kinds of looks, and aligned rows
         both[0, :n] = slots
-        if not is_written:
-            both[1, :n] = self._grants_of(slots if entries.names is None else entries.names)
-        told = in_reach(torch.from_numpy(both), pool.records.device)[:, :n]
-        return told, {"records": pool.expected, "grants": told[1]}
+        if names is not None:
+            both[1, :n] = self._ledger.generations[names // self._state.page_size]
+        told, grants = self._asked.tell(both)[:, :n]
+        return told, {"records": pool.expected, "grants": grants}
 
 
-def _fired(looks: Sequence[_Look]) -> list[HitBatch]:
-    hits = []
-    for look in looks:
-        which = np.flatnonzero(on_host(look.mismatch.any(1)))
-        layers = on_host(mismatched_layers(look.mismatch, look.pool.view.num_layers)).T
-        batch = look.entries.fired("R9", look.pool, look.site, look.step, which, layers=layers)
-        hits.append(replace(batch, is_unwritten=True))
-    return [batch for batch in hits if len(batch)]
+def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:
+    """Slots that are of no row, as plans call them."""
+    nobody = np.full(len(slots), -1)
+    return Entries(slots, nobody, nobody, (), names=named(pool, names))
+
+
+def _fired(
+    pool: PoolState, mismatch: Tensor, entries_of: Callable[[], Entries], site: tuple[str, int], step: int
+) -> list[HitBatch]:
+    which = np.flatnonzero(mismatch.any(1))
+    layers = mismatched_layers(mismatch, pool.view.num_layers).T.numpy()
+    batch = entries_of().fired("R9", pool, site, step, which, layers=layers)
+    return [replace(batch, is_unwritten=True)] if len(batch) else []

@@ -62,6 +62,36 @@ def test_check_content_writes_nothing_for_padding_and_bad_slots(operation, pool,
 
 
 @both
+@pytest.mark.parametrize(
+    ("slots", "live", "differs"), [([3, 7], 2, 1), ([7, 3], 1, 1), ([3, 7], 1, 0), ([3, -1, 8], 3, 0)]
+)
+def test_check_content_says_only_whether_something_differs(
+    operation, device, slots, live, differs, pool, tensor
+) -> None:
+    """In one number, which stays as it is where nothing does; padding and slots outside are nobody's."""
+    rows, keys = pool("fused", torch.float16, layers=67, slots=8)
+    content_a = stored_lanes(rows, keys)
+    rows.k[66][7, 1] ^= 1
+    found = tensor([0])
+    operation(rows, tensor(slots), keys, content_a, differs=found, num_live=tensor([live]))
+    assert found.tolist() == [differs]
+    with pytest.raises(ValueError, match="either mismatch or differs must be given"):
+        operation(rows, tensor(slots), keys, content_a)
+
+
+@pytest.mark.gpu
+def test_a_number_of_the_host_tells_whether_something_differs(pool, tensor) -> None:
+    """The kernel writes there."""
+    rows, keys = pool()
+    content_a, found = stored_lanes(rows, keys), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    for wanted in (0, 1):
+        rows.v[0][5, 0] ^= wanted
+        check_content(rows, tensor([4, 5]), keys, content_a, differs=found)
+        torch.cuda.synchronize()
+        assert int(found) == wanted
+
+
+@both
 def test_zeroed_bytes_under_zeroed_lanes_are_a_mismatch(operation, pool, tensor) -> None:
     """A pool and a canary that were both wiped do not vouch for each other."""
     rows, keys = pool()
@@ -75,5 +105,5 @@ def test_zeroed_bytes_under_zeroed_lanes_are_a_mismatch(operation, pool, tensor)
 def test_check_content_refuses_a_bitmap_of_the_wrong_shape(operation, pool, tensor) -> None:
     """The message shows the shape that it wants and the one that it got."""
     rows, keys = pool()
-    with pytest.raises(ValueError, match=r"mismatch must be \[1, 2\] int64, got \[1\]"):
+    with pytest.raises(ValueError, match=r"mismatch must be contiguous \[1, 2\] int64, got \[1\]"):
         operation(rows, tensor([4]), keys, stored_lanes(rows, keys), mismatch=tensor([0]))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
-from kvcanary.entries import Entries
 from kvcanary.state import CanaryState
 from kvcanary_kernels.finite import finite_check_torch, formats_of
 from kvcanary_kernels.poison import poison_fill_torch
@@ -91,7 +90,7 @@ def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
     tails, looked = engine.canary._checks.tails, []
     look = tails._look
     monkeypatch.setattr(
-        tails, "_look", lambda *a, **k: (looked.append((a[2], a[0].name, a[1].positions[0])), look(*a, **k))
+        tails, "_look", lambda *a, **k: (looked.append((a[3], a[0].name, a[2]().positions[0])), look(*a, **k))
     )
     decode(engine, 64)
     rolled = [(pool, int(position)) for site, pool, position in looked if site == ("sweep", 2)]
@@ -108,20 +107,19 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     slots = np.arange(16) + 16 * engine.rows["one"].pages[1]
     unwritten = slots[tails._unwritten(pool, slots, slots)]
     tails._is_host = False
-    nobody = np.full(16, -1)
     assert tails._unwritten(pool, slots, slots).tolist() == list(range(16))
     mismatch = torch.full((16, 2), -77)
-    told, written = tails._told(pool, Entries(slots, nobody, nobody, ()), is_written=False)
-    finite_check_torch(pool.rows, told[0], mismatch=mismatch, **written)
+    told, written = tails._told(pool, slots, slots)
+    finite_check_torch(pool.rows, told, mismatch=mismatch, **written)
     asked = slots[(mismatch == 0).all(1).numpy()]
     assert 0 < len(unwritten) < 16
     assert asked.tolist() == unwritten.tolist()
-    told, written = tails._told(pool, Entries(slots[1:], nobody[1:], nobody[1:], ()), is_written=True)
+    told, written = tails._told(pool, slots[1:], None)
     mismatch.fill_(-77)
-    finite_check_torch(pool.rows, told[0], mismatch=mismatch[1:], **written)
+    finite_check_torch(pool.rows, told, mismatch=mismatch[1:], **written)
     assert not mismatch[1:].any()
     tails._is_host = True
-    assert tails._told(pool, Entries(slots, nobody, nobody, ()), is_written=True)[1] == {}
+    assert tails._told(pool, slots, slots)[1] == {}
 
 
 @pytest.mark.parametrize(("is_host", "share"), [(True, 8), (False, 16)])
@@ -131,7 +129,7 @@ def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, m
     engine.start("one", 20)
     tails, looked = engine.canary._checks.tails, []
     monkeypatch.setattr(tails, "_is_host", is_host)
-    monkeypatch.setattr(tails, "_look", lambda pool, entries, *a, **k: looked.append((a[0], pool.name, entries.slots)))
+    monkeypatch.setattr(tails, "_look", lambda pool, slots, *a, **k: looked.append((a[1], pool.name, slots)))
     decode(engine, 32)
     looks = [slots.tolist() for site, pool, slots in looked if (site, pool) == (("sweep", 3), "target")]
     assert [len(slots) for slots in looks] == [share] * (32 // share)
