@@ -173,3 +173,22 @@ PLACE_BITS = 32  # of a request's number in a run
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2
 SEALED_BITS = 2  # above these, what sealing has seen
+
+#: Of a book of pages, [PAGE_BOOK] int64: its arrays' addresses, [pages] each, and of a table which states are writable.
+(
+    PAGE_STATES,
+    PAGE_OWNERS,
+    PAGE_WRITERS,
+    PAGE_GENERATIONS,
+    PAGE_REFERENCES,
+    PAGE_PUBLISHED,
+    PAGE_HOLDERS,
+    NUM_PAGES,
+    WRITABLE_STATES,
+    NUM_STATES,
+    PAGE_BOOK,
+) = range(11)
+#: What an event does to a page beside its state, and in the place of an owner: that it stays.
+STAYS, CHANGES_OWNER, BEGINS, ENDS = range(4)
+ILLEGAL = 255  # in the place of a state that follows: the event may not happen
+NOT_A_WRITER = -3  # in `PAGE_WRITERS`: equal to no uid and to no kind of owner

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 HISTORY_EVENTS = 8  # kept a page, newest last
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_own: set[str] = set()
 _TO_SOMEBODY = frozenset({"granted", "set aside", "copied"})
 
 
@@ -68,9 +69,16 @@ def phrase(kind: str, request_id: str | None) -> str:
     return f"{kind} {'to' if kind in _TO_SOMEBODY else 'by'} {request_id!r}"
 
 
+def _is_own(file: str) -> bool:
+    """Whether it is of this package, and known from now on if it is."""
+    if is_own := file.startswith(_PACKAGE):
+        _own.add(file)
+    return is_own
+
+
 def call_site() -> tuple[str, int] | None:
     """(file name, line) of the innermost caller outside this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and ((file := frame.f_code.co_filename) in _own or _is_own(file)):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

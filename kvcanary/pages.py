@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcanary.cards import BEGINS, CHANGES_OWNER, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, STAYS
 from kvcanary.errors import LifetimeError, PageStateError
 from kvcanary.history import History, phrase
 from kvcanary_kernels.record import (
@@ -15,7 +17,6 @@ from kvcanary_kernels.record import (
     FREE,
     LOAD_FAILED,
     LOADING,
-    MASK_32,
     NEVER_WRITTEN,
     NO_OWNER,
     QUARANTINED,
@@ -77,15 +78,14 @@ STATE_NAMES = {
     SHARED: "SHARED",
 }
 
-_ILLEGAL = 255
 _NEXT = {
-    name: np.array([event.after.get(state, _ILLEGAL) for state in STATE_NAMES], dtype=np.uint8)
+    name: np.array([event.after.get(state, ILLEGAL) for state in STATE_NAMES], dtype=np.uint8)
     for name, event in EVENTS.items()
 }
-_IS_WRITABLE = _NEXT["written"] != _ILLEGAL
+_NEXT_AT = {name: following.ctypes.data for name, following in _NEXT.items()}
+_IS_WRITABLE = _NEXT["written"] != ILLEGAL
 _MOST_LISTS = 4096  # of changed pages, before they become one
 _NONE = np.zeros(0, np.int64)
-_NOBODY = -3  # in `writers`: equal to no uid and to no kind of owner
 
 
 class Pages:
@@ -106,11 +106,15 @@ class Pages:
         self.owners = np.full(num_pages, NO_OWNER, dtype=np.int64)
         self.refcounts = np.zeros(num_pages, dtype=np.int64)
         self.published = np.zeros(num_pages, dtype=np.bool_)
-        self.writers = np.full(num_pages, _NOBODY, dtype=np.int64)
+        self.writers = np.full(num_pages, NOT_A_WRITER, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
         self.history = History(num_pages)
         self._changed: list[Array] = []
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
+        arrays = self.states, self.owners, self.writers, self.generations, self.refcounts, self.published
+        addresses = [own.ctypes.data for own in (*arrays, self.holder_sums)]
+        self._book = array("q", (*addresses, num_pages, _IS_WRITABLE.ctypes.data, len(STATE_NAMES)))
+        self._follow_event = _loop()
 
     def __len__(self) -> int:
         return len(self.states)
@@ -131,40 +135,28 @@ class Pages:
             raise LifetimeError(f"an event must name a page once, got page {twice} twice: name it once")
         return where
 
-    def expect(self, event: str, pages: Array, request_id: str | None = None) -> Array:
-        """All of these pages are in a state in which the event is legal; the states that would follow."""
-        after = _NEXT[event].take(self.states.take(pages))
-        if _ILLEGAL in (states := after.tobytes()):  # as bytes: of few pages, several times as fast as an array's `any`
-            raise self._refused(event, int(pages[states.index(_ILLEGAL)]), request_id)
-        return after
+    def expect(self, event: str, pages: Array, request_id: str | None = None) -> None:
+        """All of these pages are in a state in which the event is legal."""
+        states = _NEXT[event].take(self.states.take(pages)).tobytes()
+        if ILLEGAL in states:  # as bytes: of few pages, several times as fast as an array's `any`
+            raise self._refused(event, int(pages[states.index(ILLEGAL)]), request_id)
 
     def advance(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
         """The event happens to all of these pages, or is refused for all; owners and references stay."""
-        after = self.expect(event, pages, request_id)
-        self._follow(event, pages, after, self.owners.take(pages), step, request_id)
+        self._follow(event, pages, step, request_id, STAYS)
 
     def grant(self, event: str, pages: Array, uid: int, step: int, request_id: str) -> None:
         """Free pages become the private pages of one request: a new generation."""
-        after = self.expect(event, pages, request_id)
-        self.owners[pages] = uid
-        self._begin_generation(pages, references=1, holders=uid)
-        self._follow(event, pages, after, uid, step, request_id)
+        self._follow(event, pages, step, request_id, BEGINS, uid)
 
     def free(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
         """Nobody's any more: a new generation, so that no record of the last one fits."""
-        if not pages.size:
-            return
-        after = self.expect(event, pages, request_id)
-        self.owners[pages] = NO_OWNER
-        self.published[pages] = False
-        self._begin_generation(pages, references=0, holders=0)
-        self._follow(event, pages, after, NO_OWNER, step, request_id)
+        if pages.size:
+            self._follow(event, pages, step, request_id, ENDS, NO_OWNER)
 
     def share(self, event: str, pages: Array, step: int, request_id: str) -> None:
         """Private pages may be read by many from now on, and written by nobody."""
-        after = self.expect(event, pages, request_id)
-        self.owners[pages] = SHARED_OWNER
-        self._follow(event, pages, after, SHARED_OWNER, step, request_id)
+        self._follow(event, pages, step, request_id, CHANGES_OWNER, SHARED_OWNER)
 
     def add_reference(self, pages: Array, uid: int) -> None:
         self.refcounts[pages] += 1
@@ -234,17 +226,14 @@ class Pages:
         return "W8" if self.owners[page] == uid >= 0 else "W2"
 
     def _follow(
-        self, event: str, pages: Array, after: Array, owners: Array | int, step: int, request_id: str | None
+        self, event: str, pages: Array, step: int, request_id: str | None, change: int, owner: int = NO_OWNER
     ) -> None:
-        self.states[pages] = after
+        """`loops.follow_event`, and what is told of it."""
+        told = self._book.buffer_info()[0], pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
+        if (wrong := self._follow_event(*told)) != NOWHERE:
+            raise self._refused(event, int(pages[wrong]), request_id)
         self._note_changes(pages)
-        self.writers[pages] = np.where(_IS_WRITABLE.take(after), owners, _NOBODY)
         self.history.add(event, pages, step, request_id)
-
-    def _begin_generation(self, pages: Array, references: int, holders: int) -> None:
-        self.generations[pages] = np.maximum(self.generations.take(pages) + 1 & MASK_32, 1)
-        self.refcounts[pages] = references
-        self.holder_sums[pages] = holders
 
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
         state = int(self.states[page])
@@ -263,3 +252,9 @@ def _either(names: Sequence[str]) -> str:
     """`A`, or `A or B`, or `A, B or C`."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _loop() -> Callable[..., int]:
+    from kvcanary.loops import follow_event
+
+    return follow_event

@@ -55,7 +55,8 @@ class Tails:
         self._is_host = state.records.device.type == "cpu"
         self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
-        self._granted: dict[int, list[tuple[Ints, Ints]]] = {}  # by pool: slots, and what plans call them
+        # by pool: pages, and what plans call their slots where that is not what the pool calls them
+        self._granted: dict[int, tuple[list[int], list[Ints]]] = {}
         self._found: list[Hit | HitBatch] = []
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
 
@@ -65,12 +66,13 @@ class Tails:
         What the step leaves unwritten of them is looked at when it ends.
         names: what plans call their slots, where that is not what the pools call them
         """
-        size = self._state.page_size
-        if not self.is_on or not len(pages) or size == 1:  # no row ends within a page of one slot
+        if not self.is_on or not len(pages) or self._state.page_size == 1:  # no row ends within a page of one slot
             return
-        slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
         for pool in pools:
-            self._granted.setdefault(pool.pool_id, []).append((slots, slots if names is None else names))
+            all_pages, all_names = self._granted.setdefault(pool.pool_id, ([], []))
+            all_pages += pages
+            if names is not None:
+                all_names.append(names)
 
     @property
     def waits(self) -> bool:
@@ -80,9 +82,11 @@ class Tails:
     def look_at_granted(self, step: int) -> None:
         """A step ends in which pages were granted."""
         granted, self._granted = self._granted, {}
-        for pool_id, parts in granted.items():
+        size = self._state.page_size
+        for pool_id, (pages, parts) in granted.items():
             pool = self._state.pools[pool_id]
-            slots, names = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+            slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
+            names = np.concatenate(parts) if parts else slots
             which = self._unwritten(pool, slots, names)
             slots, names = slots[which], names[which]
             self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, names)

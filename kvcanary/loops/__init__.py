@@ -7,6 +7,7 @@ from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.heard import hear_runs, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
+from kvcanary.loops.pages import follow_event
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.recording import copy_records, keep_plans
@@ -30,6 +31,7 @@ __all__ = [
     "commit_rows",
     "copy_records",
     "find_unwritten",
+    "follow_event",
     "grow_chain",
     "hear_runs",
     "keep_lanes",
