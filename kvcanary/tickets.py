@@ -8,7 +8,7 @@ earlier grant of its page, or to what a host buffer held before it was taken aga
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcanary.pages import Array
@@ -138,17 +138,20 @@ class Tickets:
     def complete(self, ticket: Ticket) -> list[Violation]:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
         self.waits(HOST, ticket)
-        touched = {**ticket.reads, **ticket.writes}
+        if not ticket.reads and not ticket.writes:
+            return []
+        touched = {**ticket.reads, **ticket.writes} if ticket.reads else ticket.writes
         landed = {resource: planned for resource, planned in touched.items() if self._leaves(resource, ticket)}
         outdated = self._outdated(landed) if landed else ()
         return [_too_late(f"the end of {ticket}", ticket.stream, *one, ticket) for one in outdated]
 
     def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
         """An access that leaves nothing in flight, such as the host's own."""
+        outdated = self._outdated(touched)
+        found = [_too_late(f"{what!r} on stream {stream}", stream, *one) for one in outdated] if outdated else []
+        if self._in_flight.keys().isdisjoint(touched):
+            return found
         clock, host = self._clocks[self._streams[stream]], self._clocks[0]
-        outdated, found = self._outdated(touched), list[Violation]()
-        for one in outdated:
-            found.append(_too_late(f"{what!r} on stream {stream}", stream, *one))
         for resource in touched:
             accesses = self._in_flight.get(resource)
             for ticket in () if accesses is None else accesses.conflicts(writes):
@@ -167,7 +170,7 @@ class Tickets:
             self._in_flight.pop(page, None)
         return found
 
-    def _outdated(self, touched: Touched) -> Iterable[tuple[Resource, int, int | None]]:
+    def _outdated(self, touched: Touched) -> Sequence[tuple[Resource, int, int | None]]:
         """What is in another generation than the access was planned for: the resource, that one, and now's."""
         if touched.items() <= self.buffers.items():
             return ()

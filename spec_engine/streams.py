@@ -86,7 +86,7 @@ class Stream:
 
     def mark(self) -> Event:
         """The end of everything that was submitted so far; on ``main`` on CUDA also of what it was given otherwise."""
-        return self.submit("mark", lambda: None)
+        return self.submit("mark", _nothing)
 
     def wait(self, event: Event) -> None:
         """What comes on this stream from now on runs behind the event's work; the host stands still, once."""
@@ -109,10 +109,10 @@ class Stream:
         if self._desk is not None:
             self._desk.use(what, self.name, resources, writes, requests)
 
-    def renew(self, buffer: str, generation: int) -> None:
-        """A host buffer is taken for something else."""
+    def refill(self, what: str, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else, and written."""
         if self._desk is not None:
-            self._desk.renew(buffer, generation)
+            self._desk.refill(what, self.name, buffer, generation)
 
     def advance(self, count: int = 1) -> None:
         """On a CPU: ``count`` waiting operations run, as a device would run them by and by. Elsewhere nothing."""
@@ -148,8 +148,7 @@ class StagingRing:
             self._host.wait(last.event)
         buffer = Staging(last.name, last.tensor, last.generation + 1)
         self._buffers.append(buffer)
-        self._host.renew(buffer.name, buffer.generation)
-        self._host.use("fill", [buffer.name], writes=True)
+        self._host.refill("fill", buffer.name, buffer.generation)
         return buffer
 
     def check(self, buffer: Staging) -> None:
@@ -171,6 +170,10 @@ class Staging:
     def planned(self) -> dict[str, int]:
         """What an access names, so that one that comes after the next ``take`` is told."""
         return {self.name: self.generation}
+
+
+def _nothing() -> None:
+    """What a mark does."""
 
 
 class _Queue(Protocol):
@@ -242,6 +245,9 @@ class _Cuda:
         while self._running and self._running[0][0].query():
             self._running.popleft()
         stream, event = self._stream, torch.cuda.Event()
+        if operation is _nothing:
+            event.record(stream)
+            return event
         with on(stream):
             operation()
         event.record(stream)
