@@ -283,6 +283,11 @@ class SubstepBank:
         unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         return planned, unknown
 
+    @property
+    def seen(self) -> tuple[int, int, int]:
+        """Address of the headers as they were taken last, and their sizes, as `loops.take_quiet` has them."""
+        return self._seen_at, 2 * NUM_BITS, HEADER
+
     def _is_quiet(self, snapshot: Snapshot, totals: array[int]) -> bool:
         """Whether all headers were taken by `loops.take_quiet`."""
         at = (self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])

@@ -170,6 +170,15 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
 HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
 PLACE_BITS = 32  # of a request's number in a run
 
+#: What `loops.land_quiet` says of a step, [SAID].
+(
+    SAID_END,  # of the runs that were heard of
+    SAID_SEEN,  # of any of them, as RUN_SEEN has it, without numbers of entries
+    SAID_PLACE,  # where `loops.land_runs` stands
+    SAID_RUNS,  # [NUM_RUNS], what has run
+) = range(4)
+SAID = SAID_RUNS + 3
+
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2
 SEALED_BITS = 2  # above these, what sealing has seen

@@ -188,8 +188,13 @@ class StepChecks:
         self._flights[0].wait()
         flight = self._flights.popleft()
         hits, static, told = flight.hits, self.static, flight.told
-        if static is not None and told is not None:
-            for forward in static.learn(told, self.mirror, self.unwritten, proves=self.oracle is None):
+        proves = self.oracle is None
+        if (
+            static is not None
+            and told is not None
+            and (self.is_full or not static.land_quiet(told, self.mirror, proves))
+        ):
+            for forward in static.learn(told, self.mirror, self.unwritten, proves):
                 hits += judge_tokens(forward, self.oracle)
                 hits += judge_mask(forward)
             static.learn_moves(told, self.mirror)

@@ -29,6 +29,9 @@ from kvcanary.cards import (
     RUN_BITS,
     RUN_CARD,
     RUN_SEEN,
+    SAID_END,
+    SAID_PLACE,
+    SAID_RUNS,
 )
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
@@ -47,6 +50,7 @@ from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART, StaticSubstep
 from kvcanary.views import ReadPlan, WritePlan
+from kvcanary_kernels.settle import RUN_READ, RUN_WRITTEN
 
 Unwritten = Callable[[Sequence[Request], int], None]
 
@@ -132,6 +136,7 @@ class StaticChecks:
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(self.bank.shared)
         self._hearing: Hearing | None = None
+        self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
         self.launched: list[Launched] = []
         self.num_unlanded = 0
         self.moves: list[StaticMove] = []
@@ -220,6 +225,38 @@ class StaticChecks:
         snapshot = self.bank.snapshot(runs or None, singles, cards)
         return Told(step, launched, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
 
+    def land_quiet(self, told: Told, mirror: Mirror, proves: bool) -> bool:
+        """Whether all has run as planned and was proved clean and nothing fired: all is done, then, that follows do.
+
+        Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
+        """
+        forwards, snapshot, hearing = told.forwards, told.snapshot, self._hearing
+        self._num_heard = 0
+        if not forwards or told.moves or snapshot.once or snapshot.headers is not None:
+            return False
+        if hearing is None:
+            hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
+        cards, said = snapshot.cards, hearing.said
+        if not hearing.land_quiet(forwards, cards, snapshot.planned, proves, self._seen):
+            self._num_heard = said[SAID_END]
+            return False
+        heard, place = self.listener.heard, RUN_SEEN
+        for run in forwards:
+            substep, tokens = run.substep, None
+            if run.accepted is not None:
+                self.num_unlanded -= 1
+                tokens = _tokens(run.accepted[: len(run.batch)])
+            heard(Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS, tokens), substep.layers)
+            place += RUN_CARD
+        coverage, entries = self._coverage, said[SAID_RUNS + RUN_WRITTEN]
+        coverage.forwards += len(forwards)
+        coverage.slots_checked += said[SAID_RUNS + RUN_READ]
+        coverage.slots_sealed += entries
+        coverage.unproved_stores += entries > 0
+        if said[SAID_PLACE] != NOWHERE:
+            self._finalise_from(told, said[SAID_PLACE])
+        return True
+
     def learn(self, told: Told, mirror: Mirror, unwritten: Unwritten, proves: bool) -> Iterator[Learned]:
         """Forwards for the rules, in the order of their run; pages are written, and the mirror knows where new records
         lie. Copies are over.
@@ -230,9 +267,11 @@ class StaticChecks:
         hearing, forwards, ledger = self._hearing, told.forwards, self._ledger
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, ledger.pages, mirror)
-        cards, end, num_learned = told.snapshot.cards, 0, 0
+        cards, end, num_learned, num_heard = told.snapshot.cards, 0, 0, self._num_heard
+        self._num_heard = 0
         while (first := end) < len(forwards):
-            end = hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
+            end = num_heard or hearing.hear(forwards, cards, first, told.snapshot.planned, proves)
+            num_heard = 0
             for number in range(first, end):
                 run, seen = forwards[number], cards[RUN_CARD * number + RUN_SEEN]
                 substep, requests, accepted = run.substep, run.batch.requests, run.accepted
@@ -273,8 +312,14 @@ class StaticChecks:
 
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
-        ledger, place = self._ledger, 0
-        while (place := ledger.land_runs(told.snapshot.cards, place)) != NOWHERE:
+        place = self._ledger.land_runs(told.snapshot.cards, 0)
+        if place != NOWHERE:
+            self._finalise_from(told, place)
+
+    def _finalise_from(self, told: Told, place: int) -> None:
+        """`place`: where `loops.land_runs` stands."""
+        ledger = self._ledger
+        while place != NOWHERE:
             one, number = divmod(place, 1 << PLACE_BITS)
             run, place = told.forwards[one], place + 1
             request = run.batch.requests[number]
@@ -283,6 +328,7 @@ class StaticChecks:
                     ledger.finalise(request, told.step, run.committed[number] if request.in_the_air else None)
                 except PageStateError:
                     self._coverage.skip("pages that should be final and were not written", 1)
+            place = ledger.land_runs(told.snapshot.cards, place)
 
     def harvest(self, told: Told) -> list[Hit]:
         """Hits and gaps of the step."""

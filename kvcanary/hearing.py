@@ -6,7 +6,17 @@ from array import array
 from collections.abc import Sequence
 from itertools import repeat
 
-from kvcanary.cards import LEFT_TO_RULES, LINE_BITS, PAGES_FRESH, REWRITES
+from kvcanary.cards import (
+    LEFT_TO_RULES,
+    LINE_BITS,
+    PAGES_FRESH,
+    REWRITES,
+    RUN_BITS,
+    RUN_CARD,
+    RUN_SEEN,
+    SAID,
+    SAID_SEEN,
+)
 from kvcanary.learning import Launched
 from kvcanary.mirror import Mirror
 from kvcanary.pages import Pages
@@ -21,6 +31,8 @@ class Hearing:
         self._pages, self._mirror, self._loop = pages, mirror, state.pools[0].loops.hear_runs
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
         self._books_at = self._books.buffer_info()[0]
+        self._land, self.said = state.pools[0].loops.land_quiet, array("q", bytes(8 * SAID))
+        self._said_at, self._page_size = self.said.buffer_info()[0], state.page_size
 
     def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
         """`loops.hear_runs`, with room for it; `cards`: of all of them."""
@@ -31,6 +43,24 @@ class Hearing:
             batch.make_room(repeat(0 if accepted is None else accepted.shape[1] - 1, len(batch)))
             end = self._loop(*told)
         return end
+
+    def land_quiet(
+        self, runs: Sequence[Launched], cards: array[int], planned: array[int], proves: bool, seen: tuple[int, int, int]
+    ) -> bool:
+        """`loops.land_quiet`, which leaves in `said` how far it came; `seen`: as it takes headers.
+
+        Then pages are written, and the mirror knows where new records lie.
+        """
+        at, said = cards.buffer_info()[0], self._said_at
+        planned_at = planned.buffer_info()[0]
+        if not self._land(len(runs), at, self._books_at, planned_at, proves, *seen, self._page_size, said):
+            return False
+        if self.said[SAID_SEEN] >> RUN_BITS:
+            for number, run in enumerate(runs):
+                self.is_clean(run, cards[RUN_CARD * number + RUN_SEEN] >> RUN_BITS)
+        else:
+            self._mirror.heard(0)
+        return True
 
     def is_clean(self, run: Launched, seen: int) -> bool:
         """Whether nothing is left to the rules: then pages are written, and the mirror knows where new records lie."""

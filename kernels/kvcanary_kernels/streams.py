@@ -15,7 +15,7 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return _current(torch.cuda.current_device() if device.index is None else device.index)
 
 
-class on:  # noqa: N801 - a context as `torch.cuda.stream` is one
+class on:
     """What is launched within goes there, as with `torch.cuda.stream`."""
 
     __slots__ = ("_before", "_elsewhere", "_stream")

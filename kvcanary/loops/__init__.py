@@ -4,7 +4,7 @@ Loaded when a manager is built: compiling takes some seconds once, afterwards th
 """
 
 from kvcanary.loops.finite import are_finite, find_unwritten
-from kvcanary.loops.heard import hear_runs, take_quiet
+from kvcanary.loops.heard import hear_runs, land_quiet, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.pages import follow_event
@@ -36,6 +36,7 @@ __all__ = [
     "hear_runs",
     "keep_lanes",
     "keep_plans",
+    "land_quiet",
     "land_runs",
     "launch_rows",
     "match_records",

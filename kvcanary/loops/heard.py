@@ -62,6 +62,11 @@ from kvcanary.cards import (
     RUN_STEP,
     RUN_TURN,
     RUN_WRITTEN,
+    SAID,
+    SAID_END,
+    SAID_PLACE,
+    SAID_RUNS,
+    SAID_SEEN,
     SLOTS,
     TOKEN_OFFSET,
     TOKENS_KNOWN,
@@ -69,7 +74,7 @@ from kvcanary.cards import (
     VOCABULARY,
 )
 from kvcanary.loops.memory import flags_at, longs_at, loop
-from kvcanary.loops.rows import accept_rows, num_accepted, sum_committed, write_rows
+from kvcanary.loops.rows import accept_rows, land_runs, num_accepted, sum_committed, write_rows
 from kvcanary_kernels.record import WRITTEN
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
 from kvcanary_kernels.settle import RUN_ROWS as RUN_ROWS_LIVE
@@ -206,4 +211,27 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
                     last[counts + kind] = header[counts + kind]
                 elif new != plan[kind]:
                     return False
+    return True
+
+
+@loop("boolean(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64)")
+def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, said):
+    """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
+
+    said: [SAID] (cards.py), how far it came
+    """
+    told, plain = longs_at(said, SAID), HAS_RUN
+    told[:] = 0
+    told[SAID_END] = hear_runs(0, n, runs, books, planned, proves)
+    if told[SAID_END] != n:
+        return False
+    for one in range(n):
+        bits = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)[RUN_SEEN]
+        plain &= bits
+        told[SAID_SEEN] |= bits & (1 << RUN_BITS + LINE_BITS) - 1
+    if not plain or told[SAID_SEEN] & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
+        return False
+    if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
+        return False
+    told[SAID_PLACE] = land_runs(runs, n, 0, page_size)
     return True

@@ -67,12 +67,11 @@ def test_no_more_streams_are_kept_than_so_many(device: Device):
 
 def test_what_was_current_is_current_again(device: Device):
     """Also behind an error."""
-    with pytest.raises(KeyError), on(device.stream(0, 5)):
+    with on(device.stream(0, 5)):
         assert device.handles == [5, 0]
-        with on(device.stream(0, 6)):
-            assert device.handles == [6, 0]
+        with pytest.raises(KeyError), on(device.stream(0, 6)):
+            raise KeyError(device.handles[0])
         assert device.handles == [5, 0]
-        raise KeyError
     assert device.handles == [0, 0]
 
 
