@@ -238,7 +238,8 @@ class SubstepBank:
         headers = None
         if self._in_order and (runs is None or not self._expected <= runs.keys()):
             headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
-        self._expected.clear()
+        if self._expected:
+            self._expected.clear()
         return Snapshot(headers, once, planned, unknown, runs or {}, array("q") if cards is None else cards)
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
@@ -279,8 +280,10 @@ class SubstepBank:
         return self._read_keys[pool.name]
 
     def _take_planned(self) -> tuple[array[int], frozenset[int]]:
-        planned, self._planned = self._planned, array("q", bytes(8 * len(self._planned)))
-        unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
+        planned, unknown = self._planned, _NO_NUMBERS
+        self._planned = array("q", bytes(8 * len(planned)))
+        if self._reads_unknown:
+            unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         return planned, unknown
 
     @property
@@ -352,3 +355,4 @@ def _nobody() -> None:
 
 
 _IS_OPEN = attrgetter("is_open")
+_NO_NUMBERS: frozenset[int] = frozenset()

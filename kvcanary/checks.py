@@ -144,9 +144,12 @@ class StepChecks:
 
     def land_before(self, turn: int) -> None:
         """Judge what would be lost when forwards run in this turn, be steps between them without any."""
-        late = [flight for flight in self._flights if not flight.has_run_since(turn - IN_THE_AIR)]
-        if late:
-            self.land(late[-1])
+        last, since = None, turn - IN_THE_AIR
+        for flight in self._flights:
+            if not flight.has_run_since(since):
+                last = flight
+        if last is not None:
+            self.land(last)
 
     @property
     def compares_moves(self) -> bool:

@@ -30,7 +30,8 @@ class Flight:
 
     def has_run_since(self, turn: int) -> bool:
         """Whether all of its forwards were launched in this turn or later."""
-        return self.told is None or all(run.turn >= turn for run in self.told.forwards)
+        forwards = () if self.told is None else self.told.forwards  # in the order of their launches
+        return not forwards or forwards[0].turn >= turn
 
     def wait(self) -> None:
         """The host stands still until the copies are over."""

@@ -160,9 +160,8 @@ class StaticChecks:
             entries = array("q", written)
             written_at = entries.buffer_info()[0]
         if acceptance is not None:
-            acceptance.told.expect(turn)
             self.num_unlanded += 1
-            line, places = acceptance.told.line(), 1 + acceptance.places
+            line, places = acceptance.told.expect(turn), 1 + acceptance.places
             accepted, acceptance_card = line[0].reshape(-1, places), (line.at, places)
         kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
         rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, num_forwards, entries)
@@ -170,8 +169,7 @@ class StaticChecks:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
         common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *acceptance_card, 0
         for substep, count in zip(substeps, reads, strict=True):
-            substep.written.expect(turn)
-            line = substep.written.line()
+            line = substep.written.expect(turn)
             card = substep.line_card_at, line.at, count, *common
             self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted))
         return self._truth(rows)
@@ -209,21 +207,25 @@ class StaticChecks:
 
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
-        launched, self.launched = self.launched, [run for run in self.launched if run.substep.is_open]
-        if self.launched:
-            launched = [run for run in launched if not run.substep.is_open]
-        moves, self.moves = self.moves, []
+        waiting, self.launched = self.launched, []
+        launched, moves, cards = list[Launched](), self.moves, array("q")
+        if moves:
+            self.moves = []
         runs, singles = dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
-        for run in launched:
-            if isinstance(run.substep, OnceSubstep):
-                singles.append((run.substep, run.line[HEADER_PART]))
-            elif (number := run.substep.number) is not None:
-                runs[number] = Ran(run.turn, run.line, run.batch.requests)
-        cards = array("q")
-        for run in launched:
+        for run in waiting:
+            substep = run.substep
+            if substep.is_open:
+                self.launched.append(run)
+                continue
+            launched.append(run)
             cards.extend(run.card)
+            if substep.number is not None:
+                runs[substep.number] = Ran(run.turn, run.line, run.batch.requests)
+            elif isinstance(substep, OnceSubstep):
+                singles.append((substep, run.line[HEADER_PART]))
         snapshot = self.bank.snapshot(runs or None, singles, cards)
-        return Told(step, launched, [(move, move.moved.turn, move.moved.read()) for move in moves], snapshot)
+        moved = [(move, move.moved.turn, move.moved.read()) for move in moves] if moves else []
+        return Told(step, launched, moved, snapshot)
 
     def land_quiet(self, told: Told, mirror: Mirror, proves: bool) -> bool:
         """Whether all has run as planned and was proved clean and nothing fired: all is done, then, that follows do.

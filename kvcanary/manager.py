@@ -258,12 +258,13 @@ class CanaryManager(Answering):
         """For the next step, which then begins at once; the device still computes this one."""
         self._leave_quarantine(self.step + 1)
         self._poisoner.tick()
-        for poisoner in self._mapped.values():
-            poisoner.tick()
+        if self._mapped:
+            for poisoner in self._mapped.values():
+                poisoner.tick()
 
     def _leave_quarantine(self, step: int) -> None:
         """Of pages that have waited when this step begins."""
-        if self._quarantine:
+        if self._quarantine and self._ledger.quarantined:
             self._ledger.leave_quarantine(step, self._quarantine)
 
     def _conclude(self) -> frozenset[str]:

@@ -82,9 +82,10 @@ class Packed:
         """Within the body, at fixed addresses."""
         self._post(self._parts, self._step, box=self._box)
 
-    def expect(self, turn: int) -> None:
-        """The body runs in this turn."""
+    def expect(self, turn: int) -> Line:
+        """The body runs in this turn; what will be packed in it."""
         self.turn = turn
+        return self._lines[turn % len(self._lines)]
 
     def line(self) -> Line:
         """What was packed in that turn."""

@@ -69,7 +69,11 @@ class CapturedEvents:
         events, launches = segment.events, self._now.launches
         for substep, count in zip(substeps, reads, strict=True):
             recorded = RecordedLaunch(substep.number, requests, written, count)
-            launches.setdefault((substep.pool.name, substep.site), []).append((recorded, segment, len(events)))
+            key, launch = (substep.pool.name, substep.site), (recorded, segment, len(events))
+            if key in launches:
+                launches[key].append(launch)
+            else:
+                launches[key] = [launch]
             events.append(("launch", (recorded,), None))
 
     def launched_move(self, number: int, pool: str, segment: Segment) -> None:

@@ -7,7 +7,6 @@ heard; with schedule "sync" it waits for every step, and nothing is copied.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,10 +79,10 @@ class Results:
         if self._canary is not None and result.flight is not None:
             doomed |= self._canary.hear(result.flight)
         if self._canary is not None and not result.is_heard:
-            requests = [part.request for part in parts]
-            going = [request.finish_reason is None and request.request_id not in doomed for request in requests]
-            told = list(compress(parts, going))
-            ids = [request.request_id for request in compress(requests, going)]
+            told = [part for part in parts if part.request.finish_reason is None]
+            if doomed:
+                told = [part for part in told if part.request.request_id not in doomed]
+            ids = [part.request.request_id for part in told]
             self._canary.append_all(ids, [part.tokens for part in told])
             if result.drafted is not None:
                 self._canary.commit_all(ids, [part.committed_len for part in told])

@@ -17,16 +17,23 @@ from kvcanary.cards import (
     IS_SHORT,
     LEFT_TO_RULES,
     LINE_BITS,
+    NOWHERE,
     PAGES_FRESH,
     ROW_NUMBERS,
     RUN_ACCEPTED,
     RUN_BITS,
+    RUN_CARD,
     RUN_PLACES,
+    RUN_ROWS,
     RUN_SEEN,
     RUN_WRITTEN,
+    SAID_END,
+    SAID_PLACE,
+    SAID_RUNS,
     UNKNOWN,
 )
 from kvcanary.hearing import Hearing
+from kvcanary.launches import HEADER
 from kvcanary.learning import Heard, Launched, Learned
 from kvcanary.ledger import Ledger, Role
 from kvcanary.mirror import Mirror
@@ -185,3 +192,97 @@ def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
     assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
     assert world.hearing.hear([run, run], cards, 1, planned, True) == 2
     assert [request.committed_len for request in world.ledger.requests.values()] == [1, 0]
+
+
+class Steps:
+    """A world in which two substeps run a step, with the headers that were taken of them."""
+
+    def __init__(self) -> None:
+        self.world, self.kept = World(), []
+        self.seen, self.planned = np.zeros((2, HEADER), np.int64), array("q", [0] * (2 * NUM_RUNS))
+        self.ledger = self.world.ledger
+
+    def run(self, number: int, line: Line, turn: int, counts: list[int], *, is_short: bool) -> Launched:
+        """`counts`: what the header says of checks and runs; its step word is of this turn."""
+        numbers = np.append(line.numbers, turn << 32)
+        numbers[len(line.numbers) - HEADER : -1] = counts
+        made = self.world.run("decode", Line(numbers, line.where), is_tree=False)
+        made.substep.number, card = number, list(made.card)
+        own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
+        card[0], card[RUN_ROWS] = own.buffer_info()[0], rows.buffer_info()[0]
+        if is_short:
+            accepted = np.array([[1, 7], [0, 0]])
+            card[RUN_WRITTEN], card[RUN_ACCEPTED], card[RUN_PLACES] = 0, accepted.ctypes.data, 2
+            self.kept.append(accepted)
+        self.kept += [made, own, rows]
+        return made._replace(card=tuple(card), line=Line(numbers, line.where))
+
+    @property
+    def headers(self) -> tuple[int, int, int]:
+        return self.seen.ctypes.data, 2 * NUM_BITS, HEADER
+
+    @property
+    def state(self) -> list[object]:
+        """All that a step that lands changes."""
+        pages, mirror = self.ledger.pages, self.world.mirror
+        requests = [
+            (request.in_the_air, request.known.card.tolist()[9:13]) for request in self.ledger.requests.values()
+        ]
+        return [pages.states.tolist(), mirror.epoch, mirror.judged.tolist(), self.seen.tolist(), requests]
+
+    def land_at_once(self, runs: list[Launched], cards: array) -> bool:
+        return self.world.hearing.land_quiet(runs, cards, self.planned, True, self.headers)
+
+    def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
+        """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
+        hearing, totals = self.world.hearing, array("q", [0] * NUM_RUNS)
+        end = hearing.hear(runs, cards, 0, self.planned, True)
+        seen = [cards[RUN_CARD * number + RUN_SEEN] for number in range(end)]
+        if end < len(runs) or any(one & (HAS_RUN | IS_SHORT) != HAS_RUN for one in seen):
+            return end, False, [], 0
+        if any(one >> RUN_BITS & LEFT_TO_RULES for one in seen):
+            return end, False, [], 0
+        at = self.seen.ctypes.data, self.planned.buffer_info()[0], totals.buffer_info()[0]
+        loops = self.world.state.pools[0].loops
+        if not loops.take_quiet(len(runs), cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER):
+            return end, False, [], 0
+        for run, one in zip(runs, seen, strict=True):
+            hearing.is_clean(run, one >> RUN_BITS)
+        return end, True, totals.tolist(), self.ledger.land_runs(cards, 0)
+
+
+WAYS = ("quiet", "fired", "ran as nobody planned", "did not run", "short", "left to the rules")
+
+
+def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
+    """It says the same as they, and the same is true behind it; in every way in which a step is not quiet, too."""
+    rng, quiet = random.Random(5), dict.fromkeys(WAYS, 0)
+    for number in range(120):
+        way, seed, both = WAYS[number % len(WAYS)], rng.random(), []
+        victim = rng.randrange(2)
+        for _ in "ab":
+            own, steps, runs = random.Random(seed), Steps(), []
+            for one in range(2):
+                line = random_line(own, is_tree=False)
+                is_odd = one == victim
+                counts = [0] * (2 * NUM_BITS) + [2, 0, 0]
+                counts[own.randrange(2 * NUM_BITS)] += way == "fired" and is_odd
+                counts[2 * NUM_BITS + own.randrange(NUM_RUNS)] += way == "ran as nobody planned" and is_odd
+                if way == "left to the rules" and is_odd:
+                    line.numbers[line.where[0].start] = 1
+                turn = 1 if way == "did not run" and is_odd else 0
+                runs.append(steps.run(one, line, turn, counts, is_short=way == "short" and is_odd))
+            steps.world.mirror.judged[own.randrange(40)] = True
+            cards = array("q", [value for run in runs for value in run.card])
+            both.append((steps, runs, cards))
+        (first, runs, cards), (second, others, other_cards) = both
+        said, is_quiet = first.world.hearing.said, first.land_at_once(runs, cards)
+        end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)
+        assert (said[SAID_END], is_quiet) == (end, was_quiet)
+        assert first.state == second.state
+        if is_quiet:
+            assert (said[SAID_RUNS : SAID_RUNS + NUM_RUNS].tolist(), said[SAID_PLACE]) == (totals, place)
+            assert place == NOWHERE or place >= 0
+        quiet[way] += is_quiet
+    assert quiet.pop("quiet") > 5
+    assert set(quiet.values()) == {0}
