@@ -61,8 +61,9 @@ class Heard(NamedTuple):
     @classmethod
     def of(cls, run: Launched, num_entries: int, accepted: list[list[int]] | None) -> Heard:
         """Nothing of it lies in the line any more."""
-        numbers = run.line.numbers[: run.line.where[MASKS].stop].copy()
-        return cls(run.substep, run.step, len(run.batch), num_entries, numbers, accepted)
+        line = run.line
+        numbers = line.numbers[: line.where[MASKS].stop].copy()
+        return cls(run.substep, run.step, run.batch.told[0], num_entries, numbers, accepted)
 
     @property
     def num_bytes(self) -> int:

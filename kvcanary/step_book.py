@@ -34,7 +34,7 @@ class StepBook(RequestBook):
     def commit_rows(self, batch: Batch, committed_lens: array[int], step: int, is_judged: bool) -> int:
         """Entries [0, committed length) are final; `loops.commit_rows`."""
         told = *batch.told, committed_lens.buffer_info()[0], step, self.page_size, is_judged
-        return _with_room(self._loops.commit_rows, told, batch, repeat(0, len(batch)))
+        return _with_room(self._loops.commit_rows, told, batch, repeat(0, batch.told[0]))
 
     def launch_rows(
         self, batch: Batch, kind: str, pool_id: int, unlanded: int, forwards: int, written: array[int] | None
@@ -66,7 +66,7 @@ class StepBook(RequestBook):
 
 
 def _rows(batch: Batch) -> array[int]:
-    return array("q", bytes(8 * (ROW_NUMBERS * len(batch) + 1)))
+    return array("q", bytes(8 * (ROW_NUMBERS * batch.told[0] + 1)))
 
 
 def _with_room(loop: Callable[..., int], told: Sequence[int], batch: Batch, counts: Iterable[int]) -> int:
