@@ -93,7 +93,7 @@ class TicketDesk:
         self._tickets.renew(buffer, generation)
         if self.is_used:
             self.told("used", (what, stream, (buffer,), True, ()))
-            if violations := self._tickets.use(what, stream, {buffer: None}, writes=True):
+            if violations := self._tickets.use(what, stream, {buffer: generation}, writes=True):
                 self._tell(violations)
 
     @property
