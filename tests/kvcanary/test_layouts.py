@@ -115,7 +115,7 @@ def assert_named_and_repaired(fake, pool, slot: int, layer: int, place: tuple[st
     seen = sorted({first, *range(max(first, slot - 2), min(end, slot + 3)), end - 1})
     nobody = np.full(len(seen), -1)
     entries = Entries(np.array(seen), nobody, nobody, ())
-    batches = find_changed(pool, torch.tensor(seen), lambda: entries, ("sweep", 0), 1, both_lanes=True)
+    batches = find_changed(pool, np.array(seen), lambda: entries, ("sweep", 0), 1, both_lanes=True)
     (hit,) = [batch.hit(number) for batch in batches for number in range(len(batch))]
     assert (hit.code, hit.slot, hit.layers) == ("R9", slot, (layer,))
     word = locate_word(pool, slot, layer)
