@@ -118,11 +118,11 @@ ONE = (
     "also into a copy, and the plan (0.03 ms), and beside the model fingerprints, seals, counts and reading of records."
 )
 DRAFTED = (
-    "a trace of trees with 16 requests showed 0.06 ms of 15 in two layers beside which four draft forwards were "
-    "judged, which has been spread over four layers since; 0.03 ms behind the target's last attention, where stored "
-    "rows are fingerprinted, and where a memset of the library's product takes 14 us in place of 5 in a graph with "
-    "branches; and 0.01 ms in which records follow entries that moved. Bytes that are read again take 0.02 ms at the "
-    "rate of the memory."
+    "stamps within the graphs of trees of 16 requests showed attention of a layer to last as long beside four "
+    "kernels of the canary as without them, and 14 us longer beside eight: a postponed draft forward is judged in "
+    "three parts since, beside as many layers. What is left are 0.02 ms in which bytes are read again at the rate "
+    "of the memory, 0.01 ms in which what the last layer stores is fingerprinted, and 0.02 ms beside the only "
+    "attention of the draft's extend."
 )
 PREFILL = (
     "the beginning of a step comes before its first kernel, and fingerprints add to the stores of every layer; no "
@@ -136,10 +136,12 @@ CPU = (
     "with 8 requests the passes of the record lie further apart than what is missed."
 )
 HOST = (
-    "steps are launched ahead, so that the host works while the device computes, and these times are hidden. Without a "
-    "canary the host works 401 us of a step with 1 request. Of the 354 us on top 261 lie within 16 calls of the "
-    "canary, the rest outside of them: the engine launches a graph of more kernels and branches. No function has more "
-    "than 5 % of the Python instructions that are left, and what each request costs is done by compiled loops."
+    "steps are launched ahead, so that the host works while the device computes, and these times are hidden. With 1 "
+    "request the host works 262 us in a step without a canary and 388 more with one, 298 of them within 15 calls "
+    "of it; the launch of the larger graph takes 4 us. A step between two slices of the rolling check takes 200 us "
+    "more with 1 request and 360 with 64; one with a slice, every eighth, 0.7 and 2.3 ms more than those between; "
+    "one in which every request needs a page, and the one behind it, in which the last page is final, 0.7 and 4 ms "
+    "together."
 )
 FACTORS = "a program that has 128 keys of a KV head, 64 KB, reads 16 KB of factors of that head's keys too."
 PRODUCTS = (
