@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 
 from kvcanary.cards import JOINED, NUM_JOINED, QUEUE_CARD, QUEUE_LENGTH, RANGE
 
@@ -54,7 +55,10 @@ class ReadQueue:
             cut = min(end, start + count)
             if cut < end:
                 ranges.appendleft((cut, end, read))
-            ranges.append((start, cut, step))
+            if ranges and ranges[-1][1:] == (start, step):  # else each token of an answer stays a range for good
+                ranges[-1] = ranges[-1][0], cut, step
+            else:
+                ranges.append((start, cut, step))
             taken.append((start, cut, read))
             count -= cut - start
         return taken
@@ -80,3 +84,13 @@ class ReadQueue:
     def clear(self) -> None:
         self._joining[QUEUE_LENGTH] = self._joining[NUM_JOINED] = 0
         self._ranges.clear()
+
+
+def spans(ranges: Iterable[Range]) -> list[tuple[int, int]]:
+    """Positions (start, end) of these ranges, those that follow one another as one."""
+    found = list[tuple[int, int]]()
+    for start, end, _ in ranges:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return found

@@ -19,6 +19,7 @@ from kvcanary.lanes import slots_are_right
 from kvcanary.ledger import Ledger, Request
 from kvcanary.looks import Looks
 from kvcanary.outbox import to_device
+from kvcanary.queues import spans
 from kvcanary.state import CanaryState, PoolState
 
 
@@ -170,8 +171,8 @@ class Sweeper:
         looks, parts = [self._in_window(pool, look) for look in looks], []
         for look in looks:
             granted = np.frombuffer(look.request.row, np.int64)
-            for start, end, read in look.ranges:
-                parts.append(granted[start:end])
+            parts += [granted[start:end] for start, end in spans(look.ranges)]
+            for _, _, read in look.ranges:
                 self.longest_wait = max(self.longest_wait, step - read)
         if not parts:
             return looks, np.empty(0, np.int64)

@@ -9,13 +9,14 @@ import pytest
 
 from kvcanary.cards import NUM_TOKENS_KNOWN, TOKENS_KNOWN
 from kvcanary.codes import CODES
+from kvcanary.config import share_of
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
 from kvcanary.findings import Cause
 from kvcanary.known import LEAST_ROOM, Known, TruthChain
 from kvcanary.ledger import Judged, Ledger
 from kvcanary.quarantine import Quarantine
-from kvcanary.queues import ReadQueue
+from kvcanary.queues import ReadQueue, spans
 from kvcanary.requests import NO_PAGE, Batch, Unheard
 from kvcanary.uids import digest
 from kvcanary_kernels.record import chain_root, make_keys
@@ -280,6 +281,24 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     assert [truth.count for truth in request.truths] == [96, 95]
 
 
+def test_a_read_queue_has_fewer_ranges_than_an_answer_has_tokens():
+    """What was looked at in one step and lies side by side is one range; every position is there, once."""
+    queue, longest = ReadQueue(), 0
+    for step in range(2000):
+        queue.extend_to(100 + step, step)
+        if step % 8 == 0:
+            queue.take(share_of(queue.length, 8), step)
+        longest = max(longest, len(queue.looks()))
+    assert 120 < longest < 2099 / 3
+    assert sorted(position for start, end, _ in queue.looks() for position in range(start, end)) == [*range(2099)]
+
+
+def test_ranges_side_by_side_are_one_span():
+    """In their order, whenever each was looked at."""
+    assert spans([]) == []
+    assert spans([(3, 5, 1), (5, 6, 2), (0, 3, 2), (6, 9, 2), (9, 9, 3)]) == [(3, 6), (0, 3), (6, 9)]
+
+
 def test_a_read_queue_gives_what_waits_longest():
     """In whole or in part, each once a step unless asked again; cleared it starts anew."""
     queue = ReadQueue()
@@ -288,7 +307,7 @@ def test_a_read_queue_gives_what_waits_longest():
     queue.extend_to(6, 3)
     assert (queue.looks(), queue.oldest(), queue.length) == (((0, 4, 1), (4, 6, 3)), 1, 6)
     assert queue.take(5, 5) == [(0, 4, 1), (4, 5, 3)]
-    assert queue.looks() == ((5, 6, 3), (0, 4, 5), (4, 5, 5))
+    assert queue.looks() == ((5, 6, 3), (0, 5, 5))
     assert queue.take(9, 5) == [(5, 6, 3)]
     assert queue.take(9, 5) == []
     assert queue.take(2, 5, again=True) == [(0, 2, 5)]
