@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig, share_of
-from kvcanary.entries import Entries, join_entries, named
+from kvcanary.entries import Entries, named
 from kvcanary.forward import Ints
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
@@ -98,15 +98,14 @@ class Tails:
         requests = list(requests)
         for pool in self._state.pools:
             self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
-            tails = [self._tail(own, pool, self._is_full or own.request_id in hurried) for own in requests]
-            self._look_at_tails(pool, tails, TAIL_SITE, step)
+            self._look_at_tails(pool, requests, TAIL_SITE, step, hurried)
 
     def last_look(self, request: Request, step: int) -> None:
         """A request ends, or its row changes hands."""
         if not self.is_on:
             return
         for pool in self._state.pools:
-            self._look_at_tails(pool, [self._tail(request, pool, always=True)], RELEASE_SITE, step)
+            self._look_at_tails(pool, [request], RELEASE_SITE, step, {request.request_id})
             self._last_pages.pop((request.uid, pool.pool_id), None)
 
     def collect(self) -> list[Hit | HitBatch]:
@@ -130,19 +129,32 @@ class Tails:
         self._look(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
     def _look_at_tails(
-        self, pool: PoolState, tails: Sequence[Entries | None], site: tuple[str, int], step: int
+        self, pool: PoolState, requests: Iterable[Request], site: tuple[str, int], step: int, always: set[str]
     ) -> None:
-        some = [tail for tail in tails if tail is not None]
-        if some:
-            entries = join_entries(some)
-            names = entries.slots if entries.names is None else entries.names
-            self._look(pool, entries.slots, lambda: entries, site, step, names)
+        """The slots behind final entries on last pages that nobody has written since those were granted.
 
-    def _tail(self, request: Request, pool: PoolState, always: bool) -> Entries | None:
-        """The slots behind the row's final entries, on its last page, that nobody has written since it was granted.
-
-        None where the last page is full, or was looked at before and `always` does not ask for it again.
+        always: requests whose last page is asked for again, though it was looked at before
         """
+        ends = [self._end(own, pool, self._is_full or own.request_id in always) for own in requests]
+        due = [end for end in ends if end is not None]
+        if not due:
+            return
+        size, ids = self._state.page_size, [request.request_id for request, _, _ in due]
+        lengths, pages = np.array([(length, page) for _, length, page in due], np.int64).T
+        counts = size - lengths % size
+        rows = np.arange(len(due)).repeat(counts)
+        positions = lengths[rows] + np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
+        names = pages[rows] * size + positions % size
+        slots = slots_in(pool.view, names)
+        which = self._unwritten(pool, slots, names)
+
+        def entries() -> Entries:
+            return Entries(slots, positions, rows, ids, names=named(pool, names)).at(which)
+
+        self._look(pool, slots[which], entries, site, step, names[which])
+
+    def _end(self, request: Request, pool: PoolState, always: bool) -> tuple[Request, int, int] | None:
+        """A row's final length and last page, where that has room behind it and was not looked at, or `always`."""
         length, size = request.final_len(pool.pool_id), self._state.page_size
         last = length // size
         if not length % size or last >= len(request.pages) or request.pages[last] < 0:
@@ -152,11 +164,7 @@ class Tails:
         if self._last_pages.get(key) == grant and not always:
             return None
         self._last_pages[key] = grant
-        names = np.arange(page * size + length % size, (page + 1) * size)
-        slots = slots_in(pool.view, names)
-        positions, rows = np.arange(length, length + len(names)), np.zeros(len(names), np.int64)
-        entries = Entries(slots, positions, rows, [request.request_id], names=named(pool, names))
-        return entries.at(self._unwritten(pool, slots, names))
+        return request, length, page
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
         """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
