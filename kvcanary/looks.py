@@ -140,7 +140,7 @@ class Looks:
         """[count] int64 zeros, in which a kernel of this step's looks says what it has found."""
         if self._at_once:
             return torch.zeros(count, dtype=torch.int64)
-        return self._line.found.take(count).zero_()
+        return self._line.found.take(count + -count % ALIGNMENT).zero_()[:count]
 
     def ask(self, found: Tensor, judge: Judge) -> Sequence[Hit | HitBatch]:
         """As `look`, of what a kernel says in `room`: whether a number of it is not zero."""

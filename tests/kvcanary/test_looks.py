@@ -11,7 +11,7 @@ import torch
 from kvcanary.beside import LAST, Beside
 from kvcanary.hits import Hit
 from kvcanary.looks import ROOM, Looks, Sent
-from kvcanary.outbox import IN_THE_AIR
+from kvcanary.outbox import IN_THE_AIR, LINES
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,19 @@ def test_a_step_that_finds_nothing_forgets_what_the_last_one_found():
         asked(looks, number < IN_THE_AIR, number, judged)
         sent_of(looks).hits()
     assert judged == list(range(IN_THE_AIR))
+
+
+def test_numbers_between_answers_say_nothing():
+    """What a finding has left in a place that is given away with another's is no finding."""
+    looks, judged = Looks(CPU, at_once=False), list[int]()
+    for _ in range(LINES):
+        asked(looks, True, 0, judged, 4).fill_(1)
+        sent_of(looks).hits()
+    asked(looks, False, 1, judged, 1)
+    asked(looks, False, 1, judged, 1)
+    sent = sent_of(looks)
+    assert sent.line.found.are_zero()
+    assert (sent.hits(), judged) == ([], [0] * LINES)
 
 
 @pytest.mark.parametrize("differing", range(IN_THE_AIR + 1))
