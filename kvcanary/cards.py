@@ -197,7 +197,7 @@ SEALED_BITS = 2  # above these, what sealing has seen
     NUM_STATES,
     PAGE_BOOK,
 ) = range(11)
-#: What an event does to a page beside its state, and in the place of an owner: that it stays.
-STAYS, CHANGES_OWNER, BEGINS, ENDS = range(4)
+#: What an event does to a page: nothing yet, its state alone, its owner too, or a new generation begins or ends.
+ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
 ILLEGAL = 255  # in the place of a state that follows: the event may not happen
 NOT_A_WRITER = -3  # in `PAGE_WRITERS`: equal to no uid and to no kind of owner

@@ -39,10 +39,6 @@ class TicketDesk:
         A mapping says for which generation of each it was planned.
         """
         self.is_used = True
-        if not reads and not writes:
-            ticket = self._tickets.issue(what, stream)
-            self.told("issued", (what, stream, ticket.sequence, (), ()))
-            return ticket
         read, written = _named(reads) if reads else (), _named(writes) if writes else ()
         ticket = self._tickets.issue(what, stream, self._granted(read), self._granted(written))
         args = what, stream, ticket.sequence, read, written
@@ -87,15 +83,6 @@ class TicketDesk:
         self.told("ticket_renew", (buffer, generation))
         self._tickets.renew(buffer, generation)
 
-    def refill(self, what: str, stream: Stream, buffer: str, generation: int) -> None:
-        """`renew`, and the access that writes what it is taken for."""
-        self.told("ticket_renew", (buffer, generation))
-        self._tickets.renew(buffer, generation)
-        if self.is_used:
-            self.told("used", (what, stream, (buffer,), True, ()))
-            if violations := self._tickets.use(what, stream, {buffer: generation}, writes=True):
-                self._tell(violations)
-
     @property
     def buffers(self) -> dict[str, int]:
         """Host buffers that have a generation, and the one that they are in."""
@@ -109,7 +96,7 @@ class TicketDesk:
     def _granted(self, named: Named) -> Touched:
         if not named:
             return NOTHING
-        if type(named) is dict:
+        if isinstance(named, dict):
             return named
         pages = [resource for resource in named if isinstance(resource, int)]
         if pages:
@@ -159,7 +146,7 @@ def _names(owner: str | None) -> Sequence[str]:
 
 
 def _named(resources: Resources) -> Named:
-    return dict(resources) if type(resources) is dict or isinstance(resources, Mapping) else tuple(resources)
+    return dict(resources) if isinstance(resources, (dict, Mapping)) else tuple(resources)
 
 
 def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...] | None]:

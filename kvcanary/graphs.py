@@ -250,11 +250,8 @@ class StaticChecks:
                 tokens = _tokens(run.accepted[: len(run.batch)])
             heard(Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS, tokens), substep.layers)
             place += RUN_CARD
-        coverage, entries = self._coverage, said[SAID_RUNS + RUN_WRITTEN]
-        coverage.forwards += len(forwards)
-        coverage.slots_checked += said[SAID_RUNS + RUN_READ]
-        coverage.slots_sealed += entries
-        coverage.unproved_stores += entries > 0
+        self._coverage.forwards += len(forwards)
+        self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
         if said[SAID_PLACE] != NOWHERE:
             self._finalise_from(told, said[SAID_PLACE])
         return True
@@ -341,13 +338,17 @@ class StaticChecks:
             self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
         self._coverage.forwards += rows > 0 and not told.forwards
-        self._coverage.slots_checked += reads
-        self._coverage.slots_sealed += entries
-        self._coverage.unproved_stores += entries > 0
+        self._cover(entries, reads)
         hits = list[Hit]()
         with torch.inference_mode() if harvest.hits else nullcontext():
             hits += [named for hit in harvest.hits for named in self._named(self._hit(hit))]
         return hits + [self._gap(gap, told.step) for gap in harvest.gaps]
+
+    def _cover(self, entries: int, reads: int) -> None:
+        """What the forwards of a step have written and read."""
+        self._coverage.slots_checked += reads
+        self._coverage.slots_sealed += entries
+        self._coverage.unproved_stores += entries > 0
 
     def _named(self, hit: Hit) -> list[Hit]:
         """R9 as a look at the slot finds it: layers that differ, or R3; as it is where nothing differs any more."""

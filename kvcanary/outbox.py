@@ -114,12 +114,11 @@ class PackedMask:
                 self.words = mask.view(-1).view(torch.int64)
             else:
                 self.words = torch.zeros(-(-self._count // 8), dtype=torch.int64, device=mask.device)
-            self._bytes = self.words.view(torch.bool)[: self._count]
 
     def pack(self) -> None:
         """Within the body, before what it goes along in."""
         if not self._is_whole:
-            self._bytes.copy_(self.device.view(-1))
+            self.words.view(torch.bool)[: self._count].copy_(self.device.view(-1))
 
     def read(self, words: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The mask of these words."""

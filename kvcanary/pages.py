@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.cards import BEGINS, CHANGES_OWNER, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, STAYS
+from kvcanary.cards import ASKS, BEGINS, CHANGES_OWNER, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, STAYS
 from kvcanary.errors import LifetimeError, PageStateError
 from kvcanary.history import History, phrase
 from kvcanary_kernels.record import (
@@ -137,9 +137,7 @@ class Pages:
 
     def expect(self, event: str, pages: Array, request_id: str | None = None) -> None:
         """All of these pages are in a state in which the event is legal."""
-        states = _NEXT[event].take(self.states.take(pages)).tobytes()
-        if ILLEGAL in states:  # as bytes: of few pages, several times as fast as an array's `any`
-            raise self._refused(event, int(pages[states.index(ILLEGAL)]), request_id)
+        self._happen(event, pages, request_id, ASKS)
 
     def advance(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
         """The event happens to all of these pages, or is refused for all; owners and references stay."""
@@ -228,12 +226,16 @@ class Pages:
     def _follow(
         self, event: str, pages: Array, step: int, request_id: str | None, change: int, owner: int = NO_OWNER
     ) -> None:
-        """`loops.follow_event`, and what is told of it."""
+        """The event happens to all of them or to none, and is told of."""
+        self._happen(event, pages, request_id, change, owner)
+        self._note_changes(pages)
+        self.history.add(event, pages, step, request_id)
+
+    def _happen(self, event: str, pages: Array, request_id: str | None, change: int, owner: int = NO_OWNER) -> None:
+        """`loops.follow_event`; PageStateError names the first page to which it may not happen."""
         told = self._book.buffer_info()[0], pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
         if (wrong := self._follow_event(*told)) != NOWHERE:
             raise self._refused(event, int(pages[wrong]), request_id)
-        self._note_changes(pages)
-        self.history.add(event, pages, step, request_id)
 
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
         state = int(self.states[page])

@@ -116,15 +116,12 @@ class CapturedEvents:
             segment.array_bytes += recorded.num_bytes
 
     def heard(self, forward: Heard, layers: Sequence[int]) -> None:
-        own = self._steps.get(forward.step & MASK_32)
-        if own is None:
-            return
         substep = forward.substep
-        for recorded, segment, _ in own.launches.get((substep.pool.name, substep.site), ()):
-            if recorded.told is None:
-                recorded.hear(forward, layers)
-                segment.array_bytes += recorded.num_bytes
-                return
+        launch = self._first_unheard(substep.pool, substep.site, forward.step)
+        if launch is not None:
+            recorded, segment, _ = launch
+            recorded.hear(forward, layers)
+            segment.array_bytes += recorded.num_bytes
 
     def _first_unheard(self, pool: PoolState, site: Site, step: int) -> Launch | None:
         own = self._steps.get(step & MASK_32)

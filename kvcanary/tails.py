@@ -55,8 +55,7 @@ class Tails:
         self._is_host = state.records.device.type == "cpu"
         self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
-        # by pool: pages, and what plans call their slots where that is not what the pool calls them
-        self._granted: dict[int, tuple[list[int], list[Ints]]] = {}
+        self._granted: dict[int, list[tuple[Sequence[int], Ints | None]]] = {}  # by pool, as told
         self._found: list[Hit | HitBatch] = []
         self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
 
@@ -69,10 +68,7 @@ class Tails:
         if not self.is_on or not len(pages) or self._state.page_size == 1:  # no row ends within a page of one slot
             return
         for pool in pools:
-            all_pages, all_names = self._granted.setdefault(pool.pool_id, ([], []))
-            all_pages += pages
-            if names is not None:
-                all_names.append(names)
+            self._granted.setdefault(pool.pool_id, []).append((tuple(pages), names))
 
     @property
     def waits(self) -> bool:
@@ -82,14 +78,18 @@ class Tails:
     def look_at_granted(self, step: int) -> None:
         """A step ends in which pages were granted."""
         granted, self._granted = self._granted, {}
-        size = self._state.page_size
-        for pool_id, (pages, parts) in granted.items():
+        for pool_id, parts in granted.items():
             pool = self._state.pools[pool_id]
-            slots = (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
-            names = np.concatenate(parts) if parts else slots
+            slots = names = self._slots([page for pages, _ in parts for page in pages])
+            if any(own is not None for _, own in parts):
+                names = np.concatenate([self._slots(pages) if own is None else own for pages, own in parts])
             which = self._unwritten(pool, slots, names)
             slots, names = slots[which], names[which]
             self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, names)
+
+    def _slots(self, pages: Sequence[int]) -> Ints:
+        size = self._state.page_size
+        return (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
 
     def slice(self, step: int, stride: int, requests: Iterable[Request], hurried: set[str]) -> None:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""

@@ -109,10 +109,10 @@ class Stream:
         if self._desk is not None:
             self._desk.use(what, self.name, resources, writes, requests)
 
-    def refill(self, what: str, buffer: str, generation: int) -> None:
-        """A host buffer is taken for something else, and written."""
+    def renew(self, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else."""
         if self._desk is not None:
-            self._desk.refill(what, self.name, buffer, generation)
+            self._desk.renew(buffer, generation)
 
     def advance(self, count: int = 1) -> None:
         """On a CPU: ``count`` waiting operations run, as a device would run them by and by. Elsewhere nothing."""
@@ -148,7 +148,8 @@ class StagingRing:
             self._host.wait(last.event)
         buffer = Staging(last.name, last.tensor, last.generation + 1)
         self._buffers.append(buffer)
-        self._host.refill("fill", buffer.name, buffer.generation)
+        self._host.renew(buffer.name, buffer.generation)
+        self._host.use("fill", [buffer.name], writes=True)
         return buffer
 
     def check(self, buffer: Staging) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from kvcanary.cards import (
+    ASKS,
     BEGINS,
     ENDS,
     ILLEGAL,
@@ -34,8 +35,8 @@ def follow_event(book, n, pages, following, change, owner):
 
     book:      address of a PAGE_BOOK;  pages: address of [n] distinct numbers inside it
     following: address of [states] uint8, the state that follows each
-    change:    STAYS: the state alone; CHANGES_OWNER; BEGINS, ENDS: a new generation too, named by the row of this owner
-               or by no row and no cache
+    change:    ASKS: nothing happens, it is only asked whether it may; STAYS: the state alone; CHANGES_OWNER; BEGINS,
+               ENDS: a new generation too, named by the row of this owner or by no row and no cache
     """
     book, pages = longs_at(book, PAGE_BOOK), longs_at(pages, n)
     size, following = book[NUM_PAGES], flags_at(following, book[NUM_STATES])
@@ -43,6 +44,8 @@ def follow_event(book, n, pages, following, change, owner):
     for i in range(n):
         if following[states[pages[i]]] == ILLEGAL:
             return i
+    if change == ASKS:
+        return NOWHERE
     owners, writers = longs_at(book[PAGE_OWNERS], size), longs_at(book[PAGE_WRITERS], size)
     generations, published = longs_at(book[PAGE_GENERATIONS], size), flags_at(book[PAGE_PUBLISHED], size)
     references, holders = longs_at(book[PAGE_REFERENCES], size), longs_at(book[PAGE_HOLDERS], size)

@@ -20,7 +20,6 @@ from kvcanary_kernels.plan import NO_CLAIM
 from kvcanary_kernels.record import chain_host, chain_root, signed
 from kvcanary_kernels.table import PageTable
 from kvcanary_kernels.verify import ROOT, verify_torch
-from static_rig import StaticRig
 
 ANN, BOB = 11, 22
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")
@@ -317,30 +316,6 @@ def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, 
     assert order[:7] == [*judged, ("decode o", "plan")]
     with pytest.raises(HookOrderError, match=r"open\(\) must follow admit\(\): nobody says where draft\[0\]"):
         drafts[0].open()
-
-
-class DeepRig(StaticRig):
-    LAYERS = 8
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_was_postponed_is_spread_over_layers(device, static_row, monkeypatch):
-    """From the middle of a forward on, behind each store its share; its own look comes behind all of it."""
-    rig = DeepRig(device)
-    rig.grant(ANN, 1, 2)
-    decode, order = rig.add("decode"), []
-    for name in ("store", "verify_prefixes", "settle"):
-        launch = getattr(decode._launch, name)
-
-        def note(*arguments: object, name=name, launch=launch, **more: object) -> None:
-            order.append(name)
-            launch(*arguments, **more)
-
-        monkeypatch.setattr(decode._launch, name, note)
-    rig.bank.shared.beside.postpone("draft", *(lambda part=part: order.append(part) for part in "abcde"))
-    assert rig.run(decode, rig.batch([static_row(ANN, [4, 5], [50, 51])])).hits == []
-    spread = ["store", "a", "b", "store", "c", "d", "store", "e", "store", "verify_prefixes", "settle"]
-    assert order == ["store"] * 4 + spread
 
 
 def test_padding_outside_null_slots(rig, decode, rows):

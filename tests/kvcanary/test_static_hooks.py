@@ -15,6 +15,7 @@ from kvcanary.bank import SubstepBank
 from kvcanary.buffers import StaticBuffers
 from kvcanary.ops import KERNELS
 from kvcanary_kernels import record
+from static_rig import StaticRig
 
 ANN, BOB = 11, 22
 
@@ -241,3 +242,27 @@ def test_attention_of_rows_that_it_does_not_read_whole_is_asked_for_nothing(make
     assert rig.add("decode").reads(0) is None
     monkeypatch.setattr("kvcanary.bank.reads_fit", lambda rows, kv_heads: False)
     assert rig.add("verify", attends=True).reads(0) is None
+
+
+class DeepRig(StaticRig):
+    LAYERS = 8
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_was_postponed_is_spread_over_layers(device, static_row, monkeypatch):
+    """From the middle of a forward on, behind each store its share; its own look comes behind all of it."""
+    rig = DeepRig(device)
+    rig.grant(ANN, 1, 2)
+    decode, order = rig.add("decode"), []
+    for name in ("store", "verify_prefixes", "settle"):
+        launch = getattr(decode._launch, name)
+
+        def note(*arguments: object, name=name, launch=launch, **more: object) -> None:
+            order.append(name)
+            launch(*arguments, **more)
+
+        monkeypatch.setattr(decode._launch, name, note)
+    rig.bank.shared.beside.postpone("draft", *(lambda part=part: order.append(part) for part in "abcde"))
+    assert rig.run(decode, rig.batch([static_row(ANN, [4, 5], [50, 51])])).hits == []
+    spread = ["store", "a", "b", "store", "c", "d", "store", "e", "store", "verify_prefixes", "settle"]
+    assert order == ["store"] * 4 + spread

@@ -136,6 +136,23 @@ def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, m
     assert sorted(slot for slots in looks for slot in slots) == sorted(2 * list(range(16)))
 
 
+def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monkeypatch):
+    """Slots and what plans call them stay side by side, whoever told of pages in between."""
+    engine = make_engine(page_size=16)
+    tails, pool, asked = engine.canary._checks.tails, engine.canary._state.by_name["target"], []
+
+    def unwritten(pool, slots, names):
+        asked.append((slots.tolist(), names.tolist()))
+        return np.empty(0, np.int64)
+
+    monkeypatch.setattr(tails, "_unwritten", unwritten)
+    tails.granted([pool], [3], None)
+    tails.granted([pool], [5, 4], np.arange(1000, 1032))
+    tails.look_at_granted(7)
+    page = [*range(48, 64)]
+    assert asked == [([*page, *range(80, 96), *range(64, 80)], [*page, *range(1000, 1032)])]
+
+
 @pytest.mark.parametrize("poison", ["finite", "off"])
 def test_a_page_must_be_finite_when_it_is_granted(make_engine, poison):
     """No poison vouches for a page that was never used, or is not poisoned: it is looked at before it is written."""

@@ -136,12 +136,12 @@ CPU = (
     "with 8 requests the passes of the record lie further apart than what is missed."
 )
 HOST = (
-    "steps are launched ahead, so that the host works while the device computes, and these times are hidden. With 1 "
-    "request the host works 262 us in a step without a canary and 388 more with one, 298 of them within 15 calls "
-    "of it; the launch of the larger graph takes 4 us. A step between two slices of the rolling check takes 200 us "
-    "more with 1 request and 360 with 64; one with a slice, every eighth, 0.7 and 2.3 ms more than those between; "
-    "one in which every request needs a page, and the one behind it, in which the last page is final, 0.7 and 4 ms "
-    "together."
+    "steps are launched ahead, so that the host works while the device computes, and these times are hidden. With "
+    "1 request the host works 262 us in a step without a canary and 388 more with one, 298 of them within 15 "
+    "calls of it; the launch of the larger graph takes 4 us. In single steps that were timed, one between two "
+    "slices of the rolling check takes 200 us more with 1 request and 360 with 64; one with a slice, every "
+    "eighth, 0.7 and 2.3 ms more than those between; one in which every request needs a page, and the one behind "
+    "it, in which the last page is final, 0.7 and 4 ms together."
 )
 FACTORS = "a program that has 128 keys of a KV head, 64 KB, reads 16 KB of factors of that head's keys too."
 PRODUCTS = (
