@@ -22,7 +22,10 @@ from kvcanary.state import CanaryState, PoolState
 
 #: Within which every cached page is read again, however long steps take, as long as somebody asks now and then.
 SWEEP_SECONDS = 60.0
+NO_PAGES = np.empty(0, np.int64)
 ASK_SECONDS = 1.0  # between two answers by the clock
+
+Asked = tuple[PoolState, Ints, Callable[[Ints], list[HitBatch]]]
 
 
 class CachedSweep:
@@ -77,9 +80,9 @@ class CachedSweep:
 
     def look(self, pages: Sequence[int], step: int) -> list[HitBatch]:
         """R9 and R3 for the slots of these pages, whose entries are all final."""
-        return [hit for _, _, judge in self._look_at(pages, step) for hit in judge()]
+        return [hit for _, slots, judge in self._look_at(pages, step) for hit in judge(slots)]
 
-    def _look_at(self, pages: Sequence[int], step: int) -> list[tuple[PoolState, Ints, Callable[[], list[HitBatch]]]]:
+    def _look_at(self, pages: Sequence[int], step: int) -> list[Asked]:
         """By pool the slots of these pages, and what says which of them changed; the pages count as read."""
         if not len(pages):
             return []
@@ -90,13 +93,14 @@ class CachedSweep:
         self._note(list(pages), step)
         return looks
 
-    def _look_in(self, pool: PoolState, names: Ints, step: int) -> tuple[PoolState, Ints, Callable[[], list[HitBatch]]]:
+    def _look_in(self, pool: PoolState, names: Ints, step: int) -> Asked:
         slots = slots_in(pool.view, names)
         held = slots >= pool.view.null_slots  # a window may have left the others
         slots, names, nobody = slots[held], names[held], np.full(int(held.sum()), -1)
         self.bytes_read += len(slots) * pool.view.slot_bytes
         entries = Entries(slots, nobody, nobody, (), self.read_at[names // self._state.page_size], named(pool, names))
-        return pool, slots, partial(find_changed, pool, slots, lambda: entries, ("sweep", 1), step, both_lanes=False)
+        judge = partial(find_changed, pool, entries_of=lambda: entries, site=("sweep", 1), step=step, both_lanes=False)
+        return pool, slots, judge
 
     def left(self, pages: Sequence[int], step: int) -> None:
         """Rows have left these pages after a last look at their bytes: what a cache still holds waits from now on."""
@@ -111,5 +115,8 @@ class CachedSweep:
         self.read_at[pages], self._seconds_at[pages] = step, self.clock()
 
     def _pages(self) -> NDArray[np.int64]:
-        published = self._ledger.pages.published.nonzero()[0]  # as quick as a large pool allows
+        is_published = self._ledger.pages.published
+        if not is_published.any():
+            return NO_PAGES
+        published = is_published.nonzero()[0]  # as quick as a large pool allows
         return published[self._ledger.pages.refcounts[published] == 0]

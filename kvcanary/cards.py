@@ -98,8 +98,10 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     UNHEARD_STEPS,  # address of steps that are in the books and of which the engine has not told yet, oldest first
     NUM_UNHEARD,
     UNHEARD_ROOM,
+    ROW_SLOTS,  # address of the slots of its row
+    NUM_ROW_SLOTS,
     REQUEST_CARD,
-) = range(18)
+) = range(20)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
@@ -107,16 +109,26 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     CHAIN_OFFSET,  # entry p holds token p + this
     CHAIN_AHEAD,
     CHAIN_WRITTEN,  # entries of the row that forwards have written
-    CHAIN_READS,  # address of what joins the queue of looks, [QUEUE_CARD]
+    CHAIN_READS,  # address of the queue of looks, [QUEUE_CARD]
+    TAIL_PAGE,  # the last page whose unwritten end was looked at, and the grant in which it was
+    TAIL_GRANT,
     CHAIN_CARD,
-) = range(8)
+) = range(10)
 UNKNOWN = -1  # length of a row that the host does not know, or of a chain one of whose tokens it does not
 #: Of a step that the engine has not told of: tokens, committed length before it, and after it.
 UNHEARD_TOKENS, UNHEARD_BEFORE, UNHEARD_AFTER, UNHEARD_CARD = range(4)
-#: Of a queue of looks: positions in it, and ranges (start, end, step) that have joined it lately.
-QUEUE_LENGTH, NUM_JOINED, JOINED = range(3)
-RANGE, JOINED_ROOM = 3, 16
-QUEUE_CARD = JOINED + RANGE * JOINED_ROOM
+#: Of a queue of looks: positions [0, length) are in it, as a ring of ranges, oldest look first; their number, how many
+#: have room, which is the first, and their address.
+QUEUE_LENGTH, NUM_RANGES, RANGES_ROOM, FIRST_RANGE, RANGES, QUEUE_CARD = range(6)
+#: Of a range: positions [start, end), and the step in which their bytes were known good.
+RANGE_START, RANGE_END, RANGE_STEP, RANGE = range(4)
+RANGES_TO_SPARE = 2  # one that joins, and one that a look cuts off
+#: Of ranges that are looked at, and whose they are.
+TAKEN_ROW, TAKEN_START, TAKEN_END, TAKEN_STEP, TAKEN = range(5)
+ITS_SHARE, ALL = -1, 1 << 62  # positions of a row that are looked at: as many as bring it round in time, or all
+END_ROW, END_LENGTH, END_PAGE, END = range(4)  # of rows whose last page is looked at
+#: What `loops.take_slice` says: slots, ranges, and how many steps the oldest of them has waited.
+SLICE_SLOTS, SLICE_RANGES, SLICE_WAIT, SLICE_SAID = range(4)
 #: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64: those of `graphs.RowTruth`, then
 #: committed lengths. Behind them the sum of those that the engine had told; UNKNOWN: rows are as the engine knows them.
 ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_COMMITTED, ROW_NUMBERS = range(7)

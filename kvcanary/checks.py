@@ -280,7 +280,7 @@ class StepChecks:
             return hits
         self.tails.look_at_granted(step)
         if is_due or self.is_full:
-            self.tails.slice(step, self.sweeper.stride, self.sweeper.running(), self.sweeper.hurried)
+            self.tails.slice(step, self.sweeper.stride, self.sweeper.batch(), self.sweeper.hurried)
         if is_due:
             with self.looks.beside.behind():
                 hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]

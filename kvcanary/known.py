@@ -16,10 +16,14 @@ from kvcanary.cards import (
     CHAIN_ROOT,
     CHAIN_VALUES,
     CHAIN_WRITTEN,
+    NOWHERE,
     NUM_CHAINS,
+    NUM_ROW_SLOTS,
     NUM_TOKENS_KNOWN,
     NUM_UNHEARD,
     REQUEST_CARD,
+    ROW_SLOTS,
+    TAIL_PAGE,
     TOKEN_STEPS,
     TOKENS_KNOWN,
     TOKENS_ROOM,
@@ -47,11 +51,11 @@ class Known:
     """Of one request; what is there stays, and moves when it needs more room.
 
     card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (cards.py);  at: its address, which stays
-    granted_at: address of the slots of its row
+    row: slots in row order, as the bytes of an index array
     row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
     """
 
-    __slots__ = ("_numbers", "_row", "_unheard", "at", "card", "granted_at", "reads", "row_lens")
+    __slots__ = ("_numbers", "_row", "_unheard", "at", "card", "reads", "row_lens")
 
     def __init__(
         self, uid: int, tokens: Sequence[int], chains: Sequence[tuple[int, int, int]], keys: Keys, step: int = 0
@@ -63,19 +67,26 @@ class Known:
         common = signed(keys.multiplier), signed(keys.mix_key), uid, len(chains), True
         self.card = array("q", (0, 0, 0, 0, *common, *([0] * (REQUEST_CARD - 9))))
         for (root, token_offset, ahead), queue in zip(chains, self.reads, strict=True):
-            self.card.extend((0, 0, signed(root), token_offset, ahead, 0, queue.at))
+            self.card.extend((0, 0, signed(root), token_offset, ahead, 0, queue.at, NOWHERE, 0))
         self.at = self.card.buffer_info()[0]
         self.row_lens = memoryview(self.card)[REQUEST_CARD + CHAIN_WRITTEN :: CHAIN_CARD]
         self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
         self._unheard = array("q")
-        self._row, self.granted_at = b"", 0
+        self._row = b""
         self.write(0, tokens, step)
 
-    def follow(self, row: bytes) -> None:
-        """Slots of the row from now on, as the bytes of an index array."""
-        if row is not self._row:
-            self._row = row
-            self.granted_at = np.frombuffer(row, np.int64).ctypes.data if row else 0
+    @property
+    def row(self) -> bytes:
+        return self._row
+
+    @row.setter
+    def row(self, row: bytes) -> None:
+        slots = np.frombuffer(row, np.int64)
+        self._row, self.card[ROW_SLOTS], self.card[NUM_ROW_SLOTS] = row, slots.ctypes.data, len(slots)
+
+    def forget_tail(self, pool_id: int) -> None:
+        """The end of the row is looked at again."""
+        self.card[REQUEST_CARD + CHAIN_CARD * pool_id + TAIL_PAGE] = NOWHERE
 
     @property
     def tokens(self) -> NDArray[np.int64]:

@@ -3,65 +3,73 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterable
 
-from kvcanary.cards import JOINED, NUM_JOINED, QUEUE_CARD, QUEUE_LENGTH, RANGE
+import numpy as np
+
+from kvcanary.cards import (
+    FIRST_RANGE,
+    NUM_RANGES,
+    QUEUE_CARD,
+    QUEUE_LENGTH,
+    RANGE,
+    RANGE_STEP,
+    RANGES,
+    RANGES_ROOM,
+    RANGES_TO_SPARE,
+    TAKEN,
+)
+from kvcanary.groups import Ints
 
 Range = tuple[int, int, int]  # start, end, step in which it was known good
+LEAST_ROOM = 16
 
 
 class ReadQueue:
-    """Ranges of positions, oldest look first. at: address of what loops let join it, [QUEUE_CARD] int64 (cards.py)."""
+    """Ranges of positions, oldest look first, where compiled loops read and write them.
 
-    __slots__ = ("_joining", "_ranges", "at")
+    at: address of its card, [QUEUE_CARD] int64 (cards.py), which stays
+    """
+
+    __slots__ = ("_card", "_ring", "at")
 
     def __init__(self) -> None:
-        self._joining, self._ranges = array("q", bytes(8 * QUEUE_CARD)), deque[Range]()
-        self.at = self._joining.buffer_info()[0]
+        self._card = array("q", bytes(8 * QUEUE_CARD))
+        self.at = self._card.buffer_info()[0]
+        self._fill(np.empty((0, RANGE), np.int64))
 
     @property
     def length(self) -> int:
         """Positions [0, length) are in the queue."""
-        return self._joining[QUEUE_LENGTH]
+        return self._card[QUEUE_LENGTH]
 
     @property
-    def ranges(self) -> deque[Range]:
-        """All of them; what has joined since somebody asked is among them now."""
-        self.settle()
-        return self._ranges
+    def ranges(self) -> list[Range]:
+        """All of them, as they are now."""
+        return [(start, end, step) for start, end, step in self._numbers().tolist()]
 
-    def settle(self) -> None:
-        """There is room for more to join."""
-        if count := self._joining[NUM_JOINED]:
-            numbers = iter(self._joining[JOINED : JOINED + RANGE * count])
-            self._ranges.extend(zip(numbers, numbers, numbers, strict=True))
-            self._joining[NUM_JOINED] = 0
+    def make_room(self) -> None:
+        """For what joins in a step, and for what a look cuts off."""
+        if self._card[NUM_RANGES] + RANGES_TO_SPARE > self._card[RANGES_ROOM]:
+            self._fill(self._numbers())
 
     def extend_to(self, length: int, step: int) -> None:
         """Positions [self.length, length) are final; their bytes were known good in `step`, when written."""
-        if length > self.length:
-            self.ranges.append((self.length, length, step))
-            self._joining[QUEUE_LENGTH] = length
+        from kvcanary.loops import extend_queue
+
+        self.make_room()
+        extend_queue(self.at, length, step)
 
     def take(self, count: int, step: int, again: bool = False) -> list[Range]:
         """The `count` positions that waited longest and are looked at now: (start, end, step when last known good).
 
         again: also those that were looked at in this very step
         """
-        taken, ranges = list[Range](), self.ranges
-        while count > 0 and ranges and ranges[0][2] < step + again:
-            start, end, read = ranges.popleft()
-            cut = min(end, start + count)
-            if cut < end:
-                ranges.appendleft((cut, end, read))
-            if ranges and ranges[-1][1:] == (start, step):  # else each token of an answer stays a range for good
-                ranges[-1] = ranges[-1][0], cut, step
-            else:
-                ranges.append((start, cut, step))
-            taken.append((start, cut, read))
-            count -= cut - start
-        return taken
+        from kvcanary.loops import take_ranges
+
+        self.make_room()
+        taken = array("q", bytes(8 * TAKEN * self._card[NUM_RANGES]))
+        found = take_ranges(self.at, count, step + again, step, taken.buffer_info()[0])
+        return [(start, end, read) for _, start, end, read in zip(*[iter(taken[: TAKEN * found])] * TAKEN, strict=True)]
 
     def looks(self) -> tuple[Range, ...]:
         """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
@@ -69,28 +77,30 @@ class ReadQueue:
 
     def put(self, looks: list[Range]) -> None:
         """As `looks` has told them."""
-        self.clear()
-        self._ranges.extend(looks)
-        self._joining[QUEUE_LENGTH] = max((end for _, end, _ in looks), default=0)
+        self._fill(np.array(looks, np.int64).reshape(-1, RANGE))
+        self._card[QUEUE_LENGTH] = max((end for _, end, _ in looks), default=0)
 
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
-        return min((step for _, _, step in self.ranges), default=None)
+        return int(self._numbers()[:, RANGE_STEP].min()) if self._card[NUM_RANGES] else None
 
     def last_look(self, position: int) -> int:
         """The step in which the bytes at this position were known good; -1: in none."""
         return next((step for start, end, step in self.ranges if start <= position < end), -1)
 
     def clear(self) -> None:
-        self._joining[QUEUE_LENGTH] = self._joining[NUM_JOINED] = 0
-        self._ranges.clear()
+        self.put([])
 
+    def _numbers(self) -> Ints:
+        """[ranges, RANGE] in their order, a copy."""
+        first, count = self._card[FIRST_RANGE], self._card[NUM_RANGES]
+        return self._ring.take(range(first, first + count), 0, mode="wrap")
 
-def spans(ranges: Iterable[Range]) -> list[tuple[int, int]]:
-    """Positions (start, end) of these ranges, those that follow one another as one."""
-    found = list[tuple[int, int]]()
-    for start, end, _ in ranges:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return found
+    def _fill(self, ranges: Ints) -> None:
+        """The queue is these, and has room for as many again."""
+        count = len(ranges)
+        room = max(2 * count, LEAST_ROOM)
+        self._ring = np.empty((room, RANGE), np.int64)
+        self._ring[:count] = ranges
+        self._card[NUM_RANGES], self._card[RANGES_ROOM], self._card[FIRST_RANGE] = count, room, 0
+        self._card[RANGES] = self._ring.ctypes.data

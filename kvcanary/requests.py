@@ -66,7 +66,6 @@ class Request:
     judged:        by pool, how much of the row was judged clean
     ahead:         by pool, entries that its row may hold beyond the committed length
     pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
-    row:           their slots in row order, as the bytes of an index array
     owned_len:     entries that are the request's own when it has ended inside what was accepted; None: all are
     is_damaged:    something was found in what it holds, and it may have computed NaN from that
     committed_len: entries [0, committed_len) are final
@@ -83,7 +82,6 @@ class Request:
     judged: list[Judged]
     ahead: tuple[int, ...]
     pages: list[int] = field(default_factory=list)
-    row: bytes = b""
     released: bool = False
     owned_len: int | None = None
     is_damaged: bool = False
@@ -98,6 +96,15 @@ class Request:
     def tokens(self) -> NDArray[np.int64]:
         """[n], all that are known."""
         return self.known.tokens
+
+    @property
+    def row(self) -> bytes:
+        """Slots in row order, as the bytes of an index array."""
+        return self.known.row
+
+    @row.setter
+    def row(self, slots: bytes) -> None:
+        self.known.row = slots
 
     @property
     def row_lens(self) -> memoryview:
@@ -192,7 +199,7 @@ class Batch:
         for request, count in zip(self.requests, counts, strict=True):
             request.known.make_room(len(request.tokens) + count)
             for queue in request.reads:
-                queue.settle()
+                queue.make_room()
 
 
 class RequestBook:

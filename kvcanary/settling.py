@@ -16,16 +16,18 @@ from kvcanary.cards import (
     JUDGED,
     JUDGED_STEP,
     KNOWN,
+    NUM_ROW_SLOTS,
     NUM_TOKENS_KNOWN,
     NUM_TRUTHS,
     PLANS_WRONG,
     READS_WRONG,
     ROW_LEN,
+    ROW_SLOTS,
     SEALED_BITS,
     SEEN,
     TOKENS_KNOWN,
 )
-from kvcanary.forward import SLOT_BYTES, Forward, Ints
+from kvcanary.forward import Forward, Ints
 from kvcanary.host import REWRITTEN
 from kvcanary.intake import HitLog
 from kvcanary.ledger import Judged, Ledger, Request
@@ -79,10 +81,9 @@ class Settler:
 
     def _add_facts(self, request: Request, numbers: array[int]) -> None:
         """[pools * FACTS] (cards.py)."""
-        known, row, epoch, committed_len = request.known, request.row, self._mirror.epoch, request.committed_len
-        known.follow(row)
-        tokens = known.card[TOKENS_KNOWN], known.card[NUM_TOKENS_KNOWN]
-        common = request.uid, known.granted_at, len(row) // SLOT_BYTES, *tokens
+        card, epoch, committed_len = request.known.card, self._mirror.epoch, request.committed_len
+        row, tokens = (card[ROW_SLOTS], card[NUM_ROW_SLOTS]), (card[TOKENS_KNOWN], card[NUM_TOKENS_KNOWN])
+        common = request.uid, *row, *tokens
         for truth, row_len, (length, _, judged_in) in zip(
             request.truths, request.row_lens, request.judged, strict=True
         ):

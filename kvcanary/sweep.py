@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kvcanary.config import share_of
+from kvcanary.cards import ALL, ITS_SHARE, NO_ROOM, SLICE_RANGES, SLICE_SAID, SLICE_SLOTS, SLICE_WAIT, TAKEN
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, named
 from kvcanary.groups import Ints, slots_in, window_start
@@ -19,17 +21,8 @@ from kvcanary.lanes import slots_are_right
 from kvcanary.ledger import Ledger, Request
 from kvcanary.looks import Looks
 from kvcanary.outbox import to_device
-from kvcanary.queues import spans
+from kvcanary.requests import Batch
 from kvcanary.state import CanaryState, PoolState
-
-
-@dataclass(slots=True)
-class Look:
-    """Positions of one request in one pool whose bytes are looked at now."""
-
-    request: Request
-    ranges: list[tuple[int, int, int]] = field(default_factory=list)  # (start, end, last known good)
-
 
 #: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations.
 STRIDE = 8
@@ -43,6 +36,9 @@ class Sweeper:
         self.credit: dict[tuple[int, int], float] = {}
         self.hurried: set[str] = set()
         self._attended: dict[tuple[int, int], int] = {}
+        self._batch = Batch([])
+        self._slots, self._ranges = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._said = array("q", bytes(8 * SLICE_SAID))
         self.bytes_read = 0
         self.longest_wait = 0
 
@@ -68,20 +64,17 @@ class Sweeper:
 
         What fires at once; on a GPU the host hears of it with the step.
         """
-        requests = self.running()
+        batch = self.batch()
+        requests = batch.requests
         total = self._bytes_of(requests) if self._budget is not None else 0
         hits: list[Hit | HitBatch] = []
-        for pool in self._state.pools:
-            looks = []
-            for request in requests:
-                if self._attended.get((request.uid, pool.pool_id)) == step:
-                    continue
-                queue = self.commit(request, pool)
-                hurried = request.request_id in self.hurried
-                count = queue if hurried else self._share(request, pool, queue, total)
-                if count:
-                    looks.append(Look(request, request.reads[pool.pool_id].take(count, step)))
-            hits += self._look_later(pool, looks, step)
+        for pool in self._state.pools if requests else ():
+            counts = self._counts(requests, pool, step, total)
+            slots, taken = self._take(pool, batch, counts, step)
+            if len(slots):
+                entries = partial(_entries_of, pool, requests, taken.copy())
+                judge = partial(find_changed, pool, entries_of=entries, site=("sweep", 0), step=step, both_lanes=False)
+                hits += self._looks.look(pool, slots, judge)
         self.hurried.clear()
         return hits
 
@@ -89,12 +82,12 @@ class Sweeper:
         """All committed bytes of a request, in every pool, with both lanes."""
         hits: list[HitBatch] = []
         for pool in self._state.pools:
-            length = self.commit(request, pool)
-            queue = request.reads[pool.pool_id]
-            look = Look(request, queue.take(length, step, again=True))
+            slots, taken = self._take(pool, Batch([request]), array("q", [ALL]), step, again=True)
             self.credit.pop((request.uid, pool.pool_id), None)
             self._attended.pop((request.uid, pool.pool_id), None)
-            hits += self._look(pool, [look], ("release", 0), step, both_lanes=True)
+            if len(slots) and not slots_are_right(pool, self._to_device(slots), both_lanes=True):
+                entries = partial(_entries_of, pool, [request], taken)
+                hits += find_changed(pool, slots, entries, ("release", 0), step, both_lanes=True)
         return hits
 
     def mark_read(self, pool: PoolState, request: Request, step: int) -> int:
@@ -121,16 +114,35 @@ class Sweeper:
         ]
         return max((step - read for read in oldest), default=0)
 
-    def _share(self, request: Request, pool: PoolState, length: int, total: int) -> int:
-        """Slots of this request and pool to read now."""
-        if self._budget is None:
-            return share_of(length, STRIDE)
+    def _counts(self, requests: Sequence[Request], pool: PoolState, step: int, total: int) -> array[int] | None:
+        """Slots to read now, by request; None: of all their share."""
+        if self._budget is None and not self.hurried and not self._attended:
+            return None
+        return array("q", [self._count(request, pool, step, total) for request in requests])
+
+    def _count(self, request: Request, pool: PoolState, step: int, total: int) -> int:
+        if self._attended.get((request.uid, pool.pool_id)) == step:
+            return 0
+        if request.request_id in self.hurried:
+            return ALL
+        return ITS_SHARE if self._budget is None else self._credit(request, pool, self._budget, total)
+
+    def _credit(self, request: Request, pool: PoolState, budget: int, total: int) -> int:
+        """Slots of this request and pool that a budget of bytes has come to."""
+        length = self.commit(request, pool)
         if not length:
             return 0
         key = request.uid, pool.pool_id
-        credit = min(self.credit.get(key, 0.0) + length * self._budget / total, float(length))
+        credit = min(self.credit.get(key, 0.0) + length * budget / total, float(length))
         self.credit[key] = credit - int(credit)
         return int(credit)
+
+    def batch(self) -> Batch:
+        """The running requests: the same from slice to slice, as long as they are."""
+        requests = self.running()
+        if self._batch.requests != requests:
+            self._batch = Batch(requests)
+        return self._batch
 
     def running(self) -> list[Request]:
         """The requests that have not ended."""
@@ -148,58 +160,42 @@ class Sweeper:
             if (end := request.final_len(pool.pool_id))
         )
 
-    def _look(
-        self, pool: PoolState, looks: Sequence[Look], site: tuple[str, int], step: int, both_lanes: bool
-    ) -> list[HitBatch]:
-        looks, slots = self._slots_of(pool, looks, step)
-        if not len(slots):
-            return []
-        where = to_device(torch.from_numpy(slots), pool.records.device)
-        if slots_are_right(pool, where, both_lanes):
-            return []
-        return find_changed(pool, slots, lambda: _entries_of(pool, looks), site, step, both_lanes)
+    def _take(
+        self, pool: PoolState, batch: Batch, counts: array[int] | None, step: int, again: bool = False
+    ) -> tuple[Ints, Ints]:
+        """Slots of the pool to look at, oldest look first, and ranges [ranges, TAKEN] of positions behind them.
 
-    def _look_later(self, pool: PoolState, looks: Sequence[Look], step: int) -> Sequence[Hit | HitBatch]:
-        looks, slots = self._slots_of(pool, looks, step)
-        if not len(slots):
-            return []
-        site, entries = ("sweep", 0), partial(_entries_of, pool, looks)
-        return self._looks.look(pool, slots, partial(find_changed, pool, slots, entries, site, step, both_lanes=False))
-
-    def _slots_of(self, pool: PoolState, looks: Sequence[Look], step: int) -> tuple[list[Look], Ints]:
-        """Looks as the pool's window cuts them, and the slots behind them."""
-        looks, parts = [self._in_window(pool, look) for look in looks], []
-        for look in looks:
-            granted = np.frombuffer(look.request.row, np.int64)
-            parts += [granted[start:end] for start, end in spans(look.ranges)]
-            for _, _, read in look.ranges:
-                self.longest_wait = max(self.longest_wait, step - read)
-        if not parts:
-            return looks, np.empty(0, np.int64)
-        slots = slots_in(pool.view, np.concatenate(parts))
-        slots = slots[slots >= pool.view.null_slots]
+        Both lie where the next slice does. again: also what was looked at in this very step
+        """
+        at, said = 0 if counts is None else counts.buffer_info()[0], self._said
+        told = *batch.told, pool.card_at, at, self.stride, step + again, step, pool.view.slot_map is not None
+        while found := pool.loops.take_slice(*told, self._slots, self._ranges, said.buffer_info()[0]):
+            if found == NO_ROOM:
+                batch.make_room(repeat(0, len(batch)))
+            else:
+                self._slots = np.empty(max(2 * said[SLICE_SLOTS], len(self._slots)), np.int64)
+                self._ranges = np.empty(max(2 * TAKEN * said[SLICE_RANGES], len(self._ranges)), np.int64)
+        self.longest_wait = max(self.longest_wait, said[SLICE_WAIT])
+        slots, taken = self._slots[: said[SLICE_SLOTS]], self._ranges[: TAKEN * said[SLICE_RANGES]]
+        if pool.view.slot_map is not None:
+            slots = slots_in(pool.view, slots)
+            slots = slots[slots >= pool.view.null_slots]
         self.bytes_read += len(slots) * pool.view.slot_bytes
-        return looks, slots
+        return slots, taken.reshape(-1, TAKEN)
 
-    def _in_window(self, pool: PoolState, look: Look) -> Look:
-        """Without what the next forward of the row does not see: nobody's bytes, once a window has left them."""
-        if pool.view.window is None:
-            return look
-        first = window_start(pool.view, look.request.final_len(pool.pool_id))
-        return Look(look.request, [(max(start, first), end, read) for start, end, read in look.ranges if end > first])
+    def _to_device(self, slots: Ints) -> Tensor:
+        return to_device(torch.from_numpy(slots), self._state.records.device)
 
 
-def _entries_of(pool: PoolState, looks: Sequence[Look]) -> Entries:
-    """What is known of every slot that is looked at."""
+def _entries_of(pool: PoolState, requests: Sequence[Request], taken: Ints) -> Entries:
+    """What is known of every slot that is looked at; freed ones are none, nor those that a slot map sends nowhere."""
     columns = []
-    for row, look in enumerate(looks):
-        granted = np.frombuffer(look.request.row, np.int64)
-        for start, end, read in look.ranges:
-            slots = granted[start:end]
-            n = len(slots)
-            columns.append((slots, np.arange(start, start + n), np.full(n, row), np.full(n, read)))
+    for row, start, end, read in taken.tolist():
+        slots = np.frombuffer(requests[row].row, np.int64)[start:end]
+        n = len(slots)
+        columns.append((slots, np.arange(start, start + n), np.full(n, row), np.full(n, read)))
     names, positions, rows, last_good = map(np.concatenate, zip(*columns, strict=True))
     slots = slots_in(pool.view, names)
-    held = slots >= pool.view.null_slots  # freed ones have none, nor those that a slot map sends nowhere
-    requests = [look.request.request_id for look in looks]
-    return Entries(slots[held], positions[held], rows[held], requests, last_good[held], named(pool, names[held]))
+    held = slots >= pool.view.null_slots
+    ids = [request.request_id for request in requests]
+    return Entries(slots[held], positions[held], rows[held], ids, last_good[held], named(pool, names[held]))

@@ -7,6 +7,7 @@ and has no fingerprint, so that this is all that can be asked of it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from kvcanary.cards import END
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig, share_of
 from kvcanary.entries import Entries, named
@@ -24,12 +26,11 @@ from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger, Request
 from kvcanary.looks import Looks
 from kvcanary.mirror import Mirror
-from kvcanary.ops import ops_for
+from kvcanary.requests import Batch
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.finite import formats_of
 
-NO_GRANT = -1  # in which nobody writes
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
 
 
@@ -53,11 +54,12 @@ class Tails:
         self.is_on = config.content != "write" and "R9" not in config.disable
         self._is_full = config.content == "full"
         self._is_host = state.records.device.type == "cpu"
-        self._ops = ops_for(state.records.device)
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
         self._granted: dict[int, list[tuple[Sequence[int], Ints | None]]] = {}  # by pool, as told
         self._found: list[Hit | HitBatch] = []
-        self._last_pages: dict[tuple[int, int], tuple[int, int]] = {}  # by request and pool: page, generation
+        self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, the first of them, and how many
+        self._room = array("q")  # for ends of rows
+        self._generations_at = ledger.generations.ctypes.data
 
     def granted(self, pools: Iterable[PoolState], pages: Sequence[int], names: Ints | None) -> None:
         """Pages of these pools have an owner from now on, and nothing else vouches for what lies there.
@@ -91,22 +93,21 @@ class Tails:
         size = self._state.page_size
         return (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
 
-    def slice(self, step: int, stride: int, requests: Iterable[Request], hurried: set[str]) -> None:
+    def slice(self, step: int, stride: int, batch: Batch, hurried: set[str]) -> None:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
         if not self.is_on:
             return
-        requests = list(requests)
         for pool in self._state.pools:
             self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
-            self._look_at_tails(pool, requests, TAIL_SITE, step, hurried)
+            self._look_at_tails(pool, batch, TAIL_SITE, step, hurried)
 
     def last_look(self, request: Request, step: int) -> None:
         """A request ends, or its row changes hands."""
         if not self.is_on:
             return
         for pool in self._state.pools:
-            self._look_at_tails(pool, [request], RELEASE_SITE, step, {request.request_id})
-            self._last_pages.pop((request.uid, pool.pool_id), None)
+            self._look_at_tails(pool, Batch([request]), RELEASE_SITE, step, {request.request_id})
+            request.known.forget_tail(pool.pool_id)
 
     def collect(self) -> list[Hit | HitBatch]:
         """What was found since the last time, where that is known at once; a GPU tells with the step."""
@@ -125,22 +126,22 @@ class Tails:
         period = 1 if self._is_host else max(1, count // share)
         if number % period:
             return
-        slots = (number * share + np.arange(period * share, dtype=np.int64)) % count
+        key = pool.pool_id, number * share % count, period * share
+        slots = self._null_slots.get(key)
+        if slots is None:
+            slots = self._null_slots[key] = np.arange(key[1], key[1] + key[2]) % count
         self._look(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
-    def _look_at_tails(
-        self, pool: PoolState, requests: Iterable[Request], site: tuple[str, int], step: int, always: set[str]
-    ) -> None:
+    def _look_at_tails(self, pool: PoolState, batch: Batch, site: tuple[str, int], step: int, always: set[str]) -> None:
         """The slots behind final entries on last pages that nobody has written since those were granted.
 
         always: requests whose last page is asked for again, though it was looked at before
         """
-        ends = [self._end(own, pool, self._is_full or own.request_id in always) for own in requests]
-        due = [end for end in ends if end is not None]
-        if not due:
+        ends = self._ends(batch, pool, always)
+        if ends is None:
             return
-        size, ids = self._state.page_size, [request.request_id for request, _, _ in due]
-        lengths, pages = np.array([(length, page) for _, length, page in due], np.int64).T
+        due, lengths, pages = ends
+        size, ids = self._state.page_size, [batch.requests[number].request_id for number in due.tolist()]
         counts = size - lengths % size
         rows = np.arange(len(due)).repeat(counts)
         positions = lengths[rows] + np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
@@ -153,18 +154,17 @@ class Tails:
 
         self._look(pool, slots[which], entries, site, step, names[which])
 
-    def _end(self, request: Request, pool: PoolState, always: bool) -> tuple[Request, int, int] | None:
-        """A row's final length and last page, where that has room behind it and was not looked at, or `always`."""
-        length, size = request.final_len(pool.pool_id), self._state.page_size
-        last = length // size
-        if not length % size or last >= len(request.pages) or request.pages[last] < 0:
+    def _ends(self, batch: Batch, pool: PoolState, always: set[str]) -> tuple[Ints, Ints, Ints] | None:
+        """Rows whose last page has room behind what is final, and was not looked at: numbers, final lengths, pages."""
+        if len(self._room) < END * len(batch):
+            self._room = array("q", bytes(8 * END * len(batch)))
+        hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
+        again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
+        told = pool.card_at, self._generations_at, *again, self._room.buffer_info()[0]
+        if not (found := pool.loops.end_rows(*batch.told, *told)):
             return None
-        page = request.pages[last]
-        key, grant = (request.uid, pool.pool_id), (page, int(self._ledger.generations[page]))
-        if self._last_pages.get(key) == grant and not always:
-            return None
-        self._last_pages[key] = grant
-        return request, length, page
+        numbers, lengths, pages = np.array(self._room[: END * found]).reshape(-1, END).T
+        return numbers, lengths, pages
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
         """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
@@ -190,25 +190,9 @@ class Tails:
             self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
-        mismatch = self._asked.room(2 * len(slots)).view(-1, 2)
-        told, written = self._told(pool, slots, names)
-        self._ops.finite_check(pool.rows, told, mismatch=mismatch, **written)
-        self._found += self._asked.ask(mismatch, partial(_fired, pool, mismatch, entries_of, site, step))
-
-    def _told(self, pool: PoolState, slots: Ints, names: Ints | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The slots of a look, and how a kernel finds those that a forward has written and nobody asks for.
-
-        The records of a GPU say which: the host may not have heard of all of them, and does not wait for that.
-        """
-        if self._is_host:
-            return self._asked.tell(slots), {}
-        n = len(slots)
-        both = np.full((2, n + n % 2), NO_GRANT, np.int64)  # one kernel for both kinds of looks, and aligned rows
-        both[0, :n] = slots
-        if names is not None:
-            both[1, :n] = self._ledger.generations[names // self._state.page_size]
-        told, grants = self._asked.tell(both)[:, :n]
-        return told, {"records": pool.expected, "grants": grants}
+        judge = partial(_fired, pool, entries_of, site, step)
+        grants = None if names is None else self._ledger.generations[names // self._state.page_size]
+        self._found += self._asked.look_for_finite(pool, slots, judge, grants)
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:
@@ -218,7 +202,7 @@ def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:
 
 
 def _fired(
-    pool: PoolState, mismatch: Tensor, entries_of: Callable[[], Entries], site: tuple[str, int], step: int
+    pool: PoolState, entries_of: Callable[[], Entries], site: tuple[str, int], step: int, mismatch: Tensor
 ) -> list[HitBatch]:
     which = np.flatnonzero(mismatch.any(1))
     layers = mismatched_layers(mismatch, pool.view.num_layers).T.numpy()

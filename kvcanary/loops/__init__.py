@@ -10,6 +10,7 @@ from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, s
 from kvcanary.loops.pages import follow_event
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
+from kvcanary.loops.queues import end_rows, extend_queue, take_ranges, take_slice
 from kvcanary.loops.recording import copy_records, keep_plans
 from kvcanary.loops.records import (
     are_written,
@@ -30,6 +31,8 @@ __all__ = [
     "chain_tokens",
     "commit_rows",
     "copy_records",
+    "end_rows",
+    "extend_queue",
     "find_unwritten",
     "follow_event",
     "grow_chain",
@@ -53,6 +56,8 @@ __all__ = [
     "sum_values",
     "take_plan",
     "take_quiet",
+    "take_ranges",
+    "take_slice",
     "tell_rows",
     "write_records",
     "write_rows",

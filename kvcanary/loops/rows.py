@@ -17,8 +17,6 @@ from kvcanary.cards import (
     FINAL_PAGES,
     GUESSES,
     IS_LIVE,
-    JOINED,
-    JOINED_ROOM,
     LAGS,
     LEFT_TO_BOOKS,
     NO_ROOM,
@@ -26,15 +24,15 @@ from kvcanary.cards import (
     NOWHERE,
     NUM_CHAINS,
     NUM_IN_THE_AIR,
-    NUM_JOINED,
+    NUM_RANGES,
     NUM_TOKENS_KNOWN,
     NUM_UNHEARD,
     NUM_UNLANDED,
     PAGES_FINAL,
     PLACE_BITS,
     QUEUE_CARD,
-    QUEUE_LENGTH,
-    RANGE,
+    RANGES_ROOM,
+    RANGES_TO_SPARE,
     REQUEST_CARD,
     ROW_COMMITTED,
     ROW_NUMBERS,
@@ -53,6 +51,7 @@ from kvcanary.cards import (
 )
 from kvcanary.loops.known import chain_of, final_len, put_tokens, tell_rows
 from kvcanary.loops.memory import longs_at, loop
+from kvcanary.loops.queues import extend
 
 
 @loop()
@@ -126,7 +125,8 @@ def _has_room(card, count):
     has_room = request[NUM_TOKENS_KNOWN] + count <= request[TOKENS_ROOM]
     has_room &= request[NUM_UNHEARD] < request[UNHEARD_ROOM]
     for pool in range(request[NUM_CHAINS]):
-        has_room &= longs_at(chain_of(card, pool)[CHAIN_READS], QUEUE_CARD)[NUM_JOINED] < JOINED_ROOM
+        queue = longs_at(chain_of(card, pool)[CHAIN_READS], QUEUE_CARD)
+        has_room &= queue[NUM_RANGES] + RANGES_TO_SPARE <= queue[RANGES_ROOM]
     return has_room
 
 
@@ -136,12 +136,7 @@ def _commit(card, length, step):
     request, found = longs_at(card, REQUEST_CARD), 0
     for pool in range(request[NUM_CHAINS]):
         chain = chain_of(card, pool)
-        final, queue = final_len(chain, request[COMMITTED_LEN]), longs_at(chain[CHAIN_READS], QUEUE_CARD)
-        if final > queue[QUEUE_LENGTH]:
-            at = JOINED + RANGE * queue[NUM_JOINED]
-            queue[at], queue[at + 1], queue[at + 2] = queue[QUEUE_LENGTH], final, request[COMMIT_STEP]
-            queue[QUEUE_LENGTH] = final
-            queue[NUM_JOINED] += 1
+        extend(longs_at(chain[CHAIN_READS], QUEUE_CARD), final_len(chain, request[COMMITTED_LEN]), request[COMMIT_STEP])
         if chain[CHAIN_OFFSET] == 0 and chain[CHAIN_AHEAD] == 0 and chain[CHAIN_WRITTEN] < length:
             found = NOT_WRITTEN
         chain[CHAIN_WRITTEN] = min(chain[CHAIN_WRITTEN], length + chain[CHAIN_AHEAD])  # rejected nodes lie beyond

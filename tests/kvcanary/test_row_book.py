@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 
 import numpy as np
 import pytest
+import torch
 
-from kvcanary.cards import NUM_TOKENS_KNOWN, TOKENS_KNOWN
+from kvcanary import loops
+from kvcanary.cards import (
+    ALL,
+    ITS_SHARE,
+    NUM_ROW_SLOTS,
+    NUM_TOKENS_KNOWN,
+    ROW_SLOTS,
+    SLICE_RANGES,
+    SLICE_SAID,
+    SLICE_SLOTS,
+    SLICE_WAIT,
+    TAKEN,
+    TOKENS_KNOWN,
+)
 from kvcanary.codes import CODES
 from kvcanary.config import share_of
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
@@ -16,9 +31,11 @@ from kvcanary.findings import Cause
 from kvcanary.known import LEAST_ROOM, Known, TruthChain
 from kvcanary.ledger import Judged, Ledger
 from kvcanary.quarantine import Quarantine
-from kvcanary.queues import ReadQueue, spans
+from kvcanary.queues import ReadQueue
 from kvcanary.requests import NO_PAGE, Batch, Unheard
+from kvcanary.state import CanaryState
 from kvcanary.uids import digest
+from kvcanary.views import PoolView
 from kvcanary_kernels.record import chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
@@ -257,12 +274,9 @@ def test_what_is_known_keeps_its_address_and_makes_room():
 def test_a_row_is_read_where_it_lies():
     """No copy is made, and nothing has no address."""
     known = Known(8, [], [(1, 0, 0)], KEYS)
-    known.follow(b"")
-    assert known.granted_at == 0
-    known.follow(np.arange(40, 44).tobytes())
-    assert at(known.granted_at, 4) == [40, 41, 42, 43]
-    known.follow(b"")
-    assert known.granted_at == 0
+    for slots in ([40, 41, 42, 43], [], [7]):
+        known.row = np.array(slots, np.int64).tobytes()
+        assert at(known.card[ROW_SLOTS], known.card[NUM_ROW_SLOTS]) == slots
 
 
 def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
@@ -291,12 +305,6 @@ def test_a_read_queue_has_fewer_ranges_than_an_answer_has_tokens():
         longest = max(longest, len(queue.looks()))
     assert 120 < longest < 2099 / 3
     assert sorted(position for start, end, _ in queue.looks() for position in range(start, end)) == [*range(2099)]
-
-
-def test_ranges_side_by_side_are_one_span():
-    """In their order, whenever each was looked at."""
-    assert spans([]) == []
-    assert spans([(3, 5, 1), (5, 6, 2), (0, 3, 2), (6, 9, 2), (9, 9, 3)]) == [(3, 6), (0, 3), (6, 9)]
 
 
 def test_a_read_queue_gives_what_waits_longest():
@@ -460,3 +468,38 @@ def test_rules_that_always_fit_say_one_thing():
     assert {(cause.basis, cause.evidence) for _, cause in fixed} == {("inferred", ())}
     assert all(len(cause.text) > 20 for _, cause in fixed)
     assert {code for codes, _ in fixed for code in codes} <= set(CODES)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
+    """Oldest look first and as many as asked for, whatever was taken before; what a window has left is no slot."""
+    draws, size, view = np.random.default_rng(3), 4, torch.zeros(200, 1, 4)
+    pool = CanaryState([PoolView("target", [view], [view.clone()], size, null_slots=size, window=window)], 3).pools[0]
+    ledger = Ledger(50, size, 1, KEYS, [("target", 0)])
+    for number, name in enumerate("abc"):
+        ledger.admit(name, range(60), 0)
+        ledger.grant(name, range(1 + 16 * number, 17 + 16 * number), 0)
+    requests = list(ledger.requests.values())
+    batch, twins = Batch(requests), [ReadQueue() for _ in requests]
+    slots, taken, said = np.empty(500, np.int64), np.empty(4 * 500, np.int64), np.empty(SLICE_SAID, np.int64)
+    for step in range(1, 120):
+        for request in requests:
+            request.committed_len = min(60, request.committed_len + int(draws.integers(0, 3)))
+            request.row_lens, request.commit_step = [request.committed_len], step
+        counts = array("q", draws.choice([0, 1, 5, ITS_SHARE, ALL], len(requests)).tolist())
+        told = *batch.told, pool.card_at, counts.buffer_info()[0], 8, step, step, False
+        while loops.take_slice(*told, slots, taken, said.ctypes.data):
+            batch.make_room([0] * len(batch))
+        expected_slots, expected_ranges = list[int](), list[list[int]]()
+        for number, (request, twin, count) in enumerate(zip(requests, twins, counts, strict=True)):
+            length, row = request.committed_len, np.frombuffer(request.row, np.int64)
+            twin.extend_to(length, step)
+            first = 0 if window is None else max(0, length + 1 - window)
+            for start, end, read in twin.take(share_of(length, 8) if count == ITS_SHARE else min(count, length), step):
+                if end > first:
+                    expected_ranges.append([number, max(start, first), end, read])
+                    expected_slots += row[max(start, first) : end].tolist()
+        assert slots[: said[SLICE_SLOTS]].tolist() == expected_slots
+        assert taken.reshape(-1, TAKEN)[: said[SLICE_RANGES]].tolist() == expected_ranges
+        assert said[SLICE_WAIT] == max((step - read for *_, read in expected_ranges), default=0)
+        assert [request.reads[0].looks() for request in requests] == [twin.looks() for twin in twins]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary.looks import Looks
 from kvcanary.state import CanaryState
 from kvcanary_kernels.finite import finite_check_torch, formats_of
 from kvcanary_kernels.poison import poison_fill_torch
@@ -108,18 +109,17 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     unwritten = slots[tails._unwritten(pool, slots, slots)]
     tails._is_host = False
     assert tails._unwritten(pool, slots, slots).tolist() == list(range(16))
-    mismatch = torch.full((16, 2), -77)
-    told, written = tails._told(pool, slots, slots)
-    finite_check_torch(pool.rows, told, mismatch=mismatch, **written)
-    asked = slots[(mismatch == 0).all(1).numpy()]
+    tails._is_host, asked = True, []
+    for layer in range(pool.view.num_layers):
+        rows = pool.rows.gather_layer(layer, torch.from_numpy(slots))
+        pool.rows.scatter_layer(layer, torch.from_numpy(slots), torch.full_like(rows, -1))
+    looks, grants = Looks(torch.device("cpu"), at_once=False), engine.canary._ledger.generations[slots // 16]
+    for own in (grants, None):
+        looks.look_for_finite(pool, slots, lambda mismatch: asked.append(mismatch.any(1).numpy()) or [], own)
+        looks.send().hits()
     assert 0 < len(unwritten) < 16
-    assert asked.tolist() == unwritten.tolist()
-    told, written = tails._told(pool, slots[1:], None)
-    mismatch.fill_(-77)
-    finite_check_torch(pool.rows, told, mismatch=mismatch[1:], **written)
-    assert not mismatch[1:].any()
-    tails._is_host = True
-    assert tails._told(pool, slots, slots)[1] == {}
+    assert slots[asked[0]].tolist() == unwritten.tolist()
+    assert asked[1].all()
 
 
 @pytest.mark.parametrize(("is_host", "share"), [(True, 8), (False, 16)])

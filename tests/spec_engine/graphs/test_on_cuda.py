@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from held_memory import expect_memory_to_stay
 from kvcanary.flights import Flight
+from kvcanary.ops import KERNELS
 from kvcanary_kernels.content import check_content
 from spec_engine import SamplingParams
 from spec_engine.models.embedded import load_excerpts
@@ -54,7 +56,7 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
             were_over.append(flight.over.query())
         return flight
 
-    monkeypatch.setattr("kvcanary.looks.check_content", slow)
+    monkeypatch.setattr(engine.canary._checks.looks, "_ops", replace(KERNELS, check_content=slow))
     monkeypatch.setattr(engine.canary, "depart", timed)
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
     assert were_over.count(False) >= 2
