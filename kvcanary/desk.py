@@ -55,6 +55,13 @@ class TicketDesk:
         self.told("ticket_waits", (str(stream), str(ticket.stream), ticket.sequence))
         self._tickets.waits(stream, ticket)
 
+    def follow(self, stream: Stream, other: Stream) -> None:
+        """What comes on this stream from now on runs behind all of the other's: `waits`, for a mark issued there."""
+        self.is_used = True
+        sequence = self._tickets.follow(stream, other)
+        self.told("issued", ("mark", other, sequence, (), ()))
+        self.told("ticket_waits", (str(stream), str(other), sequence))
+
     def complete(self, ticket: Ticket) -> None:
         """The host has seen the work's event."""
         self.told("ticket_complete", (str(ticket.stream), ticket.sequence))
@@ -99,8 +106,9 @@ class TicketDesk:
         if isinstance(named, dict):
             return named
         pages = [resource for resource in named if isinstance(resource, int)]
-        if pages:
-            self._ledger.pages.numbers(pages)
+        if not pages:
+            return dict.fromkeys(named)
+        self._ledger.pages.numbers(pages)
         generations = self._ledger.generations
         return {r: None if isinstance(r, str) else int(generations[r]) for r in named}
 

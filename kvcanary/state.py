@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcanary.aliasing import first_overlap
 from kvcanary.cards import WRITERS
+from kvcanary.deltas import Deltas
 from kvcanary.errors import PlanError
 from kvcanary.groups import check_groups, full_group_slots
 from kvcanary.host import HostPool, host_pool, pool_card
@@ -99,6 +100,7 @@ class CanaryState:
             self.expected = torch.zeros_like(self.records)
             self._page_truth = torch.zeros(3, num_pages, dtype=torch.int64, device=device)
             self.generations, self.owners, self.page_states = self._page_truth
+            self._deltas = Deltas(self._page_truth)
             self.owners.fill_(record.NO_OWNER)
             self.page_states.fill_(record.FREE)
             self.arange = torch.arange(self.num_slots + 1, device=device)
@@ -161,9 +163,8 @@ class CanaryState:
             self.set_pages(where, pages.generations[where], pages.owners[where], pages.states[where])
 
     def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
-        """One delta list, [n] each: what is true of these pages from now on."""
-        delta = to_device(torch.from_numpy(np.stack((pages, generations, owners, states))), self.records.device)
-        self._page_truth.index_copy_(1, delta[0], delta[1:])
+        """[n] each: what is true of these pages from now on."""
+        self._deltas.send(pages, generations, owners, states)
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary import loops

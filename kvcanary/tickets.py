@@ -131,6 +131,14 @@ class Tickets:
         own = clocks[number]
         clocks[number] = [*map(max, own, seen), *own[len(seen) :]]
 
+    def follow(self, stream: Stream, other: Stream) -> int:
+        """`waits`, for a ticket that is issued on the other stream now and touches nothing; its sequence."""
+        number, behind, clocks = self._streams[stream], self._streams[other], self._clocks
+        seen = [*clocks[behind]]
+        seen[behind] += 1
+        clocks[behind], clocks[number] = seen, [*map(max, clocks[number], seen)]
+        return seen[behind]
+
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else: who comes for what it held before is too late."""
         self.buffers[buffer] = generation

@@ -48,7 +48,7 @@ class Streams:
     def behind_main(self, name: str) -> Stream:
         """A side stream on which what comes now runs behind all that the forwards were given so far."""
         side = self.side(name)
-        side.wait(self.main.mark())
+        side.follow(self.main)
         return side
 
     def launched(self) -> Event | None:
@@ -87,6 +87,12 @@ class Stream:
     def mark(self) -> Event:
         """The end of everything that was submitted so far; on ``main`` on CUDA also of what it was given otherwise."""
         return self.submit("mark", _nothing)
+
+    def follow(self, other: Stream) -> None:
+        """What comes on this stream from now on runs behind all that the other was given so far: its `mark`."""
+        self._queue.wait(other._queue, other._queue.put(_nothing))
+        if self._desk is not None:
+            self._desk.follow(self.name, other.name)
 
     def wait(self, event: Event) -> None:
         """What comes on this stream from now on runs behind the event's work; the host stands still, once."""

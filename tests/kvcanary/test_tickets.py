@@ -246,3 +246,21 @@ def conflicts(events: list[tuple], last: int) -> list[int]:
         if event[0] == "issue" and event[2] == page:
             found = {"write": number} if event[3] else {**found, str(event[1]): number}
     return [number for key, number in found.items() if writes or key == "write"]
+
+
+def test_to_follow_a_stream_is_to_wait_for_a_mark_on_it():
+    """Whatever each has waited for before: the same is ordered, and what is issued next has the same number."""
+    draws = random.Random(4)
+    streams = ["main", "copies", 7, HOST]
+    ours, theirs = Tickets([0] * 4), Tickets([0] * 4)
+    for number in range(300):
+        stream, other = draws.sample(streams, 2)
+        if draws.random() < 0.4:
+            mark = theirs.issue("mark", other)
+            theirs.waits(stream, mark)
+            assert ours.follow(stream, other) == mark.sequence
+        else:
+            page = number % 4
+            found = [tickets.issue("work", stream, writes={page: None}) for tickets in (ours, theirs)]
+            assert [str(one) for one in found[0].violations] == [str(one) for one in found[1].violations]
+            assert (found[0].sequence, found[0].clock) == (found[1].sequence, found[1].clock)
