@@ -17,7 +17,7 @@ from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, join_entries, written_entries
-from kvcanary.flights import Flight, mark
+from kvcanary.flights import Flight, Marks
 from kvcanary.forward import Forward, Ints, on_host
 from kvcanary.graphs import StaticChecks, Told
 from kvcanary.groups import slots_in
@@ -77,6 +77,7 @@ class StepChecks:
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
+        self._marks = Marks(state.records.device)
         self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
         self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
@@ -179,7 +180,7 @@ class StepChecks:
             self._land()
         told = None if self.static is None else self.static.send(self.step)
         with self.looks.beside.behind() if self.looks.waits else nullcontext():
-            flight = Flight(self.step, told, self.looks.send(), mark(self._state.records.device), hits)
+            flight = Flight(self.step, told, self.looks.send(), self._marks.take(), hits)
         self._flights.append(flight)
         return flight
 
@@ -212,6 +213,8 @@ class StepChecks:
         if flight.looks is not None:
             hits += flight.looks.hits()
         flight.has_landed = True
+        self._marks.give(flight.over)
+        flight.over = None
         if hits:
             self.landing(flight.step)
             self.hits += hits

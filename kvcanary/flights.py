@@ -39,10 +39,21 @@ class Flight:
             self.over.synchronize()
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """The end of all that the device was given so far."""
-    if device.type == "cpu":
-        return None
-    event = torch.cuda.Event()
-    event.record(current(device))
-    return event
+class Marks:
+    """Ends of flights on a device: events that are recorded again once nobody waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._free = device, list[torch.cuda.Event]()
+
+    def take(self) -> torch.cuda.Event | None:
+        """The end of all that the device was given so far."""
+        if self._device.type == "cpu":
+            return None
+        event = self._free.pop() if self._free else torch.cuda.Event()
+        event.record(current(self._device))
+        return event
+
+    def give(self, event: torch.cuda.Event | None) -> None:
+        """Its flight has landed."""
+        if event is not None:
+            self._free.append(event)

@@ -50,10 +50,11 @@ class Feed:
         """The same for sections of one size that lie one behind the other, this one first: ``values [sections, n]``."""
         first, (count, n) = self._sections[name], values.shape
         size = first.stop - first.start
+        if n == size:
+            self._numbers[first.start : first.start + count * size] = values.reshape(-1)
+            return
         rows = self._numbers[first.start : first.start + count * size].reshape(count, size)
-        rows[:, :n] = values
-        if n < size:
-            rows[:, n:] = 0
+        rows[:, :n], rows[:, n:] = values, 0
 
     def send(self) -> None:
         """One copy, for which nobody waits; what is set from now on lies elsewhere."""
