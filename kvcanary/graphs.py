@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -97,10 +97,10 @@ class RowTruth:
 class Listener(Protocol):
     """Who keeps what the host learns of captured forwards."""
 
-    def learned(self, forward: Learned, layers: Sequence[int]) -> None:
-        """The first of its site and step of which nothing was told; `layers`: that it stored, in their order."""
+    def learned(self, record: Any, forward: Learned, layers: Sequence[int]) -> None:
+        """What was launched with this record; `layers`: that it stored, in their order."""
 
-    def heard(self, forward: Heard, layers: Sequence[int]) -> None:
+    def heard(self, record: Any, forward: Heard, layers: Sequence[int]) -> None:
         """The same of one that was proved clean."""
 
     def moved(self, src: Ints, dst: Ints) -> None:
@@ -148,12 +148,13 @@ class StaticChecks:
         step: int,
         written: Sequence[int] | None,
         reads: Sequence[int],
+        records: Sequence[Any],
         acceptance: StaticAcceptance | None = None,
     ) -> RowTruth:
         """These requests are the live rows of forwards of one kind and pool that run next, one behind the other.
 
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
-        runs before them. reads: by forward, as the engine knows the lengths of rows
+        runs before them. reads: by forward, as the engine knows the lengths of rows; records: the listener's
         """
         turn, entries, written_at, accepted, acceptance_card = self.bank.turn, None, 0, None, (0, 0)
         if written is not None:
@@ -168,28 +169,24 @@ class StaticChecks:
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
         common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *acceptance_card, 0
-        for substep, count in zip(substeps, reads, strict=True):
+        for substep, count, record in zip(substeps, reads, records, strict=True):
             line = substep.written.expect(turn)
             card = substep.line_card_at, line.at, count, *common
-            self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted))
+            self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted, record))
         return self._truth(rows)
 
-    def launch_once(
+    def take_once(
         self,
         pool: PoolState,
         site: tuple[str, int],
         read: ReadPlan,
         write: WritePlan,
-        requests: list[Request],
-        step: int,
+        batch: Batch,
         written: list[int],
     ) -> OnceSubstep:
-        """The same for a forward that comes once, as an engine's own tensors describe it."""
-        batch = Batch(requests)
+        """What is launched for a forward that comes once, as an engine's own tensors describe it."""
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self._most_unlanded)
-        substep = self._singles.take(pool, site, read, write, written, self._truth(rows))
-        self.launch([substep], batch, step, written, [0])
-        return substep
+        return self._singles.take(pool, site, read, write, written, self._truth(rows))
 
     @property
     def _most_unlanded(self) -> int:
@@ -248,7 +245,7 @@ class StaticChecks:
             if run.accepted is not None:
                 self.num_unlanded -= 1
                 tokens = _tokens(run.accepted[: len(run.batch)])
-            heard(Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS, tokens), substep.layers)
+            heard(run.record, Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS, tokens), substep.layers)
             place += RUN_CARD
         self._coverage.forwards += len(forwards)
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
@@ -282,7 +279,8 @@ class StaticChecks:
                 tokens = None if accepted is None else _tokens(accepted[: len(requests)])
                 if hearing.is_clean(run, seen >> RUN_BITS):
                     num_learned += 1
-                    self.listener.heard(Heard.of(run, seen >> RUN_BITS + LINE_BITS, tokens), substep.layers)
+                    clean = Heard.of(run, seen >> RUN_BITS + LINE_BITS, tokens)
+                    self.listener.heard(run.record, clean, substep.layers)
                     continue
                 forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)
                 if not forward.is_plan:
@@ -292,7 +290,7 @@ class StaticChecks:
                 ledger.pages.wrote(forward.slots // ledger.page_size)
                 mirror.learn(forward.slots + forward.pool.base)
                 yield forward
-                self.listener.learned(forward, substep.layers)
+                self.listener.learned(run.record, forward, substep.layers)
         self._coverage.forwards += num_learned
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:

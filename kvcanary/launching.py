@@ -12,6 +12,7 @@ from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
 from kvcanary.once import OnceSubstep
+from kvcanary.requests import Batch
 from kvcanary.seats import StaticAcceptance
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
@@ -87,9 +88,11 @@ class Launching(Lifecycle):
     ) -> OnceSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
-        run = self._on_device().launch_once(pool, site, read, write, requests, self.step, written)
+        static, batch = self._on_device(), Batch(requests)
+        run = static.take_once(pool, site, read, write, batch, written)
+        records = self.recorder.launched([run], tuple(read.requests), tuple(written), [read.indices.shape[0]])
+        static.launch([run], batch, self.step, written, [0], records)
         self._checks.read_all([run], requests, self.step)
-        self.recorder.launched([run], tuple(read.requests), tuple(written), [read.indices.shape[0]])
         self._open.append(substep)
         return run
 
@@ -107,10 +110,10 @@ class Launching(Lifecycle):
         batch, static = self._ledger.batch(request_ids), self._static
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             self._checks.land()
-        self.recorder.launched(substeps, tuple(request_ids), tuple(written or ()), reads)
+        records = self.recorder.launched(substeps, tuple(request_ids), tuple(written or ()), reads)
         self._checks.settle_before_launch()
         self._checks.read_all(substeps, batch.requests, self.step)
-        return static.launch(substeps, batch, self.step, written, reads, acceptance)
+        return static.launch(substeps, batch, self.step, written, reads, records, acceptance)
 
     def _on_device(self) -> StaticChecks:
         if self._static is None:

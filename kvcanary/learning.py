@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class Launched(NamedTuple):
     written:   by request, entries that each of its rows writes; None: as many as were accepted
     card:      [RUN_CARD] (cards.py)
     accepted:  [size, 1 + places], what the step says that it has accepted before
+    record:    where the listener keeps it
     """
 
     substep: StaticSubstep
@@ -38,6 +39,7 @@ class Launched(NamedTuple):
     written: array[int] | None
     card: tuple[int, ...]
     accepted: Ints | None = None
+    record: Any = None
 
     @property
     def committed(self) -> list[int]:

@@ -24,7 +24,7 @@ from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
 from kvcanary.codes import UNWRITTEN
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
-from kvcanary.recorder_captured import CapturedEvents
+from kvcanary.recorder_captured import CapturedEvents, Launch
 from kvcanary.recorder_forwards import RecordedForward
 
 if TYPE_CHECKING:
@@ -222,10 +222,11 @@ class Recorder:
         requests: tuple[str, ...],
         written: tuple[int, ...],
         reads: Sequence[int],
-    ) -> None:
-        """Captured forwards run next."""
-        if self.segments:
-            self.captured.launched(substeps, requests, written, reads, self.segments[-1])
+    ) -> Sequence[Launch | None]:
+        """Captured forwards run next; what `StaticChecks.launch` takes for each."""
+        if not self.segments:
+            return [None] * len(substeps)
+        return self.captured.launched(substeps, requests, written, reads, self.segments[-1])
 
     def launched_move(self, number: int, pool: str) -> None:
         """A captured move runs next."""

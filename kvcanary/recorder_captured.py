@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcanary.recorder_forwards import Ints, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import MASK_32
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kvcanary.harvest import StaticHit
     from kvcanary.learning import Heard, Learned
     from kvcanary.recorder import Segment
-    from kvcanary.state import PoolState
     from kvcanary.static import StaticSubstep
 
 MOVE_SITE = ("move", 0)
@@ -22,13 +21,22 @@ Site = tuple[str, int]
 Place = tuple["Segment", int]
 
 
-Launch = tuple[RecordedLaunch, "Segment", int]  # with where its event lies
+class Launch(NamedTuple):
+    """A forward that was launched, as it is recorded, and where its event lies."""
+
+    substep: StaticSubstep
+    recorded: RecordedLaunch
+    segment: Segment
+    number: int
+
+    def is_of(self, pool: str, site: Site) -> bool:
+        return self.substep.site == site and self.substep.pool.name == pool
 
 
 class StepEvents:
     """What one step has launched.
 
-    launches:  by pool and site
+    launches:  in their order
     moves:     by pool, where the event of the last one lies
     departure: where the event lies; None: it has not departed
     """
@@ -36,9 +44,12 @@ class StepEvents:
     __slots__ = ("departure", "launches", "moves")
 
     def __init__(self) -> None:
-        self.launches: dict[tuple[str, Site], list[Launch]] = {}
+        self.launches: list[Launch] = []
         self.moves: dict[str, Place] = {}
         self.departure: Place | None = None
+
+    def last_launch(self, pool: str, site: Site) -> Launch | None:
+        return next((launch for launch in reversed(self.launches) if launch.is_of(pool, site)), None)
 
 
 class CapturedEvents:
@@ -64,17 +75,18 @@ class CapturedEvents:
         written: tuple[int, ...],
         reads: Sequence[int],
         segment: Segment,
-    ) -> None:
-        """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted."""
-        events, launches = segment.events, self._now.launches
+    ) -> list[Launch]:
+        """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted.
+
+        What is returned comes back with what the host hears of each.
+        """
+        events, launched = segment.events, list[Launch]()
         for substep, count in zip(substeps, reads, strict=True):
             recorded = RecordedLaunch(substep.number, requests, written, count)
-            key, launch = (substep.pool.name, substep.site), (recorded, segment, len(events))
-            if key in launches:
-                launches[key].append(launch)
-            else:
-                launches[key] = [launch]
+            launched.append(Launch(substep, recorded, segment, len(events)))
             events.append(("launch", (recorded,), None))
+        self._now.launches += launched
+        return launched
 
     def launched_move(self, number: int, pool: str, segment: Segment) -> None:
         """A move runs next. `number`: of those in the bank."""
@@ -99,8 +111,8 @@ class CapturedEvents:
         None: it is the last one.
         """
         if (own := self._steps.get(step & MASK_32)) is not None:
-            if launches := own.launches.get((pool, site)):
-                return launches[-1][1:]
+            if launch := own.last_launch(pool, site):
+                return launch.segment, launch.number
             if site == MOVE_SITE and pool in own.moves:
                 return own.moves[pool]
         landed = None if self._landing is None else self._steps.get(self._landing & MASK_32)
@@ -108,27 +120,15 @@ class CapturedEvents:
 
     # what the host hears
 
-    def learned(self, forward: Learned, layers: Sequence[int]) -> None:
-        launch = self._first_unheard(forward.pool, forward.site, forward.step)
+    def learned(self, launch: Launch | None, forward: Learned, layers: Sequence[int]) -> None:
         if launch is not None:
-            recorded, segment, _ = launch
-            recorded.learn(forward, layers)
-            segment.array_bytes += recorded.num_bytes
+            launch.recorded.learn(forward, layers)
+            launch.segment.array_bytes += launch.recorded.num_bytes
 
-    def heard(self, forward: Heard, layers: Sequence[int]) -> None:
-        substep = forward.substep
-        launch = self._first_unheard(substep.pool, substep.site, forward.step)
+    def heard(self, launch: Launch | None, forward: Heard, layers: Sequence[int]) -> None:
         if launch is not None:
-            recorded, segment, _ = launch
-            recorded.hear(forward, layers)
-            segment.array_bytes += recorded.num_bytes
-
-    def _first_unheard(self, pool: PoolState, site: Site, step: int) -> Launch | None:
-        own = self._steps.get(step & MASK_32)
-        for launch in () if own is None else own.launches.get((pool.name, site), ()):
-            if launch[0].told is None:
-                return launch
-        return None
+            launch.recorded.hear(forward, layers)
+            launch.segment.array_bytes += launch.recorded.num_bytes
 
     def moved(self, src: Ints, dst: Ints) -> None:
         if self._moves:
@@ -138,8 +138,10 @@ class CapturedEvents:
 
     def noticed(self, hit: StaticHit) -> None:
         own = self._steps.get(hit.step) if hit.is_exact else None
-        for recorded, *_ in () if own is None else own.launches.get((hit.pool, hit.site), ())[-1:]:
-            if hit.code == "W9":
-                recorded.padding += ((hit.row, hit.entry, hit.slot),)
-            elif hit.row >= 0 and hit.place >= 0:
-                recorded.strays += ((hit.row, hit.place, hit.slot),)
+        launch = None if own is None else own.last_launch(hit.pool, hit.site)
+        if launch is None:
+            return
+        if hit.code == "W9":
+            launch.recorded.padding += ((hit.row, hit.entry, hit.slot),)
+        elif hit.row >= 0 and hit.place >= 0:
+            launch.recorded.strays += ((hit.row, hit.place, hit.slot),)

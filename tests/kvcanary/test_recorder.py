@@ -132,12 +132,12 @@ def test_lengths_are_kept_as_they_were_told():
 
 
 def test_launches_are_found_as_long_as_anybody_may_hear():
-    """The last launch of a site, a move, else the departure of the step that lands; what is heard is the first's."""
+    """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
     recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS
     substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0))
     for step in range(1, last + 1):
         recorded.begin_step(step)
-        recorded.launched([substep, substep], ("only",), (1,), [5, 6], segment)
+        both = recorded.launched([substep, substep], ("only",), (1,), [5, 6], segment)
         recorded.launched_move(0, "target", segment)
         recorded.departed(step, segment)
     for step in range(1, last + 1):
@@ -151,8 +151,8 @@ def test_launches_are_found_as_long_as_anybody_may_hear():
         assert recorded.event_of("draft", substep.site, step) is None
     launches = [args[0] for name, args, _ in segment.events[-4:] if name == "launch"]
     heard = [SimpleNamespace(substep=substep, step=last, num_entries=1, num_bytes=size) for size in (8, 16, 32)]
-    for forward in heard:
-        recorded.heard(forward, ())
+    for launch, forward in zip([*both, None], heard, strict=True):
+        recorded.heard(launch, forward, ())
     assert [launch.told for launch in launches] == heard[:2]
     assert [launch.reads for launch in launches] == [5, 6]
     assert segment.array_bytes == 24

@@ -9,7 +9,7 @@ import torch
 
 import kvcanary.bank
 from kvcanary import CanaryConfig
-from kvcanary.sweep import Sweeper
+from kvcanary.sweep import STRIDE, Sweeper
 from spec_engine import Engine, EngineConfig, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -115,11 +115,18 @@ def test_findings_are_those_of_reading_again(start, reading_again, schedule, set
 def test_rows_that_attention_compares_are_not_read_again(start, monkeypatch, settings):
     """The slice of a step leaves them out, and every byte counts as read in the step."""
     engine = start(schedule="sync", **settings)
-    read = []
-    monkeypatch.setattr(Sweeper, "_slots_of", lambda self, pool, looks, step: read.append(looks) or (looks, []))
+    read, take = [], Sweeper._take
+
+    def taken(*args) -> tuple:
+        slots, ranges = take(*args)
+        read.append(len(slots))
+        return slots, ranges
+
+    monkeypatch.setattr(Sweeper, "_take", taken)
     checked = engine.canary.certificate()["bytes_checked"]
     for _ in range(9):
         engine.step()
+    assert len(read) >= 9 // STRIDE
     assert not any(read)
     certificate = engine.canary.certificate()
     assert (
