@@ -20,6 +20,7 @@ from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
+from kvcanary.learning import Launched
 from kvcanary.once import OnceSubstep
 from kvcanary.outbox import Outbox
 from kvcanary.seats import Seats, StaticTruth
@@ -44,7 +45,7 @@ class Snapshot(NamedTuple):
     once:          substeps of forwards that came once, each with its header
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
-    runs:          of substeps that the host launched, by number
+    runs:          of numbered substeps that the host launched, in their order
     cards:         of these runs, and of those that came once, [runs, RUN_CARD] (cards.py)
     """
 
@@ -52,8 +53,12 @@ class Snapshot(NamedTuple):
     once: Sequence[tuple[OnceSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
-    runs: dict[int, Ran]
+    runs: Sequence[Launched]
     cards: array[int]
+
+    def by_substep(self) -> dict[int, Ran]:
+        """The last run of each."""
+        return {run.number: run.ran for run in self.runs}
 
 
 class SubstepBank:
@@ -223,24 +228,25 @@ class SubstepBank:
 
     def snapshot(
         self,
-        runs: dict[int, Ran] | None = None,
+        runs: Sequence[Launched] = (),
         once: Sequence[tuple[OnceSubstep, Ints]] = (),
         cards: array[int] | None = None,
     ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
-        runs: of substeps by number, whose headers are on their way already; None, or where others were expected to run:
-              all headers go in one small copy. Nobody waits for it
+        runs: of numbered substeps, whose headers are on their way already; none, or where others were expected to
+              run: all headers go in one small copy. Nobody waits for it
         once, cards: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
         planned, unknown = self._take_planned()
         headers = None
-        if self._in_order and (runs is None or not self._expected <= runs.keys()):
+        is_known = bool(runs) and not (self._expected and self._expected - {run.number for run in runs})
+        if self._in_order and not is_known:
             headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         if self._expected:
             self._expected.clear()
-        return Snapshot(headers, once, planned, unknown, runs or {}, array("q") if cards is None else cards)
+        return Snapshot(headers, once, planned, unknown, runs, array("q") if cards is None else cards)
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -299,9 +305,9 @@ class SubstepBank:
         return bool(self._loops.take_quiet(num_runs, cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
 
     def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Harvest, step: int | None) -> None:
-        headers = snapshot.headers
+        headers, runs = snapshot.headers, snapshot.by_substep()
         if headers is None:
-            headers = {number: ran.header for number, ran in snapshot.runs.items()}
+            headers = {number: ran.header for number, ran in runs.items()}
         for number, header in headers.items():
             header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
             new = header - self._seen[number]
@@ -310,7 +316,7 @@ class SubstepBank:
             if number in snapshot.reads_unknown:
                 planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
             with torch.inference_mode():
-                self._take(self._in_order[number], new, planned, totals, harvest, step, snapshot.runs.get(number))
+                self._take(self._in_order[number], new, planned, totals, harvest, step, runs.get(number))
 
     def _take(
         self,

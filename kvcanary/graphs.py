@@ -38,7 +38,7 @@ from kvcanary.content import find_changed
 from kvcanary.entries import Entries
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
-from kvcanary.harvest import CoverageGap, Ran, StaticHit
+from kvcanary.harvest import CoverageGap, StaticHit
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
 from kvcanary.learning import Heard, Launched, Learned
@@ -208,7 +208,7 @@ class StaticChecks:
         launched, moves, cards = list[Launched](), self.moves, array("q")
         if moves:
             self.moves = []
-        runs, singles = dict[int, Ran](), list[tuple[OnceSubstep, Ints]]()
+        singles = list[tuple[OnceSubstep, Ints]]()
         for run in waiting:
             substep = run.substep
             if substep.is_open:
@@ -216,11 +216,10 @@ class StaticChecks:
                 continue
             launched.append(run)
             cards.extend(run.card)
-            if substep.number is not None:
-                runs[substep.number] = Ran(run.turn, run.line, run.batch.requests)
-            elif isinstance(substep, OnceSubstep):
+            if substep.number is None and isinstance(substep, OnceSubstep):
                 singles.append((substep, run.line[HEADER_PART]))
-        snapshot = self.bank.snapshot(runs or None, singles, cards)
+        known = [run for run in launched if run.substep.number is not None] if singles else launched
+        snapshot = self.bank.snapshot(known, singles, cards)
         moved = [(move, move.moved.turn, move.moved.read()) for move in moves] if moves else []
         return Told(step, launched, moved, snapshot)
 

@@ -11,6 +11,7 @@ import torch
 
 from kvcanary.cards import ROW_COMMITTED, ROW_NUMBERS
 from kvcanary.forward import Ints, Planned
+from kvcanary.harvest import Ran
 from kvcanary.ledger import Request
 from kvcanary.outbox import Line
 from kvcanary.requests import Batch
@@ -40,6 +41,15 @@ class Launched(NamedTuple):
     card: tuple[int, ...]
     accepted: Ints | None = None
     record: Any = None
+
+    @property
+    def number(self) -> int:
+        """Of its substep, which has one."""
+        return -1 if self.substep.number is None else self.substep.number
+
+    @property
+    def ran(self) -> Ran:
+        return Ran(self.turn, self.line, self.batch.requests)
 
     @property
     def committed(self) -> list[int]:
