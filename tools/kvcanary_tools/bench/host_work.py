@@ -3,10 +3,10 @@
 The model, requests and settings of `kvcanary_tools.bench.step`, and chains of 3 drafts as in
 `kvcanary_tools.bench.drafted_step`, schedule overlap. Engines with and without a canary take turns, and every wait for
 the device keeps the host's time: what is left of a step the host works. It is the mean over a round, for every eighth
-step reads bytes again and works more than the others, and the median of all rounds. What the canary adds is stated over
-the time of a step without one. In further rounds every call that the engine makes into its canary keeps time too, and
-each moment counts once, for the innermost of them: what of the work lies within these calls, with what it costs to keep
-time.
+step reads bytes again and works more than the others, and the median of all rounds. What the canary adds is the median
+of the differences within rounds, for a host is slower at times, over the time of a step without one. In further rounds
+every call that the engine makes into its canary keeps time too, and each moment counts once, for the innermost of them:
+what of the work lies within these calls, with what it costs to keep time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 
 CASES = (("none", 1), ("none", 64), ("chain", 1), ("chain", 16))  # drafts, requests
-ROUNDS = 5
+ROUNDS = 9
 NAMES = ("off", "rolling")  # of the canaries
 ENGINE, CANARY, WAIT = "engine", "canary", "wait"
 
@@ -137,7 +137,8 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int = R
             own, calls = _kept(engines["rolling"], {WAIT, CANARY})
             kept.append(own[CANARY])
     work_us = {name: round(1e6 * median(seconds), 1) for name, seconds in work.items()}
-    off_us, added_us = round(1e6 * median(off), 1), round(work_us["rolling"] - work_us["off"], 1)
+    added = [after - before for before, after in zip(work["off"], work["rolling"], strict=True)]
+    off_us, added_us = round(1e6 * median(off), 1), round(1e6 * median(added), 1)
     engines.clear()
     give_back()
     return {
