@@ -100,8 +100,10 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     UNHEARD_ROOM,
     ROW_SLOTS,  # address of the slots of its row
     NUM_ROW_SLOTS,
+    ROW_ROOM,  # slots that have room there
+    OWNED_LEN,  # entries that are the request's own; ALL
     REQUEST_CARD,
-) = range(20)
+) = range(22)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
@@ -156,6 +158,7 @@ NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
     LINE_CARD,
 ) = range(16)
 NOWHERE = -1
+ROWS_FULL = -2  # a row has no room for slots
 
 #: Of the books, [BOOKS_CARD] addresses: states of pages; by record whether it was judged, and whether it was learned.
 BOOKS_STATES, BOOKS_JUDGED, BOOKS_LEARNED, BOOKS_CARD = range(4)
@@ -211,5 +214,8 @@ SEALED_BITS = 2  # above these, what sealing has seen
 ) = range(11)
 #: What an event does to a page: nothing yet, its state alone, its owner too, or a new generation begins or ends.
 ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
+#: Of pages that `loops.land_runs` makes final, [FINAL_CARD]: what `loops.follow_event` takes for that; how many have
+#: room at two addresses, which they are and the uids of their rows, and how many are there.
+FINAL_BOOK, FINAL_FOLLOWING, FINAL_ROOM, FINAL_OF, FINAL_UIDS, NUM_FINAL, FINAL_CARD = range(7)
 ILLEGAL = 255  # in the place of a state that follows: the event may not happen
 NOT_A_WRITER = -3  # in `PAGE_WRITERS`: equal to no uid and to no kind of owner

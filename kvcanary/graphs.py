@@ -18,6 +18,7 @@ from kvcanary.cards import (
     IS_SHORT,
     LINE_BITS,
     NOWHERE,
+    NUM_FINAL,
     PLACE_BITS,
     ROW_CHAINS,
     ROW_COMMITTED,
@@ -132,6 +133,7 @@ class StaticChecks:
 
     def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
+        self._final_card = ledger.pages.final_card
         self.bank = SubstepBank(state)
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(self.bank.shared)
@@ -248,7 +250,7 @@ class StaticChecks:
             place += RUN_CARD
         self._coverage.forwards += len(forwards)
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
-        if said[SAID_PLACE] != NOWHERE:
+        if said[SAID_PLACE] != NOWHERE or self._final_card[NUM_FINAL]:
             self._finalise_from(told, said[SAID_PLACE])
         return True
 
@@ -308,23 +310,23 @@ class StaticChecks:
 
         A page that no forward has written as planned stays as it is: the device's codes say why.
         """
-        place = self._ledger.land_runs(told.snapshot.cards, 0)
-        if place != NOWHERE:
-            self._finalise_from(told, place)
+        self._finalise_from(told, self._ledger.land_runs(told.snapshot.cards, 0))
 
     def _finalise_from(self, told: Told, place: int) -> None:
         """`place`: where `loops.land_runs` stands."""
         ledger = self._ledger
-        while place != NOWHERE:
-            one, number = divmod(place, 1 << PLACE_BITS)
-            run, place = told.forwards[one], place + 1
-            request = run.batch.requests[number]
-            if request.pages:
+        try:
+            while place != NOWHERE:
+                one, number = divmod(place, 1 << PLACE_BITS)
+                run, place = told.forwards[one], place + 1
+                request = run.batch.requests[number]
                 try:
                     ledger.finalise(request, told.step, run.committed[number] if request.in_the_air else None)
                 except PageStateError:
                     self._coverage.skip("pages that should be final and were not written", 1)
-            place = ledger.land_runs(told.snapshot.cards, place)
+                place = ledger.land_runs(told.snapshot.cards, place)
+        finally:
+            ledger.tell_final(told.step)
 
     def harvest(self, told: Told) -> list[Hit]:
         """Hits and gaps of the step."""

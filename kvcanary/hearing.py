@@ -52,8 +52,8 @@ class Hearing:
         Then pages are written, and the mirror knows where new records lie.
         """
         at, said = cards.buffer_info()[0], self._said_at
-        planned_at = planned.buffer_info()[0]
-        if not self._land(len(runs), at, self._books_at, planned_at, proves, *seen, self._page_size, said):
+        planned_at, final_at = planned.buffer_info()[0], self._pages.final_at
+        if not self._land(len(runs), at, self._books_at, planned_at, proves, *seen, self._page_size, final_at, said):
             return False
         if self.said[SAID_SEEN] >> RUN_BITS:
             for number, run in enumerate(runs):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from itertools import chain, repeat
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -49,9 +51,22 @@ class History:
 
     def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
         """One event of all these pages, [n] distinct, asked for by whoever called into this package."""
-        counts = self._counts.take(pages)
         self._newest[()] = PageEvent(kind, step, request_id, call_site())
-        self._events[pages, counts % HISTORY_EVENTS] = self._newest
+        self._put(pages, self._newest)
+
+    def add_all(
+        self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str], counts: Iterable[int]
+    ) -> None:
+        """One event for each of these requests, of so many of the pages, [n] distinct, in their order."""
+        told = zip(repeat(kind), repeat(step), request_ids, repeat(call_site()), strict=False)
+        events = map(tuple.__new__, repeat(PageEvent), told)  # as PageEvent(*told), without a call of its own for each
+        own = chain.from_iterable(map(repeat, events, counts))
+        self._put(pages, np.fromiter(own, object, len(pages)))
+
+    def _put(self, pages: NDArray[np.int64], newest: NDArray[Any]) -> None:
+        """Behind what each page has had; `newest`: one for all, or [n]."""
+        counts = self._counts.take(pages)
+        self._events[pages, counts % HISTORY_EVENTS] = newest
         self._counts[pages] = counts + 1
 
     def of(self, page: int) -> tuple[PageEvent, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary.cards import (
+    ALL,
     CHAIN_CARD,
     CHAIN_COUNT,
     CHAIN_OFFSET,
@@ -21,7 +22,9 @@ from kvcanary.cards import (
     NUM_ROW_SLOTS,
     NUM_TOKENS_KNOWN,
     NUM_UNHEARD,
+    OWNED_LEN,
     REQUEST_CARD,
+    ROW_ROOM,
     ROW_SLOTS,
     TAIL_PAGE,
     TOKEN_STEPS,
@@ -51,7 +54,7 @@ class Known:
     """Of one request; what is there stays, and moves when it needs more room.
 
     card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (cards.py);  at: its address, which stays
-    row: slots in row order, as the bytes of an index array
+    slots: [n] int64, in row order;  row: the same as bytes
     row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
     """
 
@@ -72,17 +75,32 @@ class Known:
         self.row_lens = memoryview(self.card)[REQUEST_CARD + CHAIN_WRITTEN :: CHAIN_CARD]
         self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
         self._unheard = array("q")
-        self._row = b""
+        self._row: NDArray[np.int64] = np.empty(0, np.int64)
+        self.card[OWNED_LEN] = ALL
         self.write(0, tokens, step)
 
     @property
+    def slots(self) -> NDArray[np.int64]:
+        """In place until there is no room for more."""
+        return self._row[: self.card[NUM_ROW_SLOTS]]
+
+    @property
     def row(self) -> bytes:
-        return self._row
+        return self.slots.tobytes()
 
     @row.setter
     def row(self, row: bytes) -> None:
         slots = np.frombuffer(row, np.int64)
-        self._row, self.card[ROW_SLOTS], self.card[NUM_ROW_SLOTS] = row, slots.ctypes.data, len(slots)
+        self.make_row_room(len(slots))
+        self._row[: len(slots)] = slots
+        self.card[NUM_ROW_SLOTS] = len(slots)
+
+    def make_row_room(self, count: int) -> None:
+        """For so many slots."""
+        if count > self.card[ROW_ROOM]:
+            before, self._row = self.slots, np.empty(max(2 * count, LEAST_ROOM), np.int64)
+            self._row[: len(before)] = before
+            self.card[ROW_SLOTS], self.card[ROW_ROOM] = self._row.ctypes.data, len(self._row)
 
     def forget_tail(self, pool_id: int) -> None:
         """The end of the row is looked at again."""

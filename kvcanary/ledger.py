@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from kvcanary.errors import LifetimeError, PageReferenceError
 from kvcanary.pages import Array
@@ -30,9 +32,24 @@ class Ledger(RowBook):
 
     def grant(self, request_id: str, pages: Sequence[int] | Array, step: int, for_load: bool = False) -> None:
         """Free pages at the end of the row; `for_load`: not to be written by a forward before a load has failed."""
-        request, where = self.request(request_id), self.pages.numbers(pages)
-        self.pages.grant("set aside" if for_load else "granted", where, request.uid, step, request_id)
-        self._extend(request, where)
+        self.grant_all((request_id,), (pages,), step, for_load)
+
+    def grant_all(
+        self, request_ids: Sequence[str], pages: Sequence[Sequence[int] | Array], step: int, for_load: bool = False
+    ) -> None:
+        """The same to several requests, each named once; refused for all where it is for one."""
+        batch, event = self.batch(request_ids, keeps=False), "set aside" if for_load else "granted"
+        if len(set(request_ids)) < len(batch):
+            raise LifetimeError(f"an event must name a request once, got {', '.join(request_ids)}")
+        counts, where = array("q", map(len, pages)), self._distinct(event, request_ids, pages)
+        self.pages.grant_all(event, where, batch, counts, step, self.page_size)
+        granted = iter(where.tolist())
+        for request, count in zip(batch.requests, counts, strict=True):
+            request.pages += islice(granted, count)
+
+    def tell_final(self, step: int) -> None:
+        """Pages that a loop has made final, of all rows, become history."""
+        self.pages.tell_final(step, self._uids.live.__getitem__)
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """The pages leave the row: private ones are free, shared ones have one reference fewer."""
@@ -184,6 +201,19 @@ class Ledger(RowBook):
         return left.tolist()
 
     # helpers
+
+    def _distinct(self, event: str, request_ids: Sequence[str], pages: Sequence[Sequence[int] | Array]) -> Array:
+        """`Pages.numbers` of all of them; the second request to name a page comes to one that is not free any more."""
+        named = [*chain.from_iterable(pages)]
+        if len(pages) > 1 and len(set(named)) < len(named):
+            granted = dict[int, str]()
+            for request_id, own in zip(request_ids, pages, strict=True):
+                where = self.pages.numbers(own)
+                self.pages.expect(event, where, request_id)
+                for page in where.tolist():
+                    if granted.setdefault(page, request_id) != request_id:
+                        raise self.pages.taken(event, page, request_id, granted[page])
+        return self.pages.numbers(named)
 
     def _advance_held(self, event: str, request_id: str, pages: Sequence[int], step: int) -> None:
         request, where = self.request(request_id), self.pages.numbers(pages)

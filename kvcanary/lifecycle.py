@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -107,10 +108,13 @@ class Lifecycle:
 
         `for_load`: their bytes come from elsewhere (`on_load_begin`), no forward may write them.
         """
-        self._checks.settle_writes_into(pages)
-        self._release_early(pages)
-        self._ledger.grant(request_id, pages, self.step, for_load)
-        self._checks.report(self._poisoner.granted(pages, self.step))
+        self._grant((request_id,), (pages,), for_load)
+
+    def on_alloc_all(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]]) -> None:
+        """The same for several requests, each named once, in one call; refused for all where one is refused."""
+        self.recorder.granted(request_ids, pages)
+        _expect_one_each("pages", request_ids, pages)
+        self._grant(request_ids, pages)
 
     @recorded
     def on_free(self, request_id: str, pages: Sequence[int]) -> None:
@@ -303,6 +307,13 @@ class Lifecycle:
         self._checks.move(source, target, on_host(src), on_host(dst), self.step, guesses)
 
     # helpers
+
+    def _grant(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]], for_load: bool = False) -> None:
+        granted = [*chain.from_iterable(pages)]
+        self._checks.settle_writes_into(granted)
+        self._release_early(granted)
+        self._ledger.grant_all(request_ids, pages, self.step, for_load)
+        self._checks.report(self._poisoner.granted(granted, self.step))
 
     def _expect_closed(self, what: str) -> None:
         if self._open:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.cards import ASKS, BEGINS, CHANGES_OWNER, ENDS, ILLEGAL, NOT_A_WRITER, NOWHERE, STAYS
+from kvcanary.cards import (
+    ASKS,
+    BEGINS,
+    CHANGES_OWNER,
+    ENDS,
+    ILLEGAL,
+    NOT_A_WRITER,
+    NOWHERE,
+    NUM_FINAL,
+    ROWS_FULL,
+    STAYS,
+)
 from kvcanary.errors import LifetimeError, PageStateError
 from kvcanary.history import History, phrase
 from kvcanary_kernels.record import (
@@ -25,6 +37,9 @@ from kvcanary_kernels.record import (
     SHARED_OWNER,
     WRITTEN,
 )
+
+if TYPE_CHECKING:
+    from kvcanary.requests import Batch
 
 Array = NDArray[Any]
 
@@ -84,6 +99,7 @@ _NEXT = {
 }
 _NEXT_AT = {name: following.ctypes.data for name, following in _NEXT.items()}
 _IS_WRITABLE = _NEXT["written"] != ILLEGAL
+_MOST_FINAL = 4096  # pages that one step makes final without the rules
 _MOST_LISTS = 4096  # of changed pages, before they become one
 _NONE = np.zeros(0, np.int64)
 
@@ -114,7 +130,12 @@ class Pages:
         arrays = self.states, self.owners, self.writers, self.generations, self.refcounts, self.published
         addresses = [own.ctypes.data for own in (*arrays, self.holder_sums)]
         self._book = array("q", (*addresses, num_pages, _IS_WRITABLE.ctypes.data, len(STATE_NAMES)))
-        self._follow_event = _loop()
+        room = min(num_pages, _MOST_FINAL)
+        self._final: Array = np.empty((2, room), np.int64)  # pages, and the uids of their rows
+        told = self._book.buffer_info()[0], _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
+        self.final_card = array("q", told)
+        self.final_at = self.final_card.buffer_info()[0]
+        self._follow_event, self._grant_rows = _loops()
 
     def __len__(self) -> int:
         return len(self.states)
@@ -146,6 +167,31 @@ class Pages:
     def grant(self, event: str, pages: Array, uid: int, step: int, request_id: str) -> None:
         """Free pages become the private pages of one request: a new generation."""
         self._follow(event, pages, step, request_id, BEGINS, uid)
+
+    def grant_all(self, event: str, pages: Array, batch: Batch, counts: array[int], step: int, page_size: int) -> None:
+        """The same to several requests, each once, at the ends of their rows: so many of the pages each, in order."""
+        book = self._book.buffer_info()[0], _NEXT_AT[event], page_size
+        told = *batch.told, counts.buffer_info()[0], pages.ctypes.data, *book
+        wrong = self._grant_rows(*told)
+        if wrong == ROWS_FULL:
+            batch.make_row_room([page_size * count for count in counts])
+            wrong = self._grant_rows(*told)
+        if wrong != NOWHERE:
+            number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
+            raise self._refused(event, int(pages[wrong]), batch.names[number])
+        self._note_changes(pages)
+        self.history.add_all(event, pages, step, batch.names, counts)
+
+    def tell_final(self, step: int, name_of: Callable[[int], str]) -> None:
+        """What `loops.land_runs` has made final since the last time; `name_of`: a live uid's request."""
+        count = self.final_card[NUM_FINAL]
+        if not count:
+            return
+        self.final_card[NUM_FINAL] = 0
+        pages, uids = self._final[:, :count]
+        pages = pages.copy()
+        self._note_changes(pages)
+        self.history.add_all("committed", pages, step, map(name_of, uids.tolist()), repeat(1))
 
     def free(self, event: str, pages: Array, step: int, request_id: str | None = None) -> None:
         """Nobody's any more: a new generation, so that no record of the last one fits."""
@@ -237,10 +283,16 @@ class Pages:
         if (wrong := self._follow_event(*told)) != NOWHERE:
             raise self._refused(event, int(pages[wrong]), request_id)
 
+    def taken(self, event: str, page: int, request_id: str, other: str) -> PageStateError:
+        """Another request has had the same event of a free page before, in the same call."""
+        return self._refusal(event, page, request_id, EVENTS[event].after[FREE], f" ({phrase(event, other)} just now)")
+
     def _refused(self, event: str, page: int, request_id: str | None) -> PageStateError:
-        state = int(self.states[page])
-        legal = [STATE_NAMES[state] for state in EVENTS[event].after]
         since = "".join(f" ({last}, {last.place})" for last in self.history.of(page)[-1:])
+        return self._refusal(event, page, request_id, int(self.states[page]), since)
+
+    def _refusal(self, event: str, page: int, request_id: str | None, state: int, since: str) -> PageStateError:
+        legal = [STATE_NAMES[state] for state in EVENTS[event].after]
         return PageStateError(
             f"page {page} must be {_either(legal)} to be {phrase(event, request_id)}, "
             f"it is {STATE_NAMES[state]}{since}: {EVENTS[event].remedy}",
@@ -256,7 +308,7 @@ def _either(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _loop() -> Callable[..., int]:
-    from kvcanary.loops import follow_event
+def _loops() -> tuple[Callable[..., int], Callable[..., int]]:
+    from kvcanary.loops import follow_event, grant_rows
 
-    return follow_event
+    return follow_event, grant_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import filterfalse, islice
 
 import numpy as np
 import torch
@@ -84,13 +84,13 @@ class Poisoner:
 
         `full_pages`: those of the full group that a slot map sends there; None: the pages are these themselves
         """
-        poisoned = [page for page in pages if page in self.poisoned]
+        poisoned = [*filter(self.poisoned.__contains__, pages)]
         full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
-        unknown = [page for page in pages if page not in self.poisoned]
+        unknown = [*filterfalse(self.poisoned.__contains__, pages)] if poisoned else pages
         self._tails.granted(self._pools, unknown, self._names(unknown, full))
         if self._is_off or not (self.waiting or poisoned):
             return []
-        waiting = [page for page in unknown if page in self.waiting]
+        waiting = [*filter(self.waiting.__contains__, unknown)]
         for page in waiting:
             del self.waiting[page]
         self._coverage.skip("freed pages reused before they were poisoned", len(waiting))

@@ -206,6 +206,12 @@ class Recorder:
         if self.segments:
             self.told("commit_all", (tuple(request_ids), self._ints(committed_lens)))
 
+    def granted(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]]) -> None:
+        """These pages are about to be granted, by request."""
+        if self.segments:
+            counts = tuple(map(len, pages))
+            self.told("on_alloc_all", (tuple(request_ids), counts, self._ints([*chain.from_iterable(pages)])))
+
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
         if not self.segments:

@@ -10,7 +10,16 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.cards import COMMIT_STEP, COMMITTED_LEN, FINAL_PAGES, IS_LIVE, NUM_IN_THE_AIR, NUM_UNLANDED
+from kvcanary.cards import (
+    ALL,
+    COMMIT_STEP,
+    COMMITTED_LEN,
+    FINAL_PAGES,
+    IS_LIVE,
+    NUM_IN_THE_AIR,
+    NUM_UNLANDED,
+    OWNED_LEN,
+)
 from kvcanary.errors import LifetimeError
 from kvcanary.known import Known, TruthChain, Unheard
 from kvcanary.queues import ReadQueue
@@ -66,7 +75,6 @@ class Request:
     judged:        by pool, how much of the row was judged clean
     ahead:         by pool, entries that its row may hold beyond the committed length
     pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
-    owned_len:     entries that are the request's own when it has ended inside what was accepted; None: all are
     is_damaged:    something was found in what it holds, and it may have computed NaN from that
     committed_len: entries [0, committed_len) are final
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
@@ -83,7 +91,6 @@ class Request:
     ahead: tuple[int, ...]
     pages: list[int] = field(default_factory=list)
     released: bool = False
-    owned_len: int | None = None
     is_damaged: bool = False
 
     committed_len = _OfCard(COMMITTED_LEN)
@@ -105,6 +112,16 @@ class Request:
     @row.setter
     def row(self, slots: bytes) -> None:
         self.known.row = slots
+
+    @property
+    def owned_len(self) -> int | None:
+        """Entries that are the request's own when it has ended inside what was accepted; None: all are."""
+        length = self.known.card[OWNED_LEN]
+        return None if length == ALL else length
+
+    @owned_len.setter
+    def owned_len(self, length: int | None) -> None:
+        self.known.card[OWNED_LEN] = ALL if length is None else length
 
     @property
     def row_lens(self) -> memoryview:
@@ -184,10 +201,11 @@ class Batch:
     told: how many, and the address of the addresses of their cards, as compiled loops take them
     """
 
-    __slots__ = ("_cards", "requests", "told")
+    __slots__ = ("_cards", "names", "requests", "told")
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
+        self.names = [request.request_id for request in self.requests]
         self._cards = array("q", [request.known.at for request in requests])
         self.told = len(self._cards), self._cards.buffer_info()[0]
 
@@ -200,6 +218,11 @@ class Batch:
             request.known.make_room(len(request.tokens) + count)
             for queue in request.reads:
                 queue.make_room()
+
+    def make_row_room(self, counts: Iterable[int]) -> None:
+        """For so many more slots of each row."""
+        for request, count in zip(self.requests, counts, strict=True):
+            request.known.make_row_room(len(request.known.slots) + count)
 
 
 class RequestBook:
@@ -229,12 +252,14 @@ class RequestBook:
         """The requests of these ids; LifetimeError for one that is not admitted."""
         return self.batch(request_ids).requests
 
-    def batch(self, request_ids: Sequence[str]) -> Batch:
-        """The same as steps take them."""
+    def batch(self, request_ids: Sequence[str], keeps: bool = True) -> Batch:
+        """The same as steps take them; `keeps`: they will be named together again."""
         names = tuple(request_ids)
         batch = self._batches.get(names)
         if batch is None:
             batch = Batch([self.request(request_id) for request_id in names])
+            if not keeps:
+                return batch
             if len(self._batches) == MOST_BATCHES:
                 self._batches.clear()
             self._batches[names] = batch

@@ -41,7 +41,7 @@ class RowBook(StepBook):
         """The slots granted for positions [start, end), without the freed and the not yet granted ones."""
         if self.page_size == 1:
             return [page for page in request.pages[start:end] if page != NO_PAGE]
-        granted = np.frombuffer(request.row, np.int64)[start:end]
+        granted = request.known.slots[start:end]
         return granted[granted >= 0].tolist()
 
     def note_moved(self, pool_id: int, slots: Array, positions: Array) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 
 from kvcanary.cards import KINDS, NO_ROOM, OTHER, ROW_NUMBERS, RUN_CARD
+from kvcanary.pages import Pages
 from kvcanary.requests import Batch, RequestBook, Role
 from kvcanary_kernels.record import Keys
 
@@ -15,6 +16,7 @@ class StepBook(RequestBook):
     """The live requests, as steps go on with them."""
 
     page_size: int
+    pages: Pages
 
     def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
         from kvcanary import loops
@@ -51,7 +53,7 @@ class StepBook(RequestBook):
 
     def land_runs(self, cards: array[int], first: int) -> int:
         """`loops.land_runs` of the runs of these cards."""
-        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self.page_size
+        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self.page_size, self.pages.final_at
         return int(self._loops.land_runs(*told))
 
     def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:

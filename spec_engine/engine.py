@@ -236,10 +236,7 @@ class Engine(Intake):
 
     def _decode(self, requests: Sequence[Request]) -> StepResult:
         estimate = self.scheduler.decode_estimate(requests)
-        taken = sum(
-            self.memory.grow(request, request.committed_len, self.scheduler.reserve, self.scheduler.most_pages(request))
-            for request in requests
-        )
+        taken = self.memory.grow_all(requests, self.scheduler.reserve, self.scheduler.most_pages)
         check_step_estimate(self.config.schedule, estimate, taken, len(requests), self.config.page_size)
         self.memory.bring("decode", requests)
         if self.adaptive is None:

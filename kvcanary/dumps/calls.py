@@ -40,6 +40,7 @@ CALLS: dict[str, dict[str, str]] = {
     "commit_all": {"request_ids": "names", "committed_lens": "ints"},
     "release": {"request_id": "name", "committed_len": "int?"},
     "on_alloc": {"request_id": "name", "pages": "ints", "for_load": "flag?"},
+    "on_alloc_all": {"request_ids": "names", "counts": "ints", "pages": "ints"},  # since version 4
     "on_free": {"request_id": "name", "pages": "ints"},
     "on_share": {"request_id": "name", "pages": "ints"},
     "on_acquire": {"request_id": "name", "pages": "ints"},
@@ -100,16 +101,20 @@ CALLS: dict[str, dict[str, str]] = {
 }
 
 
-def by_request(counts: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
-    """The tokens of each request, which lie one behind the other."""
+#: Events of several requests, each with the field in which what they get lies, one behind the other, and its name.
+OF_SEVERAL = {"append_all": ("token_ids", "tokens"), "on_alloc_all": ("pages", "pages")}
+
+
+def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
+    """The tokens or pages of each request, which lie one behind the other."""
     ends = list(accumulate(counts))
-    return [[int(token) for token in tokens[end - count : end]] for count, end in zip(counts, ends, strict=True)]
+    return [[int(value) for value in values[end - count : end]] for count, end in zip(counts, ends, strict=True)]
 
 
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 3
+VERSION = 4
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(
     {

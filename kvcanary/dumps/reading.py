@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcanary.checkpoint import PAGE_ARRAYS
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.calls import CALLS, FORWARDS
+from kvcanary.dumps.calls import CALLS, FORWARDS, OF_SEVERAL
 from kvcanary.dumps.container import parse_json, read_arrays, read_members
 from kvcanary.errors import DumpError
 from kvcanary.recorder import PUBLIC_WORDS
@@ -261,9 +261,10 @@ class _Reader:
             event[field] = self._field(kind.rstrip("?"), value, f"{field} of event {number}")
         if call in FORWARDS:
             self._forward(event, manifest)
-        if call == "append_all":
-            fits = len(event["counts"]) == len(event["request_ids"]) and bool((event["counts"] >= 0).all())
-            self._expect(fits and event["counts"].sum() == len(event["token_ids"]), "tokens are not those of requests")
+        if call in OF_SEVERAL:
+            (field, what), counts = OF_SEVERAL[call], event["counts"]
+            fits = len(counts) == len(event["request_ids"]) and bool((counts >= 0).all())
+            self._expect(fits and counts.sum() == len(event[field]), f"{what} are not those of requests")
         if call == "launch":
             self._launch(event, manifest)
         if call == "captured_move":

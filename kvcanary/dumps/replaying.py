@@ -131,6 +131,10 @@ class Replayer:
         self._damage(event)
         self.manager.append_all(event["request_ids"], by_request(event["counts"], event["token_ids"]))
 
+    def _on_alloc_all(self, event: Call) -> None:
+        self._damage(event)
+        self.manager.on_alloc_all(event["request_ids"], by_request(event["counts"], event["pages"]))
+
     def _map(self, event: Call) -> None:
         slot_map = self._stage.pool(event["pool"]).view.slot_map
         if slot_map is None:
@@ -346,7 +350,7 @@ class Replayer:
                 parts.append(whole_rows[row])
                 continue
             request = self._books.ledger.request(event["requests"][row // event["width"]])
-            parts += [np.frombuffer(request.row, np.int64)[start : start + known], tail]
+            parts += [request.known.slots[start : start + known], tail]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _is_same(self, told: dict[str, Any], here: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import kvcanary
 from kvcanary.checkpoint import Books, RequestState, take_checkpoint
 from kvcanary.desk import LAID_OUT
-from kvcanary.dumps.calls import CALLS, FORMAT, SAFE_VALUES, VERSION, WITHHELD, by_request
+from kvcanary.dumps.calls import CALLS, FORMAT, OF_SEVERAL, SAFE_VALUES, VERSION, WITHHELD, by_request
 from kvcanary.dumps.codebook import Chains, CodeBook, rooted
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
@@ -354,7 +354,7 @@ def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dic
 
 
 #: Events that are no calls of the manager.
-_OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name)} | {"before_move", "append_all"}
+_OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name)} | {"before_move", *OF_SEVERAL}
 _SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CALLS if name not in _OWN}
 
 

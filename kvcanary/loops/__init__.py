@@ -7,7 +7,7 @@ from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.heard import hear_runs, land_quiet, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
-from kvcanary.loops.pages import follow_event
+from kvcanary.loops.pages import follow_event, grant_rows
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.queues import end_rows, extend_queue, take_ranges, take_slice
@@ -35,6 +35,7 @@ __all__ = [
     "extend_queue",
     "find_unwritten",
     "follow_event",
+    "grant_rows",
     "grow_chain",
     "hear_runs",
     "keep_lanes",

@@ -214,8 +214,8 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
     return True
 
 
-@loop("boolean(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64)")
-def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, said):
+@loop("boolean(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64)")
+def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, said):
     """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
 
     said: [SAID] (cards.py), how far it came
@@ -233,5 +233,5 @@ def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, s
         return False
     if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
         return False
-    told[SAID_PLACE] = land_runs(runs, n, 0, page_size)
+    told[SAID_PLACE] = land_runs(runs, n, 0, page_size, final)
     return True

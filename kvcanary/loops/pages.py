@@ -12,6 +12,7 @@ from kvcanary.cards import (
     NOT_A_WRITER,
     NOWHERE,
     NUM_PAGES,
+    NUM_ROW_SLOTS,
     NUM_STATES,
     PAGE_BOOK,
     PAGE_GENERATIONS,
@@ -21,7 +22,12 @@ from kvcanary.cards import (
     PAGE_REFERENCES,
     PAGE_STATES,
     PAGE_WRITERS,
+    REQUEST_CARD,
+    ROW_ROOM,
+    ROW_SLOTS,
+    ROWS_FULL,
     STAYS,
+    UID_KNOWN,
     WRITABLE_STATES,
 )
 from kvcanary.loops.memory import flags_at, longs_at, loop
@@ -62,4 +68,34 @@ def follow_event(book, n, pages, following, change, owner):
             published[page] = 0
         states[page] = following[states[page]]
         writers[page] = owners[page] if is_writable[states[page]] else NOT_A_WRITER
+    return NOWHERE
+
+
+@loop("int64(int64, int64, int64, int64, int64, int64, int64)")
+def grant_rows(n, cards, counts, pages, book, following, page_size):
+    """Pages that BEGIN, at the ends of rows of n requests; `follow_event` of all of them.
+
+    cards:  address of those of requests, [n], each once;  counts: address of [n], how many pages each is granted
+    ROWS_FULL: a row has no room for its own, and nothing has happened
+    """
+    own, new, total = longs_at(cards, n), longs_at(counts, n), 0
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        if request[NUM_ROW_SLOTS] + page_size * new[number] > request[ROW_ROOM]:
+            return ROWS_FULL
+        total += new[number]
+    wrong = follow_event(book, total, pages, following, ASKS, 0)
+    if wrong != NOWHERE:
+        return wrong
+    granted, at = longs_at(pages, total), 0
+    for number in range(n):
+        request, count = longs_at(own[number], REQUEST_CARD), new[number]
+        follow_event(book, count, pages + 8 * at, following, BEGINS, request[UID_KNOWN])
+        end = request[NUM_ROW_SLOTS]
+        request[NUM_ROW_SLOTS] = end + page_size * count
+        slots = longs_at(request[ROW_SLOTS], request[NUM_ROW_SLOTS])
+        for place in range(count):
+            for offset in range(page_size):
+                slots[end + page_size * place + offset] = page_size * granted[at + place] + offset
+        at += count
     return NOWHERE

@@ -14,7 +14,13 @@ from kvcanary.cards import (
     CHAIN_WRITTEN,
     COMMIT_STEP,
     COMMITTED_LEN,
+    FINAL_BOOK,
+    FINAL_CARD,
+    FINAL_FOLLOWING,
+    FINAL_OF,
     FINAL_PAGES,
+    FINAL_ROOM,
+    FINAL_UIDS,
     GUESSES,
     IS_LIVE,
     LAGS,
@@ -23,11 +29,17 @@ from kvcanary.cards import (
     NOT_WRITTEN,
     NOWHERE,
     NUM_CHAINS,
+    NUM_FINAL,
     NUM_IN_THE_AIR,
+    NUM_PAGES,
     NUM_RANGES,
+    NUM_ROW_SLOTS,
     NUM_TOKENS_KNOWN,
     NUM_UNHEARD,
     NUM_UNLANDED,
+    OWNED_LEN,
+    PAGE_BOOK,
+    PAGE_STATES,
     PAGES_FINAL,
     PLACE_BITS,
     QUEUE_CARD,
@@ -36,11 +48,14 @@ from kvcanary.cards import (
     REQUEST_CARD,
     ROW_COMMITTED,
     ROW_NUMBERS,
+    ROW_SLOTS,
     RUN_CARD,
     RUN_CARDS,
     RUN_REQUESTS,
     RUN_ROWS,
+    STAYS,
     TOKENS_ROOM,
+    UID_KNOWN,
     UNHEARD_AFTER,
     UNHEARD_BEFORE,
     UNHEARD_CARD,
@@ -50,8 +65,10 @@ from kvcanary.cards import (
     UNKNOWN,
 )
 from kvcanary.loops.known import chain_of, final_len, put_tokens, tell_rows
-from kvcanary.loops.memory import longs_at, loop
+from kvcanary.loops.memory import flags_at, longs_at, loop
+from kvcanary.loops.pages import follow_event
 from kvcanary.loops.queues import extend
+from kvcanary_kernels.record import SHARED
 
 
 @loop()
@@ -146,11 +163,11 @@ def _commit(card, length, step):
 
 @loop()
 def _final_pages(card, committed_len, page_size):
-    """That lie wholly in what is final in every pool."""
-    request, least = longs_at(card, REQUEST_CARD), -1
+    """That lie wholly in what is final in every pool, and the request's own."""
+    request = longs_at(card, REQUEST_CARD)
+    least = request[OWNED_LEN]
     for pool in range(request[NUM_CHAINS]):
-        length = final_len(chain_of(card, pool), committed_len)
-        least = length if least < 0 else min(least, length)
+        least = min(least, final_len(chain_of(card, pool), committed_len))
     return max(least, 0) // page_size
 
 
@@ -221,12 +238,36 @@ def accept_rows(n, cards, accepted, stride, step):
     return found
 
 
-@loop("int64(int64, int64, int64, int64)")
-def land_runs(runs, count, first, page_size):
-    """Runs have landed. Where the next request stands of which pages may be final that were not, number of the run <<
-    PLACE_BITS | number in it, or NOWHERE; those before `first` have landed.
+@loop()
+def _finalise(request, full, page_size, final):
+    """So many pages of its row are written no more; whether the rules have nothing to say of that."""
+    told = longs_at(final, FINAL_CARD)
+    first, start = request[FINAL_PAGES], told[NUM_FINAL]
+    if full * page_size > request[NUM_ROW_SLOTS] or full - first > told[FINAL_ROOM] - start:
+        return False
+    row, room = longs_at(request[ROW_SLOTS], full * page_size), told[FINAL_ROOM]
+    pages, uids = longs_at(told[FINAL_OF], room), longs_at(told[FINAL_UIDS], room)
+    book = longs_at(told[FINAL_BOOK], PAGE_BOOK)
+    states, end = flags_at(book[PAGE_STATES], book[NUM_PAGES]), start
+    for number in range(first, full):
+        page = row[number * page_size] // page_size
+        if page >= 0 and states[page] != SHARED:
+            pages[end], uids[end] = page, request[UID_KNOWN]
+            end += 1
+    fresh = told[FINAL_OF] + 8 * start
+    if follow_event(told[FINAL_BOOK], end - start, fresh, told[FINAL_FOLLOWING], STAYS, 0) != NOWHERE:
+        return False
+    told[NUM_FINAL], request[FINAL_PAGES] = end, full
+    return True
+
+
+@loop("int64(int64, int64, int64, int64, int64)")
+def land_runs(runs, count, first, page_size, final):
+    """Runs have landed, and pages that are final now are written no more. Where the next request stands of which the
+    rules are to say that, number of the run << PLACE_BITS | number in it, or NOWHERE; those before `first` have landed.
 
     runs: address of cards. Behind what was final at a launch, others that are in the air may be writing still.
+    final: address of what is said of pages that have become final (cards.py)
     """
     for one in range(first >> PLACE_BITS, count):
         run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
@@ -237,7 +278,7 @@ def land_runs(runs, count, first, page_size):
             request = longs_at(own[number], REQUEST_CARD)
             request[NUM_IN_THE_AIR] -= 1
             length = lens[number] if request[NUM_IN_THE_AIR] else request[COMMITTED_LEN]
-            are_final = is_last and _final_pages(own[number], length, page_size) > request[FINAL_PAGES]
-            if are_final and request[IS_LIVE]:
+            full = _final_pages(own[number], length, page_size) if is_last and request[NUM_ROW_SLOTS] else 0
+            if full > request[FINAL_PAGES] and request[IS_LIVE] and not _finalise(request, full, page_size, final):
                 return one << PLACE_BITS | number
     return NOWHERE

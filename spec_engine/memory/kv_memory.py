@@ -48,6 +48,7 @@ class KVMemory:
         self.allocator, self.table, self.tier = allocator, table, tier
         self._canary = canary
         self._untold: deque[Callable[[], None]] = deque()
+        self._granted: list[tuple[str, list[int]]] | None = None  # that are told together; None: each is told by itself
         self.windows = allocator if isinstance(allocator, WindowPool) else None
         self.split = allocator if isinstance(allocator, SplitPool) else None
         self.defers = table.table.is_cuda and self.windows is None and self.split is None and tier is None
@@ -63,6 +64,8 @@ class KVMemory:
 
     def tell(self) -> None:
         """What waits to be told is told now."""
+        if self._granted:
+            self._tell_granted()
         while self._untold:
             self._untold.popleft()()
 
@@ -131,6 +134,19 @@ class KVMemory:
         if self.windows is not None:
             self.windows.check_mapped(_window_row(request))
         return missing
+
+    def grow_all(self, requests: Iterable[Request], reserve: int, most: Callable[[Request], int]) -> int:
+        """`grow` by a decode step of all of these; how many pages were taken.
+
+        What they were granted is told in one call, here or before anything else is told. A pool of several tells of its
+        own pages as it hands them out: each grant follows by itself.
+        """
+        self._granted = [] if self.windows is None and self.split is None else None
+        try:
+            return sum(self.grow(own, own.committed_len, reserve, most(own)) for own in requests)
+        finally:
+            self._tell_granted()
+            self._granted = None
 
     def bring(self, what: str, requests: Sequence[Request]) -> None:
         """Have on the device what the next forward, ``what``, of these requests reads and writes.
@@ -250,8 +266,21 @@ class KVMemory:
         kept = seam("lengths.watermark_not_raised", pages, num_held=len(request.pages))
         request.pages += kept
         request.generations += self.allocator.generations_of(kept)
-        if self._canary is not None:
+        if self._canary is None:
+            return
+        if self._granted is None or for_load:
+            self._tell_granted()
             self._teller(self._canary.on_alloc)(request.request_id, pages, for_load)
+        else:
+            self._granted.append((request.request_id, pages))
+
+    def _tell_granted(self) -> None:
+        """What rows were granted together."""
+        if not self._granted or self._canary is None:
+            return
+        names, pages = zip(*self._granted, strict=True)
+        self._granted.clear()
+        self._teller(self._canary.on_alloc_all)(names, pages)
 
     def _teller(self, event: Callable[..., None]) -> Callable[..., None]:
         """Tells of it, or keeps it until it may be told; where nothing is kept, histories have the caller's line."""

@@ -267,6 +267,14 @@ def test_a_large_captured_forward_is_packed_at_once(tmp_path, monkeypatch):
             {"call": "append_all", "request_ids": ["only", "other"], "counts": [0, 1], "token_ids": [0, 1]},
             "tokens are not those of requests",
         ),
+        (
+            {"call": "on_alloc_all", "request_ids": ["only", "other"], "counts": [0, 1], "pages": [0, 2]},
+            "pages are not those of requests",
+        ),
+        (
+            {"call": "on_alloc_all", "request_ids": ["only"], "counts": [0, 1], "pages": [0, 1]},
+            "pages are not those of requests",
+        ),
     ],
 )
 def test_events_are_of_their_kind(good, tmp_path, line, words):

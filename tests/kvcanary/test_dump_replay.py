@@ -122,6 +122,42 @@ def test_right_traffic_replays_clean(tmp_path, seed):
     assert outcome.step == engine.canary.step
 
 
+def regrant(engine: ToyEngine, is_damaged: bool) -> list[int]:
+    """Pages of a request that ended go to two others in one call, poisoned as they are; one poison is damaged."""
+    engine.start("one", 21)
+    engine.start("two", 13)
+    pages = list(engine.rows["one"].pages)
+    engine.finish("one")
+    engine.canary._poisoner.fill(list(engine.canary._poisoner.waiting))
+    for name in ("three", "four"):
+        engine.canary.admit(name, [1, 2, 3])
+    if is_damaged:
+        engine.pools["target"].kv.view(torch.int32)[1, pages[1] * engine.shape.page_size, 1, 0, 2] ^= 1 << 9
+    engine.canary.on_alloc_all(["three", "four"], [pages[:1], pages[1:]])
+    engine.begin()
+    engine.canary.check()
+    return pages
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_pages_of_many_are_granted_again(tmp_path, is_damaged):
+    """In one call, as the engine did: rows, states and generations are the same, and so is what was found in a page."""
+    engine = ToyEngine(CanaryConfig(content="full", mode="log", quarantine=0))
+    pages = regrant(engine, is_damaged)
+    dump = read_dump(engine.canary.dump(tmp_path / "granted.kvdump"))
+    assert [event["counts"].tolist() for event in dump.events if event["call"] == "on_alloc_all"] == [
+        [1, len(pages) - 1]
+    ]
+    assert [finding["code"] for finding in dump.findings] == ["P1"] * is_damaged
+    replayer = Replayer(dump)
+    outcome = replayer.run(None, None)
+    assert (outcome.errors, outcome.missing, len(outcome.findings)) == ([], [], int(is_damaged))
+    for name in ("states", "generations", "owners"):
+        assert getattr(replayer.manager._ledger, name).tolist() == getattr(engine.canary._ledger, name).tolist()
+    rows = [ledger.request("four").pages for ledger in (replayer.manager._ledger, engine.canary._ledger)]
+    assert rows == [pages[1:]] * 2
+
+
 def test_until_stops_before_the_fault(tmp_path):
     """Nothing is found up to the step before; one step more and it is."""
     dump = struck(tmp_path, flip_a_bit)

@@ -367,6 +367,72 @@ def test_what_is_told_of_many_requests_is_refused_for_all(canary):
     assert [(request.committed_len, len(request.tokens)) for request in requests] == [(2, 3), (1, 2)]
 
 
+def true_of_pages(manager: CanaryManager) -> list[object]:
+    """Arrays, histories without call sites, rows, and the copies' changes, of three requests."""
+    ledger = manager._ledger
+    pages = ledger.pages
+    arrays = pages.states, pages.owners, pages.generations, pages.refcounts, pages.writers, pages.holder_sums
+    told = [[event[:3] for event in ledger.history.of(page)] for page in range(len(pages))]
+    rows = [(request.pages, request.row, request.final_pages) for request in ledger.requests.values()]
+    return [*(array.tolist() for array in arrays), told, rows]
+
+
+def test_pages_of_many_requests_are_granted_as_those_of_each(make_engine):
+    """States, owners, generations, rows, histories and poison are the same behind one call as behind many."""
+    both = []
+    for at_once in (False, True):
+        manager = CanaryManager(CanaryConfig(seed=7), [pool.view for pool in make_engine(num_pages=24).pools.values()])
+        manager.arm()
+        for name in ("one", "two", "three"):
+            manager.admit(name, [1, 2, 3])
+        manager.on_alloc("two", [4, 5])
+        manager.on_free("two", [4])
+        grants = [("three", [8]), ("one", [4, 9, 2]), ("two", []), ("two", [7, 3])]
+        for step, names in enumerate((("three", "one"), ("two",)), 1):
+            manager.begin_step(step)
+            now = {name: pages for name, pages in grants if name in names}
+            if at_once:
+                manager.on_alloc_all(list(now), list(now.values()))
+            else:
+                for name, pages in now.items():
+                    manager.on_alloc(name, pages)
+        changed = np.unique(manager._ledger.pages.changes()).tolist()
+        both.append([*true_of_pages(manager), changed, manager.certificate()])
+    assert both[0] == both[1]
+    assert both[0][-3][0][0] == [4, 9, 2]
+
+
+@pytest.mark.parametrize(
+    ("names", "pages", "words"),
+    [
+        (["only", "nobody"], [[3], [4]], "request 'nobody' is not admitted: call admit() first"),
+        (["only", "other"], [[3]], "each request must have pages, got 2 requests and 1 of these"),
+        (["only", "only"], [[3], [4]], "an event must name a request once, got only, only"),
+        (["only", "other"], [[3], [99]], "page must be in [1, 16), got 99: null pages are never granted or freed"),
+        (["only", "other"], [[3, 3], [4]], "an event must name a page once, got page 3 twice: name it once"),
+        (["only", "other"], [[3], [4, 1]], "page 1 must be FREE to be granted to 'other', it is RESERVED (granted to"),
+        (
+            ["only", "other"],
+            [[3, 5], [4, 3]],
+            "page 3 must be FREE to be granted to 'other', it is RESERVED (granted to 'only' just now): free it first",
+        ),
+        (["only", "other"], [[3, 2], [3]], "page 2 must be FREE to be granted to 'only', it is RESERVED"),
+    ],
+)
+def test_pages_of_many_requests_are_refused_for_all(make_engine, names, pages, words):
+    """Whoever of them it is: no page has changed, no row is longer, and no copy of the arrays has to follow."""
+    manager = CanaryManager(CanaryConfig(seed=7), [pool.view for pool in make_engine(num_pages=16).pools.values()])
+    manager.arm()
+    manager.admit("only", [1, 2, 3])
+    manager.admit("other", [4, 5])
+    manager.on_alloc("only", [1, 2])
+    manager._ledger.pages.changes()
+    before = true_of_pages(manager)
+    assert refused(manager.on_alloc_all, names, pages).startswith(words)
+    assert true_of_pages(manager) == before
+    assert not manager._ledger.pages.is_changed
+
+
 def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):
     """Tokens and lengths go to the request that they are told of; a length that nobody wrote is H1 of that one."""
     canary.admit("other", [4, 5])

@@ -212,6 +212,17 @@ def test_history_keeps_the_newest_events():
     assert kept[-3:] == ["granted to 'only' at step 9", "freed by 'only' at step 9", "quarantined at step 12"]
 
 
+def test_history_keeps_events_of_several_requests():
+    """Each page has that of its own request, behind what it had; one without pages has none."""
+    history, pages = History(6), at(4, 1, 3)
+    history.add("freed", at(1, 2), 1, "b")
+    history.add_all("granted", pages, 2, ["a", "b", "c"], [1, 0, 2])
+    told = [[event[:3] for event in history.of(page)] for page in range(6)]
+    freed, site = ("freed", 1, "b"), history.of(4)[0].site
+    assert told == [[], [freed, ("granted", 2, "c")], [freed], [("granted", 2, "c")], [("granted", 2, "a")], []]
+    assert site == (__file__, sys._getframe().f_lineno - 4)
+
+
 def test_history_knows_the_line_of_the_caller(make_engine):
     """The call site is the first line outside the package, however deep inside the event is written down."""
     manager = CanaryManager(CanaryConfig(seed=7), [pool.view for pool in make_engine().pools.values()])

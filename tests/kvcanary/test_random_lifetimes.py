@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from kvcanary.accounting import account, audit
+from kvcanary.cards import NOWHERE, ROW_NUMBERS, RUN_CARD, RUN_CARDS, RUN_REQUESTS, RUN_ROWS
 from kvcanary.errors import LifetimeError
 from kvcanary.ledger import NO_PAGE, Ledger
 from kvcanary.pages import STATE_NAMES
-from kvcanary_kernels.record import NO_OWNER, SHARED_OWNER, make_keys
+from kvcanary_kernels.record import COMMITTED, NO_OWNER, SHARED_OWNER, make_keys
 
 KEYS = make_keys(7, 1, 4)
 SIZE = 4
@@ -23,6 +25,7 @@ EVENTS = (
     *["share"] * 2,
     *["free"] * 2,
     *["load_begin"] * 2,
+    *["grant_all", "land"] * 2,
     *(
         "acquire",
         "acquire",
@@ -89,6 +92,12 @@ class Model:
         self.begin(pages, "NEVER_WRITTEN" if for_load else "RESERVED")
         self.rows[name] += pages
         return True
+
+    def grant_all(self, names: list[str], pages: list[list[int]], for_load: bool) -> bool:
+        granted = [page for own in pages for page in own]
+        if len(set(granted)) < len(granted) or not self.all_in(granted, "FREE"):
+            return False
+        return all(self.grant(name, own, for_load) for name, own in zip(names, pages, strict=True))
 
     def free(self, name: str, pages: list[int]) -> bool:
         if not set(pages) <= set(self.rows[name]) or any(self.base[page] == "LOADING" for page in pages):
@@ -222,6 +231,20 @@ class Player:
             case "grant":
                 pages, for_load = self.some(free), rng.random() < 0.3
                 return "grant", (name, pages, step, for_load), model.grant(name, pages, for_load)
+            case "grant_all":
+                names, for_load = rng.sample(names, rng.randint(1, 4)), rng.random() < 0.3
+                pages = self.some(free, 8)
+                cuts = sorted(rng.randint(0, len(pages)) for _ in names[1:])
+                parts = [pages[i:j] for i, j in zip([0, *cuts], [*cuts, len(pages)], strict=True)]
+                if rng.random() < 0.1 and pages:
+                    parts[-1] = [*parts[-1], pages[0]]
+                return "grant_all", (names, parts, step, for_load), model.grant_all(names, parts, for_load)
+            case "land":
+                names = [name for name in rng.sample(names, rng.randint(1, 4)) if model.rows[name]]
+                most = [len(model.rows[name]) * SIZE + (rng.random() < 0.1) * SIZE for name in names]
+                lengths = [rng.randint(0, length) for length in most]
+                refused = [name for name, length in zip(names, lengths, strict=True) if not model.commit(name, length)]
+                return "land", (names, lengths, refused, step), not refused
             case "free":
                 pages = self.some(row[rng.randrange(len(row)) :] if row else [], most=8)
                 return "free", (name, pages, step), model.free(name, pages)
@@ -267,6 +290,8 @@ class Player:
         try:
             if event == "wrote":
                 self.ledger.pages.wrote(np.array(arguments[0], dtype=np.int64))
+            elif event == "land":
+                self.land(*arguments)
             else:
                 getattr(self.ledger, event)(*arguments)
             words = ""
@@ -274,6 +299,29 @@ class Player:
             words = str(error)
         assert is_legal == (not words), (event, arguments, words)
         (self.accepted if is_legal else self.refused)[event] += 1
+
+    def land(self, names: list[str], lengths: list[int], refused: list[str], step: int) -> None:
+        """A captured forward lands that makes so much of these rows final; `refused`: those left to the rules."""
+        ledger, batch = self.ledger, self.ledger.batch(names)
+        before = [request.final_pages for request in batch.requests]
+        for request, length in zip(batch.requests, lengths, strict=True):
+            request.row_lens, request.committed_len, request.in_the_air = [length], length, 1
+        rows, cards = array("q", [0] * (ROW_NUMBERS * len(names) + 1)), array("q", bytes(8 * RUN_CARD))
+        cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
+        cards[RUN_ROWS] = rows.buffer_info()[0]
+        left, place = [], 0
+        while (place := ledger.land_runs(cards, place)) != NOWHERE:
+            left.append(names[place])
+            place += 1
+        ledger.tell_final(step)
+        assert left == refused
+        for request, first in zip(batch.requests, before, strict=True):
+            for page in request.pages[first : request.final_pages]:
+                if page != NO_PAGE and ledger.states[page] == COMMITTED:
+                    newest = ledger.history.of(page)[-1]
+                    assert (newest.kind, newest.step, newest.request_id) == ("committed", step, request.request_id)
+        if refused:
+            raise LifetimeError("left to the rules")
 
     def come_and_go(self) -> None:
         """Some requests live at a time; those without pages may end."""

@@ -131,6 +131,18 @@ def test_lengths_are_kept_as_they_were_told():
         assert (name, requests[0], list(kept)) == ("commit_all", "request 0", list(range(count)))
 
 
+def test_pages_of_many_are_kept_as_they_were_told():
+    """The same of what is granted to several requests, in one event."""
+    recorder = toy().canary.recorder
+    for count in (1, LONG):
+        names, pages = [f"request {number}" for number in range(count)], [[number] for number in range(count)]
+        recorder.granted(names, pages)
+        names.reverse()
+        pages[0][0] = -1
+        name, (requests, counts, kept), _ = recorder.segments[-1].events[-1]
+        assert (name, requests[0], counts, list(kept)) == ("on_alloc_all", "request 0", (1,) * count, [*range(count)])
+
+
 def test_launches_are_found_as_long_as_anybody_may_hear():
     """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
     recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS

@@ -12,10 +12,17 @@ import torch
 from kvcanary import loops
 from kvcanary.cards import (
     ALL,
+    FINAL_ROOM,
     ITS_SHARE,
+    NOWHERE,
     NUM_ROW_SLOTS,
     NUM_TOKENS_KNOWN,
+    ROW_NUMBERS,
     ROW_SLOTS,
+    RUN_CARD,
+    RUN_CARDS,
+    RUN_REQUESTS,
+    RUN_ROWS,
     SLICE_RANGES,
     SLICE_SAID,
     SLICE_SLOTS,
@@ -36,7 +43,7 @@ from kvcanary.requests import NO_PAGE, Batch, Unheard
 from kvcanary.state import CanaryState
 from kvcanary.uids import digest
 from kvcanary.views import PoolView
-from kvcanary_kernels.record import chain_root, make_keys
+from kvcanary_kernels.record import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
 SIZE = 4
@@ -216,6 +223,62 @@ def test_what_is_final_in_every_pool_is_committed():
     request.owned_len = None
     ledger.finalise(request, 5)
     assert (request.final_pages, ledger.history.of(7)[-1].step) == (3, 5)
+
+
+def land(ledger: Ledger, *names: str) -> list[int]:
+    """One forward of these requests lands; who is left to the rules."""
+    batch = ledger.batch(names)
+    rows, cards = array("q", [0] * (ROW_NUMBERS * len(names) + 1)), array("q", bytes(8 * RUN_CARD))
+    cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
+    cards[RUN_ROWS] = rows.buffer_info()[0]
+    for request in batch.requests:
+        request.in_the_air += 1
+    left, place = [], 0
+    while (place := ledger.land_runs(cards, place)) != NOWHERE:
+        left.append(place)
+        place += 1
+    return left
+
+
+def test_pages_of_all_rows_are_final_when_a_forward_lands():
+    """Those of the request's own length, in every pool; copies of the arrays and histories follow in one go."""
+    ledger = make_ledger()
+    ledger.admit("b", range(100), 0)
+    ledger.grant("b", [2, 4], 1)
+    a, b = ledger.known(["a", "b"])
+    ledger.pages.wrote(np.array([5, 3, 7, 2, 4]))
+    a.committed_len, a.row_lens, a.owned_len = 12, [12, 13], 8
+    b.committed_len, b.row_lens = 7, [7, 8]
+    ledger.pages.changes()
+    assert land(ledger, "a", "b") == []
+    assert (a.final_pages, b.final_pages) == (2, 1)
+    assert not ledger.pages.is_changed
+    ledger.tell_final(4)
+    assert ledger.pages.changes().tolist() == [5, 3, 2]
+    assert [ledger.history.of(page)[-1][:3] for page in (5, 3, 2)] == [("committed", 4, name) for name in "aab"]
+    ledger.tell_final(5)
+    assert not ledger.pages.is_changed
+
+
+def test_what_is_not_quiet_is_left_to_the_rules():
+    """A page that nobody wrote, a row that is too short, and more than there is room for; the others are final."""
+    ledger = make_ledger(num_pages=12)
+    for name, pages in (("b", [2, 4]), ("c", [6]), ("d", [8, 9])):
+        ledger.admit(name, range(100), 0)
+        ledger.grant(name, pages, 1)
+    ledger.pages.wrote(np.array([5, 3, 7, 2, 6, 8, 9]))
+    for request in ledger.requests.values():
+        request.committed_len, request.row_lens = 8, [8, 9]
+    assert land(ledger, "a", "b", "c", "d") == [1, 2]
+    assert [request.final_pages for request in ledger.requests.values()] == [2, 0, 0, 2]
+    assert ledger.states[[5, 3, 7, 2, 4, 6]].tolist() == [COMMITTED] * 2 + [WRITTEN] * 2 + [RESERVED, WRITTEN]
+    with pytest.raises(PageStateError, match="page 4 must be WRITTEN or COMMITTED to be committed by 'b'"):
+        ledger.finalise(ledger.request("b"), 2)
+    ledger.pages.final_card[FINAL_ROOM] = 3
+    ledger.pages.wrote(np.array([4]))
+    assert land(ledger, "b") == [0]
+    ledger.tell_final(2)
+    assert land(ledger, "b") == []
 
 
 def test_the_last_request_of_a_fork_owns_its_pages_again():

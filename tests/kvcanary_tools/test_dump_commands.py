@@ -17,6 +17,7 @@ from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.dumps.bisecting import first_bad
 from kvcanary_tools.dumps.diffing import diff
 from kvcanary_tools.dumps.story import story_of
+from kvcanary_tools.dumps.timelines import timeline
 
 BIT = 9
 
@@ -99,6 +100,26 @@ def test_a_story_tells_a_step_in_its_order(tmp_path):
     verbs = [words[2] for words in told]
     expected = ["granted", "written", "committed", "freed", "quarantined", "left", "granted", "written"]
     assert [verb for verb in verbs if verb in expected] == expected
+
+
+def test_a_story_knows_grants_of_several(tmp_path):
+    """Who of them has the page from now on, once; the timeline counts all of their pages, and shows each request."""
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full"))
+        for name in ("first", "second"):
+            engine.canary.admit(name, [1, 2, 3])
+        engine.canary.on_alloc_all(["first", "second"], [[1, 2], [3]])
+        dump = read_dump(engine.canary.dump(tmp_path / "all.kvdump"))
+    dump.history.clear()
+    told = [story_of(dump, "target", page * engine.shape.page_size) for page in (2, 3)]
+    assert [[line.text for line in story] for story in told] == [
+        ["page 2 granted to 'first'"],
+        ["page 3 granted to 'second'"],
+    ]
+    events = timeline(dump)["traceEvents"]
+    assert [event["args"]["pages"] for event in events if event["ph"] == "C"][-1] == 3
+    shown = [event["args"]["request"] for event in events if event["name"] == "on_alloc_all"]
+    assert shown == ["first", "second"]
 
 
 def test_replay_reaches_the_finding(kvcanary, bad, clean):

@@ -48,7 +48,7 @@ class ToyEngine(ToyForwards):
         row = self.rows[name] = ToyRow(parent.tokens[:num_tokens], num_tokens)
         self.begin()
         self.canary.admit(name, row.tokens)
-        self._reserve(name, copied)
+        self._reserve({name: copied})
         for pool in self.pools:
             self._move(pool, parent.slots[:copied], row.slots[:copied])
         self._commit(name, copied)
@@ -111,9 +111,9 @@ class ToyEngine(ToyForwards):
         """One forward a pool that computes each of these rows up to this position."""
         self.begin()
         starts, target, draft, sampled = {}, {}, {}, {}
+        self._reserve(ends)
         for name, end in ends.items():
             row = self.rows[name]
-            self._reserve(name, end)
             is_new = end == row.prefill_len == len(row.tokens)
             sampled[name] = self._tokens(1) if is_new else []
             starts[name], target[name] = row.committed, row.tokens[row.committed : end]
@@ -129,8 +129,7 @@ class ToyEngine(ToyForwards):
         """One token for each of these requests, or of all that are ready."""
         rows = self._ready(names)
         self.begin()
-        for name, row in rows.items():
-            self._reserve(name, row.committed + 1)
+        self._reserve({name: row.committed + 1 for name, row in rows.items()})
         starts = {name: row.committed for name, row in rows.items()}
         self._chain("decode", "target", {name: row.tokens[row.committed :] for name, row in rows.items()}, starts)
         self.canary.check()
@@ -144,8 +143,7 @@ class ToyEngine(ToyForwards):
         """One drafting step: T - 1 draft forwards, verify, accept, compact, extend."""
         rows = self._ready(names)
         self.begin()
-        for name, row in rows.items():
-            self._reserve(name, row.committed + self.shape.window)
+        self._reserve({name: row.committed + self.shape.window for name, row in rows.items()})
         branches = {name: [[] for _ in range(self.shape.topk)] for name in rows}
         for index in range(self.shape.num_steps - 1):
             self._draft_forward(index, branches)
@@ -164,15 +162,22 @@ class ToyEngine(ToyForwards):
         self._commit(name, row.committed + len(path))
         return tokens
 
-    def _reserve(self, name: str, length: int) -> None:
-        row = self.rows[name]
-        self._own_last_page(name)
-        count = -(-length // self.shape.page_size) - len(row.pages)
-        if count > 0:
-            pages = self.pages.take(count, self.num_steps)
-            row.pages += pages
-            row.slots = np.concatenate([row.slots, self._slots_of(pages)])
-            self.canary.on_alloc(name, pages)
+    def _reserve(self, lengths: Mapping[str, int]) -> None:
+        """Rows hold so much from now on."""
+        for name in lengths:
+            self._own_last_page(name)
+        granted: dict[str, list[int]] = {}
+        for name, length in lengths.items():
+            row = self.rows[name]
+            count = -(-length // self.shape.page_size) - len(row.pages)
+            if count > 0:
+                granted[name] = pages = self.pages.take(count, self.num_steps)
+                row.pages += pages
+                row.slots = np.concatenate([row.slots, self._slots_of(pages)])
+        if len(granted) > 1:
+            self.canary.on_alloc_all(list(granted), list(granted.values()))
+        for name in granted if len(granted) == 1 else ():
+            self.canary.on_alloc(name, granted[name])
 
     def _own_last_page(self, name: str) -> None:
         """Copy on write: the page into which the next entry goes may be another row's too."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcanary.dumps.calls import FORWARDS
+from kvcanary.dumps.calls import FORWARDS, by_request
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.pages import STATE_NAMES
 from kvcanary.sites import site_name, unpack_site
@@ -126,6 +126,11 @@ class _Follower:
             yield from self._forward(step, event)
         elif call in ("on_move", "captured_move") and self._pool in (event["pool"], event.get("to")):
             yield from self._moved(step, event)
+        elif call == "on_alloc_all":
+            own = by_request(event["counts"], event["pages"])
+            for name, pages in zip(event["request_ids"], own, strict=True):
+                alone = {"call": "on_alloc", "request_id": name, "pages": np.array(pages, np.int64)}
+                yield from self.lines(step, alone)
         elif "pages" in event and call.startswith("on_"):
             self._follow(call, event)
             if self._page in event["pages"]:

@@ -11,6 +11,7 @@ from kvcanary.sites import site_name
 
 STEP_US = 1000  # a step's width: a recording has the order of events, not their times
 ENGINE, REQUESTS, PAGES = 1, 2, 3  # processes of the trace
+_TAKES = {"on_alloc": 1, "on_alloc_all": 1, "on_free": -1, "on_evict": -1}  # of each of its pages
 
 
 def timeline(dump: Dump) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _events(dump: Dump) -> Iterator[dict[str, Any]]:
             for name in _requests_of(event):
                 lane = lanes.setdefault(name, len(lanes) + 1)
                 yield _span("request", call, REQUESTS, lane, at, width, {"request": name})
-            in_use += {"on_alloc": 1, "on_free": -1, "on_evict": -1}.get(call, 0) * len(event.get("pages", ()))
+            in_use += _TAKES.get(call, 0) * len(event.get("pages", ()))
         yield {"ph": "C", "pid": PAGES, "tid": 0, "name": "pages in rows", "ts": start, "args": {"pages": in_use}}
     for name, lane in lanes.items():
         yield {"ph": "M", "pid": REQUESTS, "tid": lane, "name": "thread_name", "args": {"name": name}}
