@@ -56,27 +56,27 @@ class Poisoned(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RequestState:
-    """One live request; `tokens`: those that were known then, where they lie.
+    """One live request; `tokens`: those that were known then, and `steps`, in which each became so, where they lie.
 
-    roots: by pool, what stands for role, salt and adapter; reads: by pool, (start, end, step) of its queue
+    roots: by pool, what stands for role, salt and adapter; reads: by pool, [n, 3] int64 ranges of `ReadQueue.numbers`
     judged: by pool, (length, step, whether the epoch is the mirror's)
     """
 
     request_id: str
     uid: int
     tokens: Array
+    steps: Array
     num_tokens: int
     roots: tuple[int, ...]
     pages: tuple[int, ...]
     row_lens: tuple[int, ...]
-    reads: tuple[tuple[tuple[int, int, int], ...], ...]
+    reads: tuple[Array, ...]
     judged: tuple[tuple[int, int, bool], ...]
     committed_len: int
     final_pages: int
     commit_step: int
     released: bool
     owned_len: int | None
-    growth: tuple[tuple[int, int], ...]
     is_damaged: bool
     unheard: tuple[Unheard, ...]
 
@@ -113,7 +113,8 @@ class Checkpoint:
         arrays = [*self.pages.values(), self.partial, self.judged, self.read_at]
         if self.records is not None:
             arrays.append(self.records)
-        lists = sum(len(request.pages) + 2 * len(request.growth) + 64 for request in self.requests)
+        arrays += [ranges for request in self.requests for ranges in request.reads]
+        lists = sum(len(request.pages) + 64 for request in self.requests)
         return sum(array.nbytes for array in arrays) + 8 * lists
 
 
@@ -165,18 +166,18 @@ def _request(request: Request, epoch: int) -> RequestState:
         request.request_id,
         request.uid,
         request.tokens,
+        request.known.steps,
         len(request.tokens),
         tuple(truth.root for truth in request.truths),
         tuple(request.pages),
         tuple(request.row_lens.tolist()),
-        tuple(tuple(queue.ranges) for queue in request.reads),
+        tuple(queue.numbers() for queue in request.reads),
         tuple((judged.length, judged.step, judged.epoch == epoch) for judged in request.judged),
         request.committed_len,
         request.final_pages,
         request.commit_step,
         request.released,
         request.owned_len,
-        tuple(request.growth),
         request.is_damaged,
         tuple(request.unheard),
     )

@@ -45,12 +45,12 @@ class ReadQueue:
     @property
     def ranges(self) -> list[Range]:
         """All of them, as they are now."""
-        return [(start, end, step) for start, end, step in self._numbers().tolist()]
+        return [(start, end, step) for start, end, step in self.numbers().tolist()]
 
     def make_room(self) -> None:
         """For what joins in a step, and for what a look cuts off."""
         if self._card[NUM_RANGES] + RANGES_TO_SPARE > self._card[RANGES_ROOM]:
-            self._fill(self._numbers())
+            self._fill(self.numbers())
 
     def extend_to(self, length: int, step: int) -> None:
         """Positions [self.length, length) are final; their bytes were known good in `step`, when written."""
@@ -75,6 +75,11 @@ class ReadQueue:
         """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
         return tuple(self.ranges)
 
+    def numbers(self) -> Ints:
+        """[ranges, RANGE] int64 in their order, a copy: `looks` as one array."""
+        first, count = self._card[FIRST_RANGE], self._card[NUM_RANGES]
+        return self._ring.take(range(first, first + count), 0, mode="wrap")
+
     def put(self, looks: list[Range]) -> None:
         """As `looks` has told them."""
         self._fill(np.array(looks, np.int64).reshape(-1, RANGE))
@@ -82,7 +87,7 @@ class ReadQueue:
 
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
-        return int(self._numbers()[:, RANGE_STEP].min()) if self._card[NUM_RANGES] else None
+        return int(self.numbers()[:, RANGE_STEP].min()) if self._card[NUM_RANGES] else None
 
     def last_look(self, position: int) -> int:
         """The step in which the bytes at this position were known good; -1: in none."""
@@ -90,11 +95,6 @@ class ReadQueue:
 
     def clear(self) -> None:
         self.put([])
-
-    def _numbers(self) -> Ints:
-        """[ranges, RANGE] in their order, a copy."""
-        first, count = self._card[FIRST_RANGE], self._card[NUM_RANGES]
-        return self._ring.take(range(first, first + count), 0, mode="wrap")
 
     def _fill(self, ranges: Ints) -> None:
         """The queue is these, and has room for as many again."""

@@ -179,9 +179,7 @@ class Request:
     @property
     def growth(self) -> list[tuple[int, int]]:
         """(step, tokens known after it) of every step in which some became known."""
-        steps = self.known.steps
-        ends = np.flatnonzero(np.diff(steps, append=steps[-1:] + 1)) + 1
-        return list(zip(steps[ends - 1].tolist(), ends.tolist(), strict=True))
+        return growth_of(self.known.steps)
 
     @growth.setter
     def growth(self, told: Sequence[tuple[int, int]]) -> None:
@@ -193,6 +191,12 @@ class Request:
     def tokens_since(self, step: int) -> int:
         """Tokens appended in steps after `step`."""
         return int(np.count_nonzero(self.known.steps > step))
+
+
+def growth_of(steps: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """(step, tokens known after it) of every step in which some became known; `steps`: by token, in which it did."""
+    ends = np.flatnonzero(np.diff(steps, append=steps[-1:] + 1)) + 1
+    return list(zip(steps[ends - 1].tolist(), ends.tolist(), strict=True))
 
 
 class Batch:

@@ -25,6 +25,7 @@ from kvcanary.dumps.shapes import shape_of_forward, shape_of_pool
 from kvcanary.lifecycle import Lifecycle
 from kvcanary.recorder import Damage, Event, Recorder
 from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch, RecordedMove
+from kvcanary.requests import growth_of
 from kvcanary_kernels.record import chain_root, make_keys
 
 if TYPE_CHECKING:
@@ -217,14 +218,14 @@ class Writer:
             "root": self._labels.get(request.roots, -1),
             "pages": self._packed.ints(request.pages),
             "row_lens": list(request.row_lens),
-            "reads": [[list(entry) for entry in queue] for queue in request.reads],
+            "reads": [queue.tolist() for queue in request.reads],
             "judged": [list(entry) for entry in request.judged],
             "committed_len": request.committed_len,
             "final_pages": request.final_pages,
             "commit_step": request.commit_step,
             "released": request.released,
             "owned_len": request.owned_len,
-            "growth": [list(entry) for entry in request.growth],
+            "growth": [list(entry) for entry in growth_of(request.steps[: request.num_tokens])],
             "is_damaged": request.is_damaged,
             "unheard": [[len(step.tokens), step.before, step.committed_len] for step in request.unheard],
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from fake_engine import FakeEngine
+from kvcanary.checkpoint import take_checkpoint
 from kvcanary.hook_clock import HookClock
 from kvcanary.pages import Pages
 from kvcanary.sweep import STRIDE
@@ -69,6 +71,26 @@ def test_a_large_pool_begins_no_segment_in_every_step(make_decoding: Callable[..
         begun.add(recorder.segments[-1].checkpoint.step)
         assert recorder.num_bytes <= recorder.most_bytes
     assert len(begun) < 16
+
+
+def test_a_checkpoint_holds_no_more_objects_for_more_tokens(make_decoding: Callable[..., FakeEngine]) -> None:
+    """Of a row that has grown by forty steps it keeps as many objects as before: the collector has no more to visit."""
+    engine = make_decoding(SMALL)
+
+    def tracked() -> int:
+        checkpoint = take_checkpoint(engine.canary.recorder.books, engine.canary.step, 1 << 20)
+        seen, new = set(), [checkpoint.requests]
+        while new:
+            one = new.pop()
+            if id(one) not in seen and gc.is_tracked(one) and not isinstance(one, type):
+                seen.add(id(one))
+                new += gc.get_referents(one)
+        return len(seen)
+
+    before = tracked()
+    for _ in range(40):
+        engine.decode()
+    assert tracked() == before
 
 
 def test_changes_are_the_pages_of_events() -> None:
