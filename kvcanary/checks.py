@@ -227,12 +227,12 @@ class StepChecks:
         for pool, request in {(pool.pool_id, request.uid): (pool, request) for pool, request in rows}.values():
             self._coverage.bytes_checked += self.sweeper.mark_read(pool, request, told.step)
 
-    def commit(self, batch: Batch, committed_lens: Sequence[int], step: int) -> None:
+    def commit(self, batch: Batch, lens: array[int], step: int) -> None:
         """Entries [0, committed length) of these rows are final since this step.
 
         LifetimeError where a row shrinks: nothing has happened then.
         """
-        lens, ledger = array("q", committed_lens), self._ledger
+        ledger = self._ledger
         found = ledger.commit_rows(batch, lens, step, is_judged=False)
         if found == LEFT_TO_BOOKS:
             expect_growth(batch.requests, lens)

@@ -13,7 +13,7 @@ from kvcanary.tickets import HOST, NOTHING, Resource, Stream, Ticket, Tickets, T
 
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
-Note = Callable[[str, Sequence[Any]], None]
+Note = Callable[..., None]
 #: The same where nobody can change it any more.
 Named = tuple[Resource, ...] | dict[Resource, int | None]
 
@@ -21,7 +21,7 @@ Named = tuple[Resource, ...] | dict[Resource, int | None]
 class TicketDesk:
     """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
 
-    note: is told of every call, by name and arguments
+    note: is told of every call, its name and then its arguments
     told: the same, where nobody can change these any more; LAID_OUT of what has another name there
     """
 
@@ -31,7 +31,7 @@ class TicketDesk:
         self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
         self.note: Note = _nobody
-        self.told: Callable[[str, tuple[Any, ...]], None] = _nobody
+        self.told: Note = _nobody
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
@@ -41,30 +41,28 @@ class TicketDesk:
         self.is_used = True
         read, written = _named(reads) if reads else (), _named(writes) if writes else ()
         ticket = self._tickets.issue(what, stream, self._granted(read), self._granted(written))
-        args = what, stream, ticket.sequence, read, written
         if len(read) + len(written) < LONG:
-            self.told("issued", args)
+            self.told("issued", what, stream, ticket.sequence, read, written)
         else:
-            self.note(*issued(*args)[:2])
+            for event in issued(what, stream, ticket.sequence, read, written):
+                self.note(*event)
         if ticket.violations:
             self._tell(ticket.violations)
         return ticket
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """What comes on this stream from now on runs behind the ticket's work."""
-        self.told("ticket_waits", (str(stream), str(ticket.stream), ticket.sequence))
+        self.told("ticket_waits", str(stream), str(ticket.stream), ticket.sequence)
         self._tickets.waits(stream, ticket)
 
     def follow(self, stream: Stream, other: Stream) -> None:
         """What comes on this stream from now on runs behind all of the other's: `waits`, for a mark issued there."""
         self.is_used = True
-        sequence = self._tickets.follow(stream, other)
-        self.told("issued", ("mark", other, sequence, (), ()))
-        self.told("ticket_waits", (str(stream), str(other), sequence))
+        self.told("followed", stream, other, self._tickets.follow(stream, other))
 
     def complete(self, ticket: Ticket) -> None:
         """The host has seen the work's event."""
-        self.told("ticket_complete", (str(ticket.stream), ticket.sequence))
+        self.told("ticket_complete", str(ticket.stream), ticket.sequence)
         if violations := self._tickets.complete(ticket):
             self._tell(violations)
 
@@ -77,18 +75,25 @@ class TicketDesk:
         """
         if self.is_used:
             named = _named(resources) if resources else ()
-            args = what, stream, named, writes, tuple(requests)
             if len(named) < LONG:
-                self.told("used", args)
+                self.told("used", what, stream, named, writes, tuple(requests))
             else:
-                self.note(*used(*args)[:2])
+                for event in used(what, stream, named, writes, tuple(requests)):
+                    self.note(*event)
             if violations := self._tickets.use(what, stream, self._granted(named), writes):
                 self._tell(violations, requests)
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else, and counts its generation up."""
-        self.told("ticket_renew", (buffer, generation))
+        self.told("ticket_renew", buffer, generation)
         self._tickets.renew(buffer, generation)
+
+    def take(self, what: str, stream: Stream, buffer: str, generation: int) -> None:
+        """`renew` it, and `use` it for a write on a stream, in one call."""
+        self.told("took", what, stream, buffer, generation)
+        self._tickets.renew(buffer, generation)
+        if self.is_used and (violations := self._tickets.use(what, stream, {buffer: generation}, writes=True)):
+            self._tell(violations)
 
     @property
     def buffers(self) -> dict[str, int]:
@@ -135,18 +140,33 @@ class TicketDesk:
         )
 
 
-def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> Event:
+def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> list[Event]:
     """An `issue` as a dump has it."""
-    return "ticket_issue", (what, str(stream), sequence, *_sorted(reads), *_sorted(writes)), None
+    return [("ticket_issue", what, str(stream), sequence, *_sorted(reads), *_sorted(writes))]
 
 
-def used(what: str, stream: Stream, resources: Named, writes: bool, requests: tuple[str, ...]) -> Event:
+def used(what: str, stream: Stream, resources: Named, writes: bool, requests: tuple[str, ...]) -> list[Event]:
     """A `use` as a dump has it."""
-    return "ticket_use", (what, str(stream), *_sorted(resources), writes, requests), None
+    return [("ticket_use", what, str(stream), *_sorted(resources), writes, requests)]
 
 
-#: By the name under which the desk tells of a call, how a dump has it.
-LAID_OUT: dict[str, Callable[..., Event]] = {"issued": issued, "used": used}
+def took(what: str, stream: Stream, buffer: str, generation: int) -> list[Event]:
+    """A `take` as a dump has it."""
+    return [("ticket_renew", buffer, generation), *used(what, stream, {buffer: generation}, True, ())]
+
+
+def followed(stream: Stream, other: Stream, sequence: int) -> list[Event]:
+    """A `follow` as a dump has it."""
+    return [*issued("mark", other, sequence, (), ()), ("ticket_waits", str(stream), str(other), sequence)]
+
+
+#: By the name under which the desk tells of a call, which calls a dump has instead.
+LAID_OUT: dict[str, Callable[..., list[Event]]] = {
+    "issued": issued,
+    "used": used,
+    "took": took,
+    "followed": followed,
+}
 
 
 def _names(owner: str | None) -> Sequence[str]:
@@ -170,5 +190,5 @@ def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[i
     return pages, names, tuple([-1 if generation is None else int(generation) for generation in planned])
 
 
-def _nobody(name: str, args: Sequence[Any]) -> None:
+def _nobody(*event: Any) -> None:
     """Who is told where nobody asked to be."""

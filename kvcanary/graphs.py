@@ -98,10 +98,10 @@ class RowTruth:
 class Listener(Protocol):
     """Who keeps what the host learns of captured forwards."""
 
-    def learned(self, record: Any, forward: Learned, layers: Sequence[int]) -> None:
+    def learned(self, record: Any, forward: Learned, layers: tuple[int, ...]) -> None:
         """What was launched with this record; `layers`: that it stored, in their order."""
 
-    def heard(self, record: Any, forward: Heard, layers: Sequence[int]) -> None:
+    def heard(self, record: Any, forward: Heard, layers: tuple[int, ...]) -> None:
         """The same of one that was proved clean."""
 
     def moved(self, src: Ints, dst: Ints) -> None:
@@ -148,7 +148,7 @@ class StaticChecks:
         substeps: Sequence[StaticSubstep],
         batch: Batch,
         step: int,
-        written: Sequence[int] | None,
+        written: array[int] | None,
         reads: Sequence[int],
         records: Sequence[Any],
         acceptance: StaticAcceptance | None = None,
@@ -158,23 +158,21 @@ class StaticChecks:
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
         runs before them. reads: by forward, as the engine knows the lengths of rows; records: the listener's
         """
-        turn, entries, written_at, accepted, acceptance_card = self.bank.turn, None, 0, None, (0, 0)
-        if written is not None:
-            entries = array("q", written)
-            written_at = entries.buffer_info()[0]
+        turn, accepted, acceptance_card = self.bank.turn, None, (0, 0)
+        written_at = 0 if written is None else written.buffer_info()[0]
         if acceptance is not None:
             self.num_unlanded += 1
             line, places = acceptance.told.expect(turn), 1 + acceptance.places
             accepted, acceptance_card = line[0].reshape(-1, places), (line.at, places)
         kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
-        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, num_forwards, entries)
+        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, num_forwards, written)
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
         common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *acceptance_card, 0
         for substep, count, record in zip(substeps, reads, records, strict=True):
             line = substep.written.expect(turn)
             card = substep.line_card_at, line.at, count, *common
-            self.launched.append(Launched(substep, batch, rows, step, turn, line, entries, card, accepted, record))
+            self.launched.append(Launched(substep, batch, rows, step, turn, line, written, card, accepted, record))
         return self._truth(rows)
 
     def take_once(

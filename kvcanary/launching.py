@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvcanary.bank import SubstepBank
@@ -88,10 +89,10 @@ class Launching(Lifecycle):
     ) -> OnceSubstep:
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
-        static, batch = self._on_device(), Batch(requests)
+        static, batch, entries = self._on_device(), Batch(requests), array("q", written)
         run = static.take_once(pool, site, read, write, batch, written)
-        records = self.recorder.launched([run], tuple(read.requests), tuple(written), [read.indices.shape[0]])
-        static.launch([run], batch, self.step, written, [0], records)
+        records = self.recorder.launched([run], tuple(read.requests), entries, [read.indices.shape[0]])
+        static.launch([run], batch, self.step, entries, [0], records)
         self._checks.read_all([run], requests, self.step)
         self._open.append(substep)
         return run
@@ -110,10 +111,11 @@ class Launching(Lifecycle):
         batch, static = self._ledger.batch(request_ids), self._static
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             self._checks.land()
-        records = self.recorder.launched(substeps, tuple(request_ids), tuple(written or ()), reads)
+        entries = None if written is None else array("q", written)
+        records = self.recorder.launched(substeps, batch.names, entries or (), reads)
         self._checks.settle_before_launch()
         self._checks.read_all(substeps, batch.requests, self.step)
-        return static.launch(substeps, batch, self.step, written, reads, records, acceptance)
+        return static.launch(substeps, batch, self.step, entries, reads, records, acceptance)
 
     def _on_device(self) -> StaticChecks:
         if self._static is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 
@@ -21,6 +22,7 @@ from kvcanary.parcels import Parcel, expect_fits
 from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
 from kvcanary.state import CanaryState, PoolState
+from kvcanary.step_book import in_a_row
 from kvcanary.substep import SubstepCanary
 from kvcanary_kernels.record import FREE, QUARANTINED
 
@@ -69,7 +71,7 @@ class Lifecycle:
         `salt` and `adapter` name what makes equal tokens mean other K and V: rows of one are never right for another.
         """
         tokens = np.array(token_ids, np.int64)
-        self.recorder.note("admit", (request_id, tokens, salt, adapter))
+        self.recorder.note("admit", request_id, tokens, salt, adapter)
         if not self.is_armed:
             raise HookOrderError(
                 f"request {request_id!r} is admitted by a canary that was never armed: "
@@ -84,8 +86,9 @@ class Lifecycle:
     def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
         """The same for the requests of a step, each named once, in one call."""
         _expect_one_each("tokens", request_ids, token_ids)
-        self.recorder.appended(request_ids, token_ids)
-        self._ledger.append(self._ledger.batch(request_ids), token_ids, self.step)
+        batch, counts, tokens = self._ledger.batch(request_ids), *in_a_row(token_ids)
+        self.recorder.appended(batch.names, counts, tokens)
+        self._ledger.append(batch, counts, tokens, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
         """Entries [0, committed_len) of the row are final; at acceptance, be the step checked already or not."""
@@ -93,12 +96,12 @@ class Lifecycle:
 
     def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
         """The same for the requests of a step, each named once, in one call; refused for all where one is refused."""
-        self.recorder.committed(request_ids, committed_lens)
         _expect_one_each("a length", request_ids, committed_lens)
         self._expect_closed("commit()")
-        batch = self._ledger.batch(request_ids)
+        batch, lens = self._ledger.batch(request_ids), array("q", committed_lens)
+        self.recorder.committed(batch.names, lens)
         self._checks.settle_rows_of(batch.requests)
-        self._checks.commit(batch, committed_lens, self.step)
+        self._checks.commit(batch, lens, self.step)
 
     # pages of one request
 
@@ -112,8 +115,8 @@ class Lifecycle:
 
     def on_alloc_all(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]]) -> None:
         """The same for several requests, each named once, in one call; refused for all where one is refused."""
-        self.recorder.granted(request_ids, pages)
         _expect_one_each("pages", request_ids, pages)
+        self.recorder.granted(tuple(request_ids), *in_a_row(pages))
         self._grant(request_ids, pages)
 
     @recorded

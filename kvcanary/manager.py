@@ -133,7 +133,7 @@ class CanaryManager(Answering):
         Waits for nothing but the step itself.
         """
         self._expect_closed("hear()")
-        self.recorder.told("hear", (flight.step,))
+        self.recorder.told("hear", flight.step)
         self._checks.land(flight)
         doomed = self._conclude()
         if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
@@ -147,7 +147,7 @@ class CanaryManager(Answering):
         """
         if not self.tickets.has_told:
             return frozenset()
-        self.recorder.told("judge_copies", ())
+        self.recorder.told("judge_copies")
         self.tickets.has_told = False
         return self._act()
 

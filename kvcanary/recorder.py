@@ -8,10 +8,11 @@ many bytes.
 
 from __future__ import annotations
 
+import inspect
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvcanary.static import StaticSubstep
 
 MOST_BYTES = 64 << 20  # of all segments together
-EVENT_BYTES = 240  # of one event without arrays: tuples, names and small integers
+EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
 LONG = 16  # sequences of so many integers and more are kept as arrays
 DAMAGE_BYTES = 400  # of one damaged slot
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
@@ -45,7 +46,7 @@ PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
 _NOTHING: tuple[()] = ()
 
-Event = tuple[Any, ...]
+Event = tuple[Any, ...]  # its name, then its arguments
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -107,9 +108,7 @@ class Recorder:
         self.segments: deque[Segment] = deque()
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self._events: list[Event] = []
-        self._closings: dict[str, Event] = {
-            pool.view.name: ("close", (pool.view.name,), None) for pool in books.state.pools
-        }
+        self._closings: dict[str, Event] = {pool.view.name: ("close", pool.view.name) for pool in books.state.pools}
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents()
         self._waiting: dict[int, RecordedForward] = {}
@@ -140,7 +139,7 @@ class Recorder:
 
     def begin_step(self, step: int) -> None:
         self.step = step
-        self.told("begin_step", (step,))
+        self.told("begin_step", step)
         self.captured.begin_step(step)
 
     def is_due(self, step: int) -> bool:
@@ -173,44 +172,41 @@ class Recorder:
         """The next step needs some before anybody looks again."""
         return self.most_bytes - self.most_bytes // SPARE
 
-    def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> None:
-        """A call of the manager, or of its desk, is about to run."""
-        if not self.segments:
-            return
-        if self.maps:
-            self.note_maps()
-        if not _PLAIN.issuperset(map(type, args)):
-            args = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in args])
-        self._events.append((name, args, {key: self._kept(value) for key, value in kwargs.items()} if kwargs else None))
+    def note(self, *event: Any) -> None:
+        """A call of the manager, or of its desk, is about to run: its name, then its arguments."""
+        if not _PLAIN.issuperset(map(type, event)):
+            event = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in event])
+        self.told(*event)
 
-    def told(self, name: str, args: tuple[Any, ...]) -> None:
+    def told(self, *event: Any) -> None:
         """As `note`, of plain arguments and short tuples of them, which are kept as they are."""
         if self.segments:
             if self.maps:
                 self.note_maps()
-            self._events.append((name, args, None))
+            self._events.append(event)
 
     def departed(self, step: int) -> None:
         """What this step has launched is on its way to the host."""
         if self.segments:
             self.captured.departed(step, self.segments[-1])
 
-    def appended(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
-        """These tokens are about to be appended, by request."""
+    def appended(self, request_ids: tuple[str, ...], counts: array[int], tokens: array[int]) -> None:
+        """So many tokens of each request are about to be appended; nobody changes these arrays any more."""
         if self.segments:
-            counts = tuple(map(len, token_ids))
-            self.told("append_all", (tuple(request_ids), counts, self._ints([*chain.from_iterable(token_ids)])))
+            self.segments[-1].array_bytes += _num_bytes(counts) + _num_bytes(tokens)
+            self.told("append_all", request_ids, counts, tokens)
 
-    def committed(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
-        """Entries of these requests are about to become final."""
+    def committed(self, request_ids: tuple[str, ...], committed_lens: array[int]) -> None:
+        """Entries of these requests are about to become final; nobody changes the array any more."""
         if self.segments:
-            self.told("commit_all", (tuple(request_ids), self._ints(committed_lens)))
+            self.segments[-1].array_bytes += _num_bytes(committed_lens)
+            self.told("commit_all", request_ids, committed_lens)
 
-    def granted(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]]) -> None:
-        """These pages are about to be granted, by request."""
+    def granted(self, request_ids: tuple[str, ...], counts: array[int], pages: array[int]) -> None:
+        """So many pages are about to be granted to each request; nobody changes these arrays any more."""
         if self.segments:
-            counts = tuple(map(len, pages))
-            self.told("on_alloc_all", (tuple(request_ids), counts, self._ints([*chain.from_iterable(pages)])))
+            self.segments[-1].array_bytes += _num_bytes(counts) + _num_bytes(pages)
+            self.told("on_alloc_all", request_ids, counts, pages)
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -220,13 +216,13 @@ class Recorder:
             self.note_maps()
         recorded = RecordedForward(forward)
         self._waiting[id(forward)] = recorded
-        self._events.append(("forward", (recorded,), None))
+        self._events.append(("forward", recorded))
 
     def launched(
         self,
         substeps: Sequence[StaticSubstep],
         requests: tuple[str, ...],
-        written: tuple[int, ...],
+        written: Sequence[int],
         reads: Sequence[int],
     ) -> Sequence[Launch | None]:
         """Captured forwards run next; what `StaticChecks.launch` takes for each."""
@@ -247,7 +243,7 @@ class Recorder:
     def stored_again(self, pool: str, layer: int) -> None:
         """A layer of the open forward of this pool has stored before, and does again."""
         if self.segments:
-            self._events.append(("store", (pool, layer), None))
+            self._events.append(("store", pool, layer))
 
     def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
         """These forwards were judged: their plans are kept, and the rows that are not as granted."""
@@ -302,7 +298,7 @@ class Recorder:
             now = slot_map.detach().cpu().numpy()
             where = np.arange(len(now)) if before is None else np.flatnonzero(now != before)
             if len(where):
-                self._events.append(("map", (name, where, now[where].copy()), None))
+                self._events.append(("map", name, where, now[where].copy()))
                 self.segments[-1].array_bytes += 16 * len(where)
                 self.maps[name] = slot_map, now.copy()
 
@@ -310,7 +306,7 @@ class Recorder:
         """What left has a number, by which the way back is known."""
         if self.segments:
             self._parcels[id(parcel)] = parcel, self._num_parcels
-            self._events.append(("parcel", (self._num_parcels,), None))
+            self._events.append(("parcel", self._num_parcels))
             self._num_parcels += 1
             while len(self._parcels) > MOST_PARCELS:
                 del self._parcels[next(iter(self._parcels))]
@@ -363,15 +359,24 @@ class Recorder:
         return kept
 
 
+def _num_bytes(values: array[int]) -> int:
+    return values.itemsize * len(values)
+
+
 def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """A method of the manager whose calls are events of its `recorder`."""
-    name = method.__name__
+    name, signature = method.__name__, inspect.signature(method)
 
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = self.recorder
         if recorder.segments:
-            recorder.note(name, args, kwargs)
+            given: Sequence[Any] = args
+            if kwargs:
+                bound = signature.bind(self, *args, **kwargs)
+                bound.apply_defaults()
+                given = bound.args[1:]
+            recorder.note(name, *given)
         return method(self, *args, **kwargs)
 
     return call

@@ -72,7 +72,7 @@ class CapturedEvents:
         self,
         substeps: Sequence[StaticSubstep],
         requests: tuple[str, ...],
-        written: tuple[int, ...],
+        written: Sequence[int],
         reads: Sequence[int],
         segment: Segment,
     ) -> list[Launch]:
@@ -84,7 +84,7 @@ class CapturedEvents:
         for substep, count in zip(substeps, reads, strict=True):
             recorded = RecordedLaunch(substep.number, requests, written, count)
             launched.append(Launch(substep, recorded, segment, len(events)))
-            events.append(("launch", (recorded,), None))
+            events.append(("launch", recorded))
         self._now.launches += launched
         return launched
 
@@ -93,12 +93,12 @@ class CapturedEvents:
         recorded = RecordedMove(number)
         self._moves.append((recorded, segment))
         self._now.moves[pool] = segment, len(segment.events)
-        segment.events.append(("captured_move", (recorded,), None))
+        segment.events.append(("captured_move", recorded))
 
     def departed(self, step: int, segment: Segment) -> None:
         """All that the step has launched is on its way to the host."""
         self._now.departure = segment, len(segment.events)
-        segment.events.append(("depart", (step,), None))
+        segment.events.append(("depart", step))
 
     def landing(self, step: int | None) -> None:
         """What fires now was found by this step; None: by the one that runs."""
@@ -120,12 +120,12 @@ class CapturedEvents:
 
     # what the host hears
 
-    def learned(self, launch: Launch | None, forward: Learned, layers: Sequence[int]) -> None:
+    def learned(self, launch: Launch | None, forward: Learned, layers: tuple[int, ...]) -> None:
         if launch is not None:
             launch.recorded.learn(forward, layers)
             launch.segment.array_bytes += launch.recorded.num_bytes
 
-    def heard(self, launch: Launch | None, forward: Heard, layers: Sequence[int]) -> None:
+    def heard(self, launch: Launch | None, forward: Heard, layers: tuple[int, ...]) -> None:
         if launch is not None:
             launch.recorded.hear(forward, layers)
             launch.segment.array_bytes += launch.recorded.num_bytes

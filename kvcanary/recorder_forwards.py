@@ -149,7 +149,7 @@ class RecordedLaunch:
     strays: tuple[tuple[int, int, int], ...]
     padding: tuple[tuple[int, int, int], ...]
 
-    def __init__(self, number: int | None, requests: tuple[str, ...], written: tuple[int, ...], reads: int) -> None:
+    def __init__(self, number: int | None, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
         self.number, self.requests, self.written, self.reads = number, requests, written, reads
         self.told: RecordedForward | Learned | Heard | None = None
         self.accepted: list[list[int]] | None = None
@@ -174,9 +174,9 @@ class RecordedLaunch:
     def num_bytes(self) -> int:
         return 0 if self.told is None else self.told.num_bytes
 
-    def learn(self, forward: Learned, layers: Sequence[int]) -> None:
+    def learn(self, forward: Learned, layers: tuple[int, ...]) -> None:
         """`layers`: those that stored, in their order."""
-        self.told, self._layers = forward, tuple(layers)
+        self.told, self._layers = forward, layers
         rows = forward.rows() if self.number is None and forward.has_read_hits else None
         if forward.num_entries > MOST_UNPACKED or rows is not None:
             packed = self.forward
@@ -185,9 +185,9 @@ class RecordedLaunch:
         else:
             forward.keep()
 
-    def hear(self, forward: Heard, layers: Sequence[int]) -> None:
+    def hear(self, forward: Heard, layers: tuple[int, ...]) -> None:
         """The same of one that was proved clean."""
-        self.told, self._layers = forward, tuple(layers)
+        self.told, self._layers = forward, layers
         if forward.num_entries > MOST_UNPACKED:
             _ = self.forward
 

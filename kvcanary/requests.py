@@ -209,7 +209,7 @@ class Batch:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
-        self.names = [request.request_id for request in self.requests]
+        self.names = tuple([request.request_id for request in self.requests])
         self._cards = array("q", [request.known.at for request in requests])
         self.told = len(self._cards), self._cards.buffer_info()[0]
 

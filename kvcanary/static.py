@@ -69,7 +69,7 @@ class StaticSubstep:
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
-        self.layers: list[int] = []
+        self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
@@ -97,7 +97,7 @@ class StaticSubstep:
         if self.is_postponed and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
         self.is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
-        self.layers.clear()
+        self.layers = ()
         self._num_read = 0
         if self.is_postponed:
             self._is_admitted = False
@@ -139,7 +139,7 @@ class StaticSubstep:
                 raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
             is_settled = (bool(self.layers) or self.is_postponed) and not waited and layer not in self.layers
             self._write(layer, slots, k, v, extras, is_settled)
-        self.layers.append(layer)
+        self.layers += (layer,)
         if self.is_postponed:
             return
         is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured

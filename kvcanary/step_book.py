@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 
 from kvcanary.cards import KINDS, NO_ROOM, OTHER, ROW_NUMBERS, RUN_CARD
 from kvcanary.pages import Pages
@@ -24,14 +24,13 @@ class StepBook(RequestBook):
         super().__init__(keys, roles)
         self._loops = loops
 
-    def append(self, batch: Batch, token_ids: Sequence[Sequence[int]], step: int) -> None:
-        """Tokens that were accepted, by request; where the device has told of them, the same are expected."""
-        counts, tokens = array("q", map(len, token_ids)), array("q", map(int, chain.from_iterable(token_ids)))
+    def append(self, batch: Batch, counts: array[int], tokens: array[int], step: int) -> None:
+        """Tokens that were accepted, `in_a_row`; where the device has told of them, the same are expected."""
         told = *batch.told, counts.buffer_info()[0], tokens.buffer_info()[0], step
         if _with_room(self._loops.append_tokens, told, batch, counts):
-            for request, own in zip(batch.requests, token_ids, strict=True):
+            for request, end, count in zip(batch.requests, accumulate(counts), counts, strict=True):
                 if request.unheard:
-                    self.confirm(request, own)
+                    self.confirm(request, tokens[end - count : end])
 
     def commit_rows(self, batch: Batch, committed_lens: array[int], step: int, is_judged: bool) -> int:
         """Entries [0, committed length) are final; `loops.commit_rows`."""
@@ -65,6 +64,11 @@ class StepBook(RequestBook):
         """As `launch_rows`, where nothing runs yet."""
         rows = _rows(batch)
         return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.buffer_info()[0])
+
+
+def in_a_row(values: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
+    """How many each request has, and those of all one behind the other."""
+    return array("q", map(len, values)), array("q", map(int, chain.from_iterable(values)))
 
 
 def _rows(batch: Batch) -> array[int]:

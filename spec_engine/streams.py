@@ -115,10 +115,10 @@ class Stream:
         if self._desk is not None:
             self._desk.use(what, self.name, resources, writes, requests)
 
-    def renew(self, buffer: str, generation: int) -> None:
-        """A host buffer is taken for something else."""
+    def take(self, what: str, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else, and filled with it."""
         if self._desk is not None:
-            self._desk.renew(buffer, generation)
+            self._desk.take(what, self.name, buffer, generation)
 
     def advance(self, count: int = 1) -> None:
         """On a CPU: ``count`` waiting operations run, as a device would run them by and by. Elsewhere nothing."""
@@ -154,8 +154,7 @@ class StagingRing:
             self._host.wait(last.event)
         buffer = Staging(last.name, last.tensor, last.generation + 1)
         self._buffers.append(buffer)
-        self._host.renew(buffer.name, buffer.generation)
-        self._host.use("fill", [buffer.name], writes=True)
+        self._host.take("fill", buffer.name, buffer.generation)
         return buffer
 
     def check(self, buffer: Staging) -> None:

@@ -74,9 +74,10 @@ class Writer:
         segments = list(source.recorder.segments)
         self._first = segments[0].checkpoint
         self._events = [
-            (_as_told(event), segment.damage.get(number, ()))
+            (name, args, () if place else segment.damage.get(number, ()))
             for segment in segments
             for number, event in enumerate(segment.events)
+            for place, (name, *args) in enumerate(_as_told(event))
         ]
         self._now = take_checkpoint(source.books, source.step, source.recorder.most_bytes)
         self._seed = secrets.randbits(64)
@@ -112,9 +113,9 @@ class Writer:
             heard = request.num_tokens - sum(len(step.tokens) for step in request.unheard)  # of others an event tells
             open_ones[request.request_id] = Admission(request.roots, request.tokens[:heard].tolist())
             yield open_ones[request.request_id]
-        for (name, args, kwargs), _ in self._events:
+        for name, args, _ in self._events:
             if name == "admit":
-                given = _named(name, args, kwargs)
+                given = _named(name, args)
                 roots = self._roots_of(given.get("salt", ""), given.get("adapter", ""))
                 open_ones[given["request_id"]] = Admission(roots, [int(token) for token in given["token_ids"]])
                 yield open_ones[given["request_id"]]
@@ -130,7 +131,7 @@ class Writer:
     def _all_tokens(self) -> Iterator[int]:
         for admission in self._admissions:
             yield from admission.tokens
-        for (name, args, _), _damage in self._events:
+        for name, args, _ in self._events:
             forward = _forward_in(name, args)
             if forward is not None:
                 yield from _tokens_of(forward).tolist()
@@ -232,8 +233,8 @@ class Writer:
 
     def _told(self) -> Iterator[dict[str, Any]]:
         words = {(f.pool, f.slot, f.layer): f for f in self._source.findings if f.part is not None}
-        for number, ((name, args, kwargs), damage) in enumerate(self._events):
-            given = self._given(name, args, kwargs)
+        for number, (name, args, damage) in enumerate(self._events):
+            given = self._given(name, args)
             if given is None:
                 continue
             if name == "admit":
@@ -250,13 +251,13 @@ class Writer:
                 ]
             yield told
 
-    def _given(self, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _given(self, name: str, args: Sequence[Any]) -> dict[str, Any] | None:
         """The fields of an event; None for what was launched and nobody has heard of yet."""
         if name == "launch":
             return self._launch(args[0])
         if name == "captured_move":
             return self._captured_move(args[0])
-        return self._forward(args[0]) if name == "forward" else _named(name, args, kwargs)
+        return self._forward(args[0]) if name == "forward" else _named(name, args)
 
     def _launch(self, launch: RecordedLaunch) -> dict[str, Any] | None:
         if launch.forward is None:
@@ -347,29 +348,30 @@ def salt_of(label: int) -> str:
     return f"label {label}" if label else ""
 
 
-def _named(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def _named(name: str, args: Sequence[Any]) -> dict[str, Any]:
     """The arguments of a call by their names."""
-    if name in _OWN:
-        return dict(zip(CALLS[name], args, strict=False)) | (kwargs or {})
-    return dict(_SIGNATURES[name].bind(None, *args, **(kwargs or {})).arguments)
+    return dict(zip(_NAMES[name], args, strict=False))
 
 
 #: Events that are no calls of the manager.
 _OWN = frozenset(CALLS) - {name for name in CALLS if hasattr(Lifecycle, name)} | {"before_move", *OF_SEVERAL}
-_SIGNATURES = {name: inspect.signature(getattr(Lifecycle, name)) for name in CALLS if name not in _OWN}
+_NAMES: dict[str, Sequence[str]] = {
+    name: [*fields] if name in _OWN else [*inspect.signature(getattr(Lifecycle, name)).parameters][1:]
+    for name, fields in CALLS.items()
+}
 
 
-def _as_told(event: Event) -> Event:
-    """A call as a dump has it, of those that a recorder keeps in another form.
+def _as_told(event: Event) -> Sequence[Event]:
+    """A call as a dump has it, of those that a recorder keeps in another form, or as several.
 
     A forward that judged itself on a device, though no graph holds it, is told as one that the host has judged.
     """
-    name, args, _ = event
+    name, *args = event
     if name in LAID_OUT:
         return LAID_OUT[name](*args)
     if name != "launch" or args[0].number is not None or args[0].forward is None:
-        return event
-    return "forward", (args[0].forward,), None
+        return [event]
+    return [("forward", args[0].forward)]
 
 
 def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:

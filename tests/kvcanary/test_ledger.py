@@ -9,6 +9,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, KVCorruptionError, LifetimeError
 from kvcanary.ledger import NO_PAGE, Ledger, ReadQueue
+from kvcanary.step_book import in_a_row
 from kvcanary_kernels.record import chain_root, make_keys, mix_host
 
 KEYS = make_keys(7, 1, 4)
@@ -78,7 +79,7 @@ def test_truth_follows_appended_tokens():
     ledger = make_ledger()
     request = ledger.admit("only", [5, 6], 0)
     assert ledger.truth(request, 0, 2) == plain_chain([5, 6], ROOTS[0])
-    ledger.append(ledger.batch(["only"]), [[7, 8]], 1)
+    ledger.append(ledger.batch(["only"]), *in_a_row([[7, 8]]), 1)
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
@@ -132,8 +133,8 @@ def test_tokens_since_counts_what_was_appended_after_a_step():
     """Exposure is the tokens of later steps."""
     ledger = make_ledger()
     request = ledger.admit("only", [1, 2, 3], 1)
-    ledger.append(ledger.batch(["only"]), [[4]], 2)
-    ledger.append(ledger.batch(["only"]), [[5, 6]], 4)
+    ledger.append(ledger.batch(["only"]), *in_a_row([[4]]), 2)
+    ledger.append(ledger.batch(["only"]), *in_a_row([[5, 6]]), 4)
     assert [request.tokens_since(step) for step in (0, 1, 2, 3, 4)] == [6, 3, 2, 2, 0]
 
 

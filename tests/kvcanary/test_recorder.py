@@ -14,7 +14,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import LONG, MOST_BYTES
+from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -84,13 +84,13 @@ def test_rows_that_follow_from_grants_are_not_kept():
     engine = toy(ring=64, mode="log")
     engine.start("only", 20)
     engine.decode()
-    forwards = [event[1][0] for event in engine.canary.recorder.segments[-1].events if event[0] == "forward"]
+    forwards = [event[1] for event in engine.canary.recorder.segments[-1].events if event[0] == "forward"]
     assert not any(forward.wholes for forward in forwards)
     assert sum(len(forward.tails) for forward in forwards) < 60
     row = engine.rows["only"]
     row.slots[[4, 9]] = row.slots[[9, 4]]
     engine.decode()
-    forwards = [event[1][0] for event in engine.canary.recorder.segments[-1].events if event[0] == "forward"]
+    forwards = [event[1] for event in engine.canary.recorder.segments[-1].events if event[0] == "forward"]
     whole = [forward.wholes[0] for forward in forwards if forward.wholes]
     assert whole
     assert np.array_equal(whole[0][:10], row.slots[:10])
@@ -119,28 +119,45 @@ def test_tickets_are_kept_as_they_were_said(tmp_path: Path):
     assert (long_one["names"], long_one["writes"], long_one.get("grants")) == (many, True, None)
 
 
-def test_lengths_are_kept_as_they_were_told():
-    """Whoever uses his lists again changes no event, be there few or many."""
-    recorder = toy().canary.recorder
-    for count in (1, LONG):
-        names, lens = [f"request {number}" for number in range(count)], list(range(count))
-        recorder.committed(names, lens)
-        names.reverse()
-        lens[0] = -1
-        name, (requests, kept), _ = recorder.segments[-1].events[-1]
-        assert (name, requests[0], list(kept)) == ("commit_all", "request 0", list(range(count)))
+def test_what_is_told_in_one_call_is_two_in_a_dump(tmp_path: Path):
+    """A buffer that is taken is renewed and filled; a stream that follows another waits for a mark on it."""
+    engine = toy()
+    engine.start("only", 6)
+    tickets = engine.canary.tickets
+    tickets.follow("copies", "main")
+    tickets.take("fill", "host", "staging", 4)
+    told = [event for event in read_dump(engine.canary.dump(tmp_path / "told")).events if "ticket" in event["call"]]
+    mark, waits, renewed, filled = told
+    assert (mark["call"], mark["what"], mark["stream"], mark["sequence"]) == ("ticket_issue", "mark", "main", 1)
+    assert (waits["call"], waits["stream"], waits["other"], waits["sequence"]) == ("ticket_waits", "copies", "main", 1)
+    assert (renewed["call"], renewed["buffer"], renewed["generation"]) == ("ticket_renew", "staging", 4)
+    assert (filled["call"], filled["what"], filled["stream"], filled["writes"]) == ("ticket_use", "fill", "host", True)
+    assert (filled["names"], filled["grants"].tolist(), filled["requests"]) == (["staging"], [4], [])
+    assert [event["n"] for event in told] == [*range(mark["n"], mark["n"] + 4)]
 
 
-def test_pages_of_many_are_kept_as_they_were_told():
-    """The same of what is granted to several requests, in one event."""
-    recorder = toy().canary.recorder
-    for count in (1, LONG):
-        names, pages = [f"request {number}" for number in range(count)], [[number] for number in range(count)]
-        recorder.granted(names, pages)
-        names.reverse()
-        pages[0][0] = -1
-        name, (requests, counts, kept), _ = recorder.segments[-1].events[-1]
-        assert (name, requests[0], counts, list(kept)) == ("on_alloc_all", "request 0", (1,) * count, [*range(count)])
+@pytest.mark.parametrize("count", [1, LONG])
+def test_what_many_are_told_is_kept_as_it_was_told(count: int):
+    """Whoever uses his lists again changes no event of pages, tokens or lengths; all of it counts as memory."""
+    engine = toy()
+    canary, recorder = engine.canary, engine.canary.recorder
+    names = [f"request {number}" for number in range(count)]
+    for name in names:
+        canary.admit(name, [1, 2, 3])
+    first, before = len(recorder.segments[-1].events), recorder.num_bytes
+    pages, tokens, lens = [[9 + number] for number in range(count)], [[number] for number in range(count)], [0] * count
+    canary.on_alloc_all(names, pages)
+    canary.append_all(names, tokens)
+    canary.commit_all(names, lens)
+    names.reverse()
+    pages[0][0] = tokens[0][0] = lens[0] = -1
+    events = [(name, requests[0], *map(list, rest)) for name, requests, *rest in recorder.segments[-1].events[first:]]
+    assert events == [
+        ("on_alloc_all", "request 0", [1] * count, [*range(9, 9 + count)]),
+        ("append_all", "request 0", [1] * count, [*range(count)]),
+        ("commit_all", "request 0", [0] * count),
+    ]
+    assert recorder.num_bytes == before + 3 * EVENT_BYTES + 5 * 8 * count
 
 
 def test_launches_are_found_as_long_as_anybody_may_hear():
@@ -161,7 +178,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear():
         places = [(segment, end - 3), (segment, end - 2), (segment, end - 1)] if is_kept else [None] * 3
         assert [*asked, landed] == places
         assert recorded.event_of("draft", substep.site, step) is None
-    launches = [args[0] for name, args, _ in segment.events[-4:] if name == "launch"]
+    launches = [event[1] for event in segment.events[-4:] if event[0] == "launch"]
     heard = [SimpleNamespace(substep=substep, step=last, num_entries=1, num_bytes=size) for size in (8, 16, 32)]
     for launch, forward in zip([*both, None], heard, strict=True):
         recorded.heard(launch, forward, ())

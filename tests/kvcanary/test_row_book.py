@@ -41,6 +41,7 @@ from kvcanary.quarantine import Quarantine
 from kvcanary.queues import ReadQueue
 from kvcanary.requests import NO_PAGE, Batch, Unheard
 from kvcanary.state import CanaryState
+from kvcanary.step_book import in_a_row
 from kvcanary.uids import digest
 from kvcanary.views import PoolView
 from kvcanary_kernels.record import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
@@ -410,7 +411,7 @@ def test_tokens_since_a_step_are_those_that_came_after_it():
     ledger = make_ledger()
     request = ledger.request("a")
     for tokens, step in (([1, 2], 4), ([3], 4), ([4.0], 6)):
-        ledger.append(Batch([request]), [tokens], step)
+        ledger.append(Batch([request]), *in_a_row([tokens]), step)
     assert [request.tokens_since(step) for step in (-1, 0, 3, 4, 6)] == [104, 4, 4, 1, 0]
     assert request.tokens[-4:].tolist() == [1, 2, 3, 4]
 

@@ -14,6 +14,7 @@ from kvcanary.cards import LEFT_TO_BOOKS, NO_ROOM, NOT_WRITTEN, NOWHERE, PAGES_F
 from kvcanary.ledger import Ledger, Role
 from kvcanary.loops.rows import accept_rows
 from kvcanary.requests import Batch, Unheard
+from kvcanary.step_book import in_a_row
 from kvcanary_kernels.record import make_keys
 
 NAMES, PAGE_SIZE, AHEAD, OFFSET, PLACES = ["a", "b", "c"], 4, (0, 1), (0, 1), 3
@@ -144,7 +145,7 @@ class Books:
                 row.tokens[first:end] = token_ids[number]
                 row.growth[first:end] = [row.growth[first]] * len(token_ids[number])
                 row.unheard[0] = row.unheard[0]._replace(tokens=token_ids[number])
-        self.ledger.append(self.ledger.batch(names), token_ids, self.step)
+        self.ledger.append(self.ledger.batch(names), *in_a_row(token_ids), self.step)
 
     def commit(self) -> None:
         names = self.some()

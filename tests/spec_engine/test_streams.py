@@ -55,7 +55,7 @@ def test_what_the_host_has_waited_for_nobody_waits_for_again():
     """The desk is told once that the copy is over; a side stream comes behind it without a word."""
     canary, told = armed_canary(), []
     streams = Streams(CPU, canary.tickets)
-    canary.tickets.told = lambda name, args: told.append(name)
+    canary.tickets.told = lambda name, *args: told.append(name)
     event = streams.side("copies").submit("load", lambda: None, writes=[3])
     for stream in (streams.host, streams.host, streams.side("others"), streams.main):
         stream.wait(event)
