@@ -282,11 +282,13 @@ class StepChecks:
         if not (is_due or self.is_full or self.tails.waits):
             return hits
         self.tails.look_at_granted(step)
-        if is_due or self.is_full:
-            self.tails.slice(step, self.sweeper.stride, self.sweeper.batch(), self.sweeper.hurried)
+        if not (is_due or self.is_full):
+            return self.tails.collect()
+        batch = self.sweeper.batch()
+        self.tails.slice(step, self.sweeper.stride, batch, self.sweeper.hurried)
         if is_due:
             with self.looks.beside.behind():
-                hits += [*self.sweeper.slice(step), *self.cached.slice(step, self.sweeper.stride)]
+                hits += [*self.sweeper.slice(step, batch), *self.cached.slice(step, self.sweeper.stride)]
         return hits + self.tails.collect()
 
     def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:

@@ -77,11 +77,14 @@ class Place:
         self.slots, self.grants = self.told[ALIGNMENT:].split(room)
         self._told, self.answers, self._room = self.told.numpy(), self.found.numpy(), room
 
-    def tell(self, slots: Ints, grants: Ints | int) -> Ints:
-        """The slots, where they stay until others are told; nothing is found of them yet."""
+    def tell(self, slots: Ints, grants: Ints | int | None) -> Ints:
+        """The slots, where they stay until others are told; nothing is found of them yet. `grants` None: no kernel asks."""
         count = self._told[0] = len(slots)
-        kept, first = self._told[ALIGNMENT : ALIGNMENT + count], ALIGNMENT + self._room
-        kept[:], self._told[first : first + count] = slots, grants
+        kept = self._told[ALIGNMENT : ALIGNMENT + count]
+        kept[:] = slots
+        if grants is not None:
+            first = ALIGNMENT + self._room
+            self._told[first : first + count] = grants
         self.answers.fill(0)
         return kept
 
@@ -173,7 +176,7 @@ class Looks:
         """
         if self._at_once:
             return [] if numbers_are_right(pool, slots) else judge(slots)
-        place, told = self._launch("content", self._content, pool, slots)
+        place, told = self._launch("content", self._content, pool, slots, None)
         return self._ask(place.answers, partial(judge, told))
 
     def look_for_finite(
@@ -188,7 +191,7 @@ class Looks:
             mismatch = torch.zeros(len(slots), 2, dtype=torch.int64)
             self._ops.finite_check(pool.rows, torch.from_numpy(slots), mismatch=mismatch)
             return judge(mismatch) if mismatch.any() else []
-        place, _ = self._launch("finite", self._finite, pool, slots, *(() if grants is None else (grants,)))
+        place, _ = self._launch("finite", self._finite, pool, slots, NO_GRANT if grants is None else grants)
         return self._ask(place.answers, lambda: judge(place.found[: 2 * len(slots)].view(-1, 2)))
 
     def room(self, count: int) -> Tensor:
@@ -222,7 +225,7 @@ class Looks:
         make: Callable[[PoolState, int], Captured],
         pool: PoolState,
         slots: Ints,
-        grants: Ints | int = NO_GRANT,
+        grants: Ints | int | None,
     ) -> tuple[Place, Ints]:
         """A look whose kernels run over as many slots as there is room for, and leave the idle ones at once."""
         room = max(LEAST_SLOTS, 1 << (len(slots) - 1).bit_length())

@@ -59,12 +59,13 @@ class Sweeper:
         """Attention reads and compares all bytes of these rows in this step: its slice leaves them out."""
         self._attended.update(((request.uid, pool.pool_id), step) for request in requests)
 
-    def slice(self, step: int) -> list[Hit | HitBatch]:
+    def slice(self, step: int, batch: Batch) -> list[Hit | HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again.
+
+        batch: the running requests
 
         What fires at once; on a GPU the host hears of it with the step.
         """
-        batch = self.batch()
         requests = batch.requests
         total = self._bytes_of(requests) if self._budget is not None else 0
         hits: list[Hit | HitBatch] = []
