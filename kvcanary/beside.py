@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from kvcanary_kernels.streams import current, on
 
+_HERE = nullcontext()
 FIRST, LAST = -2, 0  # priorities of streams; an engine may capture its forwards between them
 
 
@@ -24,16 +25,13 @@ class Beside:
         self._is_ahead = False
         self._postponed: list[tuple[str, Callable[[], None]]] = []
 
-    @contextmanager
-    def behind(self) -> Iterator[None]:
-        """What is launched within follows everything that was launched so far, there and here, and nobody waits."""
+    def behind(self) -> AbstractContextManager[None]:
+        """What is launched within follows all that was launched before the call, there and here, and nobody waits."""
         if self._stream is None:
-            yield
-            return
+            return _HERE
         self._stream.wait_stream(current(self._stream.device))
         self._is_ahead = True
-        with on(self._stream):
-            yield
+        return on(self._stream)
 
     def keep(self, memory: torch.Tensor) -> None:
         """What is launched there may write here: nobody is given this memory, once it is free, before that is over."""

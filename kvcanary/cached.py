@@ -116,7 +116,7 @@ class CachedSweep:
 
     def _pages(self) -> NDArray[np.int64]:
         is_published = self._ledger.pages.published
-        if not is_published.any():
+        if not np.count_nonzero(is_published):  # no method of an array is as quick
             return NO_PAGES
         published = is_published.nonzero()[0]  # as quick as a large pool allows
         return published[self._ledger.pages.refcounts[published] == 0]

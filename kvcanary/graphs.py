@@ -286,7 +286,7 @@ class StaticChecks:
                     self._coverage.skip("captured forwards whose plans contradict themselves", 1)
                     continue
                 num_learned += 1
-                ledger.pages.wrote(forward.slots // ledger.page_size)
+                ledger.pages.wrote(forward.slots, ledger.page_size)
                 mirror.learn(forward.slots + forward.pool.base)
                 yield forward
                 self.listener.learned(run.record, forward, substep.layers)

@@ -67,7 +67,6 @@ class Hearing:
         if seen & LEFT_TO_RULES:
             return False
         if seen & PAGES_FRESH:
-            safe, view = run.line[SAFE][: seen >> LINE_BITS], run.substep.pool.view
-            self._pages.wrote(safe[safe >= view.null_slots] // view.page_size)
+            self._pages.wrote(run.line[SAFE][: seen >> LINE_BITS], self._page_size)
         self._mirror.heard(seen & REWRITES)
         return True

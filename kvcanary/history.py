@@ -45,36 +45,39 @@ class History:
     """By page its newest `HISTORY_EVENTS` events, oldest first."""
 
     def __init__(self, num_pages: int) -> None:
-        self._events = np.full((num_pages, HISTORY_EVENTS), None, object)  # of each page, counted around
         self._counts = np.zeros(num_pages, np.int64)  # of all that each page has had
+        self._told = np.full((num_pages, HISTORY_EVENTS), None, object)  # kind, step and site, counted around
+        self._requests = np.full((num_pages, HISTORY_EVENTS), None, object)  # that took part
         self._newest = np.empty((), object)
 
     def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
         """One event of all these pages, [n] distinct, asked for by whoever called into this package."""
-        self._newest[()] = PageEvent(kind, step, request_id, call_site())
-        self._put(pages, self._newest)
+        self._put(kind, pages, step, request_id)
 
     def add_all(
         self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str], counts: Iterable[int]
     ) -> None:
         """One event for each of these requests, of so many of the pages, [n] distinct, in their order."""
-        told = zip(repeat(kind), repeat(step), request_ids, repeat(call_site()), strict=False)
-        events = map(tuple.__new__, repeat(PageEvent), told)  # as PageEvent(*told), without a call of its own for each
-        own = chain.from_iterable(map(repeat, events, counts))
-        self._put(pages, np.fromiter(own, object, len(pages)))
+        own = chain.from_iterable(map(repeat, request_ids, counts))
+        self._put(kind, pages, step, np.fromiter(own, object, len(pages)))
 
-    def _put(self, pages: NDArray[np.int64], newest: NDArray[Any]) -> None:
-        """Behind what each page has had; `newest`: one for all, or [n]."""
+    def _put(self, kind: str, pages: NDArray[np.int64], step: int, request_ids: str | NDArray[Any] | None) -> None:
+        """Behind what each page has had; `request_ids`: one for all, or [n]. They share what else there is to tell."""
         counts = self._counts.take(pages)
-        self._events[pages, counts % HISTORY_EVENTS] = newest
+        newest = pages, counts % HISTORY_EVENTS
+        self._newest[()] = kind, step, call_site()
+        self._told[newest], self._requests[newest] = self._newest, request_ids
         self._counts[pages] = counts + 1
 
     def of(self, page: int) -> tuple[PageEvent, ...]:
         if not 0 <= page < len(self._counts):
             return ()
         count = int(self._counts[page])
-        events: list[Any] = self._events[page].tolist()
-        return tuple(events[number % HISTORY_EVENTS] for number in range(max(count - HISTORY_EVENTS, 0), count))
+        places = [number % HISTORY_EVENTS for number in range(max(count - HISTORY_EVENTS, 0), count)]
+        told, request_ids = self._told[page, places].tolist(), self._requests[page, places].tolist()
+        return tuple(
+            PageEvent(kind, step, name, site) for (kind, step, site), name in zip(told, request_ids, strict=True)
+        )
 
 
 def phrase(kind: str, request_id: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -54,7 +55,7 @@ class Numbers:
 
     def are_zero(self) -> bool:
         """Whether all that were given away are."""
-        blocks = (*self._full, (self._block, self._used))
+        blocks = (*self._full, (self._block, self._used)) if self._used else ()
         return not any(np.count_nonzero(block.numpy()[:used]) for block, used in blocks)
 
     def clear(self) -> None:
@@ -67,7 +68,8 @@ class Place:
     """Memory of a look at so many slots, or fewer, at addresses that stay: what is launched over it can be captured.
 
     live, slots, grants: [1], [room], [room] int64, as the host tells them: how many slots, these, and a generation each
-    found:               [numbers] int64, as kernels tell them to the host
+    found, answers:      [numbers] int64, as kernels tell them to the host, and the host reads them
+    where:               their address and number
     """
 
     def __init__(self, room: int, numbers: int, device: torch.device) -> None:
@@ -76,9 +78,13 @@ class Place:
         self.live = self.told[:1]
         self.slots, self.grants = self.told[ALIGNMENT:].split(room)
         self._told, self.answers, self._room = self.told.numpy(), self.found.numpy(), room
+        self.where = self.answers.ctypes.data, numbers
 
     def tell(self, slots: Ints, grants: Ints | int | None) -> Ints:
-        """The slots, where they stay until others are told; nothing is found of them yet. `grants` None: no kernel asks."""
+        """The slots, where they stay until others are told; nothing is found of them yet.
+
+        grants: [n], one for all, or None where no kernel asks
+        """
         count = self._told[0] = len(slots)
         kept = self._told[ALIGNMENT : ALIGNMENT + count]
         kept[:] = slots
@@ -108,7 +114,7 @@ class Line:
         self.numbers = Numbers(device)
         self._captured: dict[Hashable, list[Captured]] = {}
         self._taken = Counter[Hashable]()
-        self._answers: list[NDArray[np.int64]] = []
+        self._answers = array("q")  # address and number of each
         self.asked: list[tuple[NDArray[np.int64], Judge]] = []
         self.is_sent = False
 
@@ -118,7 +124,7 @@ class Line:
         if number == len(own):
             return None
         self._taken[key] = number + 1
-        self._answers.append(own[number].place.answers)
+        self._answers.extend(own[number].place.where)
         return own[number]
 
     def add(self, key: Hashable, look: Captured) -> None:
@@ -127,12 +133,14 @@ class Line:
 
     def is_quiet(self) -> bool:
         """Whether no look has found anything."""
-        return self.numbers.are_zero() and not any(map(np.count_nonzero, self._answers))
+        from kvcanary.loops import are_zero
+
+        return self.numbers.are_zero() and are_zero(len(self._answers) // 2, self._answers.buffer_info()[0])
 
     def clear(self) -> None:
         self.numbers.clear()
         self._taken.clear()
-        self._answers, self.asked, self.is_sent = [], [], False
+        self._answers, self.asked, self.is_sent = array("q"), [], False
 
 
 class Sent(NamedTuple):

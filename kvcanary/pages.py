@@ -135,7 +135,7 @@ class Pages:
         told = self._book.buffer_info()[0], _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
         self.final_card = array("q", told)
         self.final_at = self.final_card.buffer_info()[0]
-        self._follow_event, self._grant_rows = _loops()
+        self._follow_event, self._grant_rows, self._write_pages = _loops()
 
     def __len__(self) -> int:
         return len(self.states)
@@ -219,13 +219,13 @@ class Pages:
         """The uid of the only row that names a page."""
         return int(self.holder_sums[page].item())
 
-    def wrote(self, pages: Array) -> None:
-        """A forward has written slots of these pages; pages that it must not write stay as they are."""
-        states = self.states.take(pages)
-        if np.count_nonzero(states != WRITTEN):
-            fresh = pages[_IS_WRITABLE.take(states)]
-            self.states[fresh] = WRITTEN
-            self._note_changes(fresh)
+    def wrote(self, slots: Array, page_size: int = 1) -> None:
+        """A forward has written these slots; pages that it must not write stay as they are."""
+        slots = np.ascontiguousarray(slots, np.int64)
+        fresh = np.empty(slots.size, np.int64)
+        told = self._book.buffer_info()[0], slots.size, slots.ctypes.data, page_size, fresh.ctypes.data
+        if found := self._write_pages(*told):
+            self._note_changes(fresh[:found].copy())
 
     def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.
@@ -308,7 +308,7 @@ def _either(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _loops() -> tuple[Callable[..., int], Callable[..., int]]:
-    from kvcanary.loops import follow_event, grant_rows
+def _loops() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int]]:
+    from kvcanary.loops import follow_event, grant_rows, write_pages
 
-    return follow_event, grant_rows
+    return follow_event, grant_rows, write_pages

@@ -12,7 +12,6 @@ from kvcanary.cards import (
     QUEUE_CARD,
     QUEUE_LENGTH,
     RANGE,
-    RANGE_STEP,
     RANGES,
     RANGES_ROOM,
     RANGES_TO_SPARE,
@@ -87,7 +86,9 @@ class ReadQueue:
 
     def oldest(self) -> int | None:
         """The step of the position that waits longest."""
-        return int(self.numbers()[:, RANGE_STEP].min()) if self._card[NUM_RANGES] else None
+        from kvcanary.loops import oldest_look
+
+        return int(oldest_look(self.at)) if self._card[NUM_RANGES] else None
 
     def last_look(self, position: int) -> int:
         """The step in which the bytes at this position were known good; -1: in none."""

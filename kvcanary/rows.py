@@ -49,8 +49,7 @@ class RowBook(StepBook):
 
         positions: those that the entries had where they came from; within what is written nothing changes
         """
-        pages = slots // self.page_size
-        owners = self.owners[pages]
+        owners = self.owners[slots // self.page_size]
         furthest: dict[int, int] = {}
         for uid, position in zip(owners.tolist(), positions.tolist(), strict=True):
             furthest[uid] = max(position, furthest.get(uid, position))
@@ -58,7 +57,7 @@ class RowBook(StepBook):
             request = self.requests[self._uids.live[uid]]
             if furthest[uid] >= request.row_lens[pool_id]:
                 own = owners == uid
-                self.pages.wrote(pages[own])
+                self.pages.wrote(slots[own], self.page_size)
                 self._lengthen(request, pool_id, slots[own])
 
     def rows_reach(self, pool_id: int, position: int) -> bool:

@@ -30,7 +30,7 @@ class Sealer:
         hits = []
         for forward, found in zip(forwards, seen, strict=True):
             if found & PAGE_FRESH:
-                self._ledger.pages.wrote(forward.slot_names // self._ledger.page_size)
+                self._ledger.pages.wrote(forward.slot_names, self._ledger.page_size)
             if found & NULL_WRITTEN:
                 self._mirror.forget_null_chains(forward)
             if found & MISPLACED:

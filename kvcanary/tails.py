@@ -31,6 +31,8 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.content import mismatched_layers
 from kvcanary_kernels.finite import formats_of
 
+Which = Ints | slice
+EVERY = slice(None)
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
 
 
@@ -82,16 +84,23 @@ class Tails:
         granted, self._granted = self._granted, {}
         for pool_id, parts in granted.items():
             pool = self._state.pools[pool_id]
-            slots = names = self._slots([page for pages, _ in parts for page in pages])
-            if any(own is not None for _, own in parts):
-                names = np.concatenate([self._slots(pages) if own is None else own for pages, own in parts])
+            is_mapped = any(own is not None for _, own in parts)
+            slots, grants = self._slots([page for pages, _ in parts for page in pages], is_mapped)
+            names = slots
+            if is_mapped:
+                names = np.concatenate([self._slots(pages, True)[0] if own is None else own for pages, own in parts])
+                grants = self._ledger.generations[names // self._state.page_size]
             which = self._unwritten(pool, slots, names)
             slots, names = slots[which], names[which]
-            self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, names)
+            self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
 
-    def _slots(self, pages: Sequence[int]) -> Ints:
-        size = self._state.page_size
-        return (np.array(pages, np.int64)[:, None] * size + np.arange(size)).ravel()
+    def _slots(self, pages: Sequence[int], is_mapped: bool) -> tuple[Ints, Ints]:
+        """All of these pages, and the grant that each is in; 0 of `is_mapped` ones, which have other numbers."""
+        size, own = self._state.page_size, array("q", pages)
+        slots, grants = np.empty((2, size * len(own)), np.int64)
+        at = 0 if is_mapped else self._generations_at, slots.ctypes.data, grants.ctypes.data
+        self._state.pools[0].loops.list_slots(len(own), own.buffer_info()[0], size, *at)
+        return slots, grants
 
     def slice(self, step: int, stride: int, batch: Batch, hurried: set[str]) -> None:
         """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
@@ -138,37 +147,35 @@ class Tails:
         always: requests whose last page is asked for again, though it was looked at before
         """
         ends = self._ends(batch, pool, always)
-        if ends is None:
+        if not ends:
             return
-        due, lengths, pages = ends
-        size, ids = self._state.page_size, [batch.requests[number].request_id for number in due.tolist()]
-        counts = size - lengths % size
-        rows = np.arange(len(due)).repeat(counts)
-        positions = lengths[rows] + np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
-        names = pages[rows] * size + positions % size
+        size, found = self._state.page_size, len(ends) // END
+        names, grants = np.empty((2, found * size), np.int64)
+        told = found, ends.buffer_info()[0], size, self._generations_at, names.ctypes.data, grants.ctypes.data
+        count = pool.loops.list_ends(*told)
+        names = names[:count]
         slots = slots_in(pool.view, names)
         which = self._unwritten(pool, slots, names)
 
         def entries() -> Entries:
-            return Entries(slots, positions, rows, ids, names=named(pool, names)).at(which)
+            return _behind(batch, ends, size, slots, named(pool, names)).at(which)
 
-        self._look(pool, slots[which], entries, site, step, names[which])
+        self._look(pool, slots[which], entries, site, step, grants[:count][which])
 
-    def _ends(self, batch: Batch, pool: PoolState, always: set[str]) -> tuple[Ints, Ints, Ints] | None:
-        """Rows whose last page has room behind what is final, and was not looked at: numbers, final lengths, pages."""
+    def _ends(self, batch: Batch, pool: PoolState, always: set[str]) -> array[int]:
+        """[n, END] (cards.py) of rows whose last page has room behind what is final, and was not looked at."""
         if len(self._room) < END * len(batch):
             self._room = array("q", bytes(8 * END * len(batch)))
         hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
         again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
         told = pool.card_at, self._generations_at, *again, self._room.buffer_info()[0]
-        if not (found := pool.loops.end_rows(*batch.told, *told)):
-            return None
-        numbers, lengths, pages = np.array(self._room[: END * found]).reshape(-1, END).T
-        return numbers, lengths, pages
+        return self._room[: END * pool.loops.end_rows(*batch.told, *told)]
 
-    def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Ints:
+    def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Which:
         """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
         if not self._is_host:
+            if pool.view.slot_map is None:
+                return EVERY
             return np.flatnonzero((slots >= pool.view.null_slots) & (slots < pool.view.num_slots))
         which, ledger = np.empty(len(slots), np.int64), self._ledger
         known = ledger.page_size, ledger.generations, self._mirror.memory
@@ -181,18 +188,27 @@ class Tails:
         entries_of: Callable[[], Entries],
         site: tuple[str, int],
         step: int,
-        names: Ints | None = None,
+        grants: Ints | None = None,
     ) -> None:
-        """`names`: what plans call the slots, of which those are asked that nobody has written; None: all are."""
+        """`grants`: the generation that each is in; those are asked that nobody has written in it. None: all are."""
         if not len(slots):
             return
-        if self._is_host or names is None:
+        if self._is_host or grants is None:
             self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
         judge = partial(_fired, pool, entries_of, site, step)
-        grants = None if names is None else self._ledger.generations[names // self._state.page_size]
         self._found += self._asked.look_for_finite(pool, slots, judge, grants)
+
+
+def _behind(batch: Batch, ends: array[int], size: int, slots: Ints, names: Ints | None) -> Entries:
+    """Slots [n] behind final entries, in the order of these rows (`_ends`), on pages of this size."""
+    due, lengths, _ = np.array(ends).reshape(-1, END).T
+    counts = size - lengths % size
+    rows = np.arange(len(due)).repeat(counts)
+    positions = lengths[rows] + np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
+    ids = [batch.requests[number].request_id for number in due.tolist()]
+    return Entries(slots, positions, rows, ids, names=names)
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:

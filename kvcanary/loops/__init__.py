@@ -7,10 +7,11 @@ from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.heard import hear_runs, land_quiet, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
-from kvcanary.loops.pages import follow_event, grant_rows
+from kvcanary.loops.looks import are_zero, list_ends, list_slots
+from kvcanary.loops.pages import follow_event, grant_rows, write_pages
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
-from kvcanary.loops.queues import end_rows, extend_queue, take_ranges, take_slice
+from kvcanary.loops.queues import end_rows, extend_queue, oldest_look, take_ranges, take_slice
 from kvcanary.loops.recording import copy_records, keep_plans
 from kvcanary.loops.records import (
     are_written,
@@ -28,6 +29,7 @@ __all__ = [
     "append_tokens",
     "are_finite",
     "are_written",
+    "are_zero",
     "chain_tokens",
     "commit_rows",
     "copy_records",
@@ -43,9 +45,12 @@ __all__ = [
     "land_quiet",
     "land_runs",
     "launch_rows",
+    "list_ends",
+    "list_slots",
     "match_records",
     "match_slots",
     "move_records",
+    "oldest_look",
     "poison",
     "publish_pages",
     "put_values",
@@ -60,6 +65,7 @@ __all__ = [
     "take_ranges",
     "take_slice",
     "tell_rows",
+    "write_pages",
     "write_records",
     "write_rows",
 ]

@@ -31,6 +31,7 @@ from kvcanary.cards import (
     WRITABLE_STATES,
 )
 from kvcanary.loops.memory import flags_at, longs_at, loop
+from kvcanary_kernels.record import WRITTEN
 
 LOW_32 = (1 << 32) - 1
 
@@ -99,3 +100,21 @@ def grant_rows(n, cards, counts, pages, book, following, page_size):
                 slots[end + page_size * place + offset] = page_size * granted[at + place] + offset
         at += count
     return NOWHERE
+
+
+@loop("int64(int64, int64, int64, int64, int64)")
+def write_pages(book, n, slots, page_size, fresh):
+    """Pages in which a slot was written are WRITTEN, where they may be and were not yet; how many these are.
+
+    slots: address of [n];  fresh: address of [n] out, these pages
+    """
+    book, slots, fresh = longs_at(book, PAGE_BOOK), longs_at(slots, n), longs_at(fresh, n)
+    states = flags_at(book[PAGE_STATES], book[NUM_PAGES])
+    is_writable, found = flags_at(book[WRITABLE_STATES], book[NUM_STATES]), 0
+    for i in range(n):
+        page = slots[i] // page_size
+        if 0 <= page < book[NUM_PAGES] and states[page] != WRITTEN and is_writable[states[page]]:
+            states[page] = WRITTEN
+            fresh[found] = page
+            found += 1
+    return found

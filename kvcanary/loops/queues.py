@@ -138,6 +138,17 @@ def take_ranges(queue, count, before, step, taken):
     return _take(queue, count, before, step, 0, longs_at(taken, TAKEN * queue[NUM_RANGES]))
 
 
+@loop("int64(int64)")
+def oldest_look(queue):
+    """The step of the position that waits longest, of a queue that has some, by its address."""
+    queue = longs_at(queue, QUEUE_CARD)
+    ranges, oldest = _ranges(queue), 0
+    for place in range(queue[NUM_RANGES]):
+        step = ranges[RANGE * ((queue[FIRST_RANGE] + place) % queue[RANGES_ROOM]) + RANGE_STEP]
+        oldest = step if place == 0 else min(oldest, step)
+    return oldest
+
+
 @loop()
 def _count(queue, asked, stride):
     """Positions that are looked at."""

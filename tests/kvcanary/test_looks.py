@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcanary import loops
 from kvcanary.beside import LAST, Beside
 from kvcanary.forward import on_host
 from kvcanary.hits import Hit
@@ -186,3 +187,36 @@ def test_the_next_step_asks_before_the_last_one_is_answered(differing):
     for sent in (first, second):
         sent.hits()
     assert judged == [differing]
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_slots_of_pages_are_listed_with_the_grant_that_each_is_in(size):
+    """All of some pages, and those behind rows that end at any place of a page, none of them included."""
+    generations = np.arange(100, 120)
+    pages, lens = np.array([7, 2, 19]), np.array([5 * size, size + size // 2, size - 1])
+    slots, grants = np.full((2, 3 * size), -9)
+    at = generations.ctypes.data, slots.ctypes.data, grants.ctypes.data
+    loops.list_slots(3, pages.ctypes.data, size, *at)
+    assert slots.tolist() == [page * size + offset for page in pages for offset in range(size)]
+    assert grants.tolist() == (100 + pages).repeat(size).tolist()
+    loops.list_slots(3, pages.ctypes.data, size, 0, *at[1:])
+    assert not grants.any()
+    slots[:] = grants[:] = -9
+    ends = np.ascontiguousarray(np.stack([np.arange(3), lens, pages], 1))
+    rows = zip(lens, pages, strict=True)
+    behind = [[page * size + offset for offset in range(length % size, size)] for length, page in rows]
+    found = loops.list_ends(3, ends.ctypes.data, size, *at)
+    assert slots[:found].tolist() == [slot for own in behind for slot in own]
+    assert grants[:found].tolist() == (100 + pages).repeat([*map(len, behind)]).tolist()
+    assert (slots[found:] == -9).all()
+
+
+@pytest.mark.parametrize("where", [None, 0, 4, 5, 9])
+def test_answers_are_quiet_where_every_number_is_zero(where):
+    """Any number of any part says that something fired; parts of no numbers say nothing."""
+    numbers = np.zeros(10, np.int64)
+    if where is not None:
+        numbers[where] = -1
+    parts = np.array([[numbers.ctypes.data, 5], [0, 0], [numbers[5:].ctypes.data, 5]])
+    assert loops.are_zero(3, parts.ctypes.data) == (where is None)
+    assert loops.are_zero(0, 0)
