@@ -91,6 +91,14 @@ class StepChecks:
         self._flights: deque[Flight] = deque()
         self.step = 0
 
+    def prepare(self) -> None:
+        """No later step waits until kernels that look at bytes are compiled and loaded: a GPU does both at first use."""
+        if self._config.content == "write" or not self._compares_content:
+            return
+        with torch.inference_mode():
+            for pool in self._state.pools:
+                self.looks.prepare(pool)
+
     def open(self, forward: Forward) -> None:
         """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
         self._pending.append(forward)

@@ -18,7 +18,7 @@ from kvcanary.captures import Replays
 from kvcanary.groups import Ints
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
-from kvcanary.lanes import numbers_are_right
+from kvcanary.lanes import numbers_are_right, slots_are_right
 from kvcanary.ops import ops_for
 from kvcanary.outbox import LINES
 from kvcanary.state import PoolState
@@ -171,6 +171,14 @@ class Looks:
         self.beside = Beside(device, LAST)
         if not at_once:
             self._lines, self._replays = deque(Line(device) for _ in range(LINES)), Replays(device)
+
+    def prepare(self, pool: PoolState) -> None:
+        """All that looks at this pool launch comes once, over no slots, and the last look of a request over one."""
+        if self._at_once:
+            return
+        for look in (self._content(pool, LEAST_SLOTS), self._finite(pool, LEAST_SLOTS)):
+            look.launch()
+        slots_are_right(pool, torch.full((1,), pool.view.num_slots - 1, device=self._device), both_lanes=True)
 
     @property
     def waits(self) -> bool:

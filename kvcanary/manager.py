@@ -50,6 +50,9 @@ class CanaryManager(Answering):
             self._on_device()
         if self._static is not None:
             self._static.bank.arm()
+        self._checks.prepare()
+        for poisoner in (self._poisoner, *self._mapped.values()):
+            poisoner.prepare()
         self.recorder.start(self.step)
         self._dumper.listen()
 

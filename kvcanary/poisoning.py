@@ -52,6 +52,15 @@ class Poisoner:
         self.waiting: dict[int, None] = {}  # freed pages, oldest first
         self.poisoned: set[int] = set()
 
+    def prepare(self) -> None:
+        """As `StepChecks.prepare`, over a slot outside of every pool, which is nobody's."""
+        if self._is_off or not self._state.records.is_cuda:
+            return
+        nowhere = self._state.records.new_full((1,), -1)
+        for pool in self._pools:
+            self._ops.poison_fill(pool.rows, nowhere, nan=self._nan)
+            self._ops.poison_check(pool.rows, nowhere, mismatch=nowhere.new_zeros(1, 2), nan=self._nan)
+
     def freed(self, pages: Sequence[int], is_damaged: bool = False) -> None:
         """These pages belong to nobody; `tick` will fill them.
 

@@ -220,3 +220,24 @@ def test_answers_are_quiet_where_every_number_is_zero(where):
     parts = np.array([[numbers.ctypes.data, 5], [0, 0], [numbers[5:].ctypes.data, 5]])
     assert loops.are_zero(3, parts.ctypes.data) == (where is None)
     assert loops.are_zero(0, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_preparing_asks_nothing_and_changes_nothing(device):
+    """No byte, no answer, and nothing that waits for a step; then looks are as they would have been."""
+    pool, judged = sealed(device), list[int]()
+    looks = Looks(torch.device(device), at_once=False)
+    tensors = *pool.view.k, *pool.view.v, pool.content_a
+    before = [own.clone() for own in tensors]
+    looks.prepare(pool)
+    assert looks.send() is None
+    assert all(map(torch.equal, before, tensors))
+    looks.look(pool, np.arange(3), lambda slots: judge(1, judged))
+    right = looks.send()
+    pool.view.k[0][2] += 1
+    looks.look(pool, np.arange(3), lambda slots: judge(int(slots[-1]), judged))
+    wrong = looks.send()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert (right.hits(), judged) == ([], [])
+    assert (wrong.hits(), judged) == ([], [2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,6 +112,32 @@ def test_a_step_of_a_lagging_host_waits_for_nothing_but_copies(make, settings, m
     for number, output in enumerate(outputs):
         assert output.token_ids == tuple(t for e in events if e.request_id == f"req-{number}" for t in e.token_ids)
     assert engine.canary is None or engine.canary.certificate()["findings"] == []
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_what_a_canary_launches_later_is_compiled_when_it_is_armed(make, outcome, settings, monkeypatch):
+    """Requests that end, and others that take their pages: none of their steps waits for a compiler."""
+    from triton.runtime.jit import JITFunction
+
+    modules = [sys.modules[f"kvcanary_kernels.{name}"] for name in ("content", "finite", "fingerprint", "poison")]
+    own = {kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, JITFunction)}
+    for kernel in own:
+        kernel.device_caches.clear()  # of what other tests have compiled
+    compiled, compile_one = list[str](), JITFunction._do_compile
+
+    def noted(kernel: JITFunction, *args: object, **kwargs: object) -> object:
+        compiled.extend([kernel.fn.__name__] if kernel in own else [])
+        return compile_one(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    engine = make(graphs="on", device="cuda", schedule="overlap", prefix_cache=False, **settings)
+    assert {"_check_content_kernel", "_finite_check_kernel", "_fingerprint_kernel"} <= {*compiled}
+    assert {"_poison_fill_kernel", "_poison_check_kernel"} <= {*compiled}
+    compiled.clear()
+    for _ in range(6):
+        outcome(engine, max_new_tokens=40)
+    assert compiled == []
+    assert engine.canary._poisoner.poisoned
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])
