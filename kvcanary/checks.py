@@ -92,7 +92,7 @@ class StepChecks:
         self.step = 0
 
     def prepare(self) -> None:
-        """No later step waits until kernels that look at bytes are compiled and loaded: a GPU does both at first use."""
+        """No later step waits for kernels that look at bytes: a GPU compiles and loads what is launched first."""
         if self._config.content == "write" or not self._compares_content:
             return
         with torch.inference_mode():

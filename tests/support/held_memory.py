@@ -9,12 +9,15 @@ import torch
 
 from spec_engine import Engine
 
+SOME_BLOCKS = 8 * 512  # bytes
+
 
 def expect_memory_to_stay(engine: Engine, run: Callable[[], object], first: int, last: int) -> None:
     """Over so many ``last`` steps the allocator never comes to hold more than it did over the ``first`` ones.
 
-    It varies by a block: what a second stream has used is taken back by the next allocation only. So the most of two
-    spans is compared, not what two moments have; ``run`` takes the engine some steps further.
+    It varies by some blocks: what a second stream has used is taken back by the next allocation only. So the most of
+    two spans is compared, not what two moments have, and SOME_BLOCKS more are none: one for every ``run``, which takes
+    the engine some steps further, would be.
     """
 
     def most_held(num_steps: int) -> int:
@@ -27,4 +30,4 @@ def expect_memory_to_stay(engine: Engine, run: Callable[[], object], first: int,
 
     run()
     gc.collect()  # engines of other tests, which would go meanwhile
-    assert most_held(first) >= most_held(last)
+    assert most_held(last) <= most_held(first) + SOME_BLOCKS
