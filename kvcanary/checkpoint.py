@@ -118,17 +118,26 @@ class Checkpoint:
         return sum(array.nbytes for array in arrays) + 8 * lists
 
 
-def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
-    """Copy it; the caller has settled. `most_bytes`: that the records may take."""
+def room_for_records(books: Books, most_bytes: int) -> Array | None:
+    """Memory for the records of one checkpoint, every page of it touched; None where they take more bytes.
+
+    A host takes as long to find memory for the records of a large pool as for ten steps: once is enough.
+    """
+    count = len(books.checks.mirror.memory)
+    return np.full((count, RECORD_BYTES // 8), 0, np.int64) if count * RECORD_BYTES <= most_bytes else None
+
+
+def take_checkpoint(books: Books, step: int, room: Array | None) -> Checkpoint:
+    """Copy it; the caller has settled. `room`: `room_for_records`, which nobody else uses from now on."""
     ledger, checks = books.ledger, books.checks
-    records, partial = _records(books, most_bytes)
+    partial = _copy_records(books, room)
     table = checks.mirror.table
     return Checkpoint(
         step=step,
         requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
         pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
         | {"holder_sums": ledger.pages.holder_sums.copy()},
-        records=records,
+        records=None if room is None else room.view(np.uint64),
         partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
         judged=checks.mirror.judged.copy(),
         quarantine=tuple(ledger.quarantined),
@@ -149,16 +158,15 @@ def take_checkpoint(books: Books, step: int, most_bytes: int) -> Checkpoint:
     )
 
 
-def _records(books: Books, most_bytes: int) -> tuple[Array | None, Array]:
-    """`records` of a checkpoint, and [n] int64 rows that some layers have written and others not."""
+def _copy_records(books: Books, room: Array | None) -> Array:
+    """`records` of a checkpoint into this room; [n] int64 rows that some layers have written and others not."""
     memory, pools = books.checks.mirror.memory, books.state.pools
-    fits = len(memory) * RECORD_BYTES <= most_bytes
-    records = np.empty((len(memory) if fits else 0, RECORD_BYTES // memory.itemsize), np.int64)
+    records = np.empty((0, RECORD_BYTES // 8), np.int64) if room is None else room
     partial, num_partial = np.empty(len(memory), np.int64), 0
     for pool in pools:
-        end, room = pool.base + pool.view.num_slots, partial[num_partial:]
-        num_partial += pool.loops.copy_records(memory, pool.base, end, *pool.all_layers, records, room)
-    return records.view(np.uint64) if fits else None, partial[:num_partial].copy()
+        end, rest = pool.base + pool.view.num_slots, partial[num_partial:]
+        num_partial += pool.loops.copy_records(memory, pool.base, end, *pool.all_layers, records, rest)
+    return partial[:num_partial].copy()
 
 
 def _request(request: Request, epoch: int) -> RequestState:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.checkpoint import Books, Checkpoint, take_checkpoint
+from kvcanary.checkpoint import Books, Checkpoint, room_for_records, take_checkpoint
 from kvcanary.codes import UNWRITTEN
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
@@ -108,6 +108,7 @@ class Recorder:
         self.segments: deque[Segment] = deque()
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self._events: list[Event] = []
+        self._rooms: list[NDArray[Any] | None] = []  # for records of segments to come
         self._closings: dict[str, Event] = {pool.view.name: ("close", pool.view.name) for pool in books.state.pools}
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents()
@@ -128,6 +129,7 @@ class Recorder:
         if self.steps:
             views = [pool.view for pool in self.books.state.pools]
             self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
+            self._rooms = [room_for_records(self.books, self.most_bytes // RECORDS) for _ in range(PARTS + 2)]
             self.begin_segment(step)
 
     def stop(self) -> None:
@@ -155,9 +157,10 @@ class Recorder:
 
     def begin_segment(self, step: int) -> None:
         """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go."""
-        self.segments.append(Segment(take_checkpoint(self.books, step, self.most_bytes // RECORDS)))
+        room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
+        self.segments.append(Segment(take_checkpoint(self.books, step, room)))
         while len(self.segments) > 1 and self._covers_without_first():
-            self.segments.popleft()
+            self._drop()
         self._events = self.segments[-1].events
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
@@ -165,7 +168,7 @@ class Recorder:
     def tick(self) -> None:
         """A step was checked: segments for which there is no room go."""
         while len(self.segments) > 1 and self.num_bytes > self._room:
-            self.segments.popleft()
+            self._drop()
 
     @property
     def _room(self) -> int:
@@ -318,6 +321,11 @@ class Recorder:
         return list(self._waiting.values())
 
     # helpers
+
+    def _drop(self) -> None:
+        """The oldest segment goes; the next one may have its memory."""
+        records = self.segments.popleft().checkpoint.records
+        self._rooms.append(None if records is None else records.view(np.int64))
 
     def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         recorded = self._waiting.pop(id(forward), None)

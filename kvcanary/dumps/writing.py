@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcanary
-from kvcanary.checkpoint import Books, RequestState, take_checkpoint
+from kvcanary.checkpoint import Books, RequestState, room_for_records, take_checkpoint
 from kvcanary.desk import LAID_OUT
 from kvcanary.dumps.calls import CALLS, FORMAT, OF_SEVERAL, SAFE_VALUES, VERSION, WITHHELD, by_request
 from kvcanary.dumps.codebook import Chains, CodeBook, rooted
@@ -79,7 +79,9 @@ class Writer:
             for number, event in enumerate(segment.events)
             for place, (name, *args) in enumerate(_as_told(event))
         ]
-        self._now = take_checkpoint(source.books, source.step, source.recorder.most_bytes)
+        self._now = take_checkpoint(
+            source.books, source.step, room_for_records(source.books, source.recorder.most_bytes)
+        )
         self._seed = secrets.randbits(64)
         self._admissions = list(self._admitted())
         self._labels = rooted([self._roots_of("", ""), *(admission.roots for admission in self._admissions)])

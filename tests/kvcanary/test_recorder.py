@@ -14,7 +14,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES
+from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -47,6 +47,24 @@ def test_the_ring_keeps_the_steps_it_was_asked_for():
         kept = engine.canary.step - segments[0].checkpoint.step
         assert kept <= 16
     assert kept >= 8
+
+
+def test_segments_take_turns_in_memory_that_was_found_at_the_start():
+    """Each has records of its own as long as it is there; as many as there ever are at a time were touched by then."""
+    engine = toy(ring=8)
+    engine.start("only", 6)
+    first, seen = {room.ctypes.data for room in engine.canary.recorder._rooms}, set()
+    for _ in range(40):
+        engine.decode()
+        segments = engine.canary.recorder.segments
+        own = [segment.checkpoint.records.ctypes.data for segment in segments]
+        assert len({*own}) == len(own)
+        begun = segments[-1].checkpoint
+        if begun.step == engine.canary.step:
+            assert np.array_equal(begun.records, engine.canary._checks.mirror.memory[:, :4].view(np.uint64))
+        seen |= {*own}
+    assert len(seen) == PARTS + 2
+    assert first < seen
 
 
 def test_the_ring_keeps_to_its_bytes():

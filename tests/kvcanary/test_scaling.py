@@ -78,7 +78,7 @@ def test_a_checkpoint_holds_no_more_objects_for_more_tokens(make_decoding: Calla
     engine = make_decoding(SMALL)
 
     def tracked() -> int:
-        checkpoint = take_checkpoint(engine.canary.recorder.books, engine.canary.step, 1 << 20)
+        checkpoint = take_checkpoint(engine.canary.recorder.books, engine.canary.step, None)
         seen, new = set(), [checkpoint.requests]
         while new:
             one = new.pop()
