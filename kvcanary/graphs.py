@@ -42,7 +42,7 @@ from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, StaticHit
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
-from kvcanary.learning import Heard, Launched, Learned
+from kvcanary.learning import Heard, Launched, Learned, tokens_of
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
@@ -240,11 +240,8 @@ class StaticChecks:
             return False
         heard, place = self.listener.heard, RUN_SEEN
         for run in forwards:
-            substep, tokens = run.substep, None
-            if run.accepted is not None:
-                self.num_unlanded -= 1
-                tokens = _tokens(run.accepted[: len(run.batch)])
-            heard(run.record, Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS, tokens), substep.layers)
+            self.num_unlanded -= run.accepted is not None
+            heard(run.record, Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS), run.substep.layers)
             place += RUN_CARD
         self._coverage.forwards += len(forwards)
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
@@ -275,12 +272,11 @@ class StaticChecks:
                     unwritten(requests, run.step)
                 if not seen & HAS_RUN:  # H1 says so
                     continue
-                tokens = None if accepted is None else _tokens(accepted[: len(requests)])
                 if hearing.is_clean(run, seen >> RUN_BITS):
                     num_learned += 1
-                    clean = Heard.of(run, seen >> RUN_BITS + LINE_BITS, tokens)
-                    self.listener.heard(run.record, clean, substep.layers)
+                    self.listener.heard(run.record, Heard.of(run, seen >> RUN_BITS + LINE_BITS), substep.layers)
                     continue
+                tokens = None if accepted is None else tokens_of(accepted[: len(requests)])
                 forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)
                 if not forward.is_plan:
                     self._coverage.skip("captured forwards whose plans contradict themselves", 1)
@@ -376,8 +372,3 @@ class StaticChecks:
         found = {"rows": gap.run_rows, "entries": gap.run_entries, "reads": gap.run_reads}
         pool = self._state.by_name[gap.pool]
         return Hit("H1", pool, -1, None, None, gap.site, step, expected=expected, found=found)
-
-
-def _tokens(accepted: Ints) -> list[list[int]]:
-    """By request."""
-    return [row[1 : 1 + max(row[0], 0)] for row in accepted.tolist()]

@@ -60,7 +60,7 @@ class Launched(NamedTuple):
 class Heard(NamedTuple):
     """A captured forward that a loop has proved clean, as its line says; `learned` makes of it what the rules take.
 
-    numbers: the parts up to masks, copied;  accepted: as `Learned` has it
+    numbers: the parts up to masks, copied;  accepted: what the step before it has accepted, as `Launched` has it, too
     """
 
     substep: StaticSubstep
@@ -68,25 +68,32 @@ class Heard(NamedTuple):
     num_requests: int
     num_entries: int
     numbers: Ints
-    accepted: list[list[int]] | None
+    accepted: Ints | None
 
     @classmethod
-    def of(cls, run: Launched, num_entries: int, accepted: list[list[int]] | None) -> Heard:
+    def of(cls, run: Launched, num_entries: int) -> Heard:
         """Nothing of it lies in the line any more."""
-        line = run.line
+        line, n = run.line, run.batch.told[0]
         numbers = line.numbers[: line.where[MASKS].stop].copy()
-        return cls(run.substep, run.step, run.batch.told[0], num_entries, numbers, accepted)
+        accepted = None if run.accepted is None else run.accepted[:n].copy()
+        return cls(run.substep, run.step, n, num_entries, numbers, accepted)
 
     @property
     def num_bytes(self) -> int:
         """That it keeps."""
-        return self.numbers.nbytes
+        return self.numbers.nbytes + (0 if self.accepted is None else self.accepted.nbytes)
 
     def learned(self) -> Learned:
         where = self.substep.written.line().where[: MASKS + 1]
         header = np.zeros(2 * NUM_BITS, np.int64)
         own = self.substep, self.step, self.num_requests
-        return Learned(*own, [*(self.numbers[part] for part in where), header], self.accepted)
+        accepted = None if self.accepted is None else tokens_of(self.accepted)
+        return Learned(*own, [*(self.numbers[part] for part in where), header], accepted)
+
+
+def tokens_of(accepted: Ints) -> list[list[int]]:
+    """By request, of [requests, 1 + places]: how many tokens, then these."""
+    return [row[1 : 1 + max(row[0], 0)] for row in accepted.tolist()]
 
 
 class Learned:

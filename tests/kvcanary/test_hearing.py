@@ -152,7 +152,7 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
         seen["no plan" if not is_plan else "named" if hits else "clean"] += 1
         if is_plan and not hits:
             assert told >> LINE_BITS == forward.num_entries
-            kept, plan = Heard.of(run, told >> LINE_BITS, None), forward.plan.tolist()
+            kept, plan = Heard.of(run, told >> LINE_BITS), forward.plan.tolist()
             line.numbers[:] = 0
             again = kept.learned()
             assert again.plan.tolist() == plan
