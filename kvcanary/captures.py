@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from kvcanary_kernels.capture import garbage_kept
+
 MOST_GRAPHS = 96  # an engine whose buffers move all the time is launched one by one
 
 
@@ -31,7 +33,7 @@ class Replays:
 
     def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), garbage_kept():
             graph.capture_begin(capture_error_mode="thread_local")  # other threads wait for events meanwhile
             try:
                 launch()

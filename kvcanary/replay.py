@@ -14,6 +14,7 @@ from kvcanary.bank import SubstepBank
 from kvcanary.buffers import Batch, StaticBuffers, empty_batch
 from kvcanary.errors import PlanError
 from kvcanary.static import StaticSubstep
+from kvcanary_kernels.capture import garbage_kept
 
 Body = Callable[[], None]
 
@@ -76,7 +77,7 @@ class CudaGraphReplay(StaticReplay):
             body()  # compiles every kernel before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with garbage_kept(), torch.cuda.graph(graph, pool=self._pool):
             body()
         return graph.replay
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvcanary_kernels.capture import garbage_kept
+
 Body = Callable[[], None]
 PRIORITY = -1  # of what is captured: before all that a host launches behind a step, which reads beside the next one
 
@@ -29,6 +31,6 @@ class Recorder:
             body()  # compiles every kernel before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with garbage_kept(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             body()
         return graph.replay
