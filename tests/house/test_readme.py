@@ -202,7 +202,7 @@ def test_readme_quotes_steps_with_drafts_and_pools_of_all_sizes(root: Path) -> N
     assert [row["pool_times"] for row in pools] == [1, 8, 32]
     for figures in (
         over,
-        [f"{us:+.0f} of {off:.0f} us" for us, off in added],
+        [f"{round(us):+d} of {off:.0f} us" for us, off in added],
         [f"{row['added_us']['rolling']['median']:+.0f} us" for row in pools],
     ):
         assert f"| {', '.join(figures)} |" in readme
