@@ -177,6 +177,8 @@ class Recorder:
 
     def note(self, *event: Any) -> None:
         """A call of the manager, or of its desk, is about to run: its name, then its arguments."""
+        if not self.segments:
+            return
         if not _PLAIN.issuperset(map(type, event)):
             event = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in event])
         self.told(*event)
