@@ -154,6 +154,24 @@ def test_what_is_told_in_one_call_is_two_in_a_dump(tmp_path: Path):
     assert [event["n"] for event in told] == [*range(mark["n"], mark["n"] + 4)]
 
 
+def test_arguments_are_kept_by_their_places_however_they_were_given(tmp_path: Path):
+    """Keywords in any order, and what was left out, are told as a dump has them."""
+    engine = toy()
+    engine.start("only", 6)
+    canary, pages = engine.canary, engine.rows["only"].pages
+    canary.admit("other", [1, 2])
+    canary.on_alloc(pages=[21], for_load=True, request_id="other")
+    canary.on_alloc("other", pages=[22])
+    assert not canary.doomed
+    dump = read_dump(canary.dump(tmp_path / "told"))
+    told = [event for event in dump.events if event["call"] == "on_alloc"][-2:]
+    assert [(event["request_id"], event["pages"].tolist(), event["for_load"]) for event in told] == [
+        ("other", [21], True),
+        ("other", [22], False),
+    ]
+    assert not {21, 22} & {*pages}
+
+
 @pytest.mark.parametrize("count", [1, LONG])
 def test_what_many_are_told_is_kept_as_it_was_told(count: int):
     """Whoever uses his lists again changes no event of pages, tokens or lengths; all of it counts as memory."""

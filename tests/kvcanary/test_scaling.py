@@ -13,6 +13,7 @@ from kvcanary.checkpoint import take_checkpoint
 from kvcanary.hook_clock import HookClock
 from kvcanary.pages import Pages
 from kvcanary.sweep import STRIDE
+from kvcanary_kernels.record import FREE, RESERVED, WRITTEN
 
 SMALL, LARGE = 1 << 11, 1 << 18  # pages of one slot
 TIMES = 12
@@ -103,6 +104,10 @@ def test_changes_are_the_pages_of_events() -> None:
     assert pages.is_changed
     assert pages.changes().tolist() == [3, 5, 3]
     assert not pages.is_changed
+    pages.grant("granted", np.array([9, 7, 8]), 7, 1, "one")
+    pages.wrote(4 * np.array([9, 7, 7, 6]) + [0, 3, 1, 2], 4)  # nobody has granted 6
+    assert pages.changes().tolist() == [9, 7, 8, 9, 7]
+    assert [int(pages.states[page]) for page in (9, 7, 8, 6)] == [WRITTEN, WRITTEN, RESERVED, FREE]
     for _ in range(10_000):
         pages.states[3] = pages.states[5]  # RESERVED: it may be written again
         pages.wrote(np.array([3]))
