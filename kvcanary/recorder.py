@@ -108,7 +108,7 @@ class Recorder:
         self.segments: deque[Segment] = deque()
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self._events: list[Event] = []
-        self._rooms: list[NDArray[Any] | None] = []  # for records of segments to come
+        self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
         self._closings: dict[str, Event] = {pool.view.name: ("close", pool.view.name) for pool in books.state.pools}
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
         self.captured = CapturedEvents()
@@ -122,19 +122,23 @@ class Recorder:
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(ARRAY_BYTES, self.segments)) + EVENT_BYTES * sum(map(len, map(EVENTS, self.segments)))
+        """Of all segments, and of the memory that waits for those to come."""
+        segments, waiting = self.segments, sum(room.nbytes for room in self._rooms)
+        return sum(map(ARRAY_BYTES, segments)) + EVENT_BYTES * sum(map(len, map(EVENTS, segments))) + waiting
 
     def start(self, step: int) -> None:
         """The canary is armed: what comes is recorded, if steps were asked for."""
         if self.steps:
             views = [pool.view for pool in self.books.state.pools]
             self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
-            self._rooms = [room_for_records(self.books, self.most_bytes // RECORDS) for _ in range(PARTS + 2)]
+            rooms = (room_for_records(self.books, self.most_bytes // RECORDS) for _ in range(PARTS + 1))
+            self._rooms = [room for room in rooms if room is not None]
             self.begin_segment(step)
 
     def stop(self) -> None:
         """What was recorded is forgotten, and nothing more is until `start`."""
         self.segments.clear()
+        self._rooms.clear()
         self._waiting.clear()
 
     # what happens
@@ -156,19 +160,25 @@ class Recorder:
         return own > room // SPARE and own > room // (PARTS + 1) - start  # a large pool's start is large
 
     def begin_segment(self, step: int) -> None:
-        """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go."""
+        """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go, and
+        leave their memory to it.
+        """
+        while len(self.segments) > 1 and step - self.segments[1].checkpoint.step >= self.steps:
+            gone = self.segments.popleft().checkpoint.records
+            self._rooms += [] if gone is None else [gone.view(np.int64)]
         room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
         self.segments.append(Segment(take_checkpoint(self.books, step, room)))
-        while len(self.segments) > 1 and self._covers_without_first():
-            self._drop()
         self._events = self.segments[-1].events
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
 
     def tick(self) -> None:
-        """A step was checked: segments for which there is no room go."""
-        while len(self.segments) > 1 and self.num_bytes > self._room:
-            self._drop()
+        """A step was checked: what there is no room for goes, memory that waits before segments."""
+        while (self._rooms or len(self.segments) > 1) and self.num_bytes > self._room:
+            if self._rooms:
+                self._rooms.pop()
+            else:
+                self.segments.popleft()
 
     @property
     def _room(self) -> int:
@@ -324,19 +334,11 @@ class Recorder:
 
     # helpers
 
-    def _drop(self) -> None:
-        """The oldest segment goes; the next one may have its memory."""
-        records = self.segments.popleft().checkpoint.records
-        self._rooms.append(None if records is None else records.view(np.int64))
-
     def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         recorded = self._waiting.pop(id(forward), None)
         if recorded is not None:
             recorded.keep(forward, suspects)
             self.segments[-1].array_bytes += recorded.num_bytes
-
-    def _covers_without_first(self) -> bool:
-        return self.segments[-1].checkpoint.step - self.segments[1].checkpoint.step >= self.steps
 
     def _number_of(self, parcel: Parcel) -> int:
         """-1 of one that left before the recording."""

@@ -62,9 +62,7 @@ class Sweeper:
     def slice(self, step: int, batch: Batch) -> list[Hit | HitBatch]:
         """This step's share: within the rotation every committed byte of every running request is read again.
 
-        batch: the running requests
-
-        What fires at once; on a GPU the host hears of it with the step.
+        batch: the running requests. What fires at once; on a GPU the host hears of it with the step.
         """
         requests = batch.requests
         total = self._bytes_of(requests) if self._budget is not None else 0

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from kvcanary.cards import END
+from kvcanary.cards import END, END_ROW
 from kvcanary.certificate import Coverage
 from kvcanary.config import CanaryConfig, share_of
 from kvcanary.entries import Entries, named
@@ -150,17 +150,18 @@ class Tails:
         if not ends:
             return
         size, found = self._state.page_size, len(ends) // END
-        names, grants = np.empty((2, found * size), np.int64)
-        told = found, ends.buffer_info()[0], size, self._generations_at, names.ctypes.data, grants.ctypes.data
-        count = pool.loops.list_ends(*told)
-        names = names[:count]
+        listed = np.empty((4, found * size), np.int64)
+        at = (listed.ctypes.data + number * listed.strides[0] for number in range(len(listed)))
+        count = pool.loops.list_ends(found, ends.buffer_info()[0], size, self._generations_at, *at)
+        names, grants, positions, rows = listed[:, :count]
         slots = slots_in(pool.view, names)
         which = self._unwritten(pool, slots, names)
 
         def entries() -> Entries:
-            return _behind(batch, ends, size, slots, named(pool, names)).at(which)
+            ids = [batch.requests[number].request_id for number in ends[END_ROW::END]]
+            return Entries(slots, positions, rows, ids, names=named(pool, names)).at(which)
 
-        self._look(pool, slots[which], entries, site, step, grants[:count][which])
+        self._look(pool, slots[which], entries, site, step, grants[which])
 
     def _ends(self, batch: Batch, pool: PoolState, always: set[str]) -> array[int]:
         """[n, END] (cards.py) of rows whose last page has room behind what is final, and was not looked at."""
@@ -199,16 +200,6 @@ class Tails:
             return
         judge = partial(_fired, pool, entries_of, site, step)
         self._found += self._asked.look_for_finite(pool, slots, judge, grants)
-
-
-def _behind(batch: Batch, ends: array[int], size: int, slots: Ints, names: Ints | None) -> Entries:
-    """Slots [n] behind final entries, in the order of these rows (`_ends`), on pages of this size."""
-    due, lengths, _ = np.array(ends).reshape(-1, END).T
-    counts = size - lengths % size
-    rows = np.arange(len(due)).repeat(counts)
-    positions = lengths[rows] + np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
-    ids = [batch.requests[number].request_id for number in due.tolist()]
-    return Entries(slots, positions, rows, ids, names=names)
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs, which end when a graph or an event of somebody else's ends meanwhile."""
+"""Captures of CUDA graphs, which fail where an older graph is given back meanwhile."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Python collects no garbage within: it may find graphs of an engine that is gone, and an error would end this one.
-
-    "operation not permitted when stream is capturing (function reset)"; torch collected before every capture once.
+    """Python collects no garbage within: it may find the graphs of an engine that is gone, and giving one back is an
+    "operation not permitted when stream is capturing". `torch.cuda.graph` does not see to that.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -22,19 +22,22 @@ def list_slots(n, pages, page_size, generations, slots, grants):
             slots[at], grants[at] = page_size * pages[i] + at - page_size * i, grant
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64)")
-def list_ends(n, ends, page_size, generations, slots, grants):
-    """The same behind the final entries of rows, on their last pages; how many these are.
+@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def list_ends(n, ends, page_size, generations, slots, grants, positions, rows):
+    """The same behind the final entries of rows, on their last pages, with position and row; how many these are.
 
-    ends: address of [n, END], as `loops.end_rows` has them;  slots, grants: with room for n pages
+    ends: address of [n, END], as `loops.end_rows` has them;  rows: 0 for the first of these, and so on
+    slots, grants, positions, rows: addresses with room for n pages
     """
     ends, found = longs_at(ends, END * n), 0
     slots, grants = longs_at(slots, n * page_size), longs_at(grants, n * page_size)
+    positions, rows = longs_at(positions, n * page_size), longs_at(rows, n * page_size)
     for i in range(n):
-        page = ends[END * i + END_PAGE]
+        page, length = ends[END * i + END_PAGE], ends[END * i + END_LENGTH]
         grant = longs_at(generations, page + 1)[page]
-        for offset in range(ends[END * i + END_LENGTH] % page_size, page_size):
-            slots[found], grants[found] = page_size * page + offset, grant
+        for position in range(length, length - length % page_size + page_size):
+            slots[found], grants[found] = page_size * page + position % page_size, grant
+            positions[found], rows[found] = position, i
             found += 1
     return found
 

@@ -201,13 +201,15 @@ def test_slots_of_pages_are_listed_with_the_grant_that_each_is_in(size):
     assert grants.tolist() == (100 + pages).repeat(size).tolist()
     loops.list_slots(3, pages.ctypes.data, size, 0, *at[1:])
     assert not grants.any()
-    slots[:] = grants[:] = -9
+    slots[:], positions, rows = -9, *np.full((2, 3 * size), -9)
     ends = np.ascontiguousarray(np.stack([np.arange(3), lens, pages], 1))
-    rows = zip(lens, pages, strict=True)
-    behind = [[page * size + offset for offset in range(length % size, size)] for length, page in rows]
-    found = loops.list_ends(3, ends.ctypes.data, size, *at)
+    last = zip(lens, pages, strict=True)
+    behind = [[page * size + offset for offset in range(length % size, size)] for length, page in last]
+    found = loops.list_ends(3, ends.ctypes.data, size, *at, positions.ctypes.data, rows.ctypes.data)
     assert slots[:found].tolist() == [slot for own in behind for slot in own]
     assert grants[:found].tolist() == (100 + pages).repeat([*map(len, behind)]).tolist()
+    assert rows[:found].tolist() == [row for row, own in enumerate(behind) for _ in own]
+    assert positions[:found].tolist() == [n + i for n, own in zip(lens, behind, strict=True) for i in range(len(own))]
     assert (slots[found:] == -9).all()
 
 
