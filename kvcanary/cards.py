@@ -179,9 +179,10 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
     RUN_WRITTEN,  # address, by request; 0: as many as the step before it accepts
     RUN_ACCEPTED,  # address of what that has accepted
     RUN_PLACES,
+    RUN_KEEP,  # numbers that are kept of it where it is clean: of its line from the first on, then what it accepted
     RUN_SEEN,  # 0; then what the loop says of it: these bits, and above them what it says of the line
     RUN_CARD,
-) = range(13)
+) = range(14)
 HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
 PLACE_BITS = 32  # of a request's number in a run
 

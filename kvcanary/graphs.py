@@ -16,7 +16,6 @@ from kvcanary.captured_move import StaticMove
 from kvcanary.cards import (
     HAS_RUN,
     IS_SHORT,
-    LINE_BITS,
     NOWHERE,
     NUM_FINAL,
     PLACE_BITS,
@@ -29,6 +28,7 @@ from kvcanary.cards import (
     ROW_UNHEARD,
     RUN_BITS,
     RUN_CARD,
+    RUN_KEEP,
     RUN_SEEN,
     SAID_END,
     SAID_PLACE,
@@ -98,11 +98,11 @@ class RowTruth:
 class Listener(Protocol):
     """Who keeps what the host learns of captured forwards."""
 
-    def learned(self, record: Any, forward: Learned, layers: tuple[int, ...]) -> None:
-        """What was launched with this record; `layers`: that it stored, in their order."""
+    def learned(self, run: Launched, forward: Learned) -> None:
+        """What a run says of itself."""
 
-    def heard(self, record: Any, forward: Heard, layers: tuple[int, ...]) -> None:
-        """The same of one that was proved clean."""
+    def heard(self, runs: Sequence[Launched], numbers: array[int]) -> None:
+        """The same of runs that were proved clean: RUN_KEEP numbers of each, as `Heard` has them."""
 
     def moved(self, src: Ints, dst: Ints) -> None:
         """The first launched move of which nothing was told."""
@@ -158,20 +158,21 @@ class StaticChecks:
         written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
         runs before them. reads: by forward, as the engine knows the lengths of rows; records: the listener's
         """
-        turn, accepted, acceptance_card = self.bank.turn, None, (0, 0)
+        turn, accepted, accepted_at, places = self.bank.turn, None, 0, 0
         written_at = 0 if written is None else written.buffer_info()[0]
         if acceptance is not None:
             self.num_unlanded += 1
             line, places = acceptance.told.expect(turn), 1 + acceptance.places
-            accepted, acceptance_card = line[0].reshape(-1, places), (line.at, places)
+            accepted, accepted_at = line[0].reshape(-1, places), line.at
         kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
         rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, num_forwards, written)
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
-        common = *batch.told, turn, step, rows.buffer_info()[0], written_at, *acceptance_card, 0
+        common = *batch.told, turn, step, rows.buffer_info()[0], written_at, accepted_at, places
+        more = places * len(batch)
         for substep, count, record in zip(substeps, reads, records, strict=True):
-            line = substep.written.expect(turn)
-            card = substep.line_card_at, line.at, count, *common
+            line, keep = substep.written.expect(turn), 0 if record is None else substep.num_kept + more
+            card = substep.line_card_at, line.at, count, *common, keep, 0
             self.launched.append(Launched(substep, batch, rows, step, turn, line, written, card, accepted, record))
         return self._truth(rows)
 
@@ -234,15 +235,14 @@ class StaticChecks:
             return False
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        cards, said = snapshot.cards, hearing.said
-        if not hearing.land_quiet(forwards, cards, snapshot.planned, proves, self._seen):
+        said, kept = hearing.said, array("q", bytes(8 * sum(snapshot.cards[RUN_KEEP::RUN_CARD])))
+        if not hearing.land_quiet(forwards, snapshot.cards, snapshot.planned, proves, self._seen, kept):
             self._num_heard = said[SAID_END]
             return False
-        heard, place = self.listener.heard, RUN_SEEN
-        for run in forwards:
-            self.num_unlanded -= run.accepted is not None
-            heard(run.record, Heard.of(run, cards[place] >> RUN_BITS + LINE_BITS), run.substep.layers)
-            place += RUN_CARD
+        if self.num_unlanded:
+            self.num_unlanded -= len([run for run in forwards if run.accepted is not None])
+        if kept:
+            self.listener.heard(forwards, kept)
         self._coverage.forwards += len(forwards)
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
         if said[SAID_PLACE] != NOWHERE or self._final_card[NUM_FINAL]:
@@ -274,7 +274,8 @@ class StaticChecks:
                     continue
                 if hearing.is_clean(run, seen >> RUN_BITS):
                     num_learned += 1
-                    self.listener.heard(run.record, Heard.of(run, seen >> RUN_BITS + LINE_BITS), substep.layers)
+                    if run.record is not None:
+                        self.listener.heard([run], Heard.of(run).numbers)
                     continue
                 tokens = None if accepted is None else tokens_of(accepted[: len(requests)])
                 forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)
@@ -285,7 +286,7 @@ class StaticChecks:
                 ledger.pages.wrote(forward.slots, ledger.page_size)
                 mirror.learn(forward.slots + forward.pool.base)
                 yield forward
-                self.listener.learned(run.record, forward, substep.layers)
+                self.listener.learned(run, forward)
         self._coverage.forwards += num_learned
 
     def learn_moves(self, told: Told, mirror: Mirror) -> None:

@@ -45,15 +45,21 @@ class Hearing:
         return end
 
     def land_quiet(
-        self, runs: Sequence[Launched], cards: array[int], planned: array[int], proves: bool, seen: tuple[int, int, int]
+        self,
+        runs: Sequence[Launched],
+        cards: array[int],
+        planned: array[int],
+        proves: bool,
+        seen: tuple[int, int, int],
+        kept: array[int],
     ) -> bool:
         """`loops.land_quiet`, which leaves in `said` how far it came; `seen`: as it takes headers.
 
         Then pages are written, and the mirror knows where new records lie.
         """
-        at, said = cards.buffer_info()[0], self._said_at
-        planned_at, final_at = planned.buffer_info()[0], self._pages.final_at
-        if not self._land(len(runs), at, self._books_at, planned_at, proves, *seen, self._page_size, final_at, said):
+        told = len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves, *seen
+        out = self._pages.final_at, kept.buffer_info()[0], self._said_at
+        if not self._land(*told, self._page_size, *out):
             return False
         if self.said[SAID_SEEN] >> RUN_BITS:
             for number, run in enumerate(runs):

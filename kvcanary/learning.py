@@ -58,37 +58,38 @@ class Launched(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """A captured forward that a loop has proved clean, as its line says; `learned` makes of it what the rules take.
+    """What is kept of a captured forward that a loop has proved clean; `learned` makes of it what the rules take.
 
-    numbers: the parts up to masks, copied;  accepted: what the step before it has accepted, as `Launched` has it, too
+    numbers:    of several forwards; its own are [first, end): `num_kept` of its line, and behind them what the step
+                before it has accepted, as `Launched` has it
     """
 
     substep: StaticSubstep
     step: int
     num_requests: int
-    num_entries: int
-    numbers: Ints
-    accepted: Ints | None
+    numbers: array[int]
+    first: int
+    end: int
 
     @classmethod
-    def of(cls, run: Launched, num_entries: int) -> Heard:
-        """Nothing of it lies in the line any more."""
-        line, n = run.line, run.batch.told[0]
-        numbers = line.numbers[: line.where[MASKS].stop].copy()
-        accepted = None if run.accepted is None else run.accepted[:n].copy()
-        return cls(run.substep, run.step, n, num_entries, numbers, accepted)
+    def of(cls, run: Launched) -> Heard:
+        """As `loops.land_quiet` keeps it."""
+        n, accepted = len(run.batch), () if run.accepted is None else run.accepted[: len(run.batch)].ravel()
+        numbers = array("q", [*run.line.numbers[: run.substep.num_kept], *accepted])
+        return cls(run.substep, run.step, n, numbers, 0, len(numbers))
 
     @property
     def num_bytes(self) -> int:
         """That it keeps."""
-        return self.numbers.nbytes + (0 if self.accepted is None else self.accepted.nbytes)
+        return 8 * (self.end - self.first)
 
     def learned(self) -> Learned:
-        where = self.substep.written.line().where[: MASKS + 1]
-        header = np.zeros(2 * NUM_BITS, np.int64)
+        numbers = np.frombuffer(self.numbers, np.int64)[self.first : self.end]
+        parts = [numbers[part] for part in self.substep.written.line().where[: MASKS + 1]]
+        accepted = numbers[self.substep.num_kept :]
+        tokens = tokens_of(accepted.reshape(self.num_requests, -1)) if len(accepted) else None
         own = self.substep, self.step, self.num_requests
-        accepted = None if self.accepted is None else tokens_of(self.accepted)
-        return Learned(*own, [*(self.numbers[part] for part in where), header], accepted)
+        return Learned(*own, [*parts, np.zeros(2 * NUM_BITS, np.int64)], tokens)
 
 
 def tokens_of(accepted: Ints) -> list[list[int]]:

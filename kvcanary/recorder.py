@@ -25,8 +25,8 @@ from kvcanary.checkpoint import Books, Checkpoint, room_for_records, take_checkp
 from kvcanary.codes import UNWRITTEN
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
-from kvcanary.recorder_captured import CapturedEvents, Launch
-from kvcanary.recorder_forwards import RecordedForward
+from kvcanary.recorder_captured import CapturedEvents
+from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch
 
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
@@ -239,7 +239,7 @@ class Recorder:
         requests: tuple[str, ...],
         written: Sequence[int],
         reads: Sequence[int],
-    ) -> Sequence[Launch | None]:
+    ) -> Sequence[RecordedLaunch | None]:
         """Captured forwards run next; what `StaticChecks.launch` takes for each."""
         if not self.segments:
             return [None] * len(substeps)

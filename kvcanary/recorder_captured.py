@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from kvcanary.recorder_forwards import Ints, RecordedLaunch, RecordedMove
+from kvcanary.cards import RUN_KEEP
+from kvcanary.learning import Heard
+from kvcanary.recorder_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import MASK_32
 
 if TYPE_CHECKING:
     from kvcanary.harvest import StaticHit
-    from kvcanary.learning import Heard, Learned
+    from kvcanary.learning import Launched, Learned
     from kvcanary.recorder import Segment
     from kvcanary.static import StaticSubstep
 
 MOVE_SITE = ("move", 0)
+MOST_KEPT = 8 * MOST_UNPACKED  # numbers of forwards that were heard of together: eight an entry
 KEPT_STEPS = 8  # behind which nobody hears any more of what was launched
 Site = tuple[str, int]
 Place = tuple["Segment", int]
-
-
-class Launch(NamedTuple):
-    """A forward that was launched, as it is recorded, and where its event lies."""
-
-    substep: StaticSubstep
-    recorded: RecordedLaunch
-    segment: Segment
-    number: int
-
-    def is_of(self, pool: str, site: Site) -> bool:
-        return self.substep.site == site and self.substep.pool.name == pool
 
 
 class StepEvents:
@@ -44,11 +36,11 @@ class StepEvents:
     __slots__ = ("departure", "launches", "moves")
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[RecordedLaunch] = []
         self.moves: dict[str, Place] = {}
         self.departure: Place | None = None
 
-    def last_launch(self, pool: str, site: Site) -> Launch | None:
+    def last_launch(self, pool: str, site: Site) -> RecordedLaunch | None:
         return next((launch for launch in reversed(self.launches) if launch.is_of(pool, site)), None)
 
 
@@ -75,18 +67,18 @@ class CapturedEvents:
         written: Sequence[int],
         reads: Sequence[int],
         segment: Segment,
-    ) -> list[Launch]:
+    ) -> list[RecordedLaunch]:
         """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted.
 
         What is returned comes back with what the host hears of each.
         """
-        events, launched = segment.events, list[Launch]()
+        launches = list[RecordedLaunch]()
         for substep, count in zip(substeps, reads, strict=True):
-            recorded = RecordedLaunch(substep.number, requests, written, count)
-            launched.append(Launch(substep, recorded, segment, len(events)))
-            events.append(("launch", recorded))
-        self._now.launches += launched
-        return launched
+            launch = RecordedLaunch(substep, requests, written, count, segment)
+            segment.events.append(("launch", launch))
+            launches.append(launch)
+        self._now.launches += launches
+        return launches
 
     def launched_move(self, number: int, pool: str, segment: Segment) -> None:
         """A move runs next. `number`: of those in the bank."""
@@ -112,7 +104,7 @@ class CapturedEvents:
         """
         if (own := self._steps.get(step & MASK_32)) is not None:
             if launch := own.last_launch(pool, site):
-                return launch.segment, launch.number
+                return launch.segment, launch.place
             if site == MOVE_SITE and pool in own.moves:
                 return own.moves[pool]
         landed = None if self._landing is None else self._steps.get(self._landing & MASK_32)
@@ -120,15 +112,28 @@ class CapturedEvents:
 
     # what the host hears
 
-    def learned(self, launch: Launch | None, forward: Learned, layers: tuple[int, ...]) -> None:
+    def learned(self, run: Launched, forward: Learned) -> None:
+        launch: RecordedLaunch | None = run.record
         if launch is not None:
-            launch.recorded.learn(forward, layers)
-            launch.segment.array_bytes += launch.recorded.num_bytes
+            launch.learn(forward, run.substep.layers)
 
-    def heard(self, launch: Launch | None, forward: Heard, layers: tuple[int, ...]) -> None:
-        if launch is not None:
-            launch.recorded.hear(forward, layers)
-            launch.segment.array_bytes += launch.recorded.num_bytes
+    def heard(self, runs: Sequence[Launched], numbers: array[int]) -> None:
+        end = 0
+        for run in runs:
+            launch, first, end = run.record, end, end + run.card[RUN_KEEP]
+            if launch is not None:
+                launch.told = Heard(run.substep, run.step, run.batch.told[0], numbers, first, end)
+                launch.layers = run.substep.layers
+                launch.segment.array_bytes += 8 * (end - first)
+        if len(numbers) > MOST_KEPT:
+            self._pack(run.record for run in runs if run.record is not None)
+
+    @staticmethod
+    def _pack(launches: Iterable[RecordedLaunch]) -> None:
+        for launch in launches:
+            launch.segment.array_bytes -= launch.num_bytes
+            _ = launch.forward
+            launch.segment.array_bytes += launch.num_bytes
 
     def moved(self, src: Ints, dst: Ints) -> None:
         if self._moves:
@@ -142,6 +147,6 @@ class CapturedEvents:
         if launch is None:
             return
         if hit.code == "W9":
-            launch.recorded.padding += ((hit.row, hit.entry, hit.slot),)
+            launch.padding += ((hit.row, hit.entry, hit.slot),)
         elif hit.row >= 0 and hit.place >= 0:
-            launch.recorded.strays += ((hit.row, hit.place, hit.slot),)
+            launch.strays += ((hit.row, hit.place, hit.slot),)

@@ -14,9 +14,11 @@ from kvcanary.learning import Heard
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.learning import Learned
+    from kvcanary.recorder import Segment
+    from kvcanary.static import StaticSubstep
 
 Ints = NDArray[Any]
-MOST_UNPACKED = 4096  # entries of a forward that is packed only when somebody asks: till then it is twice as large
+MOST_UNPACKED = 4096  # entries of forwards that are packed only when somebody asks: till then they are twice as large
 
 
 class RecordedForward:
@@ -125,35 +127,54 @@ class RecordedLaunch:
     """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
+    pool, site: its own;  segment, place: where its event lies
     written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
     told:    what the host has heard of it; None: nothing yet
+    layers:  that it stored, in their order
     accepted: as `Learned` has it;  again: layers that have stored before, and did again; both with `forward`
     strays:  (row, place, slot) that checks found, which are all that a row may name besides
     padding: (row, entry, slot) of W9, one of them -1
     """
 
     __slots__ = (
-        "_layers",
         "accepted",
         "again",
+        "layers",
         "number",
         "padding",
+        "place",
+        "pool",
         "reads",
         "requests",
+        "segment",
+        "site",
         "strays",
         "told",
         "written",
     )
-    _layers: tuple[int, ...]
+    layers: tuple[int, ...]
     again: Sequence[int]
     strays: tuple[tuple[int, int, int], ...]
     padding: tuple[tuple[int, int, int], ...]
 
-    def __init__(self, number: int | None, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
-        self.number, self.requests, self.written, self.reads = number, requests, written, reads
+    def __init__(
+        self,
+        substep: StaticSubstep,
+        requests: tuple[str, ...],
+        written: Sequence[int],
+        reads: int,
+        segment: Segment,
+    ) -> None:
+        """Its event is the next one of this segment."""
+        self.number, self.pool, self.site = substep.number, substep.pool, substep.site
+        self.requests, self.written, self.reads = requests, written, reads
+        self.segment, self.place = segment, len(segment.events)
         self.told: RecordedForward | Learned | Heard | None = None
         self.accepted: list[list[int]] | None = None
-        self._layers = self.again = self.strays = self.padding = ()
+        self.layers = self.again = self.strays = self.padding = ()
+
+    def is_of(self, pool: str, site: tuple[str, int]) -> bool:
+        return self.site == site and self.pool.name == pool
 
     @property
     def forward(self) -> RecordedForward | None:
@@ -162,7 +183,7 @@ class RecordedLaunch:
         if told is None or isinstance(told, RecordedForward):
             return told
         learned = told.learned() if isinstance(told, Heard) else told
-        stored, self.again = _stored(self._layers, learned.pool.full_layers)
+        stored, self.again = _stored(self.layers, learned.pool.full_layers)
         self.accepted = learned.accepted
         if self.accepted is not None:
             self.written = tuple(map(len, self.accepted))
@@ -176,7 +197,7 @@ class RecordedLaunch:
 
     def learn(self, forward: Learned, layers: tuple[int, ...]) -> None:
         """`layers`: those that stored, in their order."""
-        self.told, self._layers = forward, layers
+        self.told, self.layers = forward, layers
         rows = forward.rows() if self.number is None and forward.has_read_hits else None
         if forward.num_entries > MOST_UNPACKED or rows is not None:
             packed = self.forward
@@ -184,12 +205,7 @@ class RecordedLaunch:
                 packed.keep_wholes(rows)
         else:
             forward.keep()
-
-    def hear(self, forward: Heard, layers: tuple[int, ...]) -> None:
-        """The same of one that was proved clean."""
-        self.told, self._layers = forward, layers
-        if forward.num_entries > MOST_UNPACKED:
-            _ = self.forward
+        self.segment.array_bytes += self.num_bytes
 
 
 class RecordedMove:

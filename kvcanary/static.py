@@ -39,6 +39,7 @@ class StaticSubstep:
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
+    num_kept: numbers of that which are kept where it is clean: all up to the masks
     line_card_at: address of where parts of that begin, [LINE_CARD] int64 (cards.py)
     """
 
@@ -68,6 +69,7 @@ class StaticSubstep:
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
+        self.num_kept = int(self.written.line().where[MASKS].stop)
         self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
         self.layers: tuple[int, ...] = ()
         keys, self._num_read = settings.read_keys, 0

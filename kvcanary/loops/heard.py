@@ -52,6 +52,7 @@ from kvcanary.cards import (
     RUN_BITS,
     RUN_CARD,
     RUN_CARDS,
+    RUN_KEEP,
     RUN_LINE,
     RUN_LINE_CARD,
     RUN_PLACES,
@@ -214,11 +215,22 @@ def take_quiet(n, runs, seen, planned, totals, counts, size):
     return True
 
 
-@loop("boolean(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64)")
-def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, said):
+@loop()
+def _keep(run, kept, first):
+    """What is kept of a run, from this place on; where the next one begins."""
+    end = first + run[RUN_KEEP]
+    accepted = run[RUN_REQUESTS] * run[RUN_PLACES] if run[RUN_KEEP] else 0
+    own = longs_at(kept, end)
+    own[first : end - accepted] = longs_at(run[RUN_LINE], end - accepted - first)
+    own[end - accepted :] = longs_at(run[RUN_ACCEPTED], accepted)
+    return end
+
+
+@loop("boolean(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64)")
+def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, kept, said):
     """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
 
-    said: [SAID] (cards.py), how far it came
+    kept: what is kept of them, one behind the other;  said: [SAID] (cards.py), how far it came
     """
     told, plain = longs_at(said, SAID), HAS_RUN
     told[:] = 0
@@ -233,5 +245,7 @@ def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, f
         return False
     if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
         return False
-    told[SAID_PLACE] = land_runs(runs, n, 0, page_size, final)
+    told[SAID_PLACE], end = land_runs(runs, n, 0, page_size, final), 0
+    for one in range(n):
+        end = _keep(longs_at(runs + 8 * RUN_CARD * one, RUN_CARD), kept, end)
     return True

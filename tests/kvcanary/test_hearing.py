@@ -23,6 +23,7 @@ from kvcanary.cards import (
     RUN_ACCEPTED,
     RUN_BITS,
     RUN_CARD,
+    RUN_KEEP,
     RUN_PLACES,
     RUN_ROWS,
     RUN_SEEN,
@@ -41,7 +42,7 @@ from kvcanary.outbox import Line, PackedMask
 from kvcanary.pages import WRITTEN
 from kvcanary.requests import Batch
 from kvcanary.state import CanaryState
-from kvcanary.static import line_card
+from kvcanary.static import MASKS, line_card
 from kvcanary.tokens import judge_tokens
 from kvcanary.truths import judge_mask
 from kvcanary_kernels.count import NUM_BITS
@@ -74,11 +75,12 @@ class World:
             masks=PackedMask(torch.zeros(ROOM, NODES, NODES, dtype=torch.bool)) if is_tree else None,
             forward=SimpleNamespace(num_entries=9, num_rows=ROOM, ancestors=0, table=SimpleNamespace(pages=[None])),
             written=SimpleNamespace(line=lambda: line),
+            num_kept=line.where[MASKS].stop,
         )
         self.line_card = line_card(substep)
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
         rows = array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
-        told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, 0
+        told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, substep.num_kept, 0
         card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
         return Launched(substep, batch, rows, 1, 0, line, written, card)
 
@@ -152,7 +154,7 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
         seen["no plan" if not is_plan else "named" if hits else "clean"] += 1
         if is_plan and not hits:
             assert told >> LINE_BITS == forward.num_entries
-            kept, plan = Heard.of(run, told >> LINE_BITS), forward.plan.tolist()
+            kept, plan = Heard.of(run), forward.plan.tolist()
             line.numbers[:] = 0
             again = kept.learned()
             assert again.plan.tolist() == plan
@@ -202,20 +204,23 @@ class Steps:
         self.seen, self.planned = np.zeros((2, HEADER), np.int64), array("q", [0] * (2 * NUM_RUNS))
         self.ledger = self.world.ledger
 
-    def run(self, number: int, line: Line, turn: int, counts: list[int], *, is_short: bool) -> Launched:
-        """`counts`: what the header says of checks and runs; its step word is of this turn."""
+    def run(self, number: int, line: Line, turn: int, counts: list[int], accepts: int | None) -> Launched:
+        """`counts`: what the header says of checks and runs; its step word is of this turn.
+
+        accepts: tokens that the first request has accepted before; None: its rows are written as the host said
+        """
         numbers = np.append(line.numbers, turn << 32)
         numbers[len(line.numbers) - HEADER : -1] = counts
         made = self.world.run("decode", Line(numbers, line.where), is_tree=False)
         made.substep.number, card = number, list(made.card)
         own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
         card[0], card[RUN_ROWS] = own.buffer_info()[0], rows.buffer_info()[0]
-        if is_short:
-            accepted = np.array([[1, 7], [0, 0]])
+        accepted = None if accepts is None else np.array([[accepts, 7], [0, 0]])
+        if accepted is not None:
             card[RUN_WRITTEN], card[RUN_ACCEPTED], card[RUN_PLACES] = 0, accepted.ctypes.data, 2
-            self.kept.append(accepted)
+            card[RUN_KEEP] += accepted.size
         self.kept += [made, own, rows]
-        return made._replace(card=tuple(card), line=Line(numbers, line.where))
+        return made._replace(card=tuple(card), line=Line(numbers, line.where), accepted=accepted)
 
     @property
     def headers(self) -> tuple[int, int, int]:
@@ -230,8 +235,10 @@ class Steps:
         ]
         return [pages.states.tolist(), mirror.epoch, mirror.judged.tolist(), self.seen.tolist(), requests]
 
-    def land_at_once(self, runs: list[Launched], cards: array) -> bool:
-        return self.world.hearing.land_quiet(runs, cards, self.planned, True, self.headers)
+    def land_at_once(self, runs: list[Launched], cards: array) -> tuple[bool, list[int]]:
+        """Whether the step was quiet, and what is kept of it."""
+        kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
+        return self.world.hearing.land_quiet(runs, cards, self.planned, True, self.headers, kept), kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
@@ -271,18 +278,20 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
                 if way == "left to the rules" and is_odd:
                     line.numbers[line.where[0].start] = 1
                 turn = 1 if way == "did not run" and is_odd else 0
-                runs.append(steps.run(one, line, turn, counts, is_short=way == "short" and is_odd))
+                accepts = {"short": 1, "quiet": 0}.get(way) if is_odd else None
+                runs.append(steps.run(one, line, turn, counts, accepts))
             steps.world.mirror.judged[own.randrange(40)] = True
             cards = array("q", [value for run in runs for value in run.card])
             both.append((steps, runs, cards))
         (first, runs, cards), (second, others, other_cards) = both
-        said, is_quiet = first.world.hearing.said, first.land_at_once(runs, cards)
+        said, (is_quiet, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
         end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)
         assert (said[SAID_END], is_quiet) == (end, was_quiet)
         assert first.state == second.state
         if is_quiet:
             assert (said[SAID_RUNS : SAID_RUNS + NUM_RUNS].tolist(), said[SAID_PLACE]) == (totals, place)
             assert place == NOWHERE or place >= 0
+            assert kept == [number for run in others for number in Heard.of(run).numbers]
         quiet[way] += is_quiet
     assert quiet.pop("quiet") > 5
     assert set(quiet.values()) == {0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
+from kvcanary.cards import RUN_KEEP
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS
@@ -200,7 +202,7 @@ def test_what_many_are_told_is_kept_as_it_was_told(count: int):
 def test_launches_are_found_as_long_as_anybody_may_hear():
     """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
     recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS
-    substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0))
+    substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,))
     for step in range(1, last + 1):
         recorded.begin_step(step)
         both = recorded.launched([substep, substep], ("only",), (1,), [5, 6], segment)
@@ -216,11 +218,17 @@ def test_launches_are_found_as_long_as_anybody_may_hear():
         assert [*asked, landed] == places
         assert recorded.event_of("draft", substep.site, step) is None
     launches = [event[1] for event in segment.events[-4:] if event[0] == "launch"]
-    heard = [SimpleNamespace(substep=substep, step=last, num_entries=1, num_bytes=size) for size in (8, 16, 32)]
-    for launch, forward in zip([*both, None], heard, strict=True):
-        recorded.heard(launch, forward, ())
-    assert [launch.told for launch in launches] == heard[:2]
-    assert [launch.reads for launch in launches] == [5, 6]
+    cards, batch = [(*[0] * RUN_KEEP, size, 0) for size in (1, 2, 0)], SimpleNamespace(told=(1, 0))
+    runs = [
+        SimpleNamespace(substep=substep, step=last, batch=batch, record=launch, card=card)
+        for launch, card in zip([*both, None], cards, strict=True)
+    ]
+    recorded.heard(runs, numbers := array("q", [7, 8, 9]))
+    assert [launch.told for launch in launches] == [
+        (substep, last, 1, numbers, 0, 1),
+        (substep, last, 1, numbers, 1, 3),
+    ]
+    assert [(launch.reads, launch.layers) for launch in launches] == [(5, (0,)), (6, (0,))]
     assert segment.array_bytes == 24
 
 
