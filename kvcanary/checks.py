@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +70,7 @@ class StepChecks:
         self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
         self._compares_content = "R9" not in config.disable
+        self._reads_again = config.content != "write" and self._compares_content
         self.is_full = config.content == "full" and self._compares_content
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=self._compares_content)
@@ -93,7 +93,7 @@ class StepChecks:
 
     def prepare(self) -> None:
         """No later step waits for kernels that look at bytes: a GPU compiles and loads what is launched first."""
-        if self._config.content == "write" or not self._compares_content:
+        if not self._reads_again:
             return
         with torch.inference_mode():
             for pool in self._state.pools:
@@ -134,14 +134,18 @@ class StepChecks:
         """A captured forward reads what the host sealed and what is true of pages: both are on the device first."""
         if self._pending:
             self.settle()
-        self.mirror.flush()
+        if self.mirror.fresh:
+            self.mirror.flush()
         self.publish_pages()
 
-    def depart(self) -> Flight:
-        """What this step has launched, with its slice of the rolling check; nobody waits."""
+    def depart(self, is_waited_for: bool) -> Flight:
+        """What this step has launched, with its slice of the rolling check; nobody waits.
+
+        is_waited_for: the host will have waited for all of it but looks, by itself, before somebody asks for it
+        """
         if self._pending:
             self.settle()
-        return self._send(self.roll(self.step))
+        return self._send(self.roll(self.step) if self._reads_again else [], is_waited_for)
 
     def land(self, last: Flight | None = None) -> None:
         """Judge captured forwards and looks up to this flight (None: all); waits for their copies."""
@@ -182,13 +186,16 @@ class StepChecks:
             if flight.told is not None:
                 yield from flight.told.forwards
 
-    def _send(self, hits: list[Hit | HitBatch]) -> Flight:
+    def _send(self, hits: list[Hit | HitBatch], is_waited_for: bool = False) -> Flight:
         """`hits`: of this step, known already."""
         if len(self._flights) == IN_THE_AIR:
             self._land()
-        told = None if self.static is None else self.static.send(self.step)
-        with self.looks.beside.behind() if self.looks.waits else nullcontext():
-            flight = Flight(self.step, told, self.looks.send(), self._marks.take(), hits)
+        flight = Flight(self.step, None if self.static is None else self.static.send(self.step), hits)
+        if self.looks.waits:
+            with self.looks.beside.behind():
+                flight.looks, flight.over = self.looks.send(), self._marks.take()
+        elif not is_waited_for:
+            flight.over = self._marks.take()
         self._flights.append(flight)
         return flight
 
@@ -197,7 +204,7 @@ class StepChecks:
 
         The longest in the air, and where somebody interrupts the host as it waits it stays there.
         """
-        self._flights[0].wait()
+        self._marks.wait(self._flights[0])
         flight = self._flights.popleft()
         hits, static, told = flight.hits, self.static, flight.told
         proves = self.oracle is None
@@ -221,8 +228,6 @@ class StepChecks:
         if flight.looks is not None:
             hits += flight.looks.hits()
         flight.has_landed = True
-        self._marks.give(flight.over)
-        flight.over = None
         if hits:
             self.landing(flight.step)
             self.hits += hits
@@ -284,7 +289,7 @@ class StepChecks:
         of pages that nobody gives up before it has landed (`settle`). Tails come first, for the next forward may write
         there.
         """
-        if self._config.content == "write" or not self._compares_content:
+        if not self._reads_again:
             return []
         is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
         if not (is_due or self.is_full or self.tails.waits):
@@ -301,8 +306,6 @@ class StepChecks:
 
     def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:
         """content=full: the bytes of these rows are compared in this step, by attention or by the step's slice."""
-        if not self.is_full:
-            return
         if all(substep.judges_bytes for substep in substeps):
             self.sweeper.attend(substeps[0].pool, requests, step)
         else:
@@ -310,7 +313,7 @@ class StepChecks:
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
-        if self._config.content == "write" or not self._compares_content:
+        if not self._reads_again:
             return
         near = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
         pages = {page for page in near if page >= 0}
@@ -320,7 +323,7 @@ class StepChecks:
     def look_again(self, request: Request, step: int) -> None:
         """All committed bytes of a request that ends."""
         self.settle()
-        if self._config.content != "write" and self._compares_content:
+        if self._reads_again:
             with torch.inference_mode():
                 self.hits += self.sweeper.last_look(request, step)
                 self.tails.last_look(request, step)
@@ -361,7 +364,7 @@ class StepChecks:
 
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""
-        if self._config.content != "write" and self._compares_content:
+        if self._reads_again:
             with torch.inference_mode():
                 self.hits += self.cached.look(pages, step)
 
@@ -374,7 +377,7 @@ class StepChecks:
 
         The caller has settled.
         """
-        if self._config.content == "write" or not self._compares_content or not len(pages):
+        if not self._reads_again or not len(pages):
             return False
         with torch.inference_mode():
             hits = self._leaver.look(group, pages, step)

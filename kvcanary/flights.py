@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 from kvcanary.graphs import Told
@@ -13,30 +11,27 @@ from kvcanary.looks import Sent
 from kvcanary_kernels.streams import current
 
 
-@dataclass(eq=False)
 class Flight:
-    """One step behind `over`, the end of its copies on a GPU.
+    """One step on its way.
 
-    step: its number
-    hits: what fired and was known at departure; all that fired, when the flight has landed
+    step:  its number;  told: of its forwards;  looks: at bytes
+    over:  the end of all of it on a GPU; None: its host says that it has waited for it (`Marks.wait`)
+    hits:  what fired and was known at departure; all that fired, when the flight has landed
+    is_over: nobody needs to wait any more
     """
 
-    step: int
-    told: Told | None
-    looks: Sent | None
-    over: torch.cuda.Event | None
-    hits: list[Hit | HitBatch] = field(default_factory=list)
-    has_landed: bool = False
+    __slots__ = ("has_landed", "hits", "is_over", "looks", "over", "step", "told")
+
+    def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch], has_landed: bool = False) -> None:
+        self.step, self.told, self.hits, self.has_landed = step, told, hits, has_landed
+        self.looks: Sent | None = None
+        self.over: torch.cuda.Event | None = None
+        self.is_over = False
 
     def has_run_since(self, turn: int) -> bool:
         """Whether all of its forwards were launched in this turn or later."""
         forwards = () if self.told is None else self.told.forwards  # in the order of their launches
         return not forwards or forwards[0].turn >= turn
-
-    def wait(self) -> None:
-        """The host stands still until the copies are over."""
-        if self.over is not None:
-            self.over.synchronize()
 
 
 class Marks:
@@ -46,14 +41,18 @@ class Marks:
         self._device, self._free = device, list[torch.cuda.Event]()
 
     def take(self) -> torch.cuda.Event | None:
-        """The end of all that the device was given so far."""
+        """The end of all that the device was given so far; None on a CPU."""
         if self._device.type == "cpu":
             return None
         event = self._free.pop() if self._free else torch.cuda.Event()
         event.record(current(self._device))
         return event
 
-    def give(self, event: torch.cuda.Event | None) -> None:
-        """Its flight has landed."""
-        if event is not None:
-            self._free.append(event)
+    def wait(self, flight: Flight) -> None:
+        """The host stands still until a flight is over, where it did not say that it is; then it is over."""
+        if flight.over is None and not flight.is_over:  # it was asked for before the host had waited
+            flight.over = self.take()
+        if flight.over is not None:
+            flight.over.synchronize()
+            self._free.append(flight.over)
+        flight.over, flight.is_over = None, True

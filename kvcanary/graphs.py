@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -69,10 +70,24 @@ class RowTruth:
                  length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
-    __slots__ = ("numbers", "step")
+    __slots__ = ("_loops", "_rows", "step")
 
-    def __init__(self, numbers: Ints, step: int) -> None:
-        self.numbers, self.step = numbers, step
+    def __init__(self, rows: array[int], step: int, loops: ModuleType) -> None:
+        """`rows`: these numbers, and what is the canary's alone (cards.py, ROW_NUMBERS); `loops`: as of `PoolState`."""
+        self._rows, self.step, self._loops = rows, step, loops
+
+    def copy(self) -> RowTruth:
+        return RowTruth(self._rows[:], self.step, self._loops)
+
+    @property
+    def numbers(self) -> Ints:
+        n = len(self._rows) // ROW_NUMBERS
+        return np.frombuffer(self._rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n)
+
+    def spread(self, at: int, size: int, parts: int, width: int) -> None:
+        """The first of these to an address, [parts, size] int64: `width` times for each request, and zeros behind."""
+        rows = self._rows
+        self._loops.spread_rows(len(rows) // ROW_NUMBERS, rows.buffer_info()[0], at, size, parts, width)
 
     @property
     def uids(self) -> list[int]:
@@ -133,7 +148,7 @@ class StaticChecks:
 
     def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
-        self._final_card = ledger.pages.final_card
+        self._final_card, self._loops = ledger.pages.final_card, state.pools[0].loops
         self.bank = SubstepBank(state)
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(self.bank.shared)
@@ -174,7 +189,7 @@ class StaticChecks:
             line, keep = substep.written.expect(turn), 0 if record is None else substep.num_kept + more
             card = substep.line_card_at, line.at, count, *common, keep, 0
             self.launched.append(Launched(substep, batch, rows, step, turn, line, written, card, accepted, record))
-        return self._truth(rows)
+        return RowTruth(rows, self.bank.now, self._loops)
 
     def take_once(
         self,
@@ -187,16 +202,12 @@ class StaticChecks:
     ) -> OnceSubstep:
         """What is launched for a forward that comes once, as an engine's own tensors describe it."""
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self._most_unlanded)
-        return self._singles.take(pool, site, read, write, written, self._truth(rows))
+        return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now, self._loops))
 
     @property
     def _most_unlanded(self) -> int:
         """Steps of which the device can add what they have accepted."""
         return 0 if self.bank.seats is None else 1
-
-    def _truth(self, rows: array[int]) -> RowTruth:
-        n = len(rows) // ROW_NUMBERS  # and one more number
-        return RowTruth(np.frombuffer(rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n), self.bank.now)
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""

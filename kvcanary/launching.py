@@ -49,15 +49,29 @@ class Launching(Lifecycle):
         self,
         substeps: Sequence[StaticSubstep],
         request_ids: Sequence[str],
-        written: Sequence[int],
+        written: Sequence[int] | None,
         reads: Sequence[int],
+        acceptance: StaticAcceptance | None = None,
     ) -> RowTruth:
         """The same for forwards of one kind and pool that run one behind the other: their truth is the same.
 
         written: of each of them; reads: by forward. Where the engine launches a step before it has told of the last one
-        (`launch_accepted`), reads are those of the lengths that it has told.
+        (`launch_accepted`), reads are those of the lengths that it has told, and written is None, with an `acceptance`.
         """
-        return self._launch(substeps, request_ids, written, reads, None)
+        static = self._static
+        if static is None:
+            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
+        if self._open:
+            self._expect_closed("launch()")
+        batch = self._ledger.batch(request_ids)
+        if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
+            self._checks.land()
+        entries = None if written is None else array("q", written)
+        records = self.recorder.captured.launched(substeps, batch.names, entries or (), reads)
+        self._checks.settle_before_launch()
+        if self._checks.is_full:
+            self._checks.read_all(substeps, batch.requests, self.step)
+        return static.launch(substeps, batch, self.step, entries, reads, records, acceptance)
 
     def launch_accepted(
         self, substep: StaticSubstep, request_ids: Sequence[str], reads: int, acceptance: StaticAcceptance
@@ -67,13 +81,13 @@ class Launching(Lifecycle):
         Only the device knows how many. The canary's books go on by its word when the step is judged, before anything
         behind it is, and `append` and `commit` have to say the same when the engine has heard.
         """
-        return self._launch([substep], request_ids, None, [reads], acceptance)
+        return self.launch_all([substep], request_ids, None, [reads], acceptance)
 
     def launch_move(self, move: StaticMove) -> None:
         """A captured move runs next, behind the forwards that were launched before it."""
         if self._static is None:
             raise HookOrderError("launch_move() needs a move of this manager's bank, got one of another")
-        self.recorder.launched_move(self._static.bank.moves.index(move), move.pool.name)
+        self.recorder.captured.launched_move(self._static.bank.moves.index(move), move.pool.name)
         self._checks.publish_pages()
         self._static.launch_move(move)
 
@@ -91,31 +105,12 @@ class Launching(Lifecycle):
         self._checks.settle_before_launch()
         static, batch, entries = self._on_device(), Batch(requests), array("q", written)
         run = static.take_once(pool, site, read, write, batch, written)
-        records = self.recorder.launched([run], tuple(read.requests), entries, [read.indices.shape[0]])
+        records = self.recorder.captured.launched([run], tuple(read.requests), entries, [read.indices.shape[0]])
         static.launch([run], batch, self.step, entries, [0], records)
-        self._checks.read_all([run], requests, self.step)
+        if self._checks.is_full:
+            self._checks.read_all([run], requests, self.step)
         self._open.append(substep)
         return run
-
-    def _launch(
-        self,
-        substeps: Sequence[StaticSubstep],
-        request_ids: Sequence[str],
-        written: Sequence[int] | None,
-        reads: Sequence[int],
-        acceptance: StaticAcceptance | None,
-    ) -> RowTruth:
-        if self._static is None:
-            raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
-        self._expect_closed("launch()")
-        batch, static = self._ledger.batch(request_ids), self._static
-        if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
-            self._checks.land()
-        entries = None if written is None else array("q", written)
-        records = self.recorder.launched(substeps, batch.names, entries or (), reads)
-        self._checks.settle_before_launch()
-        self._checks.read_all(substeps, batch.requests, self.step)
-        return static.launch(substeps, batch, self.step, entries, reads, records, acceptance)
 
     def _on_device(self) -> StaticChecks:
         if self._static is None:

@@ -119,14 +119,15 @@ class CanaryManager(Answering):
         self._prepare_freed_pages()
         return self._conclude()
 
-    def depart(self) -> Flight:
+    def depart(self, is_waited_for: bool = False) -> Flight:
         """Instead of `check`, by a host that hears of its steps later: captured forwards of this step were launched.
 
         What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it.
+        is_waited_for: the host waits for all that its stream was given so far by itself, before it calls `hear`
         """
         self._expect_closed("depart()")
-        self.recorder.departed(self.step)
-        flight = self._checks.depart()
+        self.recorder.captured.departed(self.step)
+        flight = self._checks.depart(is_waited_for)
         self._prepare_freed_pages()
         return flight
 
@@ -137,6 +138,7 @@ class CanaryManager(Answering):
         """
         self._expect_closed("hear()")
         self.recorder.told("hear", flight.step)
+        flight.is_over = True  # but for looks
         self._checks.land(flight)
         doomed = self._conclude()
         if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then

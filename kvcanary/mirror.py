@@ -54,6 +54,7 @@ class Mirror:
     judged: [rows] the entries that were found to be their requests' truth
     memory_of_loops: the keys of seals and chains, `memory`, what an engine can reach of it, and `judged`
     epoch:  counts up when one of them is written again, so that every row is judged anew
+    fresh:  rows that a device has from `flush` on
     """
 
     def __init__(self, state: CanaryState) -> None:
@@ -67,7 +68,7 @@ class Mirror:
         self._learned: NDArray[np.bool_] = np.zeros(0 if self._is_host else len(self._memory), np.bool_)
         self._is_behind = False
         self._loops = state.pools[0].loops
-        self._fresh: list[Rows] = []
+        self.fresh: list[Rows] = []
 
     def write(self, rows: Rows, records: Words) -> None:
         """These records are new, with what their pool adds in the place of the seal. Of equal rows the last counts.
@@ -76,7 +77,7 @@ class Mirror:
         """
         self._note(self._loops.write_records(rows, records.view(np.int64), *self.memory_of_loops))
         if not self._is_host:
-            self._fresh.append(rows)
+            self.fresh.append(rows)
 
     def seal(self, forward: Forward, roots: Words, pages: Pages) -> int:
         """A record for all that a forward has written; what `loops.seal_plan` gives."""
@@ -106,7 +107,7 @@ class Mirror:
         self._note(seen & REWRITTEN)
         if not self._is_host:
             slots = forward.planned.slots
-            self._fresh.append(slots[slots >= pool.view.null_slots] + pool.base)
+            self.fresh.append(slots[slots >= pool.view.null_slots] + pool.base)
         return seen
 
     def move(
@@ -132,7 +133,7 @@ class Mirror:
             return NOT_ALL
         self._note(seen & REWRITTEN)
         if not self._is_host:
-            self._fresh.append(pool.base + move.dst)
+            self.fresh.append(pool.base + move.dst)
         return seen >> 1
 
     @property
@@ -181,14 +182,14 @@ class Mirror:
 
     def flush(self) -> None:
         """Write what is new to the device."""
-        if not self._fresh:
+        if not self.fresh:
             return
-        state, rows = self._state, np.concatenate(self._fresh)
+        state, rows = self._state, np.concatenate(self.fresh)
         records = torch.from_numpy(self.table[rows].view(np.int64)).to(state.records.device)
         where = torch.from_numpy(rows).to(state.records.device)
         state.records.index_copy_(0, where, records)
         state.expected.index_copy_(0, where, records)
-        self._fresh.clear()
+        self.fresh.clear()
 
     def _note(self, rewritten: int) -> None:
         """Whether an entry that was judged is another one now."""

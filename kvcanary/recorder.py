@@ -26,13 +26,12 @@ from kvcanary.codes import UNWRITTEN
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
 from kvcanary.recorder_captured import CapturedEvents
-from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch
+from kvcanary.recorder_forwards import RecordedForward
 
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.hits import Hit
     from kvcanary.reading import Verdict
-    from kvcanary.static import StaticSubstep
 
 MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
@@ -138,6 +137,7 @@ class Recorder:
     def stop(self) -> None:
         """What was recorded is forgotten, and nothing more is until `start`."""
         self.segments.clear()
+        self.captured.segment = None
         self._rooms.clear()
         self._waiting.clear()
 
@@ -168,7 +168,7 @@ class Recorder:
             self._rooms += [] if gone is None else [gone.view(np.int64)]
         room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
         self.segments.append(Segment(take_checkpoint(self.books, step, room)))
-        self._events = self.segments[-1].events
+        self._events, self.captured.segment = self.segments[-1].events, self.segments[-1]
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
 
@@ -200,11 +200,6 @@ class Recorder:
                 self.note_maps()
             self._events.append(event)
 
-    def departed(self, step: int) -> None:
-        """What this step has launched is on its way to the host."""
-        if self.segments:
-            self.captured.departed(step, self.segments[-1])
-
     def appended(self, request_ids: tuple[str, ...], counts: array[int], tokens: array[int]) -> None:
         """So many tokens of each request are about to be appended; nobody changes these arrays any more."""
         if self.segments:
@@ -232,23 +227,6 @@ class Recorder:
         recorded = RecordedForward(forward)
         self._waiting[id(forward)] = recorded
         self._events.append(("forward", recorded))
-
-    def launched(
-        self,
-        substeps: Sequence[StaticSubstep],
-        requests: tuple[str, ...],
-        written: Sequence[int],
-        reads: Sequence[int],
-    ) -> Sequence[RecordedLaunch | None]:
-        """Captured forwards run next; what `StaticChecks.launch` takes for each."""
-        if not self.segments:
-            return [None] * len(substeps)
-        return self.captured.launched(substeps, requests, written, reads, self.segments[-1])
-
-    def launched_move(self, number: int, pool: str) -> None:
-        """A captured move runs next."""
-        if self.segments:
-            self.captured.launched_move(number, pool, self.segments[-1])
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""

@@ -45,9 +45,13 @@ class StepEvents:
 
 
 class CapturedEvents:
-    """What a recorder has of captured steps; a `graphs.Listener`."""
+    """What a recorder has of captured steps; a `graphs.Listener`.
+
+    segment: to which events are added; None: nobody records
+    """
 
     def __init__(self) -> None:
+        self.segment: Segment | None = None
         self._steps: dict[int, StepEvents] = {}  # the newest, by the low half of their numbers
         self._moves: deque[tuple[RecordedMove, Segment]] = deque()
         self._landing: int | None = None
@@ -66,12 +70,14 @@ class CapturedEvents:
         requests: tuple[str, ...],
         written: Sequence[int],
         reads: Sequence[int],
-        segment: Segment,
-    ) -> list[RecordedLaunch]:
+    ) -> Sequence[RecordedLaunch | None]:
         """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted.
 
-        What is returned comes back with what the host hears of each.
+        What is returned comes back with what the host hears of each (`Launched`).
         """
+        segment = self.segment
+        if segment is None:
+            return [None] * len(substeps)
         launches = list[RecordedLaunch]()
         for substep, count in zip(substeps, reads, strict=True):
             launch = RecordedLaunch(substep, requests, written, count, segment)
@@ -80,17 +86,21 @@ class CapturedEvents:
         self._now.launches += launches
         return launches
 
-    def launched_move(self, number: int, pool: str, segment: Segment) -> None:
+    def launched_move(self, number: int, pool: str) -> None:
         """A move runs next. `number`: of those in the bank."""
-        recorded = RecordedMove(number)
+        segment, recorded = self.segment, RecordedMove(number)
+        if segment is None:
+            return
         self._moves.append((recorded, segment))
         self._now.moves[pool] = segment, len(segment.events)
         segment.events.append(("captured_move", recorded))
 
-    def departed(self, step: int, segment: Segment) -> None:
+    def departed(self, step: int) -> None:
         """All that the step has launched is on its way to the host."""
-        self._now.departure = segment, len(segment.events)
-        segment.events.append(("depart", step))
+        segment = self.segment
+        if segment is not None:
+            self._now.departure = segment, len(segment.events)
+            segment.events.append(("depart", step))
 
     def landing(self, step: int | None) -> None:
         """What fires now was found by this step; None: by the one that runs."""

@@ -52,7 +52,7 @@ def advanced(truth: RowTruth, pool: PoolState, accepted: Sequence[Sequence[int]]
 
     As the device does it (`StaticTruth`).
     """
-    now = RowTruth(truth.numbers.copy(), truth.step)
+    now = truth.copy()
     lens, truths = now.numbers[ROW_LENGTHS], now.numbers[ROW_CHAINS]
     for number, tokens in enumerate(accepted):
         count = entries_behind(pool, len(tokens))

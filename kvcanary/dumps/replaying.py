@@ -176,7 +176,7 @@ class Replayer:
         """What departed before the recording has landed in its beginning."""
         self._damage(event)
         flight = self._flights.get(event["step"])
-        self.manager.hear(Flight(event["step"], None, None, None, has_landed=True) if flight is None else flight)
+        self.manager.hear(Flight(event["step"], None, [], has_landed=True) if flight is None else flight)
 
     def _captured_move(self, event: Call) -> None:
         move = self._stage.moves[event["number"]]

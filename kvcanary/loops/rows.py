@@ -126,6 +126,17 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     return unknown
 
 
+@loop("void(int64, int64, int64, int64, int64, int64)")
+def spread_rows(n, rows, out, size, parts, width):
+    """`RowTruth.spread`: the first parts of rows of n requests, given by addresses."""
+    told, there = longs_at(rows, parts * n), longs_at(out, parts * size)
+    there[:] = 0
+    for part in range(parts):
+        for number in range(n):
+            first = part * size + number * width
+            there[first : first + width] = told[part * n + number]
+
+
 @loop("int64(int64, int64)")
 def sum_committed(n, cards):
     """Of committed lengths."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary_kernels.streams import current
@@ -22,7 +20,7 @@ class Feed:
         self._buffers = [torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda) for _ in range(TURNS)]
         self._copies = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else []
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        self._turn = 0
+        self._addresses, self._turn = [buffer.data_ptr() for buffer in self._buffers], 0
         self._numbers = self._buffers[0].numpy()
         self._sections: dict[str, slice] = {}
         first = 0
@@ -46,15 +44,9 @@ class Feed:
         """The same for the first number of a section."""
         self._numbers[self._sections[name].start] = value
 
-    def set_rows(self, name: str, values: NDArray[np.int64]) -> None:
-        """The same for sections of one size that lie one behind the other, this one first: ``values [sections, n]``."""
-        first, (count, n) = self._sections[name], values.shape
-        size = first.stop - first.start
-        if n == size:
-            self._numbers[first.start : first.start + count * size] = values.reshape(-1)
-            return
-        rows = self._numbers[first.start : first.start + count * size].reshape(count, size)
-        rows[:, :n], rows[:, n:] = values, 0
+    def address(self, name: str) -> int:
+        """Where the section lies that the next `send` brings to the device; sections are one behind the other."""
+        return self._addresses[self._turn] + 8 * int(self._sections[name].start)
 
     def send(self) -> None:
         """One copy, for which nobody waits; what is set from now on lies elsewhere."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,12 +55,15 @@ class Rows:
 
     def set(self, truth: RowTruth) -> None:
         """What the canary knows of the rows that are live next, by request."""
-        parts = TRUTH if self.truth is None else (*TRUTH, UNHEARD)
-        numbers = truth.numbers[: len(parts)]
         self.feed.put(STEP, truth.step)
-        self.feed.set_rows(
-            f"{self.name}_{parts[0]}", numbers if self.width == 1 else numbers.repeat(self.width, axis=1)
-        )
+        first, *shape = self._sections
+        truth.spread(self.feed.address(first), *shape)
+
+    @cached_property
+    def _sections(self) -> tuple[str, int, int, int]:
+        """The first of them, the size of each and their number, and rows a request."""
+        first, num_parts = f"{self.name}_{TRUTH[0]}", len(TRUTH) + (self.truth is not None)
+        return first, len(self.feed[first]), num_parts, self.width
 
     def advance(self) -> None:
         """Within a program, before forwards of these rows are judged: opened, or postponed ones caught up with."""

@@ -116,10 +116,10 @@ class GraphRunner(Runner):
         return is_decided_by_argmax(request.params for request in requests)
 
     def _judge(self) -> frozenset[str]:
-        """A host that lags hears of the step later: this is what it knows now."""
+        """A host that lags hears of the step later, behind its tokens: this is what it knows now."""
         if self.canary is None or not self._decides or not self.lag:
             return super()._judge()
-        self._flight = self.canary.depart()
+        self._flight = self.canary.depart(is_waited_for=True)
         return self.doomed
 
     def _decode_one(self, batch: Batch) -> StepResult:

@@ -203,11 +203,12 @@ def test_launches_are_found_as_long_as_anybody_may_hear():
     """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
     recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS
     substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,))
+    recorded.segment = segment
     for step in range(1, last + 1):
         recorded.begin_step(step)
-        both = recorded.launched([substep, substep], ("only",), (1,), [5, 6], segment)
-        recorded.launched_move(0, "target", segment)
-        recorded.departed(step, segment)
+        both = recorded.launched([substep, substep], ("only",), (1,), [5, 6])
+        recorded.launched_move(0, "target")
+        recorded.departed(step)
     for step in range(1, last + 1):
         is_kept, end = step > last - KEPT_STEPS, 4 * step
         asked = recorded.event_of("target", substep.site, step), recorded.event_of("target", MOVE_SITE, step)

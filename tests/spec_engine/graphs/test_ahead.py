@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+from array import array
+from itertools import chain, product
+
 import pytest
 import torch
 
+from kvcanary import loops
+from kvcanary.cards import ROW_NUMBERS
+from kvcanary.graphs import RowTruth
 from kvcanary_kernels.record import MASK_32, STEP_SITE
 from spec_engine import SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.graphs.feed import Feed
+from spec_engine.graphs.hooks import STEP, TRUTH, UNHEARD, Rows
 from spec_engine.models.embedded import load_excerpts
 
 PROMPTS = [excerpt.prompt[: 30 + 9 * number] for number, excerpt in enumerate(load_excerpts()[20:23])]
@@ -88,14 +94,20 @@ def test_a_feed_says_what_was_set() -> None:
 
 
 def test_a_feed_says_rows_of_several_sections_at_once() -> None:
-    """As `set` of each of them would; the sections around them stay."""
-    feed = Feed({"before": 1, "uids": 3, "lens": 3, "behind": 2}, torch.device("cpu"))
-    feed.set(before=[9], behind=[8, 7])
-    for rows in ([[4, 5, 6], [1, 2, 3]], [[7], [8]], [[], []]):
-        feed.set_rows("uids", np.array(rows, np.int64))
-        feed.send()
-        assert [feed[name].tolist() for name in ("uids", "lens")] == [row + [0] * (3 - len(row)) for row in rows]
-        assert (feed["before"].tolist(), feed["behind"].tolist()) == ([9], [8, 7])
+    """What the canary knows of rows, as often as a request has some; the sections around them stay."""
+    for width, truth in product((1, 2), (None, object())):
+        names = [f"own_{part}" for part in (*TRUTH, UNHEARD)[: 4 + (truth is not None)]]
+        feed = Feed({"before": 1, **dict.fromkeys(names, 6), STEP: 1, "behind": 2}, torch.device("cpu"))
+        feed.set(before=[9], behind=[8, 7])
+        rows = Rows(feed, "own", "live", width, truth)
+        for count in (3, 1, 0, 2):
+            known = [[10 * part + number for number in range(count)] for part in range(ROW_NUMBERS)]
+            rows.set(RowTruth(array("q", [*chain.from_iterable(known), 5]), 7 + count, loops))
+            feed.send()
+            for name, own in zip(names, known, strict=False):
+                spread = [number for number in own for _ in range(width)]
+                assert feed[name].tolist() == spread + [0] * (6 - len(spread))
+            assert [feed[name].tolist() for name in ("before", STEP, "behind")] == [[9], [7 + count], [8, 7]]
 
 
 @pytest.mark.gpu

@@ -49,8 +49,8 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
         torch.cuda._sleep(CYCLES)
         check_content(*args, **kwargs)
 
-    def timed() -> Flight:
-        flight, launched = depart(), torch.cuda.Event()
+    def timed(is_waited_for: bool) -> Flight:
+        flight, launched = depart(is_waited_for), torch.cuda.Event()
         launched.record()
         launched.synchronize()
         if flight.looks is not None:
