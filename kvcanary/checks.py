@@ -136,7 +136,8 @@ class StepChecks:
             self.settle()
         if self.mirror.fresh:
             self.mirror.flush()
-        self.publish_pages()
+        if self._ledger.pages.changed:
+            self.publish_pages()
 
     def depart(self, is_waited_for: bool) -> Flight:
         """What this step has launched, with its slice of the rolling check; nobody waits.

@@ -84,10 +84,12 @@ class RowTruth:
         n = len(self._rows) // ROW_NUMBERS
         return np.frombuffer(self._rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n)
 
-    def spread(self, at: int, size: int, parts: int, width: int) -> None:
-        """The first of these to an address, [parts, size] int64: `width` times for each request, and zeros behind."""
-        rows = self._rows
-        self._loops.spread_rows(len(rows) // ROW_NUMBERS, rows.buffer_info()[0], at, size, parts, width)
+    def spread(self, step_at: int, at: int, size: int, parts: int, width: int) -> None:
+        """Step and numbers to these addresses: the first `parts` of them as [parts, size] int64, `width` times for each
+        request, and zeros behind.
+        """
+        rows, out = self._rows, (at, size, parts, width, step_at, self.step)
+        self._loops.spread_rows(len(rows) // ROW_NUMBERS, rows.buffer_info()[0], *out)
 
     @property
     def uids(self) -> list[int]:
@@ -116,8 +118,8 @@ class Listener(Protocol):
     def learned(self, run: Launched, forward: Learned) -> None:
         """What a run says of itself."""
 
-    def heard(self, runs: Sequence[Launched], numbers: array[int]) -> None:
-        """The same of runs that were proved clean: RUN_KEEP numbers of each, as `Heard` has them."""
+    def heard(self, runs: Sequence[Launched], counts: Sequence[int], numbers: array[int]) -> None:
+        """The same of runs that were proved clean: so many numbers of each, as `Heard` has them."""
 
     def moved(self, src: Ints, dst: Ints) -> None:
         """The first launched move of which nothing was told."""
@@ -155,6 +157,8 @@ class StaticChecks:
         self._hearing: Hearing | None = None
         self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
         self.launched: list[Launched] = []
+        self._cards = array("q")  # of these, [RUN_CARD] each (cards.py)
+        self._has_singles = False  # among these
         self.num_unlanded = 0
         self.moves: list[StaticMove] = []
 
@@ -184,11 +188,12 @@ class StaticChecks:
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
         common = *batch.told, turn, step, rows.buffer_info()[0], written_at, accepted_at, places
-        more = places * len(batch)
+        more = places * batch.told[0]
         for substep, count, record in zip(substeps, reads, records, strict=True):
             line, keep = substep.written.expect(turn), 0 if record is None else substep.num_kept + more
-            card = substep.line_card_at, line.at, count, *common, keep, 0
-            self.launched.append(Launched(substep, batch, rows, step, turn, line, written, card, accepted, record))
+            self._cards.extend((substep.line_card_at, line.at, count, *common, keep, 0))
+            self.launched.append(Launched(substep, batch, rows, step, turn, line, written, accepted, record))
+            self._has_singles |= substep.number is None
         return RowTruth(rows, self.bank.now, self._loops)
 
     def take_once(
@@ -216,24 +221,31 @@ class StaticChecks:
 
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
-        waiting, self.launched = self.launched, []
-        launched, moves, cards = list[Launched](), self.moves, array("q")
-        if moves:
+        runs, cards, moved = self.launched, self._cards, list[tuple[StaticMove, int, list[Ints]]]()
+        self.launched, self._cards = [], array("q")
+        if self.moves:
+            moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
             self.moves = []
-        singles = list[tuple[OnceSubstep, Ints]]()
-        for run in waiting:
-            substep = run.substep
-            if substep.is_open:
+        if not self._has_singles:
+            return Told(step, runs, moved, self.bank.snapshot(runs, (), cards))
+        runs, cards = self._keep_open(runs, cards)
+        once = [(run.substep, run.line[HEADER_PART]) for run in runs if isinstance(run.substep, OnceSubstep)]
+        known = [run for run in runs if run.substep.number is not None]
+        return Told(step, runs, moved, self.bank.snapshot(known, once, cards))
+
+    def _keep_open(self, runs: list[Launched], cards: array[int]) -> tuple[list[Launched], array[int]]:
+        """Those of these that are closed; a forward that comes once and is open is sent later."""
+        closed, closed_cards = list[Launched](), array("q")
+        for number, run in enumerate(runs):
+            card = cards[RUN_CARD * number : RUN_CARD * (number + 1)]
+            if run.substep.is_open:
                 self.launched.append(run)
-                continue
-            launched.append(run)
-            cards.extend(run.card)
-            if substep.number is None and isinstance(substep, OnceSubstep):
-                singles.append((substep, run.line[HEADER_PART]))
-        known = [run for run in launched if run.substep.number is not None] if singles else launched
-        snapshot = self.bank.snapshot(known, singles, cards)
-        moved = [(move, move.moved.turn, move.moved.read()) for move in moves] if moves else []
-        return Told(step, launched, moved, snapshot)
+                self._cards.extend(card)
+            else:
+                closed.append(run)
+                closed_cards.extend(card)
+        self._has_singles = bool(self.launched)
+        return closed, closed_cards
 
     def land_quiet(self, told: Told, mirror: Mirror, proves: bool) -> bool:
         """Whether all has run as planned and was proved clean and nothing fired: all is done, then, that follows do.
@@ -253,7 +265,7 @@ class StaticChecks:
         if self.num_unlanded:
             self.num_unlanded -= len([run for run in forwards if run.accepted is not None])
         if kept:
-            self.listener.heard(forwards, kept)
+            self.listener.heard(forwards, snapshot.cards[RUN_KEEP::RUN_CARD], kept)
         self._coverage.forwards += len(forwards)
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
         if said[SAID_PLACE] != NOWHERE or self._final_card[NUM_FINAL]:
@@ -286,7 +298,8 @@ class StaticChecks:
                 if hearing.is_clean(run, seen >> RUN_BITS):
                     num_learned += 1
                     if run.record is not None:
-                        self.listener.heard([run], Heard.of(run).numbers)
+                        own = Heard.of(run)
+                        self.listener.heard([run], [own.end], own.numbers)
                     continue
                 tokens = None if accepted is None else tokens_of(accepted[: len(requests)])
                 forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)

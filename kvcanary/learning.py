@@ -26,7 +26,6 @@ class Launched(NamedTuple):
     rows:      [ROW_NUMBERS * requests + 1] (cards.py), at that time; one array for all that were launched together
     line:      what `StaticSubstep.written` will say of it
     written:   by request, entries that each of its rows writes; None: as many as were accepted
-    card:      [RUN_CARD] (cards.py)
     accepted:  [size, 1 + places], what the step says that it has accepted before
     record:    where the listener keeps it
     """
@@ -38,7 +37,6 @@ class Launched(NamedTuple):
     turn: int
     line: Line
     written: array[int] | None
-    card: tuple[int, ...]
     accepted: Ints | None = None
     record: Any = None
 

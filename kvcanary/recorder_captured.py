@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcanary.cards import RUN_KEEP
 from kvcanary.learning import Heard
 from kvcanary.recorder_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove
 from kvcanary_kernels.record import MASK_32
@@ -127,10 +126,10 @@ class CapturedEvents:
         if launch is not None:
             launch.learn(forward, run.substep.layers)
 
-    def heard(self, runs: Sequence[Launched], numbers: array[int]) -> None:
+    def heard(self, runs: Sequence[Launched], counts: Sequence[int], numbers: array[int]) -> None:
         end = 0
-        for run in runs:
-            launch, first, end = run.record, end, end + run.card[RUN_KEEP]
+        for run, count in zip(runs, counts, strict=True):
+            launch, first, end = run.record, end, end + count
             if launch is not None:
                 launch.told = Heard(run.substep, run.step, run.batch.told[0], numbers, first, end)
                 launch.layers = run.substep.layers

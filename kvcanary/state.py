@@ -153,7 +153,7 @@ class CanaryState:
 
     def publish(self, pages: Pages) -> None:
         """What has happened to pages since the last time is true from now on."""
-        if not pages.is_changed:
+        if not pages.changed:
             return
         where = pages.changes()
         if self._host_pages:

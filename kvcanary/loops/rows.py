@@ -126,11 +126,12 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     return unknown
 
 
-@loop("void(int64, int64, int64, int64, int64, int64)")
-def spread_rows(n, rows, out, size, parts, width):
-    """`RowTruth.spread`: the first parts of rows of n requests, given by addresses."""
+@loop("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def spread_rows(n, rows, out, size, parts, width, step_at, step):
+    """`RowTruth.spread`: the first parts of rows of n requests, given by addresses, and the number of the step."""
     told, there = longs_at(rows, parts * n), longs_at(out, parts * size)
     there[:] = 0
+    longs_at(step_at, 1)[0] = step
     for part in range(parts):
         for number in range(n):
             first = part * size + number * width

@@ -40,13 +40,14 @@ class Feed:
             self._numbers[where.start : end] = values
             self._numbers[end : where.stop] = 0
 
-    def put(self, name: str, value: int) -> None:
-        """The same for the first number of a section."""
-        self._numbers[self._sections[name].start] = value
+    def offset(self, name: str) -> int:
+        """Of a section, in bytes behind `at`; sections lie one behind the other."""
+        return 8 * int(self._sections[name].start)
 
-    def address(self, name: str) -> int:
-        """Where the section lies that the next `send` brings to the device; sections are one behind the other."""
-        return self._addresses[self._turn] + 8 * int(self._sections[name].start)
+    @property
+    def at(self) -> int:
+        """Address of what the next `send` brings to the device."""
+        return self._addresses[self._turn]
 
     def send(self) -> None:
         """One copy, for which nobody waits; what is set from now on lies elsewhere."""

@@ -55,15 +55,16 @@ class Rows:
 
     def set(self, truth: RowTruth) -> None:
         """What the canary knows of the rows that are live next, by request."""
-        self.feed.put(STEP, truth.step)
-        first, *shape = self._sections
-        truth.spread(self.feed.address(first), *shape)
+        step, first, *shape = self._sections
+        at = self.feed.at
+        truth.spread(at + step, at + first, *shape)
 
     @cached_property
-    def _sections(self) -> tuple[str, int, int, int]:
-        """The first of them, the size of each and their number, and rows a request."""
-        first, num_parts = f"{self.name}_{TRUTH[0]}", len(TRUTH) + (self.truth is not None)
-        return first, len(self.feed[first]), num_parts, self.width
+    def _sections(self) -> tuple[int, int, int, int, int]:
+        """Offsets of the step and of the first section, the size of each, how many they are, and rows a request."""
+        feed, first = self.feed, f"{self.name}_{TRUTH[0]}"
+        num_parts = len(TRUTH) + (self.truth is not None)
+        return feed.offset(STEP), feed.offset(first), len(feed[first]), num_parts, self.width
 
     def advance(self) -> None:
         """Within a program, before forwards of these rows are judged: opened, or postponed ones caught up with."""

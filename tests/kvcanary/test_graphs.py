@@ -7,7 +7,7 @@ import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.buffers import StaticBuffers
-from kvcanary.cards import RUN_READS
+from kvcanary.cards import RUN_CARD, RUN_READS
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import Replayer, replay
 from kvcanary.outbox import IN_THE_AIR, LINES
@@ -411,7 +411,9 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
         else:
             truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
         (request,) = canary.requests_of(["ann"])
-        launched = [(run.substep.site, run.committed, run.card[RUN_READS]) for run in canary._static.launched]
+        launched = [(run.substep.site, run.committed) for run in canary._static.launched]
+        reads = canary._static.send(1).snapshot.cards[RUN_READS::RUN_CARD].tolist()
+        assert reads == [4, 5, 6]
         made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens.tolist()
     assert made[True] == made[False]
     assert made[True][2] == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,12 +81,12 @@ class World:
         batch, written = Batch(self.ledger.requests.values()), array("q", [0, 0])
         rows = array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
         told = 0, 1, rows.buffer_info()[0], written.buffer_info()[0], 0, 0, substep.num_kept, 0
-        card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
-        return Launched(substep, batch, rows, 1, 0, line, written, card)
+        self.card = self.line_card.buffer_info()[0], line.at, 0, *batch.told, *told
+        return Launched(substep, batch, rows, 1, 0, line, written)
 
     def hear(self, run: Launched) -> int:
         """What is seen of the line; what is clean is true of pages and mirror then."""
-        cards = array("q", run.card)
+        cards = array("q", self.card)
         assert self.hearing.hear([run], cards, 0, array("q", [0] * NUM_RUNS), True) == 1
         assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN
         seen = cards[RUN_SEEN] >> RUN_BITS
@@ -187,9 +187,9 @@ def test_what_is_short_is_told_before_anything_behind_it_is_booked() -> None:
         run = world.run("decode", line, is_tree=False)
         if max(line[2] - line[1]) < 10 and not world.hear(run) & LEFT_TO_RULES:
             break
-    accepted, first = np.array([[1, 7], [0, 0]]), list(run.card)
+    accepted, first = np.array([[1, 7], [0, 0]]), list(world.card)
     first[RUN_WRITTEN], first[RUN_ACCEPTED], first[RUN_PLACES] = 0, accepted.ctypes.data, 2
-    cards, planned = array("q", [*first, *run.card]), array("q", [0] * NUM_RUNS)
+    cards, planned = array("q", [*first, *world.card]), array("q", [0] * NUM_RUNS)
     assert world.hearing.hear([run, run], cards, 0, planned, True) == 1
     assert cards[RUN_SEEN] & (HAS_RUN | IS_SHORT) == HAS_RUN | IS_SHORT
     assert world.hearing.hear([run, run], cards, 1, planned, True) == 2
@@ -204,15 +204,17 @@ class Steps:
         self.seen, self.planned = np.zeros((2, HEADER), np.int64), array("q", [0] * (2 * NUM_RUNS))
         self.ledger = self.world.ledger
 
-    def run(self, number: int, line: Line, turn: int, counts: list[int], accepts: int | None) -> Launched:
-        """`counts`: what the header says of checks and runs; its step word is of this turn.
+    def run(
+        self, number: int, line: Line, turn: int, counts: list[int], accepts: int | None
+    ) -> tuple[Launched, list[int]]:
+        """It and its card. `counts`: what the header says of checks and runs; its step word is of this turn.
 
         accepts: tokens that the first request has accepted before; None: its rows are written as the host said
         """
         numbers = np.append(line.numbers, turn << 32)
         numbers[len(line.numbers) - HEADER : -1] = counts
         made = self.world.run("decode", Line(numbers, line.where), is_tree=False)
-        made.substep.number, card = number, list(made.card)
+        made.substep.number, card = number, list(self.world.card)
         own, rows = line_card(made.substep), array("q", [UNKNOWN] * (2 * ROW_NUMBERS + 1))
         card[0], card[RUN_ROWS] = own.buffer_info()[0], rows.buffer_info()[0]
         accepted = None if accepts is None else np.array([[accepts, 7], [0, 0]])
@@ -220,7 +222,7 @@ class Steps:
             card[RUN_WRITTEN], card[RUN_ACCEPTED], card[RUN_PLACES] = 0, accepted.ctypes.data, 2
             card[RUN_KEEP] += accepted.size
         self.kept += [made, own, rows]
-        return made._replace(card=tuple(card), line=Line(numbers, line.where), accepted=accepted)
+        return made._replace(line=Line(numbers, line.where), accepted=accepted), card
 
     @property
     def headers(self) -> tuple[int, int, int]:
@@ -268,7 +270,7 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
         way, seed, both = WAYS[number % len(WAYS)], rng.random(), []
         victim = rng.randrange(2)
         for _ in "ab":
-            own, steps, runs = random.Random(seed), Steps(), []
+            own, steps, made = random.Random(seed), Steps(), []
             for one in range(2):
                 line = random_line(own, is_tree=False)
                 is_odd = one == victim
@@ -279,10 +281,10 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
                     line.numbers[line.where[0].start] = 1
                 turn = 1 if way == "did not run" and is_odd else 0
                 accepts = {"short": 1, "quiet": 0}.get(way) if is_odd else None
-                runs.append(steps.run(one, line, turn, counts, accepts))
+                made.append(steps.run(one, line, turn, counts, accepts))
             steps.world.mirror.judged[own.randrange(40)] = True
-            cards = array("q", [value for run in runs for value in run.card])
-            both.append((steps, runs, cards))
+            runs, cards = zip(*made, strict=True)
+            both.append((steps, runs, array("q", chain.from_iterable(cards))))
         (first, runs, cards), (second, others, other_cards) = both
         said, (is_quiet, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
         end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)

@@ -431,7 +431,7 @@ def test_pages_of_many_requests_are_refused_for_all(make_engine, names, pages, w
     before = true_of_pages(manager)
     assert refused(manager.on_alloc_all, names, pages).startswith(words)
     assert true_of_pages(manager) == before
-    assert not manager._ledger.pages.is_changed
+    assert not manager._ledger.pages.changed
 
 
 def test_what_is_told_of_many_requests_is_what_is_told_of_each(canary):

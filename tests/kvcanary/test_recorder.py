@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
-from kvcanary.cards import RUN_KEEP
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
 from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS
@@ -219,12 +218,9 @@ def test_launches_are_found_as_long_as_anybody_may_hear():
         assert [*asked, landed] == places
         assert recorded.event_of("draft", substep.site, step) is None
     launches = [event[1] for event in segment.events[-4:] if event[0] == "launch"]
-    cards, batch = [(*[0] * RUN_KEEP, size, 0) for size in (1, 2, 0)], SimpleNamespace(told=(1, 0))
-    runs = [
-        SimpleNamespace(substep=substep, step=last, batch=batch, record=launch, card=card)
-        for launch, card in zip([*both, None], cards, strict=True)
-    ]
-    recorded.heard(runs, numbers := array("q", [7, 8, 9]))
+    own = {"substep": substep, "step": last, "batch": SimpleNamespace(told=(1, 0))}
+    runs = [SimpleNamespace(**own, record=launch) for launch in (*both, None)]
+    recorded.heard(runs, [1, 2, 0], numbers := array("q", [7, 8, 9]))
     assert [launch.told for launch in launches] == [
         (substep, last, 1, numbers, 0, 1),
         (substep, last, 1, numbers, 1, 3),
