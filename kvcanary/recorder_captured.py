@@ -27,14 +27,16 @@ Place = tuple["Segment", int]
 class StepEvents:
     """What one step has launched.
 
+    step:      the low half of its number
     launches:  in their order
     moves:     by pool, where the event of the last one lies
     departure: where the event lies; None: it has not departed
     """
 
-    __slots__ = ("departure", "launches", "moves")
+    __slots__ = ("departure", "launches", "moves", "step")
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self.step = step & MASK_32
         self.launches: list[RecordedLaunch] = []
         self.moves: dict[str, Place] = {}
         self.departure: Place | None = None
@@ -51,17 +53,15 @@ class CapturedEvents:
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
-        self._steps: dict[int, StepEvents] = {}  # the newest, by the low half of their numbers
+        self._steps: deque[StepEvents] = deque(maxlen=KEPT_STEPS)
         self._moves: deque[tuple[RecordedMove, Segment]] = deque()
         self._landing: int | None = None
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
         """What comes belongs to this step; what nobody will ask for any more is forgotten."""
-        steps = self._steps
-        self._now = steps.setdefault(step & MASK_32, StepEvents())
-        if len(steps) > KEPT_STEPS:
-            del steps[next(iter(steps))]
+        self._now = StepEvents(step)
+        self._steps.append(self._now)
 
     def launched(
         self,
@@ -111,13 +111,17 @@ class CapturedEvents:
 
         None: it is the last one.
         """
-        if (own := self._steps.get(step & MASK_32)) is not None:
+        if (own := self._of_step(step)) is not None:
             if launch := own.last_launch(pool, site):
                 return launch.segment, launch.place
             if site == MOVE_SITE and pool in own.moves:
                 return own.moves[pool]
-        landed = None if self._landing is None else self._steps.get(self._landing & MASK_32)
+        landed = None if self._landing is None else self._of_step(self._landing)
         return None if landed is None else landed.departure
+
+    def _of_step(self, step: int) -> StepEvents | None:
+        """None: it is forgotten."""
+        return next((own for own in reversed(self._steps) if own.step == step & MASK_32), None)
 
     # what the host hears
 
@@ -151,7 +155,7 @@ class CapturedEvents:
             segment.array_bytes += src.nbytes + dst.nbytes
 
     def noticed(self, hit: StaticHit) -> None:
-        own = self._steps.get(hit.step) if hit.is_exact else None
+        own = self._of_step(hit.step) if hit.is_exact else None
         launch = None if own is None else own.last_launch(hit.pool, hit.site)
         if launch is None:
             return
