@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from array import array
 from collections.abc import Iterable
 from itertools import chain, repeat
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 HISTORY_EVENTS = 8  # kept a page, newest last
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _own: set[str] = set()
+Told = tuple[str, int, tuple[str, int] | None]  # kind, step and site of an event
 _TO_SOMEBODY = frozenset({"granted", "set aside", "copied"})
 
 
@@ -45,36 +47,35 @@ class History:
     """By page its newest `HISTORY_EVENTS` events, oldest first."""
 
     def __init__(self, num_pages: int) -> None:
-        self._counts = np.zeros(num_pages, np.int64)  # of all that each page has had
-        self._told = np.full((num_pages, HISTORY_EVENTS), None, object)  # kind, step and site, counted around
-        self._requests = np.full((num_pages, HISTORY_EVENTS), None, object)  # that took part
-        self._newest = np.empty((), object)
+        # arrays of objects, and no lists: those would be looked through whenever garbage is searched for
+        self._counts = array("q", bytes(8 * num_pages))  # of all that each page has had
+        self._told = np.full(num_pages * HISTORY_EVENTS, None, object)  # kind, step and site, counted around
+        self._requests = np.full(num_pages * HISTORY_EVENTS, None, object)  # that took part
 
     def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
         """One event of all these pages, [n] distinct, asked for by whoever called into this package."""
-        self._put(kind, pages, step, request_id)
+        self._put((kind, step, call_site()), pages, repeat(request_id))
 
     def add_all(
         self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str], counts: Iterable[int]
     ) -> None:
         """One event for each of these requests, of so many of the pages, [n] distinct, in their order."""
-        own = chain.from_iterable(map(repeat, request_ids, counts))
-        self._put(kind, pages, step, np.fromiter(own, object, len(pages)))
+        self._put((kind, step, call_site()), pages, chain.from_iterable(map(repeat, request_ids, counts)))
 
-    def _put(self, kind: str, pages: NDArray[np.int64], step: int, request_ids: str | NDArray[Any] | None) -> None:
-        """Behind what each page has had; `request_ids`: one for all, or [n]. They share what else there is to tell."""
-        counts = self._counts.take(pages)
-        newest = pages, counts % HISTORY_EVENTS
-        self._newest[()] = kind, step, call_site()
-        self._told[newest], self._requests[newest] = self._newest, request_ids
-        self._counts[pages] = counts + 1
+    def _put(self, event: Told, pages: NDArray[np.int64], request_ids: Iterable[str | None]) -> None:
+        """Behind what each page has had."""
+        counts, told, requests = self._counts, self._told, self._requests
+        for page, request_id in zip(pages.tolist(), request_ids, strict=False):
+            count = counts[page]
+            place = HISTORY_EVENTS * page + count % HISTORY_EVENTS
+            told[place], requests[place], counts[page] = event, request_id, count + 1
 
     def of(self, page: int) -> tuple[PageEvent, ...]:
         if not 0 <= page < len(self._counts):
             return ()
-        count = int(self._counts[page])
-        places = [number % HISTORY_EVENTS for number in range(max(count - HISTORY_EVENTS, 0), count)]
-        told, request_ids = self._told[page, places].tolist(), self._requests[page, places].tolist()
+        count, first = self._counts[page], HISTORY_EVENTS * page
+        places = [first + number % HISTORY_EVENTS for number in range(max(count - HISTORY_EVENTS, 0), count)]
+        told, request_ids = self._told[places].tolist(), self._requests[places].tolist()
         return tuple(
             PageEvent(kind, step, name, site) for (kind, step, site), name in zip(told, request_ids, strict=True)
         )
