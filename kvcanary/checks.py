@@ -241,7 +241,11 @@ class StepChecks:
         LifetimeError where a row shrinks: nothing has happened then.
         """
         ledger = self._ledger
+        if self._pending:
+            self._settle_rows_of(batch.requests)
         found = ledger.commit_rows(batch, lens, step, is_judged=False)
+        if not found:
+            return
         if found == LEFT_TO_BOOKS:
             expect_growth(batch.requests, lens)
             self.hits += judge_heard(batch.requests, self._state.pools[0], lens, step)
@@ -269,10 +273,8 @@ class StepChecks:
         if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
             self.settle()
 
-    def settle_rows_of(self, requests: Sequence[Request]) -> None:
+    def _settle_rows_of(self, requests: Sequence[Request]) -> None:
         """How far their rows are written is told by the forwards that have run, judged or not."""
-        if not self._pending:
-            return
         uids = {request.uid for request in requests}
         if any(request.uid in uids for forward in self._pending for request in forward.requests):
             self.settle()

@@ -85,9 +85,10 @@ class Lifecycle:
 
     def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
         """The same for the requests of a step, each named once, in one call."""
-        _expect_one_each("tokens", request_ids, token_ids)
+        if len(request_ids) != len(token_ids):
+            raise _not_one_each("tokens", request_ids, token_ids)
         batch, counts, tokens = self._ledger.batch(request_ids), *in_a_row(token_ids)
-        self.recorder.appended(batch.names, counts, tokens)
+        self.recorder.told_all("append_all", batch.names, counts, tokens)
         self._ledger.append(batch, counts, tokens, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
@@ -96,11 +97,12 @@ class Lifecycle:
 
     def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
         """The same for the requests of a step, each named once, in one call; refused for all where one is refused."""
-        _expect_one_each("a length", request_ids, committed_lens)
-        self._expect_closed("commit()")
+        if len(request_ids) != len(committed_lens):
+            raise _not_one_each("a length", request_ids, committed_lens)
+        if self._open:
+            raise self._not_closed("commit()")
         batch, lens = self._ledger.batch(request_ids), array("q", committed_lens)
-        self.recorder.committed(batch.names, lens)
-        self._checks.settle_rows_of(batch.requests)
+        self.recorder.told_all("commit_all", batch.names, lens)
         self._checks.commit(batch, lens, self.step)
 
     # pages of one request
@@ -115,8 +117,9 @@ class Lifecycle:
 
     def on_alloc_all(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]]) -> None:
         """The same for several requests, each named once, in one call; refused for all where one is refused."""
-        _expect_one_each("pages", request_ids, pages)
-        self.recorder.granted(tuple(request_ids), *in_a_row(pages))
+        if len(request_ids) != len(pages):
+            raise _not_one_each("pages", request_ids, pages)
+        self.recorder.told_all("on_alloc_all", tuple(request_ids), *in_a_row(pages))
         self._grant(request_ids, pages)
 
     @recorded
@@ -320,7 +323,11 @@ class Lifecycle:
 
     def _expect_closed(self, what: str) -> None:
         if self._open:
-            raise HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
+            raise self._not_closed(what)
+
+    def _not_closed(self, what: str) -> HookOrderError:
+        """`_expect_closed`, where it would be one call more in every step."""
+        return HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
 
     def _of_group(self, name: str) -> Poisoner:
         poisoner = self._mapped.get(name)
@@ -399,11 +406,8 @@ class Lifecycle:
         return unread
 
 
-def _expect_one_each(what: str, request_ids: Sequence[str], values: Sequence[object]) -> None:
-    if len(request_ids) != len(values):
-        raise LifetimeError(
-            f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these"
-        )
+def _not_one_each(what: str, request_ids: Sequence[str], values: Sequence[object]) -> LifetimeError:
+    return LifetimeError(f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these")
 
 
 def _expect_equal_rows(source: PoolState, target: PoolState) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
+INT_BYTES = 8
 LONG = 16  # sequences of so many integers and more are kept as arrays
 DAMAGE_BYTES = 400  # of one damaged slot
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
@@ -200,28 +201,18 @@ class Recorder:
                 self.note_maps()
             self._events.append(event)
 
+    def told_all(self, name: str, request_ids: tuple[str, ...], *arrays: array[int]) -> None:
+        """As `told`, of many requests at once, with arrays of 64-bit integers that nobody changes any more."""
+        if self.segments:
+            if self.maps:
+                self.note_maps()
+            self._events.append((name, request_ids, *arrays))
+            self.segments[-1].array_bytes += INT_BYTES * sum(map(len, arrays))
+
     def departed(self, step: int) -> None:
         """What this step has launched is on its way to the host."""
         if self.segments:
             self.captured.departed(step, self.segments[-1])
-
-    def appended(self, request_ids: tuple[str, ...], counts: array[int], tokens: array[int]) -> None:
-        """So many tokens of each request are about to be appended; nobody changes these arrays any more."""
-        if self.segments:
-            self.segments[-1].array_bytes += _num_bytes(counts) + _num_bytes(tokens)
-            self.told("append_all", request_ids, counts, tokens)
-
-    def committed(self, request_ids: tuple[str, ...], committed_lens: array[int]) -> None:
-        """Entries of these requests are about to become final; nobody changes the array any more."""
-        if self.segments:
-            self.segments[-1].array_bytes += _num_bytes(committed_lens)
-            self.told("commit_all", request_ids, committed_lens)
-
-    def granted(self, request_ids: tuple[str, ...], counts: array[int], pages: array[int]) -> None:
-        """So many pages are about to be granted to each request; nobody changes these arrays any more."""
-        if self.segments:
-            self.segments[-1].array_bytes += _num_bytes(counts) + _num_bytes(pages)
-            self.told("on_alloc_all", request_ids, counts, pages)
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -369,10 +360,6 @@ class Recorder:
         if self.segments:
             self.segments[-1].array_bytes += kept.nbytes
         return kept
-
-
-def _num_bytes(values: array[int]) -> int:
-    return values.itemsize * len(values)
 
 
 def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
