@@ -52,6 +52,7 @@ class Lifecycle:
         self._poisoner = Poisoner(state, state.pools_of(None), *told)
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
         self._mapped = {group: Poisoner(state, state.pools_of(group), *told) for group in groups}
+        self._poisoners = self._poisoner, *self._mapped.values()
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups

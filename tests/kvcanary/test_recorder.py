@@ -14,7 +14,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS
+from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, Recorder
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -29,6 +29,15 @@ def flip(engine: ToyEngine, name: str = "only", position: int = 3) -> int:
     slot = int(engine.rows[name].slots[position])
     engine.pools["target"].kv.view(torch.int32)[1, slot, 1, 0, 2] ^= 1 << 9
     return slot
+
+
+def start_anew(engine: ToyEngine, most_bytes: int) -> Recorder:
+    """The recorder of a step that has just been checked, with room for so much from there on."""
+    recorder = engine.canary.recorder
+    recorder.stop()
+    recorder.most_bytes = most_bytes
+    recorder.start(engine.canary.step)
+    return recorder
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +79,14 @@ def test_segments_take_turns_in_memory_that_was_found_at_the_start():
 def test_the_ring_keeps_to_its_bytes():
     """With fewer bytes than its steps take, the oldest go first."""
     engine = toy(ring=512)
+    recorder = start_anew(engine, most_bytes=200_000)
     engine.start("only", 6)
-    engine.canary.recorder.most_bytes = 200_000
     for _ in range(200):
         engine.decode()
-        sizes = [segment.num_bytes for segment in engine.canary.recorder.segments]
-        sizes += [room.nbytes for room in engine.canary.recorder._rooms]
+        sizes = [segment.num_bytes for segment in recorder.segments]
+        sizes += [room.nbytes for room in recorder._rooms]
         assert sum(sizes) < 200_000, sizes
-    assert engine.canary.recorder.segments[0].checkpoint.step > 0
+    assert recorder.segments[0].checkpoint.step > 0
     assert MOST_BYTES == 64 << 20
 
 
