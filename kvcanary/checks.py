@@ -70,10 +70,11 @@ class StepChecks:
         self._sealer = Sealer(self.mirror, ledger)
         self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
-        self._compares_content = "R9" not in config.disable
-        self.is_full = config.content == "full" and self._compares_content
+        compares_content = "R9" not in config.disable
+        self._rereads = config.content != "write" and compares_content
+        self.is_full = config.content == "full" and compares_content
         moves = config.content != "write" and "T1" not in config.disable
-        self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=self._compares_content)
+        self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
@@ -81,7 +82,7 @@ class StepChecks:
         self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
         self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
-        self.cached = CachedSweep(state, ledger, self.looks)
+        self.cached = CachedSweep(state, ledger, self.looks, is_on=self._rereads)
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
@@ -93,7 +94,7 @@ class StepChecks:
 
     def prepare(self) -> None:
         """No later step waits for kernels that look at bytes: a GPU compiles and loads what is launched first."""
-        if self._config.content == "write" or not self._compares_content:
+        if not self._rereads:
             return
         with torch.inference_mode():
             for pool in self._state.pools:
@@ -263,7 +264,9 @@ class StepChecks:
 
     def publish_pages(self) -> None:
         """What has happened to pages since the last time is true on the device before anything is judged."""
-        self._state.publish(self._ledger.pages)
+        pages = self._ledger.pages
+        if pages.changed:
+            self._state.publish(pages)
 
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
@@ -286,7 +289,7 @@ class StepChecks:
         of pages that nobody gives up before it has landed (`settle`). Tails come first, for the next forward may write
         there.
         """
-        if self._config.content == "write" or not self._compares_content:
+        if not self._rereads:
             return []
         is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
         if not (is_due or self.is_full or self.tails.waits):
@@ -312,7 +315,7 @@ class StepChecks:
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
-        if self._config.content == "write" or not self._compares_content:
+        if not self._rereads:
             return
         near = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
         pages = {page for page in near if page >= 0}
@@ -322,7 +325,7 @@ class StepChecks:
     def look_again(self, request: Request, step: int) -> None:
         """All committed bytes of a request that ends."""
         self.settle()
-        if self._config.content != "write" and self._compares_content:
+        if self._rereads:
             with torch.inference_mode():
                 self.hits += self.sweeper.last_look(request, step)
                 self.tails.last_look(request, step)
@@ -357,13 +360,9 @@ class StepChecks:
             self.publish_pages()
             self.hits += self._parcels.unpack_group(group, parcels, pages, step)
 
-    def overdue_pages(self) -> list[int]:
-        """Cached pages that have waited too long by the clock, where bytes are compared again."""
-        return self.cached.overdue() if self._config.content != "write" and self._compares_content else []
-
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""
-        if self._config.content != "write" and self._compares_content:
+        if self._rereads:
             with torch.inference_mode():
                 self.hits += self.cached.look(pages, step)
 
@@ -376,7 +375,7 @@ class StepChecks:
 
         The caller has settled.
         """
-        if self._config.content == "write" or not self._compares_content or not len(pages):
+        if not self._rereads or not len(pages):
             return False
         with torch.inference_mode():
             hits = self._leaver.look(group, pages, step)

@@ -88,7 +88,7 @@ class Lifecycle:
         """The same for the requests of a step, each named once, in one call."""
         if len(request_ids) != len(token_ids):
             raise _not_one_each("tokens", request_ids, token_ids)
-        batch, counts, tokens = self._ledger.batch(request_ids), *in_a_row(token_ids)
+        batch, (counts, tokens) = self._ledger.batches[tuple(request_ids)], in_a_row(token_ids)
         self.recorder.told_all("append_all", batch.names, counts, tokens)
         self._ledger.append(batch, counts, tokens, self.step)
 
@@ -102,7 +102,7 @@ class Lifecycle:
             raise _not_one_each("a length", request_ids, committed_lens)
         if self._open:
             raise self._not_closed("commit()")
-        batch, lens = self._ledger.batch(request_ids), array("q", committed_lens)
+        batch, lens = self._ledger.batches[tuple(request_ids)], array("q", committed_lens)
         self.recorder.told_all("commit_all", batch.names, lens)
         self._checks.commit(batch, lens, self.step)
 

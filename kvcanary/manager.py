@@ -78,9 +78,10 @@ class CanaryManager(Answering):
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.recorder.begin_step(step)
         self.step = self.tickets.step = self._checks.step = step
-        if self._static is not None:
-            self._checks.land_before(self._static.bank.turn + 1)
-            self._static.bank.begin_step(step)
+        static = self._static
+        if static is not None:
+            self._checks.land_before(static.bank.turn + 1)
+            static.bank.begin_step(step)
         if self._quarantine:
             self._ledger.leave_quarantine(step, self._quarantine)
 
@@ -175,8 +176,8 @@ class CanaryManager(Answering):
 
         The answer is that of `check`. An engine may call it after every step.
         """
-        pages = self._checks.overdue_pages()
-        return self.sweep_cached(pages) if pages else self._doomed
+        pages = self._checks.cached.overdue()
+        return self.sweep_cached(pages) if pages else self.doomed
 
     @recorded
     def sweep_cached(self, pages: Sequence[int]) -> frozenset[str]:

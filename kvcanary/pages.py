@@ -113,6 +113,8 @@ class Pages:
     refcounts:   int64, rows that name the page; a cache's own hold on a published page does not count
     published:   bool, a prefix cache holds the page
     writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
+
+    changed: pages to which something has happened since the last `changes`, event by event
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:
@@ -125,7 +127,7 @@ class Pages:
         self.writers = np.full(num_pages, NOT_A_WRITER, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
         self.history = History(num_pages)
-        self._changed: list[Array] = []
+        self.changed: list[Array] = []
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
         arrays = self.states, self.owners, self.writers, self.generations, self.refcounts, self.published
         addresses = [own.ctypes.data for own in (*arrays, self.holder_sums)]
@@ -240,27 +242,22 @@ class Pages:
         uids = np.broadcast_to(uids, pages.shape)
         return {int(entry): self._write_code(int(pages[entry]), int(uids[entry])) for entry in wrong.nonzero()[0]}
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether something has happened to any page since the last `changes`."""
-        return bool(self._changed)
-
     def changed_everywhere(self) -> None:
         """The arrays were filled from elsewhere."""
-        self._changed = [np.arange(len(self))]
+        self.changed = [np.arange(len(self))]
 
     def changes(self) -> Array:
         """[n] int64: pages to which something has happened since the last call, for a copy of the arrays; some twice.
 
         As many as there were events, whatever the pool's size.
         """
-        changed, self._changed = self._changed, []
+        changed, self.changed = self.changed, []
         return np.concatenate(changed) if len(changed) > 1 else changed[0] if changed else _NONE
 
     def _note_changes(self, pages: Array) -> None:
-        self._changed.append(pages)
-        if len(self._changed) > _MOST_LISTS:  # nobody asks
-            self._changed = [np.unique(np.concatenate(self._changed))]
+        self.changed.append(pages)
+        if len(self.changed) > _MOST_LISTS:  # nobody asks
+            self.changed = [np.unique(np.concatenate(self.changed))]
 
     def _write_code(self, page: int, uid: int) -> str:
         if self.states[page] == QUARANTINED:

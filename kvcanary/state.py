@@ -153,8 +153,6 @@ class CanaryState:
 
     def publish(self, pages: Pages) -> None:
         """What has happened to pages since the last time is true from now on."""
-        if not pages.is_changed:
-            return
         where = pages.changes()
         if self._host_pages:
             own = pages.generations, pages.owners, pages.states

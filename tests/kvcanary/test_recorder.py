@@ -14,7 +14,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, Recorder
+from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -88,6 +88,42 @@ def test_the_ring_keeps_to_its_bytes():
         assert sum(sizes) < 200_000, sizes
     assert recorder.segments[0].checkpoint.step > 0
     assert MOST_BYTES == 64 << 20
+
+
+@pytest.mark.parametrize(("ring", "most_bytes"), [(8, MOST_BYTES), (7, MOST_BYTES), (512, 260_000), (24, 160_000)])
+def test_nothing_is_due_behind_a_step(ring: int, most_bytes: int):
+    """Whatever ends a segment, its steps or its bytes: behind a step another has begun, and what is over has gone."""
+    engine = toy(ring=ring)
+    recorder = start_anew(engine, most_bytes)
+    engine.start("only", 6)
+    for _ in range(60):
+        engine.decode()
+        engine.canary.check()  # nothing more was told since
+        newest, step = recorder.segments[-1], engine.canary.step
+        assert 2 * (step - newest.checkpoint.step) < ring
+        own, room = newest.num_bytes - newest.start_bytes, most_bytes - most_bytes // SPARE
+        assert own <= room // SPARE or newest.num_bytes <= room // (PARTS + 1)
+        assert recorder.num_bytes <= room or not (recorder._rooms or len(recorder.segments) > 1)
+        assert not recorder.is_due(step)
+
+
+def test_damage_of_an_older_segment_counts_at_once(monkeypatch: pytest.MonkeyPatch):
+    """What a check finds damaged is part of the launch that read it: that segment grows, and there is no room for it.
+
+    Behind the step the oldest one goes, though nothing more was told of the newest than in other steps.
+    """
+    engine = toy(ring=8, mode="log")
+    engine.start("only", 6)
+    recorder = engine.canary.recorder
+    while len(recorder.segments) < 3 or recorder.segments[-1].checkpoint.step == engine.canary.step:
+        engine.decode()
+    oldest, second, _ = recorder.segments
+    monkeypatch.setattr("kvcanary.recorder.DAMAGE_BYTES", MOST_BYTES)
+    monkeypatch.setattr(recorder.captured, "event_of", lambda *site: (oldest, 0))
+    flip(engine)
+    engine.decode()
+    assert oldest.damage
+    assert recorder.segments[0] is second
 
 
 def test_a_ring_of_no_steps_records_nothing():

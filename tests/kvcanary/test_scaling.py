@@ -100,13 +100,13 @@ def test_a_checkpoint_holds_no_more_objects_for_more_tokens(make_decoding: Calla
 def test_changes_are_the_pages_of_events() -> None:
     """As many as were told, each since the last time; of very many, those that are there."""
     pages = Pages(LARGE, 1)
-    assert not pages.is_changed
+    assert not pages.changed
     assert not len(pages.changes())
     pages.grant("granted", np.array([3, 5]), 7, 1, "one")
     pages.wrote(np.array([3]))
-    assert pages.is_changed
+    assert pages.changed
     assert pages.changes().tolist() == [3, 5, 3]
-    assert not pages.is_changed
+    assert not pages.changed
     pages.grant("granted", np.array([9, 7, 8]), 7, 1, "one")
     pages.wrote(4 * np.array([9, 7, 7, 6]) + [0, 3, 1, 2], 4)  # nobody has granted 6
     assert pages.changes().tolist() == [9, 7, 8, 9, 7]
