@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder
+from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -95,15 +96,21 @@ def test_nothing_is_due_behind_a_step(ring: int, most_bytes: int):
     """Whatever ends a segment, its steps or its bytes: behind a step another has begun, and what is over has gone."""
     engine = toy(ring=ring)
     recorder = start_anew(engine, most_bytes)
+    assert not recorder.is_due(engine.canary.step)
     engine.start("only", 6)
+
+    def is_over(segment: Segment, step: int) -> bool:
+        own, room = segment.num_bytes - segment.start_bytes, most_bytes - most_bytes // SPARE
+        is_large = own > room // SPARE and own > room // (PARTS + 1) - segment.start_bytes
+        return PARTS * (step - segment.checkpoint.step) >= ring or is_large
+
     for _ in range(60):
         engine.decode()
         engine.canary.check()  # nothing more was told since
-        newest, step = recorder.segments[-1], engine.canary.step
-        assert 2 * (step - newest.checkpoint.step) < ring
-        own, room = newest.num_bytes - newest.start_bytes, most_bytes - most_bytes // SPARE
-        assert own <= room // SPARE or newest.num_bytes <= room // (PARTS + 1)
-        assert recorder.num_bytes <= room or not (recorder._rooms or len(recorder.segments) > 1)
+        segments, step = list(recorder.segments), engine.canary.step
+        assert all(is_over(old, new.checkpoint.step) for old, new in pairwise(segments))
+        assert not is_over(segments[-1], step)
+        assert recorder.num_bytes <= most_bytes - most_bytes // SPARE or not (recorder._rooms or len(segments) > 1)
         assert not recorder.is_due(step)
 
 
