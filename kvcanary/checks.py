@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,7 @@ class StepChecks:
     step:   the one that runs;  looks: bytes that are being read again;  is_full: all that a forward reads is compared
     judged: is told of the forwards of a pool when they have been judged;  proved: of those that a loop proved clean
     landing: is told of the step whose hits come now, None: those of the one that runs
+    publish_pages: what has happened to pages since the last time is true on the device before anything is judged
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -78,6 +80,7 @@ class StepChecks:
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
+        self.publish_pages = partial(state.publish, ledger.pages)
         self._marks = Marks(state.records.device)
         self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
@@ -261,12 +264,6 @@ class StepChecks:
     def unwritten(self, requests: Sequence[Request], step: int) -> None:
         """Of some of these, entries became final in a step that nobody has written."""
         self.hits += judge_commit(requests, self._state.pools, step)
-
-    def publish_pages(self) -> None:
-        """What has happened to pages since the last time is true on the device before anything is judged."""
-        pages = self._ledger.pages
-        if pages.changed:
-            self._state.publish(pages)
 
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""

@@ -153,6 +153,8 @@ class CanaryState:
 
     def publish(self, pages: Pages) -> None:
         """What has happened to pages since the last time is true from now on."""
+        if not pages.changed:
+            return
         where = pages.changes()
         if self._host_pages:
             own = pages.generations, pages.owners, pages.states
