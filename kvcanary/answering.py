@@ -19,28 +19,21 @@ from kvcanary.state import CanaryState
 
 
 class Answering(Launching):
-    """The part of CanaryManager that responds to what fired, and tells of it."""
+    """The part of CanaryManager that responds to what fired, and tells of it.
+
+    doomed: mode abort: running requests that must end, by all that was judged; the release of another may name some
+    damaged_pages: mode abort: pages of the prefix cache in which damage was found; it must give them up, and those
+                   behind them. `on_evict` tells when it has.
+    """
 
     def __init__(self, config: CanaryConfig, state: CanaryState, holds_back: bool) -> None:
         super().__init__(config, state, holds_back)
         describer = Describer(self._state, self._ledger, config.show_tokens)
         self._dumper = Dumper(config, self.recorder, self._source)
         self._response = Response(config, self._ledger, describer, self._dumper.on_finding)
-        self._doomed: frozenset[str] = frozenset()
+        self.doomed: frozenset[str] = frozenset()
+        self.damaged_pages: Set[int] = self._response.damaged_pages if config.mode == "abort" else frozenset()
         self._error: KVCorruptionError | None = None  # that was raised last
-
-    @property
-    def doomed(self) -> frozenset[str]:
-        """Mode abort: running requests that must end, by all that was judged; the release of another may name some."""
-        return self._doomed
-
-    @property
-    def damaged_pages(self) -> Set[int]:
-        """Mode abort: pages of the prefix cache in which damage was found; it must give them up, and those behind them.
-
-        `on_evict` tells when it has.
-        """
-        return self._response.damaged_pages if self.config.mode == "abort" else frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -76,19 +69,19 @@ class Answering(Launching):
 
     def _act(self) -> frozenset[str]:
         """Respond to what fired; the running requests that must end, also those named before."""
-        groups = self._checks.hits.take()
-        if groups:
+        if self._checks.hits.groups:
+            groups = self._checks.hits.take()
             self._count_reads()
             self._checks.look_around(groups)
             try:
-                self._doomed |= self._response.act(groups, self.step, self._coverage)
+                self.doomed |= self._response.act(groups, self.step, self._coverage)
             except KVCorruptionError as error:
                 self._error = error
                 raise
-        if self._doomed:
+        if self.doomed:
             requests = self._ledger.requests
-            self._doomed = frozenset(name for name in self._doomed if name in requests and not requests[name].released)
-        return self._doomed
+            self.doomed = frozenset(name for name in self.doomed if name in requests and not requests[name].released)
+        return self.doomed
 
     def _are_damaged(self, pages: Sequence[int]) -> bool:
         """Whether something was found in what a request holds that has one of these pages."""

@@ -31,14 +31,20 @@ Asked = tuple[PoolState, Ints, Callable[[Ints], list[HitBatch]]]
 class CachedSweep:
     """Plans which pages of the cache are read now, oldest look first.
 
+    is_on:   whether bytes are compared again at all
     read_at: [num_pages] int64, step of the last look at each page
     clock:   seconds, counting up
     """
 
     def __init__(
-        self, state: CanaryState, ledger: Ledger, looks: Looks, clock: Callable[[], float] = time.monotonic
+        self,
+        state: CanaryState,
+        ledger: Ledger,
+        looks: Looks,
+        is_on: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state, self._ledger, self._looks, self.clock = state, ledger, looks, clock
+        self._state, self._ledger, self._looks, self._is_on, self.clock = state, ledger, looks, is_on, clock
         self.read_at = np.zeros(len(ledger.pages), np.int64)
         self._seconds_at = np.zeros(len(ledger.pages))  # the same by the clock
         self._asked_at = clock()
@@ -69,7 +75,7 @@ class CachedSweep:
         """
         now = self.clock()
         since = now - self._asked_at
-        if since < ASK_SECONDS:
+        if since < ASK_SECONDS or not self._is_on:
             return []
         self._asked_at = now
         pages = self._pages()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ class StepChecks:
     step:   the one that runs;  looks: bytes that are being read again;  is_full: all that a forward reads is compared
     judged: is told of the forwards of a pool when they have been judged;  proved: of those that a loop proved clean
     landing: is told of the step whose hits come now, None: those of the one that runs
+    publish_pages: what has happened to pages since the last time is true on the device before anything is judged
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
@@ -69,19 +71,20 @@ class StepChecks:
         self._sealer = Sealer(self.mirror, ledger)
         self._settler = Settler(state, ledger, self.mirror, self._sealer)
         self._reader = Reader(state, ledger, self.mirror, config.disable)
-        self._compares_content = "R9" not in config.disable
-        self._reads_again = config.content != "write" and self._compares_content
-        self.is_full = config.content == "full" and self._compares_content
+        compares_content = "R9" not in config.disable
+        self._rereads = config.content != "write" and compares_content
+        self.is_full = config.content == "full" and compares_content
         moves = config.content != "write" and "T1" not in config.disable
-        self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=self._compares_content)
+        self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
+        self.publish_pages = partial(state.publish, ledger.pages)
         self._marks = Marks(state.records.device)
         self.looks = Looks(state.records.device, at_once=state.records.device.type == "cpu")
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
         self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
-        self.cached = CachedSweep(state, ledger, self.looks)
+        self.cached = CachedSweep(state, ledger, self.looks, is_on=self._rereads)
         self.hits = HitLog(config.disable)
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
@@ -93,7 +96,7 @@ class StepChecks:
 
     def prepare(self) -> None:
         """No later step waits for kernels that look at bytes: a GPU compiles and loads what is launched first."""
-        if not self._reads_again:
+        if not self._rereads:
             return
         with torch.inference_mode():
             for pool in self._state.pools:
@@ -146,7 +149,7 @@ class StepChecks:
         """
         if self._pending:
             self.settle()
-        return self._send(self.roll(self.step) if self._reads_again else [], is_waited_for)
+        return self._send(self.roll(self.step) if self._rereads else [], is_waited_for)
 
     def land(self, last: Flight | None = None) -> None:
         """Judge captured forwards and looks up to this flight (None: all); waits for their copies."""
@@ -247,7 +250,11 @@ class StepChecks:
         LifetimeError where a row shrinks: nothing has happened then.
         """
         ledger = self._ledger
+        if self._pending:
+            self._settle_rows_of(batch.requests)
         found = ledger.commit_rows(batch, lens, step, is_judged=False)
+        if not found:
+            return
         if found == LEFT_TO_BOOKS:
             expect_growth(batch.requests, lens)
             self.hits += judge_heard(batch.requests, self._state.pools[0], lens, step)
@@ -263,10 +270,6 @@ class StepChecks:
         """Of some of these, entries became final in a step that nobody has written."""
         self.hits += judge_commit(requests, self._state.pools, step)
 
-    def publish_pages(self) -> None:
-        """What has happened to pages since the last time is true on the device before anything is judged."""
-        self._state.publish(self._ledger.pages)
-
     def settle_writes_into(self, pages: Sequence[int]) -> None:
         """A pending write belongs to the grant of its time: seal it before its page is granted anew."""
         if not self._pending:
@@ -275,10 +278,8 @@ class StepChecks:
         if not all(granted.isdisjoint(forward.pages) for forward in self._pending):
             self.settle()
 
-    def settle_rows_of(self, requests: Sequence[Request]) -> None:
+    def _settle_rows_of(self, requests: Sequence[Request]) -> None:
         """How far their rows are written is told by the forwards that have run, judged or not."""
-        if not self._pending:
-            return
         uids = {request.uid for request in requests}
         if any(request.uid in uids for forward in self._pending for request in forward.requests):
             self.settle()
@@ -290,7 +291,7 @@ class StepChecks:
         of pages that nobody gives up before it has landed (`settle`). Tails come first, for the next forward may write
         there.
         """
-        if not self._reads_again:
+        if not self._rereads:
             return []
         is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
         if not (is_due or self.is_full or self.tails.waits):
@@ -314,7 +315,7 @@ class StepChecks:
 
     def look_around(self, groups: Sequence[HitGroup]) -> None:
         """Damage has neighbours: every request that holds one of these pages, or the next, is read whole at once."""
-        if not self._reads_again:
+        if not self._rereads:
             return
         near = {hit.page + step for group in groups for hit in group.kept for step in (-1, 0, 1)}
         pages = {page for page in near if page >= 0}
@@ -324,7 +325,7 @@ class StepChecks:
     def look_again(self, request: Request, step: int) -> None:
         """All committed bytes of a request that ends."""
         self.settle()
-        if self._reads_again:
+        if self._rereads:
             with torch.inference_mode():
                 self.hits += self.sweeper.last_look(request, step)
                 self.tails.last_look(request, step)
@@ -359,13 +360,9 @@ class StepChecks:
             self.publish_pages()
             self.hits += self._parcels.unpack_group(group, parcels, pages, step)
 
-    def overdue_pages(self) -> list[int]:
-        """Cached pages that have waited too long by the clock, where bytes are compared again."""
-        return self.cached.overdue() if self._config.content != "write" and self._compares_content else []
-
     def look_at_pages(self, pages: Sequence[int], step: int) -> None:
         """All bytes of these pages, which no row names."""
-        if self._reads_again:
+        if self._rereads:
             with torch.inference_mode():
                 self.hits += self.cached.look(pages, step)
 
@@ -378,7 +375,7 @@ class StepChecks:
 
         The caller has settled.
         """
-        if not self._reads_again or not len(pages):
+        if not self._rereads or not len(pages):
             return False
         with torch.inference_mode():
             hits = self._leaver.look(group, pages, step)

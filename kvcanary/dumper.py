@@ -28,7 +28,10 @@ LISTENERS: weakref.WeakSet[Dumper] = weakref.WeakSet()
 
 
 class Dumper:
-    """Writes dumps into `config.dump_dir`. What goes wrong meanwhile is told, and stops nobody."""
+    """Writes dumps into `config.dump_dir`. What goes wrong meanwhile is told, and stops nobody.
+
+    is_asked: whether a signal has asked for one since the last `tick`
+    """
 
     def __init__(
         self, config: CanaryConfig, recorder: Recorder, source: Callable[[Sequence[Finding], str], dict[str, Any]]
@@ -58,10 +61,9 @@ class Dumper:
         LISTENERS.discard(self)
 
     def tick(self) -> None:
-        """A step was checked: write what a signal has asked for."""
-        if self.is_asked:
-            self.is_asked = False
-            self._into_folder((), "signal", "SIGUSR1")
+        """A step was checked, and a signal had asked for a dump."""
+        self.is_asked = False
+        self._into_folder((), "signal", "SIGUSR1")
 
     def write(self, path: Path, findings: Sequence[Finding], trigger: str) -> Path:
         """DumpError where nothing is recorded, OSError where the file cannot be written."""

@@ -87,17 +87,18 @@ class HitGroup:
 class HitLog:
     """Hits by (code, site). Its memory is bounded by the groups times KEPT_HITS, whatever fires.
 
-    watch: is told of every hit as it comes
+    groups: of hits since the last `take`
+    watch:  is told of every hit as it comes
     """
 
     def __init__(self, disabled: Set[str] = frozenset()) -> None:
         self._disabled = disabled
         self.watch: Callable[[Hit | HitBatch], None] = _nobody
-        self._groups: dict[tuple[str, tuple[str, int]], HitGroup] = {}
+        self.groups: dict[tuple[str, tuple[str, int]], HitGroup] = {}
 
     def __len__(self) -> int:
         """Hits since the last `take`, kept or only counted."""
-        return sum(group.count for group in self._groups.values())
+        return sum(group.count for group in self.groups.values())
 
     def __iadd__(self, hits: Iterable[Hit | HitBatch]) -> Self:
         """`log += hits`: single hits, and batches of any number of entries, in any order."""
@@ -113,7 +114,7 @@ class HitLog:
         if hit.code in self._disabled:
             return
         self.watch(hit)
-        group = self._groups.setdefault((hit.code, hit.site), HitGroup())
+        group = self.groups.setdefault((hit.code, hit.site), HitGroup())
         group.count, group.last = group.count + 1, hit
         if len(group.kept) < KEPT_HITS:
             group.kept.append(hit)
@@ -124,7 +125,7 @@ class HitLog:
         if not len(batch) or batch.code in self._disabled:
             return
         self.watch(batch)
-        group = self._groups.setdefault((batch.code, batch.site), HitGroup())
+        group = self.groups.setdefault((batch.code, batch.site), HitGroup())
         chosen = _choose(batch, KEPT_HITS - len(group.kept))
         group.kept += [batch.hit(number, end) for number, end in zip(chosen, _run_ends(batch, chosen), strict=True)]
         group.count += len(batch)
@@ -133,7 +134,7 @@ class HitLog:
 
     def take(self) -> list[HitGroup]:
         """All groups; the log is empty afterwards."""
-        groups, self._groups = list(self._groups.values()), {}
+        groups, self.groups = list(self.groups.values()), {}
         return groups
 
 

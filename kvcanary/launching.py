@@ -62,8 +62,8 @@ class Launching(Lifecycle):
         if static is None:
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
         if self._open:
-            self._expect_closed("launch()")
-        batch = self._ledger.batch(request_ids)
+            raise self._not_closed("launch()")
+        batch = self._ledger.batches[tuple(request_ids)]
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             self._checks.land()
         entries = None if written is None else array("q", written)

@@ -38,7 +38,7 @@ class Ledger(RowBook):
         self, request_ids: Sequence[str], pages: Sequence[Sequence[int] | Array], step: int, for_load: bool = False
     ) -> None:
         """The same to several requests, each named once; refused for all where it is for one."""
-        batch, event = self.batch(request_ids, keeps=False), "set aside" if for_load else "granted"
+        batch, event = self.batches.once(tuple(request_ids)), "set aside" if for_load else "granted"
         if len(set(request_ids)) < len(batch):
             raise LifetimeError(f"an event must name a request once, got {', '.join(request_ids)}")
         counts, where = array("q", map(len, pages)), self._distinct(event, request_ids, pages)

@@ -52,6 +52,7 @@ class Lifecycle:
         self._poisoner = Poisoner(state, state.pools_of(None), *told)
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
         self._mapped = {group: Poisoner(state, state.pools_of(group), *told) for group in groups}
+        self._poisoners = self._poisoner, *self._mapped.values()
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
@@ -85,9 +86,10 @@ class Lifecycle:
 
     def append_all(self, request_ids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
         """The same for the requests of a step, each named once, in one call."""
-        _expect_one_each("tokens", request_ids, token_ids)
-        batch, counts, tokens = self._ledger.batch(request_ids), *in_a_row(token_ids)
-        self.recorder.appended(batch.names, counts, tokens)
+        if len(request_ids) != len(token_ids):
+            raise _not_one_each("tokens", request_ids, token_ids)
+        batch, (counts, tokens) = self._ledger.batches[tuple(request_ids)], in_a_row(token_ids)
+        self.recorder.told_all("append_all", batch.names, counts, tokens)
         self._ledger.append(batch, counts, tokens, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
@@ -96,11 +98,12 @@ class Lifecycle:
 
     def commit_all(self, request_ids: Sequence[str], committed_lens: Sequence[int]) -> None:
         """The same for the requests of a step, each named once, in one call; refused for all where one is refused."""
-        _expect_one_each("a length", request_ids, committed_lens)
-        self._expect_closed("commit()")
-        batch, lens = self._ledger.batch(request_ids), array("q", committed_lens)
-        self.recorder.committed(batch.names, lens)
-        self._checks.settle_rows_of(batch.requests)
+        if len(request_ids) != len(committed_lens):
+            raise _not_one_each("a length", request_ids, committed_lens)
+        if self._open:
+            raise self._not_closed("commit()")
+        batch, lens = self._ledger.batches[tuple(request_ids)], array("q", committed_lens)
+        self.recorder.told_all("commit_all", batch.names, lens)
         self._checks.commit(batch, lens, self.step)
 
     # pages of one request
@@ -115,8 +118,9 @@ class Lifecycle:
 
     def on_alloc_all(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]]) -> None:
         """The same for several requests, each named once, in one call; refused for all where one is refused."""
-        _expect_one_each("pages", request_ids, pages)
-        self.recorder.granted(tuple(request_ids), *in_a_row(pages))
+        if len(request_ids) != len(pages):
+            raise _not_one_each("pages", request_ids, pages)
+        self.recorder.told_all("on_alloc_all", tuple(request_ids), *in_a_row(pages))
         self._grant(request_ids, pages)
 
     @recorded
@@ -320,7 +324,11 @@ class Lifecycle:
 
     def _expect_closed(self, what: str) -> None:
         if self._open:
-            raise HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
+            raise self._not_closed(what)
+
+    def _not_closed(self, what: str) -> HookOrderError:
+        """`_expect_closed`, where it would be one call more in every step."""
+        return HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
 
     def _of_group(self, name: str) -> Poisoner:
         poisoner = self._mapped.get(name)
@@ -399,11 +407,8 @@ class Lifecycle:
         return unread
 
 
-def _expect_one_each(what: str, request_ids: Sequence[str], values: Sequence[object]) -> None:
-    if len(request_ids) != len(values):
-        raise LifetimeError(
-            f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these"
-        )
+def _not_one_each(what: str, request_ids: Sequence[str], values: Sequence[object]) -> LifetimeError:
+    return LifetimeError(f"each request must have {what}, got {len(request_ids)} requests and {len(values)} of these")
 
 
 def _expect_equal_rows(source: PoolState, target: PoolState) -> None:

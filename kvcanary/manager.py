@@ -51,7 +51,7 @@ class CanaryManager(Answering):
         if self._static is not None:
             self._static.bank.arm()
         self._checks.prepare()
-        for poisoner in (self._poisoner, *self._mapped.values()):
+        for poisoner in self._poisoners:
             poisoner.prepare()
         self.recorder.start(self.step)
         self._dumper.listen()
@@ -72,15 +72,18 @@ class CanaryManager(Answering):
 
     def begin_step(self, step: int) -> None:
         """Steps are numbered upwards; substeps, checks and findings carry the number."""
-        self._expect_closed("begin_step()")
+        if self._open:
+            raise self._not_closed("begin_step()")
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self.recorder.begin_step(step)
         self.step = self.tickets.step = self._checks.step = step
-        if self._static is not None:
-            self._checks.land_before(self._static.bank.turn + 1)
-            self._static.bank.begin_step(step)
-        self._leave_quarantine(step)
+        static = self._static
+        if static is not None:
+            self._checks.land_before(static.bank.turn + 1)
+            static.bank.begin_step(step)
+        if self._quarantine:
+            self._ledger.leave_quarantine(step, self._quarantine)
 
     @property
     def may_depart(self) -> bool:
@@ -111,7 +114,8 @@ class CanaryManager(Answering):
 
         Mode abort: the requests that must end now, without a token of this step; else nobody.
         """
-        self._expect_closed("check()")
+        if self._open:
+            raise self._not_closed("check()")
         self._checks.land_replays()
         self._checks.settle()
         self._checks.report(self._checks.roll(self.step))
@@ -125,7 +129,8 @@ class CanaryManager(Answering):
         What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it.
         is_waited_for: the host waits for all that its stream was given so far by itself, before it calls `hear`
         """
-        self._expect_closed("depart()")
+        if self._open:
+            raise self._not_closed("depart()")
         self.recorder.captured.departed(self.step)
         flight = self._checks.depart(is_waited_for)
         self._prepare_freed_pages()
@@ -136,7 +141,8 @@ class CanaryManager(Answering):
 
         Waits for nothing but the step itself.
         """
-        self._expect_closed("hear()")
+        if self._open:
+            raise self._not_closed("hear()")
         self.recorder.told("hear", flight.step)
         flight.is_over = True  # but for looks
         self._checks.land(flight)
@@ -172,8 +178,8 @@ class CanaryManager(Answering):
 
         The answer is that of `check`. An engine may call it after every step.
         """
-        pages = self._checks.overdue_pages()
-        return self.sweep_cached(pages) if pages else self._doomed
+        pages = self._checks.cached.overdue()
+        return self.sweep_cached(pages) if pages else self.doomed
 
     @recorded
     def sweep_cached(self, pages: Sequence[int]) -> frozenset[str]:
@@ -261,28 +267,25 @@ class CanaryManager(Answering):
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""
-        self._leave_quarantine(self.step + 1)
-        self._poisoner.tick()
-        if self._mapped:
-            for poisoner in self._mapped.values():
+        if self._quarantine:
+            self._ledger.leave_quarantine(self.step + 1, self._quarantine)
+        for poisoner in self._poisoners:
+            if poisoner.waiting or poisoner.credit:
                 poisoner.tick()
-
-    def _leave_quarantine(self, step: int) -> None:
-        """Of pages that have waited when this step begins."""
-        if self._quarantine and self._ledger.quarantined:
-            self._ledger.leave_quarantine(step, self._quarantine)
 
     def _conclude(self) -> frozenset[str]:
         """A step was judged; what `check` answers."""
-        if self._stats.is_due(self.step):
+        if self.step >= self._stats.due:
             self._refresh()
             self._stats.tick(self.step, self._coverage)
         doomed = self._act()
-        self._dumper.tick()
-        if self.recorder.is_due(self.step):  # what a checkpoint does not know, nobody could follow from it
-            self._checks.land()
-            self.recorder.begin_segment(self.step)
-        self.recorder.tick()
+        if self._dumper.is_asked:
+            self._dumper.tick()
+        if self.recorder.is_due(self.step):
+            if self.recorder.begins_segment(self.step):  # what a checkpoint does not know, nobody could follow from it
+                self._checks.land()
+                self.recorder.begin_segment(self.step)
+            self.recorder.tick()
         return doomed
 
 

@@ -113,7 +113,8 @@ class Pages:
     refcounts:   int64, rows that name the page; a cache's own hold on a published page does not count
     published:   bool, a prefix cache holds the page
     writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
-    changed:     pages to which something has happened since the last `changes`, one array an event
+
+    changed: pages to which something has happened since the last `changes`, event by event
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:

@@ -27,7 +27,11 @@ BATCH_SLOTS = 64  # that are worth a launch
 
 
 class Poisoner:
-    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode."""
+    """P1: bytes of a free page that somebody has written. NaN instead of the pattern is a debug mode.
+
+    waiting: freed pages, oldest first;  poisoned: those that were filled
+    credit:  bytes that were saved of the budgets of steps while pages waited
+    """
 
     def __init__(
         self,
@@ -49,7 +53,7 @@ class Poisoner:
         self.budget = BUDGETS.get(state.records.device.type, BUDGETS["cuda"])
         self._ops = ops_for(state.records.device)
         self.credit = 0
-        self.waiting: dict[int, None] = {}  # freed pages, oldest first
+        self.waiting: dict[int, None] = {}
         self.poisoned: set[int] = set()
 
     def prepare(self) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20  # of all segments together
 EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
+INT_BYTES = 8
 LONG = 16  # sequences of so many integers and more are kept as arrays
 DAMAGE_BYTES = 400  # of one damaged slot
 MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
@@ -72,14 +73,18 @@ class Segment:
 
     damage: by the number of the event in which a check fired, what it found
     start_bytes: of the state before them
+    end_step, end_bytes: behind this step, and with more bytes, it is the newest no longer
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, steps: int, room: int) -> None:
+        """`steps`: that it has; `room`: bytes of all segments together."""
         self.checkpoint = checkpoint
         self.events: list[Event] = []
         self.damage: dict[int, list[Damage]] = {}
         self.start_bytes = checkpoint.num_bytes
         self.array_bytes = self.start_bytes  # and those of damage
+        self.end_step = checkpoint.step + steps
+        self.end_bytes = max(self.start_bytes + room // SPARE, room // (PARTS + 1))  # a large pool's start is large
 
     @property
     def num_bytes(self) -> int:
@@ -105,6 +110,7 @@ class Recorder:
         self.books = books
         self.steps, self.most_bytes, self.step = steps, most_bytes, 0
         self.segments: deque[Segment] = deque()
+        self._most_newest = 0  # bytes of the newest segment, up to which `is_due` looks no closer
         self.maps: dict[str, tuple[Tensor, Any]] = {}
         self._events: list[Event] = []
         self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
@@ -149,15 +155,16 @@ class Recorder:
         self.captured.begin_step(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether a segment begins behind this step; once all that waits was judged."""
+        """Whether behind this step `begins_segment`, or there may be no room and `tick` must look."""
         if not self.segments:
             return False
-        segment = self.segments[-1]
-        if PARTS * (step - segment.checkpoint.step) >= self.steps:
-            return True
-        start, room = segment.start_bytes, self._room
-        own = segment.num_bytes - start
-        return own > room // SPARE and own > room // (PARTS + 1) - start  # a large pool's start is large
+        newest = self.segments[-1]
+        return step >= newest.end_step or newest.array_bytes + EVENT_BYTES * len(newest.events) > self._most_newest
+
+    def begins_segment(self, step: int) -> bool:
+        """Whether one begins behind this step; once all that waits was judged."""
+        newest = self.segments[-1]
+        return step >= newest.end_step or newest.num_bytes > newest.end_bytes
 
     def begin_segment(self, step: int) -> None:
         """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go, and
@@ -167,8 +174,10 @@ class Recorder:
             gone = self.segments.popleft().checkpoint.records
             self._rooms += [] if gone is None else [gone.view(np.int64)]
         room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
-        self.segments.append(Segment(take_checkpoint(self.books, step, room)))
+        checkpoint = take_checkpoint(self.books, step, room)
+        self.segments.append(Segment(checkpoint, -(-self.steps // PARTS), self._room))
         self._events, self.captured.segment = self.segments[-1].events, self.segments[-1]
+        self._limit_newest()
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
 
@@ -179,11 +188,17 @@ class Recorder:
                 self._rooms.pop()
             else:
                 self.segments.popleft()
+        self._limit_newest()
 
     @property
     def _room(self) -> int:
         """The next step needs some before anybody looks again."""
         return self.most_bytes - self.most_bytes // SPARE
+
+    def _limit_newest(self) -> None:
+        """The newest segment is another, or there is more or less beside it."""
+        newest = self.segments[-1]
+        self._most_newest = min(newest.end_bytes, self._room + newest.num_bytes - self.num_bytes)
 
     def note(self, *event: Any) -> None:
         """A call of the manager, or of its desk, is about to run: its name, then its arguments."""
@@ -200,23 +215,13 @@ class Recorder:
                 self.note_maps()
             self._events.append(event)
 
-    def appended(self, request_ids: tuple[str, ...], counts: array[int], tokens: array[int]) -> None:
-        """So many tokens of each request are about to be appended; nobody changes these arrays any more."""
+    def told_all(self, name: str, request_ids: tuple[str, ...], *arrays: array[int]) -> None:
+        """As `told`, of many requests at once, with arrays of 64-bit integers that nobody changes any more."""
         if self.segments:
-            self.segments[-1].array_bytes += _num_bytes(counts) + _num_bytes(tokens)
-            self.told("append_all", request_ids, counts, tokens)
-
-    def committed(self, request_ids: tuple[str, ...], committed_lens: array[int]) -> None:
-        """Entries of these requests are about to become final; nobody changes the array any more."""
-        if self.segments:
-            self.segments[-1].array_bytes += _num_bytes(committed_lens)
-            self.told("commit_all", request_ids, committed_lens)
-
-    def granted(self, request_ids: tuple[str, ...], counts: array[int], pages: array[int]) -> None:
-        """So many pages are about to be granted to each request; nobody changes these arrays any more."""
-        if self.segments:
-            self.segments[-1].array_bytes += _num_bytes(counts) + _num_bytes(pages)
-            self.told("on_alloc_all", request_ids, counts, pages)
+            if self.maps:
+                self.note_maps()
+            self._events.append((name, request_ids, *arrays))
+            self.segments[-1].array_bytes += INT_BYTES * sum(map(len, arrays))
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -284,6 +289,7 @@ class Recorder:
         if damage:
             number = max(len(segment.events) - 1, 0) if number is None else number
             segment.add_damage(number, damage)
+            self._limit_newest()
 
     def note_maps(self) -> None:
         """What has changed in the slot maps since the last look."""
@@ -347,10 +353,6 @@ class Recorder:
         if self.segments:
             self.segments[-1].array_bytes += kept.nbytes
         return kept
-
-
-def _num_bytes(values: array[int]) -> int:
-    return values.itemsize * len(values)
 
 
 def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

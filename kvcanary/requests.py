@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
@@ -229,12 +229,33 @@ class Batch:
             request.known.make_row_room(len(request.known.slots) + count)
 
 
+class Batches(dict[tuple[str, ...], Batch]):
+    """By names, those that steps have named together; `batches[names]` makes one that is not there."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        self._requests = requests
+
+    def __missing__(self, names: tuple[str, ...]) -> Batch:
+        batch = self._make(names)
+        if len(self) == MOST_BATCHES:
+            self.clear()
+        self[names] = batch
+        return batch
+
+    def once(self, names: tuple[str, ...]) -> Batch:
+        """The same for an event after which nobody need name these together again: what is made is not kept."""
+        return self.get(names) or self._make(names)
+
+    def _make(self, names: tuple[str, ...]) -> Batch:
+        return Batch([_named(self._requests, name) for name in names])
+
+
 class RequestBook:
-    """The live requests, by id."""
+    """The live requests, by id, and in the batches in which steps name them."""
 
     def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
         self.requests: dict[str, Request] = {}
-        self._batches: dict[tuple[str, ...], Batch] = {}
+        self.batches = Batches(self.requests)
         self._uids, self._keys, self._roles = Uids(), keys, [Role(*role) for role in roles]
 
     def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
@@ -254,20 +275,11 @@ class RequestBook:
 
     def known(self, request_ids: Sequence[str]) -> list[Request]:
         """The requests of these ids; LifetimeError for one that is not admitted."""
-        return self.batch(request_ids).requests
+        return self.batches[tuple(request_ids)].requests
 
-    def batch(self, request_ids: Sequence[str], keeps: bool = True) -> Batch:
-        """The same as steps take them; `keeps`: they will be named together again."""
-        names = tuple(request_ids)
-        batch = self._batches.get(names)
-        if batch is None:
-            batch = Batch([self.request(request_id) for request_id in names])
-            if not keeps:
-                return batch
-            if len(self._batches) == MOST_BATCHES:
-                self._batches.clear()
-            self._batches[names] = batch
-        return batch
+    def batch(self, request_ids: Sequence[str]) -> Batch:
+        """The same as steps take them."""
+        return self.batches[tuple(request_ids)]
 
     def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
         """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
@@ -287,10 +299,7 @@ class RequestBook:
             truth.forget_behind(max(first - truth.token_offset, 0))
 
     def request(self, request_id: str) -> Request:
-        request = self.requests.get(request_id)
-        if request is None:
-            raise LifetimeError(f"request {request_id!r} is not admitted: call admit() first")
-        return request
+        return _named(self.requests, request_id)
 
     def forget(self, request_id: str) -> None:
         """The request is over; its name stays known to reports for a while."""
@@ -300,7 +309,7 @@ class RequestBook:
         self._uids.retire(request.uid)
         del self.requests[request_id]
         request.known.card[IS_LIVE] = False
-        self._batches.clear()
+        self.batches.clear()
 
     def remember(self, uid: int, name: str) -> None:
         """The request that had this uid, before anybody was told of it here."""
@@ -321,3 +330,10 @@ class RequestBook:
         """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
         truth = request.truths[pool_id]
         return truth.values if truth.reaches(length) else None
+
+
+def _named(requests: Mapping[str, Request], request_id: str) -> Request:
+    request = requests.get(request_id)
+    if request is None:
+        raise LifetimeError(f"request {request_id!r} is not admitted: call admit() first")
+    return request

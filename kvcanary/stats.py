@@ -15,21 +15,20 @@ class Stats:
 
     The event has `step`, `steps` since the last one, `totals` since the canary was attached, `deltas` since the last
     event, and the two levels that do not add up: `peak_live_bytes` and `max_unread_steps`.
+
+    due: the step behind which it tells again
     """
 
     def __init__(self, every: int = 100) -> None:
         if every < 1:
             raise CanaryConfigError(f"every must be at least 1 step, got {every}: leave Stats out to tell nothing")
         self._every = every
-        self._step = 0
+        self._step, self.due = 0, every
         self._told: dict[str, int] = {}
 
-    def is_due(self, step: int) -> bool:
-        return step >= self._step + self._every
-
     def tick(self, step: int, coverage: Coverage) -> bool:
-        """Call once a step, after its checks; whether an event was told."""
-        if not self.is_due(step):
+        """Call once a step, after its checks, or in those that are due; whether an event was told."""
+        if step < self.due:
             return False
         totals = coverage.totals()
         _events.info(
@@ -41,5 +40,5 @@ class Stats:
             peak_live_bytes=coverage.peak_live_bytes,
             max_unread_steps=coverage.max_unread_steps,
         )
-        self._step, self._told = step, totals
+        self._step, self.due, self._told = step, step + self._every, totals
         return True

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 
-from kvcanary.cards import KINDS, NO_ROOM, OTHER, ROW_NUMBERS, RUN_CARD
+from kvcanary.cards import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, ROW_NUMBERS, RUN_CARD
 from kvcanary.pages import Pages
 from kvcanary.requests import Batch, RequestBook, Role
 from kvcanary_kernels.record import Keys
@@ -27,7 +27,11 @@ class StepBook(RequestBook):
     def append(self, batch: Batch, counts: array[int], tokens: array[int], step: int) -> None:
         """Tokens that were accepted, `in_a_row`; where the device has told of them, the same are expected."""
         told = *batch.told, counts.buffer_info()[0], tokens.buffer_info()[0], step
-        if _with_room(self._loops.append_tokens, told, batch, counts):
+        found = self._loops.append_tokens(*told)
+        if found == NO_ROOM:
+            batch.make_room(counts)
+            found = self._loops.append_tokens(*told)
+        if found == LEFT_TO_BOOKS:
             for request, end, count in zip(batch.requests, accumulate(counts), counts, strict=True):
                 if request.unheard:
                     self.confirm(request, tokens[end - count : end])
@@ -35,7 +39,11 @@ class StepBook(RequestBook):
     def commit_rows(self, batch: Batch, committed_lens: array[int], step: int, is_judged: bool) -> int:
         """Entries [0, committed length) are final; `loops.commit_rows`."""
         told = *batch.told, committed_lens.buffer_info()[0], step, self.page_size, is_judged
-        return _with_room(self._loops.commit_rows, told, batch, repeat(0, batch.told[0]))
+        found: int = self._loops.commit_rows(*told)
+        if found == NO_ROOM:
+            batch.make_room(repeat(0, len(batch)))
+            found = self._loops.commit_rows(*told)
+        return found
 
     def launch_rows(
         self, batch: Batch, kind: str, pool_id: int, unlanded: int, forwards: int, written: array[int] | None
@@ -73,12 +81,3 @@ def in_a_row(values: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
 
 def _rows(batch: Batch) -> array[int]:
     return array("q", bytes(8 * (ROW_NUMBERS * batch.told[0] + 1)))
-
-
-def _with_room(loop: Callable[..., int], told: Sequence[int], batch: Batch, counts: Iterable[int]) -> int:
-    """What a loop says of a batch; `counts`: tokens of each that follow."""
-    found = loop(*told)
-    if found == NO_ROOM:
-        batch.make_room(counts)
-        found = loop(*told)
-    return found

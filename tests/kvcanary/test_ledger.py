@@ -9,6 +9,7 @@ import pytest
 
 from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, KVCorruptionError, LifetimeError
 from kvcanary.ledger import NO_PAGE, Ledger, ReadQueue
+from kvcanary.requests import MOST_BATCHES
 from kvcanary.step_book import in_a_row
 from kvcanary_kernels.record import chain_root, make_keys, mix_host
 
@@ -41,6 +42,24 @@ def test_lifetime_errors_are_runtime_errors_of_the_package():
     """Callers may catch RuntimeError or the base of the package."""
     assert issubclass(LifetimeError, RuntimeError)
     assert issubclass(LifetimeError, KVCanaryError)
+
+
+def test_requests_that_steps_name_together_are_one_batch():
+    """As long as all of them are there; what is made for one event is not kept, and of very many none is."""
+    ledger = make_ledger()
+    for name in ("one", "two"):
+        ledger.admit(name, [5, 6], 0)
+    once = ledger.batches.once(("one", "two"))
+    assert not ledger.batches
+    batch = ledger.batch(["one", "two"])
+    assert (once.names, once.requests) == (batch.names, batch.requests)
+    assert ledger.batch(("one", "two")) is batch is ledger.batches.once(("one", "two"))
+    assert refused(ledger.batch, ["one", "nobody"]) == "request 'nobody' is not admitted: call admit() first"
+    ledger.forget("two")
+    assert refused(ledger.batch, ["one", "two"]) == "request 'two' is not admitted: call admit() first"
+    for count in range(3 * MOST_BATCHES):
+        assert len(ledger.batch(["one"] * count)) == count
+        assert len(ledger.batches) <= MOST_BATCHES
 
 
 # truth

@@ -78,6 +78,18 @@ def test_cached_pages_are_read_by_the_clock_where_no_step_comes(make_engine, pla
     assert len(pages) == engine.canary._ledger.pages.published.sum()
 
 
+@pytest.mark.parametrize("mode", ["abort", "log"])
+def test_a_cache_gives_up_damaged_pages_in_mode_abort_alone(make_engine, mode: str):
+    """Those are named until `on_evict` has told that they are gone; in mode log it keeps them."""
+    engine, pages = cached(make_engine, content="rolling", mode=mode)
+    flip(engine, pages[9] * engine.page_size + 1)
+    engine.canary.sweep_cached(pages)
+    assert [finding.page for finding in engine.canary.findings] == [pages[9]]
+    assert engine.canary.damaged_pages == ({pages[9]} if mode == "abort" else set())
+    engine.canary.on_evict(pages[9:10])
+    assert engine.canary.damaged_pages == set()
+
+
 def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
     """A rotation of slices within half the time: no page is overdue, nor is one where bytes are not compared."""
     engine, pages = cached(make_engine, content="rolling")
@@ -92,7 +104,7 @@ def test_steps_that_are_short_leave_nothing_to_the_clock(make_engine):
     assert set(sweep.overdue()) <= set(pages)
     silent, _ = cached(make_engine, content="write")
     silent.canary._checks.cached.clock = lambda: now[0] + 10 * SWEEP_SECONDS
-    assert not silent.canary._checks.overdue_pages()
+    assert not silent.canary._checks.cached.overdue()
 
 
 @pytest.mark.parametrize("content", ["rolling", "full"])

@@ -100,6 +100,20 @@ def test_the_budget_is_kept(make_engine, monkeypatch):
     assert filled == [0, 64, 64, 128, 128, 192, 192, 256]
 
 
+def test_nothing_is_saved_of_steps_in_which_no_page_waits(make_engine, monkeypatch):
+    """What a step has left of its budget goes to pages that wait on; once they were granted nobody has it."""
+    engine = make_engine(page_size=1, num_pages=512)
+    engine.start("old", 4 * BATCH_SLOTS)
+    engine.start("other", 4)
+    poisoner = engine.canary._poisoner
+    monkeypatch.setattr(poisoner, "budget", BATCH_SLOTS * poisoner._slot_bytes // 2)
+    engine.finish("old")
+    engine.decode("other")
+    assert poisoner.credit == poisoner.budget
+    grant(engine, list(poisoner.waiting))
+    assert (poisoner.credit, poisoner.poisoned) == (0, set())
+
+
 def damaged_page(engine, name: str) -> int:
     """A page of the request, after a byte of it has changed."""
     page = engine.rows[name].pages[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS
+from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
@@ -30,6 +31,15 @@ def flip(engine: ToyEngine, name: str = "only", position: int = 3) -> int:
     slot = int(engine.rows[name].slots[position])
     engine.pools["target"].kv.view(torch.int32)[1, slot, 1, 0, 2] ^= 1 << 9
     return slot
+
+
+def start_anew(engine: ToyEngine, most_bytes: int) -> Recorder:
+    """The recorder of a step that has just been checked, with room for so much from there on."""
+    recorder = engine.canary.recorder
+    recorder.stop()
+    recorder.most_bytes = most_bytes
+    recorder.start(engine.canary.step)
+    return recorder
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +81,57 @@ def test_segments_take_turns_in_memory_that_was_found_at_the_start():
 def test_the_ring_keeps_to_its_bytes():
     """With fewer bytes than its steps take, the oldest go first."""
     engine = toy(ring=512)
+    recorder = start_anew(engine, most_bytes=200_000)
     engine.start("only", 6)
-    engine.canary.recorder.most_bytes = 200_000
     for _ in range(200):
         engine.decode()
-        sizes = [segment.num_bytes for segment in engine.canary.recorder.segments]
-        sizes += [room.nbytes for room in engine.canary.recorder._rooms]
+        sizes = [segment.num_bytes for segment in recorder.segments]
+        sizes += [room.nbytes for room in recorder._rooms]
         assert sum(sizes) < 200_000, sizes
-    assert engine.canary.recorder.segments[0].checkpoint.step > 0
+    assert recorder.segments[0].checkpoint.step > 0
     assert MOST_BYTES == 64 << 20
+
+
+@pytest.mark.parametrize(("ring", "most_bytes"), [(8, MOST_BYTES), (7, MOST_BYTES), (512, 260_000), (24, 160_000)])
+def test_nothing_is_due_behind_a_step(ring: int, most_bytes: int):
+    """Whatever ends a segment, its steps or its bytes: behind a step another has begun, and what is over has gone."""
+    engine = toy(ring=ring)
+    recorder = start_anew(engine, most_bytes)
+    assert not recorder.is_due(engine.canary.step)
+    engine.start("only", 6)
+
+    def is_over(segment: Segment, step: int) -> bool:
+        own, room = segment.num_bytes - segment.start_bytes, most_bytes - most_bytes // SPARE
+        is_large = own > room // SPARE and own > room // (PARTS + 1) - segment.start_bytes
+        return PARTS * (step - segment.checkpoint.step) >= ring or is_large
+
+    for _ in range(60):
+        engine.decode()
+        engine.canary.check()  # nothing more was told since
+        segments, step = list(recorder.segments), engine.canary.step
+        assert all(is_over(old, new.checkpoint.step) for old, new in pairwise(segments))
+        assert not is_over(segments[-1], step)
+        assert recorder.num_bytes <= most_bytes - most_bytes // SPARE or not (recorder._rooms or len(segments) > 1)
+        assert not recorder.is_due(step)
+
+
+def test_damage_of_an_older_segment_counts_at_once(monkeypatch: pytest.MonkeyPatch):
+    """What a check finds damaged is part of the launch that read it: that segment grows, and there is no room for it.
+
+    Behind the step the oldest one goes, though nothing more was told of the newest than in other steps.
+    """
+    engine = toy(ring=8, mode="log")
+    engine.start("only", 6)
+    recorder = engine.canary.recorder
+    while len(recorder.segments) < 3 or recorder.segments[-1].checkpoint.step == engine.canary.step:
+        engine.decode()
+    oldest, second, _ = recorder.segments
+    monkeypatch.setattr("kvcanary.recorder.DAMAGE_BYTES", MOST_BYTES)
+    monkeypatch.setattr(recorder.captured, "event_of", lambda *site: (oldest, 0))
+    flip(engine)
+    engine.decode()
+    assert oldest.damage
+    assert recorder.segments[0] is second
 
 
 def test_a_ring_of_no_steps_records_nothing():

@@ -65,7 +65,10 @@ def test_a_large_pool_begins_no_segment_in_every_step(make_decoding: Callable[..
     """The state that a recording begins with may take most of its bytes: steps follow it all the same."""
     engine = make_decoding(SMALL)
     recorder = engine.canary.recorder
-    recorder.most_bytes = 2 * recorder.segments[-1].start_bytes
+    most_bytes = 2 * recorder.segments[-1].start_bytes
+    recorder.stop()
+    recorder.most_bytes = most_bytes
+    recorder.start(engine.canary.step)
     begun = set()
     for _ in range(64):
         engine.decode()

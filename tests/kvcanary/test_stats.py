@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
+from kvcanary import CanaryConfig
 from kvcanary.certificate import Coverage
 from kvcanary.errors import CanaryConfigError
 from kvcanary.stats import Stats
+from kvcanary_tools.bench.toy_engine import ToyEngine
 
 
 def events_of(stats: Stats, steps: range, coverage: Coverage, added: int = 10) -> list[dict]:
@@ -57,6 +60,20 @@ def test_tick_says_whether_it_told():
     """The caller may know."""
     stats = Stats(every=2)
     assert [stats.tick(step, Coverage()) for step in range(1, 5)] == [False, True, False, True]
+
+
+def test_a_canary_tells_of_the_step_that_is_due():
+    """Behind its check, with all that was read by then, and no sooner."""
+    engine = ToyEngine(CanaryConfig(content="rolling"))
+    with torch.inference_mode(), capture_logs() as events:
+        engine.start("only", 6)
+        while engine.canary.step < 199:
+            engine.decode()
+        told = [event for event in events if event["event"] == "kvcanary.stats"]
+        assert [(event["step"], event["steps"]) for event in told] == [(100, 100)]
+        engine.decode()
+    assert events[-1]["step"] == 200
+    assert events[-1]["totals"]["bytes_checked"] > told[0]["totals"]["bytes_checked"] > 0
 
 
 @pytest.mark.parametrize("every", [0, -1])
