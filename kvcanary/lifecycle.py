@@ -327,7 +327,7 @@ class Lifecycle:
             raise self._not_closed(what)
 
     def _not_closed(self, what: str) -> HookOrderError:
-        """`_expect_closed`, where it would be one call more in every step."""
+        """What `_expect_closed` raises, where a step looks at `_open` itself: one call fewer."""
         return HookOrderError(f"{what} must wait for close() of {self._open[-1]}")
 
     def _of_group(self, name: str) -> Poisoner:

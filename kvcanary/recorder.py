@@ -13,7 +13,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -73,7 +72,7 @@ class Segment:
 
     damage: by the number of the event in which a check fired, what it found
     start_bytes: of the state before them
-    end_step, end_bytes: behind this step, and with more bytes, it is the newest no longer
+    end_step, end_bytes: behind this step, or with more bytes than these, another begins
     """
 
     def __init__(self, checkpoint: Checkpoint, steps: int, room: int) -> None:
@@ -94,9 +93,6 @@ class Segment:
         """Found while the event of this number ran."""
         self.damage.setdefault(number, []).extend(damage)
         self.array_bytes += DAMAGE_BYTES * len(damage)
-
-
-ARRAY_BYTES, EVENTS = attrgetter("array_bytes"), attrgetter("events")
 
 
 class Recorder:
@@ -128,8 +124,7 @@ class Recorder:
     @property
     def num_bytes(self) -> int:
         """Of all segments, and of the memory that waits for those to come."""
-        segments, waiting = self.segments, sum(room.nbytes for room in self._rooms)
-        return sum(map(ARRAY_BYTES, segments)) + EVENT_BYTES * sum(map(len, map(EVENTS, segments))) + waiting
+        return sum(segment.num_bytes for segment in self.segments) + sum(room.nbytes for room in self._rooms)
 
     def start(self, step: int) -> None:
         """The canary is armed: what comes is recorded, if steps were asked for."""
@@ -158,7 +153,7 @@ class Recorder:
         """Whether behind this step `begins_segment`, or there may be no room and `tick` must look."""
         if not self.segments:
             return False
-        newest = self.segments[-1]
+        newest = self.segments[-1]  # whose `num_bytes` would be a call in every step
         return step >= newest.end_step or newest.array_bytes + EVENT_BYTES * len(newest.events) > self._most_newest
 
     def begins_segment(self, step: int) -> bool:
@@ -196,7 +191,7 @@ class Recorder:
         return self.most_bytes - self.most_bytes // SPARE
 
     def _limit_newest(self) -> None:
-        """The newest segment is another, or there is more or less beside it."""
+        """For `is_due`: the newest segment is another, or what lies beside it has become more or less."""
         newest = self.segments[-1]
         self._most_newest = min(newest.end_bytes, self._room + newest.num_bytes - self.num_bytes)
 

@@ -102,6 +102,16 @@ def test_truth_follows_appended_tokens():
     assert ledger.truth(request, 0, 4) == plain_chain([5, 6, 7, 8], ROOTS[0])
 
 
+def test_tokens_for_which_there_is_no_room_yet_are_appended_once():
+    """Those of every request of the batch, be there room for the others or not."""
+    ledger = make_ledger()
+    requests, new = [ledger.admit(name, [5, 6], 0) for name in ("few", "many")], [[7], [*range(5000)]]
+    for step in (1, 2):
+        ledger.append(ledger.batch(["few", "many"]), *in_a_row(new), step)
+    assert [request.tokens.tolist() for request in requests] == [[5, 6, *tokens, *tokens] for tokens in new]
+    assert [request.growth for request in requests] == [[(0, 2), (1, 3), (2, 4)], [(0, 2), (1, 5002), (2, 10_002)]]
+
+
 def test_truth_is_none_where_a_token_is_not_known():
     """Past the known tokens the host says nothing; the draft pool needs one token more."""
     ledger = make_ledger()
