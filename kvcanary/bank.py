@@ -67,6 +67,7 @@ class SubstepBank:
     moves:  as they were added;  turn: how many steps have begun
     step:   [1] int64 (`launches.Shared`), where nobody names another;  now: what is to stand there
     seats:  of what steps accept; None: nobody asked for them
+    most_unlanded: steps of which the device can add what they have accepted
     compares_moves: whether what moves is read again where it arrives
     compares_reads: whether bytes are compared as attention reads them, where it can
     shared: what all substeps use, those of forwards that come once too
@@ -84,6 +85,7 @@ class SubstepBank:
         self.moves: list[StaticMove] = []
         self.publish: Callable[[], None] = _nobody
         self.seats: Seats | None = None
+        self.most_unlanded = 0
         self.compares_moves, self.compares_reads = True, False
         self._read_keys: dict[str, ReadKeys] = {}
         self._is_armed = False
@@ -160,7 +162,7 @@ class SubstepBank:
         """For captured steps that accept up to ``places`` tokens a request, whose host may not have heard of them."""
         if self._is_armed:
             raise HookOrderError("add_seats() must come before arm(): they are late")
-        self.seats = Seats(self.shared, num_seats, places)
+        self.seats, self.most_unlanded = Seats(self.shared, num_seats, places), 1
         return self.seats
 
     def add_truth(self, pool: str, seats: Tensor, *known: Tensor) -> StaticTruth:
@@ -179,7 +181,8 @@ class SubstepBank:
         self._is_armed = True
         self._headers.zero_()
         self._seen.fill(0)
-        self._take_planned()
+        self._planned = array("q", bytes(8 * len(self._planned)))
+        self._reads_unknown.clear()
         self._expected.clear()
         for substep in self._in_order:
             substep.work.forget_firsts(self.now & MASK_32)
@@ -239,8 +242,10 @@ class SubstepBank:
         once, cards: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
-        planned, unknown = self._take_planned()
-        headers = None
+        planned, unknown, headers = self._planned, _NO_NUMBERS, None
+        self._planned = array("q", bytes(8 * len(planned)))
+        if self._reads_unknown:
+            unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
         is_known = bool(runs) and not (self._expected and self._expected - {run.number for run in runs})
         if self._in_order and not is_known:
             headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
@@ -284,13 +289,6 @@ class SubstepBank:
             with torch.inference_mode(False):
                 self._read_keys[pool.name] = ReadKeys(pool.rows, pool.keys, pool.view.kv_heads)
         return self._read_keys[pool.name]
-
-    def _take_planned(self) -> tuple[array[int], frozenset[int]]:
-        planned, unknown = self._planned, _NO_NUMBERS
-        self._planned = array("q", bytes(8 * len(planned)))
-        if self._reads_unknown:
-            unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
-        return planned, unknown
 
     @property
     def seen(self) -> tuple[int, int, int]:

@@ -184,7 +184,7 @@ class StaticChecks:
             line, places = acceptance.told.expect(turn), 1 + acceptance.places
             accepted, accepted_at = line[0].reshape(-1, places), line.at
         kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
-        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self._most_unlanded, num_forwards, written)
+        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self.bank.most_unlanded, num_forwards, written)
         if unknown:
             self._coverage.skip("truth not known to the host", num_forwards * unknown)
         common = *batch.told, turn, step, rows.buffer_info()[0], written_at, accepted_at, places
@@ -192,7 +192,8 @@ class StaticChecks:
         for substep, count, record in zip(substeps, reads, records, strict=True):
             line, keep = substep.written.expect(turn), 0 if record is None else substep.num_kept + more
             self._cards.extend((substep.line_card_at, line.at, count, *common, keep, 0))
-            self.launched.append(Launched(substep, batch, rows, step, turn, line, written, accepted, record))
+            own = substep, batch, rows, step, turn, line, written, accepted, record
+            self.launched.append(tuple.__new__(Launched, own))  # as `Launched(*own)`, without a call
             self._has_singles |= substep.number is None
         return RowTruth(rows, self.bank.now, self._loops)
 
@@ -206,13 +207,8 @@ class StaticChecks:
         written: list[int],
     ) -> OnceSubstep:
         """What is launched for a forward that comes once, as an engine's own tensors describe it."""
-        rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self._most_unlanded)
+        rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self.bank.most_unlanded)
         return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now, self._loops))
-
-    @property
-    def _most_unlanded(self) -> int:
-        """Steps of which the device can add what they have accepted."""
-        return 0 if self.bank.seats is None else 1
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""

@@ -82,7 +82,7 @@ class CanaryManager(Answering):
         if static is not None:
             self._checks.land_before(static.bank.turn + 1)
             static.bank.begin_step(step)
-        if self._quarantine:
+        if self._ledger.quarantined.waiting:
             self._ledger.leave_quarantine(step, self._quarantine)
 
     @property
@@ -267,7 +267,7 @@ class CanaryManager(Answering):
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""
-        if self._quarantine:
+        if self._ledger.quarantined.waiting:
             self._ledger.leave_quarantine(self.step + 1, self._quarantine)
         for poisoner in self._poisoners:
             if poisoner.waiting or poisoner.credit:

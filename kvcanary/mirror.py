@@ -144,7 +144,8 @@ class Mirror:
     def heard(self, rewritten: int) -> None:
         """As `learn`, of rows that a loop has marked; `rewritten`: not 0 where one of them was judged."""
         self._is_behind = not self._is_host
-        self._note(rewritten)
+        if rewritten:
+            self._note(rewritten)
 
     def learn(self, rows: Rows) -> None:
         """Both copies on the device hold new records in these rows, which a captured forward has sealed itself."""

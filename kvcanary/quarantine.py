@@ -11,26 +11,29 @@ from kvcanary.pages import Array
 
 
 class Quarantine:
-    """Pages in the order in which they came, those of one event together, with its step."""
+    """Pages in the order in which they came.
+
+    waiting: those of one event together, with its step
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Array, int]] = deque()
+        self.waiting: deque[tuple[Array, int]] = deque()
 
     def __len__(self) -> int:
-        return sum(len(pages) for pages, _ in self._waiting)
+        return sum(len(pages) for pages, _ in self.waiting)
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Every page and its step, longest waiting first."""
-        for pages, since in self._waiting:
+        for pages, since in self.waiting:
             yield from ((page, since) for page in pages.tolist())
 
     def add(self, pages: Array, step: int) -> None:
         """[n] int64"""
         if len(pages):
-            self._waiting.append((pages, step))
+            self.waiting.append((pages, step))
 
     def leave(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> Array:
         """[n] int64: the pages that may go now, longest waiting first.
@@ -39,17 +42,17 @@ class Quarantine:
         wanted: under pressure so many pages are needed: they go earlier, but never before `least` steps
         """
         left, num_left = [_NONE], 0
-        while self._waiting:
-            pages, since = self._waiting[0]
+        while self.waiting:
+            pages, since = self.waiting[0]
             if step - since >= steps:
                 going = len(pages)
             else:
                 going = min(len(pages), max(wanted - num_left, 0)) if step - since >= least else 0
             if not going:
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             if going < len(pages):
-                self._waiting.appendleft((pages[going:], since))
+                self.waiting.appendleft((pages[going:], since))
             left.append(pages[:going])
             num_left += going
         return np.concatenate(left) if len(left) > 2 else left[-1]

@@ -135,7 +135,8 @@ class CapturedEvents:
         for run, count in zip(runs, counts, strict=True):
             launch, first, end = run.record, end, end + count
             if launch is not None:
-                launch.told = Heard(run.substep, run.step, run.batch.told[0], numbers, first, end)
+                own = run.substep, run.step, run.batch.told[0], numbers, first, end
+                launch.told = tuple.__new__(Heard, own)  # as `Heard(*own)`, without a call
                 launch.layers = run.substep.layers
                 launch.segment.array_bytes += 8 * (end - first)
         if len(numbers) > MOST_KEPT:

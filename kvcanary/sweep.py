@@ -29,9 +29,13 @@ STRIDE = 8
 
 
 class Sweeper:
-    """Plans on the host which committed slots are read again, oldest look first."""
+    """Plans on the host which committed slots are read again, oldest look first.
+
+    stride: steps from slice to slice
+    """
 
     def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, looks: Looks) -> None:
+        self.stride = STRIDE if budget is None else 1
         self._state, self._ledger, self._budget, self._looks = state, ledger, budget, looks
         self.credit: dict[tuple[int, int], float] = {}
         self.hurried: set[str] = set()
@@ -41,11 +45,6 @@ class Sweeper:
         self._said = array("q", bytes(8 * SLICE_SAID))
         self.bytes_read = 0
         self.longest_wait = 0
-
-    @property
-    def stride(self) -> int:
-        """Steps from slice to slice."""
-        return 1 if self._budget is not None else STRIDE
 
     def is_due(self, step: int) -> bool:
         """Whether this step has a slice: all have with a budget of the user's, and those after a finding."""
