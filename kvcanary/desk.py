@@ -14,6 +14,7 @@ from kvcanary.tickets import HOST, NOTHING, Resource, Stream, Ticket, Tickets, T
 #: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
 Resources = Sequence[Resource] | Touched
 Note = Callable[..., None]
+FILL = "fill"  # what the host does with a buffer that it takes
 #: The same where nobody can change it any more.
 Named = tuple[Resource, ...] | dict[Resource, int | None]
 
@@ -95,6 +96,31 @@ class TicketDesk:
         if self.is_used and (violations := self._tickets.use(what, stream, {buffer: generation}, writes=True)):
             self._tell(violations)
 
+    def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> Ticket:
+        """A host buffer is taken, for a copy on a stream, behind all that another was given so far, which writes it.
+
+        `take` by the host, `follow` and `issue` in one call.
+        """
+        self.is_used = True
+        fetch = self._tickets.fetch(what, stream, behind, buffer, generation)
+        if fetch is None:  # something is in flight there, and may have been waited for by nobody
+            self.take(FILL, HOST, buffer, generation)
+            self.follow(stream, behind)
+            return self.issue(what, stream, writes={buffer: generation})
+        ticket, mark = fetch
+        self.told("fetched", what, stream, behind, buffer, generation, mark, ticket.sequence)
+        return ticket
+
+    def receive(self, ticket: Ticket, what: str, requests: Sequence[str] = ()) -> None:
+        """The host has seen the work's event, and reads what it has written: `complete`, and `use` by the host."""
+        self.told("received", what, ticket, tuple(requests))
+        if self._tickets.receive(ticket):
+            return
+        if violations := self._tickets.complete(ticket):
+            self._tell(violations)
+        if violations := self._tickets.use(what, HOST, ticket.writes):
+            self._tell(violations, requests)
+
     @property
     def buffers(self) -> dict[str, int]:
         """Host buffers that have a generation, and the one that they are in."""
@@ -160,12 +186,28 @@ def followed(stream: Stream, other: Stream, sequence: int) -> list[Event]:
     return [*issued("mark", other, sequence, (), ()), ("ticket_waits", str(stream), str(other), sequence)]
 
 
+def fetched(
+    what: str, stream: Stream, behind: Stream, buffer: str, generation: int, mark: int, sequence: int
+) -> list[Event]:
+    """A `fetch` as a dump has it."""
+    taken = took(FILL, HOST, buffer, generation)
+    return [*taken, *followed(stream, behind, mark), *issued(what, stream, sequence, (), {buffer: generation})]
+
+
+def received(what: str, ticket: Ticket, requests: tuple[str, ...]) -> list[Event]:
+    """A `receive` as a dump has it."""
+    used_by_host = used(what, HOST, dict(ticket.writes), False, requests)
+    return [("ticket_complete", str(ticket.stream), ticket.sequence), *used_by_host]
+
+
 #: By the name under which the desk tells of a call, which calls a dump has instead.
 LAID_OUT: dict[str, Callable[..., list[Event]]] = {
     "issued": issued,
     "used": used,
     "took": took,
     "followed": followed,
+    "fetched": fetched,
+    "received": received,
 }
 
 

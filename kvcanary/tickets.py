@@ -19,6 +19,9 @@ Resource = int | str
 #: What an access touches, each with the generation that it was planned for; None where it was planned for any.
 Touched = Mapping[Resource, int | None]
 
+#: A ticket, and the sequence of the mark that its stream has waited for.
+Fetch = tuple["Ticket", int]
+
 HOST: Stream = "host"
 NOTHING: Touched = {}
 #: Hazards of a violation.
@@ -142,6 +145,37 @@ class Tickets:
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else: who comes for what it held before is too late."""
         self.buffers[buffer] = generation
+
+    def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> Fetch | None:
+        """A buffer with which nothing is in flight is renewed, and work that is issued behind another stream writes it.
+
+        As `renew`, `follow` and `issue`, which find nothing then. None where something is in flight: nothing was done.
+        """
+        if buffer in self._in_flight:
+            return None
+        self.buffers[buffer] = generation
+        number, other, clocks = self._streams[stream], self._streams[behind], self._clocks
+        seen = [*clocks[other]]
+        seen[other] += 1
+        clock = [*map(max, clocks[number], seen)]
+        clock[number] += 1
+        clocks[other], clocks[number] = seen, clock
+        ticket = Ticket(what, stream, number, clock[number], NOTHING, {buffer: generation}, clock)
+        self._in_flight[buffer] = _Accesses(ticket)
+        return ticket, seen[other]
+
+    def receive(self, ticket: Ticket) -> bool:
+        """`complete` it, if neither that nor a use by the host of what it has written finds anything; else nothing."""
+        if ticket.reads or not ticket.writes.items() <= self.buffers.items():
+            return False
+        for buffer in ticket.writes:
+            accesses = self._in_flight.get(buffer)
+            if accesses is None or accesses.write is not ticket or accesses.reads:
+                return False
+        for buffer in ticket.writes:
+            del self._in_flight[buffer]
+        self.waits(HOST, ticket)
+        return True
 
     def complete(self, ticket: Ticket) -> list[Violation]:
         """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""

@@ -55,10 +55,9 @@ class Results:
         """The step is launched, and so is the copy of what it says."""
         if self._ring is None or result.accepted is None:
             return Landing(result, self._streams.launched())
-        staging, told = self._ring.take(), told_of(result.accepted, result.drafted)
-        target = _table(staging, *told.shape)
-        side = self._streams.behind_main(STREAM)
-        staging.event = side.submit("results", lambda: target.copy_(told, non_blocking=True), writes=staging.planned)
+        told = told_of(result.accepted, result.drafted)
+        copy = lambda target: _table(target, *told.shape).copy_(told, non_blocking=True)  # noqa: E731
+        staging = self._ring.fetch("results", self._streams.side(STREAM), self._streams.main, copy)
         return Landing(result, staging.event, staging, told.shape[1])
 
     def hear(self, landing: Landing) -> StepResult:
@@ -66,14 +65,15 @@ class Results:
 
         KVCorruptionError or StagingError for what is not there, or not any more, and for what fired.
         """
-        self._streams.heard(landing.event)
         result, parts, doomed = landing.result, landing.result.parts, frozenset[str]()
-        if self._ring is not None and landing.staging is not None:
+        if self._ring is None or landing.staging is None or landing.event is None:
+            self._streams.heard(landing.event)
+        else:
             speaking = [part.request.request_id for part in parts if part.tokens]
-            self._streams.host.use("results", landing.staging.planned, requests=speaking)
+            self._streams.host.receive(landing.event, "results", speaking)
             doomed = doomed if self._canary is None else self._canary.judge_copies()
             self._ring.check(landing.staging)
-            rows = iter(_table(landing.staging, len(speaking), landing.num_columns).tolist())
+            rows = iter(_table(landing.staging.tensor, len(speaking), landing.num_columns).tolist())
             drafted = result.drafted
             parts = tuple(_told(part, next(rows), drafted) if part.tokens else part for part in parts)
         if self._canary is not None and result.flight is not None:
@@ -89,9 +89,9 @@ class Results:
         return replace(result, parts=parts, doomed=result.doomed | doomed, is_heard=True)
 
 
-def _table(staging: Staging, num_rows: int, num_columns: int) -> Tensor:
+def _table(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """What a step says, [rows, columns], without gaps: for a copy into a part of each row the host would wait."""
-    return staging.tensor[: num_rows * num_columns].view(num_rows, num_columns)
+    return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
 def told_of(accepted: Acceptance, drafted: Tree | None = None) -> Tensor:

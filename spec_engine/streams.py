@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -94,6 +95,25 @@ class Stream:
         if self._desk is not None:
             self._desk.follow(self.name, other.name)
 
+    def fetch(self, what: str, copy: Callable[[Tensor], object], buffer: Staging, behind: Stream) -> Event:
+        """`submit` of a copy into a buffer that was taken for it, behind all that another stream was given so far."""
+        self._queue.wait(behind._queue, behind._queue.put(_nothing))
+        ticket = None
+        if self._desk is not None:
+            ticket = self._desk.fetch(what, self.name, behind.name, buffer.name, buffer.generation)
+        self.last = Event(what, self._queue, self._queue.put(partial(copy, buffer.tensor)), ticket)
+        return self.last
+
+    def receive(self, event: Event, what: str, requests: Sequence[str]) -> None:
+        """`wait`, of the host, and `use` of what was fetched; requests: as of `use`."""
+        if not event.is_over:
+            self._queue.wait(event.queue, event.mark)
+            event.is_over = True
+            if self._desk is not None and event.ticket is not None:
+                self._desk.receive(event.ticket, what, requests)
+        elif event.ticket is not None:
+            self.use(what, event.ticket.writes, requests=requests)
+
     def wait(self, event: Event) -> None:
         """What comes on this stream from now on runs behind the event's work; the host stands still, once."""
         if event.is_over:
@@ -149,12 +169,23 @@ class StagingRing:
 
     def take(self) -> Staging:
         """The buffer that was taken longest ago, to be filled; set its ``event`` to that of its copy."""
+        buffer = self._next()
+        self._host.take("fill", buffer.name, buffer.generation)
+        return buffer
+
+    def fetch(self, what: str, side: Stream, behind: Stream, copy: Callable[[Tensor], object]) -> Staging:
+        """The same, filled by a copy on a side stream, behind all that another was given so far."""
+        buffer = self._next()
+        buffer.event = side.fetch(what, copy, buffer, behind)
+        return buffer
+
+    def _next(self) -> Staging:
+        """The host has waited for the last copy that needs its bytes."""
         last = self._buffers.popleft()
         if last.event is not None:
             self._host.wait(last.event)
         buffer = Staging(last.name, last.tensor, last.generation + 1)
         self._buffers.append(buffer)
-        self._host.take("fill", buffer.name, buffer.generation)
         return buffer
 
     def check(self, buffer: Staging) -> None:

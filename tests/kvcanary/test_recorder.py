@@ -208,6 +208,29 @@ def test_what_is_told_in_one_call_is_two_in_a_dump(tmp_path: Path):
     assert [event["n"] for event in told] == [*range(mark["n"], mark["n"] + 4)]
 
 
+def test_a_fetch_and_its_end_are_told_as_the_calls_that_they_stand_for(tmp_path: Path):
+    """To whoever reads a dump it is one whether an engine makes few calls or many."""
+
+    def told(name: str, is_one_by_one: bool) -> list[str]:
+        engine = toy()
+        engine.start("only", 6)
+        tickets = engine.canary.tickets
+        if is_one_by_one:
+            tickets.take("fill", "host", "staging", 4)
+            tickets.follow("copies", "main")
+            ticket = tickets.issue("results", "copies", writes={"staging": 4})
+            tickets.complete(ticket)
+            tickets.use("results", "host", {"staging": 4}, requests=["only"])
+        else:
+            ticket = tickets.fetch("results", "copies", "main", "staging", 4)
+            tickets.receive(ticket, "results", ["only"])
+        dump = read_dump(engine.canary.dump(tmp_path / name))
+        return [str(event) for event in dump.events if "ticket" in event["call"]]
+
+    assert told("few", False) == told("many", True)
+    assert len(told("again", False)) == 7
+
+
 def test_arguments_are_kept_by_their_places_however_they_were_given(tmp_path: Path):
     """Keywords in any order, and what was left out, are told as a dump has them."""
     engine = toy()

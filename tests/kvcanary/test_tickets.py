@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvcanary.tickets import HOST, Tickets
+from kvcanary.desk import TicketDesk
+from kvcanary.tickets import HOST, Ticket, Tickets
 
 
 def make_tickets() -> tuple[Tickets, np.ndarray]:
@@ -264,3 +266,41 @@ def test_to_follow_a_stream_is_to_wait_for_a_mark_on_it():
             found = [tickets.issue("work", stream, writes={page: None}) for tickets in (ours, theirs)]
             assert [str(one) for one in found[0].violations] == [str(one) for one in found[1].violations]
             assert (found[0].sequence, found[0].clock) == (found[1].sequence, found[1].clock)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_fetch_and_its_end_find_what_the_calls_find_that_they_stand_for(seed):
+    """One engine fetches into buffers and receives, the other makes every call; others use the buffers meanwhile."""
+    draws, found = random.Random(seed), ([], [])
+    ours, theirs = (TicketDesk(SimpleNamespace(generations=[]), None, own.extend) for own in found)
+    flying: list[tuple[Ticket, Ticket, str, int]] = []
+    generations = dict.fromkeys(("one", "two"), 0)
+    for number in range(120):
+        buffer, stream = draws.choice([*generations]), draws.choice(["copies", "more"])
+        way = draws.random()
+        if way < 0.35:
+            generations[buffer] += 1
+            now, what = generations[buffer], f"copy {number}"
+            ticket = ours.fetch(what, stream, "main", buffer, now)
+            theirs.take("fill", HOST, buffer, now)
+            theirs.follow(stream, "main")
+            same = theirs.issue(what, stream, writes={buffer: now})
+            assert (ticket.sequence, ticket.clock, ticket.writes) == (same.sequence, same.clock, same.writes)
+            flying.append((ticket, same, buffer, now))
+        elif way < 0.7 and flying:
+            ticket, same, buffer, now = flying.pop(draws.choice([0, -1]))
+            ours.receive(ticket, "results", ["only"])
+            theirs.complete(same)
+            theirs.use("results", HOST, {buffer: now}, requests=["only"])
+        elif way < 0.75:
+            generations[buffer] += 1
+            for desk in (ours, theirs):
+                desk.renew(buffer, generations[buffer])
+        elif way < 0.87:
+            for desk in (ours, theirs):
+                desk.use(f"use {number}", "main", [buffer], writes=number % 2 == 0)
+        else:
+            for desk in (ours, theirs):
+                desk.issue(f"work {number}", stream, reads=[buffer])
+        assert list(map(str, found[0])) == list(map(str, found[1]))
+    assert len(found[0]) > 5

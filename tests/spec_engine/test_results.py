@@ -52,14 +52,14 @@ def test_tokens_come_out_of_the_ring(mode, settings):
     assert tokens_of(engine) == TRUTHS
     assert mode == "off" or engine.canary.certificate()["findings"] == []
     engine = make("off", **settings)
-    wait = engine.streams.host.wait
+    receive = engine.streams.host.receive
 
-    def wait_and_change(event):
-        wait(event)
+    def receive_and_change(*told):
+        receive(*told)
         for buffer in engine.results._ring._buffers:
             buffer.tensor.clamp_(max=500)
 
-    engine.streams.host.wait = wait_and_change
+    engine.streams.host.receive = receive_and_change
     outputs = tokens_of(engine)
     assert outputs == [tuple(min(token, 500) for token in truth) for truth in TRUTHS]
 
@@ -78,7 +78,8 @@ def test_a_result_that_nobody_waits_for_is_told(mode, error):
     Mode log goes on, to the always-on check that refuses the stale count.
     """
     engine = make(mode)
-    engine.streams.host.wait = lambda event: None
+    host = engine.streams.host
+    host.receive = lambda event, what, requests: host.use(what, event.ticket.writes, requests=requests)
     names = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
     events = []
     with nullcontext() if error is None else pytest.raises(error):
