@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcanary.cards import LEFT_TO_BOOKS, NO_ROOM, NOT_WRITTEN, NOWHERE, PAGES_FINAL, ROW_COMMITTED, UNKNOWN
+from kvcanary.cards import (
+    LEFT_TO_BOOKS,
+    NO_ROOM,
+    NOT_WRITTEN,
+    NOWHERE,
+    PAGES_FINAL,
+    ROW_COMMITTED,
+    RUN_CARD,
+    RUN_CARDS,
+    RUN_REQUESTS,
+    RUN_ROWS,
+    UNKNOWN,
+)
 from kvcanary.ledger import Ledger, Role
 from kvcanary.loops.rows import accept_rows
 from kvcanary.requests import Batch, Unheard
@@ -177,7 +189,9 @@ class Books:
         batch, n = self.ledger.batch(names), len(names)
         committed = [self.random.randrange(self.rows[name].committed_len + 1) for name in names]
         rows = array("q", [0] * ROW_COMMITTED * n + [*committed, UNKNOWN])
-        cards = array("q", (0, 0, 0, *batch.told, 0, 0, rows.buffer_info()[0], 0, 0, 0, 0))
+        cards = array("q", bytes(8 * RUN_CARD))
+        cards[RUN_REQUESTS], cards[RUN_CARDS] = batch.told
+        cards[RUN_ROWS] = rows.buffer_info()[0]
         which, place = [], 0
         while (place := self.ledger.land_runs(cards, place)) != NOWHERE:
             which.append(place)

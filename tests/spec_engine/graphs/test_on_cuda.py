@@ -49,7 +49,7 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
         torch.cuda._sleep(CYCLES)
         check_content(*args, **kwargs)
 
-    def timed(is_waited_for: bool) -> Flight:
+    def timed(is_waited_for: bool = False) -> Flight:
         flight, launched = depart(is_waited_for), torch.cuda.Event()
         launched.record()
         launched.synchronize()
