@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Ints
 from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
 from kvcanary.launches import HEADER, Settings, Shared
-from kvcanary.learning import Launched
+from kvcanary.learning import Launch, runs_of
 from kvcanary.once import OnceSubstep
 from kvcanary.outbox import Outbox
-from kvcanary.seats import Seats, StaticTruth
+from kvcanary.seats import Seats, StaticAcceptance, StaticTruth
+from kvcanary.series import Series
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
@@ -41,24 +42,24 @@ CAPACITY = 256  # substeps: kinds and indices times buckets
 class Snapshot(NamedTuple):
     """Headers of substeps on their way to the host, and what was planned since the last snapshot.
 
-    headers:       by number of the substep, [HEADER] int64, None: as `runs` says; those not there have not run
+    headers:       by number of the substep, [HEADER] int64, None: as runs say; those not there have not run
     once:          substeps of forwards that came once, each with its header
     planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
     reads_unknown: substeps whose reads were not
-    runs:          of numbered substeps that the host launched, in their order
-    cards:         of these runs, and of those that came once, [runs, RUN_CARD] (cards.py)
+    launches:      of numbered substeps, in their order
+    cards:         of their runs, and of those that came once, [runs, RUN_CARD] (cards.py)
     """
 
     headers: dict[int, Ints] | None
     once: Sequence[tuple[OnceSubstep, Ints]]
     planned: array[int]
     reads_unknown: frozenset[int]
-    runs: Sequence[Launched]
+    launches: Sequence[Launch]
     cards: array[int]
 
     def by_substep(self) -> dict[int, Ran]:
         """The last run of each."""
-        return {run.number: run.ran for run in self.runs}
+        return {run.number: run.ran for run in runs_of(self.launches)}
 
 
 class SubstepBank:
@@ -82,6 +83,7 @@ class SubstepBank:
         self._reads_step = False  # whether a forward or a move reads the bank's own
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
+        self._series: dict[tuple[tuple[StaticSubstep, ...], StaticAcceptance | None], Series] = {}
         self.moves: list[StaticMove] = []
         self.publish: Callable[[], None] = _nobody
         self.seats: Seats | None = None
@@ -171,6 +173,13 @@ class SubstepBank:
             raise HookOrderError("add_truth() must follow add_seats(): nobody keeps what was accepted")
         return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
 
+    def series(self, substeps: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> Series:
+        """Substeps of one kind and pool that are launched together: the same for the same ones."""
+        key = tuple(substeps), acceptance
+        if key not in self._series:
+            self._series[key] = Series(substeps, acceptance)
+        return self._series[key]
+
     def join(self) -> None:
         """What is launched from now on follows all that substeps have launched beside it, or postponed."""
         self.shared.beside.finish()
@@ -231,14 +240,14 @@ class SubstepBank:
 
     def snapshot(
         self,
-        runs: Sequence[Launched] = (),
+        launches: Sequence[Launch] = (),
         once: Sequence[tuple[OnceSubstep, Ints]] = (),
         cards: array[int] | None = None,
     ) -> Snapshot:
         """What `harvest` needs of all that has run since the last one, on its way.
 
-        runs: of numbered substeps, whose headers are on their way already; none, or where others were expected to
-              run: all headers go in one small copy. Nobody waits for it
+        launches: of numbered substeps, whose headers are on their way already; none, or where others were expected to
+                  run: all headers go in one small copy. Nobody waits for it
         once, cards: as in the `Snapshot`
         """
         self._expect_closed("harvest()")
@@ -246,12 +255,12 @@ class SubstepBank:
         self._planned = array("q", bytes(8 * len(planned)))
         if self._reads_unknown:
             unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
-        is_known = bool(runs) and not (self._expected and self._expected - {run.number for run in runs})
+        is_known = bool(launches) and not (self._expected and self._expected - _numbers_of(launches))
         if self._in_order and not is_known:
             headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         if self._expected:
             self._expected.clear()
-        return Snapshot(headers, once, planned, unknown, runs, array("q") if cards is None else cards)
+        return Snapshot(headers, once, planned, unknown, launches, array("q") if cards is None else cards)
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
@@ -352,6 +361,10 @@ class SubstepBank:
         if any(map(_IS_OPEN, self._in_order)):
             substep = next(substep for substep in self._in_order if substep.is_open)
             raise HookOrderError(f"{what} must wait for close() of {substep}")
+
+
+def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
+    return {substep.number for launch in launches for substep in launch.series}
 
 
 def _nobody() -> None:

@@ -134,6 +134,9 @@ SLICE_SLOTS, SLICE_RANGES, SLICE_WAIT, SLICE_SAID = range(4)
 #: Of rows that a captured forward is launched with, [ROW_NUMBERS, requests] int64: those of `graphs.RowTruth`, then
 #: committed lengths. Behind them the sum of those that the engine had told; UNKNOWN: rows are as the engine knows them.
 ROW_UIDS, ROW_LENGTHS, ROW_CHAINS, ROW_ROOTS, ROW_UNHEARD, ROW_COMMITTED, ROW_NUMBERS = range(7)
+#: Of a place to which these numbers go for a forward, [SPREAD_CARD] int64: the address of its step, that of the first
+#: part, of how many rows each part is, how many of the parts, and as how many rows a request counts.
+SPREAD_STEP, SPREAD_AT, SPREAD_SIZE, SPREAD_PARTS, SPREAD_WIDTH, SPREAD_CARD = range(6)
 #: What a loop says of what is told of requests: nothing was done; what it is to be judged by the rules, and done then;
 #: some entries become final that no forward has written; pages of some rows may be final.
 NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
@@ -179,7 +182,7 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
     RUN_WRITTEN,  # address, by request; 0: as many as the step before it accepts
     RUN_ACCEPTED,  # address of what that has accepted
     RUN_PLACES,
-    RUN_KEEP,  # numbers that are kept of it where it is clean: of its line from the first on, then what it accepted
+    RUN_KEEP,  # numbers that are kept of it where it is clean: of its line from the first on, then what was accepted
     RUN_SEEN,  # 0; then what the loop says of it: these bits, and above them what it says of the line
     RUN_CARD,
 ) = range(14)

@@ -163,7 +163,7 @@ class StepChecks:
         """Judge what would be lost when forwards run in this turn, be steps between them without any."""
         last, since = None, turn - IN_THE_AIR
         for flight in self._flights:
-            if not flight.has_run_since(since):
+            if flight.turn is not None and flight.turn < since:
                 last = flight
         if last is not None:
             self.land(last)

@@ -15,23 +15,21 @@ class Flight:
     """One step on its way.
 
     step:  its number;  told: of its forwards;  looks: at bytes
+    turn:  in which the first of its forwards was launched; None: it has none
     over:  the end of all of it on a GPU; None: its host says that it has waited for it (`Marks.wait`)
     hits:  what fired and was known at departure; all that fired, when the flight has landed
     is_over: nobody needs to wait any more
     """
 
-    __slots__ = ("has_landed", "hits", "is_over", "looks", "over", "step", "told")
+    __slots__ = ("has_landed", "hits", "is_over", "looks", "over", "step", "told", "turn")
 
     def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch], has_landed: bool = False) -> None:
         self.step, self.told, self.hits, self.has_landed = step, told, hits, has_landed
         self.looks: Sent | None = None
         self.over: torch.cuda.Event | None = None
         self.is_over = False
-
-    def has_run_since(self, turn: int) -> bool:
-        """Whether all of its forwards were launched in this turn or later."""
-        forwards = () if self.told is None else self.told.forwards  # in the order of their launches
-        return not forwards or forwards[0].turn >= turn
+        launches = () if told is None else told.launches  # in their order
+        self.turn = launches[0].turn if launches else None
 
 
 class Marks:

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +28,6 @@ from kvcanary.cards import (
     ROW_UNHEARD,
     RUN_BITS,
     RUN_CARD,
-    RUN_KEEP,
     RUN_SEEN,
     SAID_END,
     SAID_PLACE,
@@ -43,14 +41,14 @@ from kvcanary.forward import Ints
 from kvcanary.harvest import CoverageGap, StaticHit
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
-from kvcanary.learning import Heard, Launched, Learned, tokens_of
+from kvcanary.learning import Launch, Launched, Learned, runs_of, tokens_of
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
 from kvcanary.requests import Batch
-from kvcanary.seats import StaticAcceptance
+from kvcanary.series import Series
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import HEADER_PART, StaticSubstep
+from kvcanary.static import HEADER_PART
 from kvcanary.views import ReadPlan, WritePlan
 from kvcanary_kernels.settle import RUN_READ, RUN_WRITTEN
 
@@ -70,26 +68,19 @@ class RowTruth:
                  length and chain value are those of all entries whose tokens the host knows. Else 0
     """
 
-    __slots__ = ("_loops", "_rows", "step")
+    __slots__ = ("_rows", "step")
 
-    def __init__(self, rows: array[int], step: int, loops: ModuleType) -> None:
-        """`rows`: these numbers, and what is the canary's alone (cards.py, ROW_NUMBERS); `loops`: as of `PoolState`."""
-        self._rows, self.step, self._loops = rows, step, loops
+    def __init__(self, rows: array[int], step: int) -> None:
+        """`rows`: these numbers, and what is the canary's alone (cards.py, ROW_NUMBERS)."""
+        self._rows, self.step = rows, step
 
     def copy(self) -> RowTruth:
-        return RowTruth(self._rows[:], self.step, self._loops)
+        return RowTruth(self._rows[:], self.step)
 
     @property
     def numbers(self) -> Ints:
         n = len(self._rows) // ROW_NUMBERS
         return np.frombuffer(self._rows, np.int64, ROW_COMMITTED * n).reshape(ROW_COMMITTED, n)
-
-    def spread(self, step_at: int, at: int, size: int, parts: int, width: int) -> None:
-        """Step and numbers to these addresses: the first `parts` of them as [parts, size] int64, `width` times for each
-        request, and zeros behind.
-        """
-        rows, out = self._rows, (at, size, parts, width, step_at, self.step)
-        self._loops.spread_rows(len(rows) // ROW_NUMBERS, rows.buffer_info()[0], *out)
 
     @property
     def uids(self) -> list[int]:
@@ -118,8 +109,13 @@ class Listener(Protocol):
     def learned(self, run: Launched, forward: Learned) -> None:
         """What a run says of itself."""
 
-    def heard(self, runs: Sequence[Launched], counts: Sequence[int], numbers: array[int]) -> None:
-        """The same of runs that were proved clean: so many numbers of each, as `Heard` has them."""
+    def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
+        """The same of all runs of these, which were proved clean: numbers of each, one behind the other, as `Heard` has
+        them.
+        """
+
+    def heard_one(self, run: Launched) -> None:
+        """The same of one run, among others that were not."""
 
     def moved(self, src: Ints, dst: Ints) -> None:
         """The first launched move of which nothing was told."""
@@ -131,13 +127,20 @@ class Listener(Protocol):
 class Told(NamedTuple):
     """What the device says of one step: there when the flight's copies are over.
 
-    moves: as `StaticMove.moved` tells them, and in which turn they were launched
+    moves:    as `StaticMove.moved` tells them, and in which turn they were launched
+    num_kept: numbers that the listener keeps of the launches, if all are clean
     """
 
     step: int
-    forwards: list[Launched]
+    launches: Sequence[Launch]
     moves: list[tuple[StaticMove, int, list[Ints]]]
     snapshot: Snapshot
+    num_kept: int
+
+    @property
+    def forwards(self) -> list[Launched]:
+        """Of the launches, one by one."""
+        return runs_of(self.launches)
 
 
 class StaticChecks:
@@ -156,46 +159,49 @@ class StaticChecks:
         self._singles = Singles(self.bank.shared)
         self._hearing: Hearing | None = None
         self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
-        self.launched: list[Launched] = []
-        self._cards = array("q")  # of these, [RUN_CARD] each (cards.py)
+        self.launched: list[Launch] = []
+        self._cards = array("q")  # of their runs, [RUN_CARD] each (cards.py)
+        self._num_kept = 0  # of them
         self._has_singles = False  # among these
         self.num_unlanded = 0
         self.moves: list[StaticMove] = []
 
     def launch(
         self,
-        substeps: Sequence[StaticSubstep],
+        series: Series,
         batch: Batch,
         step: int,
         written: array[int] | None,
         reads: Sequence[int],
-        records: Sequence[Any],
-        acceptance: StaticAcceptance | None = None,
-    ) -> RowTruth:
-        """These requests are the live rows of forwards of one kind and pool that run next, one behind the other.
+        record: Any,
+        where: int = 0,
+    ) -> array[int]:
+        """These requests are the live rows of these forwards, which run next: what is known of them, as `RowTruth` has
+        it.
 
-        written: by request, entries that each of its rows writes in each; None: as many as `acceptance` says, which
-        runs before them. reads: by forward, as the engine knows the lengths of rows; records: the listener's
+        written: by request, entries that each of its rows writes in each; None: as many as the step accepts that runs
+        before them. reads: by forward, as the engine knows the lengths of rows; record: the listener's, by forward.
+        where: as of `loops.launch_runs`
         """
-        turn, accepted, accepted_at, places = self.bank.turn, None, 0, 0
+        bank, (n, cards_at), cards = self.bank, batch.told, self._cards
+        turn, rows, counts = bank.turn, array("q", bytes(8 * (ROW_NUMBERS * n + 1))), array("q", reads)
+        for packed in series.packed:
+            packed.turn = turn
+        first = 8 * len(cards)
+        cards.extend(series.cards[turn % len(series.cards)])
         written_at = 0 if written is None else written.buffer_info()[0]
-        if acceptance is not None:
+        runs = cards.buffer_info()[0] + first, len(series.substeps), counts.buffer_info()[0]
+        told = rows.buffer_info()[0], written_at, turn, step, bank.now, bank.most_unlanded, record is not None, where
+        if unknown := self._loops.launch_runs(n, cards_at, *runs, *told):
+            self._coverage.skip("truth not known to the host", len(series) * unknown)
+        if series.places:
             self.num_unlanded += 1
-            line, places = acceptance.told.expect(turn), 1 + acceptance.places
-            accepted, accepted_at = line[0].reshape(-1, places), line.at
-        kind, pool_id, num_forwards = substeps[0].site[0], substeps[0].pool.pool_id, len(substeps)
-        rows, unknown = self._ledger.launch_rows(batch, kind, pool_id, self.bank.most_unlanded, num_forwards, written)
-        if unknown:
-            self._coverage.skip("truth not known to the host", num_forwards * unknown)
-        common = *batch.told, turn, step, rows.buffer_info()[0], written_at, accepted_at, places
-        more = places * batch.told[0]
-        for substep, count, record in zip(substeps, reads, records, strict=True):
-            line, keep = substep.written.expect(turn), 0 if record is None else substep.num_kept + more
-            self._cards.extend((substep.line_card_at, line.at, count, *common, keep, 0))
-            own = substep, batch, rows, step, turn, line, written, accepted, record
-            self.launched.append(tuple.__new__(Launched, own))  # as `Launched(*own)`, without a call
-            self._has_singles |= substep.number is None
-        return RowTruth(rows, self.bank.now, self._loops)
+        if record is not None:
+            self._num_kept += series.num_kept + n * series.places
+        self._has_singles |= series.comes_once
+        own = series, batch, rows, step, turn, written, record
+        self.launched.append(tuple.__new__(Launch, own))  # as `Launch(*own)`, without a call
+        return rows
 
     def take_once(
         self,
@@ -208,38 +214,37 @@ class StaticChecks:
     ) -> OnceSubstep:
         """What is launched for a forward that comes once, as an engine's own tensors describe it."""
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self.bank.most_unlanded)
-        return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now, self._loops))
+        return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now))
 
     def launch_move(self, move: StaticMove) -> None:
         """This move runs next."""
-        move.moved.expect(self.bank.turn)
+        move.moved.turn = self.bank.turn
         self.moves.append(move)
 
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
-        runs, cards, moved = self.launched, self._cards, list[tuple[StaticMove, int, list[Ints]]]()
-        self.launched, self._cards = [], array("q")
+        launches, cards, moved = self.launched, self._cards, list[tuple[StaticMove, int, list[Ints]]]()
+        self.launched, self._cards, num_kept, self._num_kept = [], array("q"), self._num_kept, 0
         if self.moves:
             moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
             self.moves = []
         if not self._has_singles:
-            return Told(step, runs, moved, self.bank.snapshot(runs, (), cards))
-        runs, cards = self._keep_open(runs, cards)
-        once = [(run.substep, run.line[HEADER_PART]) for run in runs if isinstance(run.substep, OnceSubstep)]
-        known = [run for run in runs if run.substep.number is not None]
-        return Told(step, runs, moved, self.bank.snapshot(known, once, cards))
+            return Told(step, launches, moved, self.bank.snapshot(launches, (), cards), num_kept)
+        launches, cards = self._keep_open(launches, cards)
+        once = [
+            (run.substep, run.line[HEADER_PART]) for run in runs_of(launches) if isinstance(run.substep, OnceSubstep)
+        ]
+        known = [launch for launch in launches if not launch.series.comes_once]
+        return Told(step, launches, moved, self.bank.snapshot(known, once, cards), num_kept)
 
-    def _keep_open(self, runs: list[Launched], cards: array[int]) -> tuple[list[Launched], array[int]]:
+    def _keep_open(self, launches: list[Launch], cards: array[int]) -> tuple[list[Launch], array[int]]:
         """Those of these that are closed; a forward that comes once and is open is sent later."""
-        closed, closed_cards = list[Launched](), array("q")
-        for number, run in enumerate(runs):
-            card = cards[RUN_CARD * number : RUN_CARD * (number + 1)]
-            if run.substep.is_open:
-                self.launched.append(run)
-                self._cards.extend(card)
-            else:
-                closed.append(run)
-                closed_cards.extend(card)
+        closed, closed_cards, end = list[Launch](), array("q"), 0
+        for launch in launches:
+            first, end = end, end + RUN_CARD * len(launch.series)
+            is_open = any(substep.is_open for substep in launch.series)
+            (self.launched if is_open else closed).append(launch)
+            (self._cards if is_open else closed_cards).extend(cards[first:end])
         self._has_singles = bool(self.launched)
         return closed, closed_cards
 
@@ -248,21 +253,21 @@ class StaticChecks:
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
         """
-        forwards, snapshot, hearing = told.forwards, told.snapshot, self._hearing
+        launches, snapshot, hearing = told.launches, told.snapshot, self._hearing
         self._num_heard = 0
-        if not forwards or told.moves or snapshot.once or snapshot.headers is not None:
+        if not launches or told.moves or snapshot.once or snapshot.headers is not None:
             return False
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        said, kept = hearing.said, array("q", bytes(8 * sum(snapshot.cards[RUN_KEEP::RUN_CARD])))
-        if not hearing.land_quiet(forwards, snapshot.cards, snapshot.planned, proves, self._seen, kept):
+        said, kept = hearing.said, array("q", bytes(8 * told.num_kept))
+        if not hearing.land_quiet(launches, snapshot.cards, snapshot.planned, proves, self._seen, kept):
             self._num_heard = said[SAID_END]
             return False
         if self.num_unlanded:
-            self.num_unlanded -= len([run for run in forwards if run.accepted is not None])
+            self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
-            self.listener.heard(forwards, snapshot.cards[RUN_KEEP::RUN_CARD], kept)
-        self._coverage.forwards += len(forwards)
+            self.listener.heard(launches, kept)
+        self._coverage.forwards += len(snapshot.cards) // RUN_CARD
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
         if said[SAID_PLACE] != NOWHERE or self._final_card[NUM_FINAL]:
             self._finalise_from(told, said[SAID_PLACE])
@@ -293,9 +298,7 @@ class StaticChecks:
                     continue
                 if hearing.is_clean(run, seen >> RUN_BITS):
                     num_learned += 1
-                    if run.record is not None:
-                        own = Heard.of(run)
-                        self.listener.heard([run], [own.end], own.numbers)
+                    self.listener.heard_one(run)
                     continue
                 tokens = None if accepted is None else tokens_of(accepted[: len(requests)])
                 forward = Learned(substep, run.step, len(requests), run.line.parts(), tokens, requests)
@@ -351,7 +354,7 @@ class StaticChecks:
         for hit in harvest.hits:
             self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
-        self._coverage.forwards += rows > 0 and not told.forwards
+        self._coverage.forwards += rows > 0 and not told.launches
         self._cover(entries, reads)
         hits = list[Hit]()
         with torch.inference_mode() if harvest.hits else nullcontext():

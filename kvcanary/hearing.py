@@ -17,7 +17,7 @@ from kvcanary.cards import (
     SAID,
     SAID_SEEN,
 )
-from kvcanary.learning import Launched
+from kvcanary.learning import Launch, Launched, runs_of
 from kvcanary.mirror import Mirror
 from kvcanary.pages import Pages
 from kvcanary.state import CanaryState
@@ -46,7 +46,7 @@ class Hearing:
 
     def land_quiet(
         self,
-        runs: Sequence[Launched],
+        launches: Sequence[Launch],
         cards: array[int],
         planned: array[int],
         proves: bool,
@@ -57,12 +57,13 @@ class Hearing:
 
         Then pages are written, and the mirror knows where new records lie.
         """
-        told = len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves, *seen
+        num_runs = len(cards) // RUN_CARD
+        told = num_runs, cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves, *seen
         out = self._pages.final_at, kept.buffer_info()[0], self._said_at
         if not self._land(*told, self._page_size, *out):
             return False
         if self.said[SAID_SEEN] >> RUN_BITS:
-            for number, run in enumerate(runs):
+            for number, run in enumerate(runs_of(launches)):
                 self.is_clean(run, cards[RUN_CARD * number + RUN_SEEN] >> RUN_BITS)
         else:
             self._mirror.heard(0)

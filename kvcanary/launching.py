@@ -15,6 +15,7 @@ from kvcanary.lifecycle import Lifecycle
 from kvcanary.once import OnceSubstep
 from kvcanary.requests import Batch
 from kvcanary.seats import StaticAcceptance
+from kvcanary.series import Series
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
 from kvcanary.substep import SubstepCanary
@@ -61,17 +62,36 @@ class Launching(Lifecycle):
         static = self._static
         if static is None:
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
+        rows = self.launch_series(static.bank.series(substeps, acceptance), request_ids, written, reads)
+        return RowTruth(rows, static.bank.now)
+
+    def launch_series(
+        self,
+        series: Series,
+        request_ids: Sequence[str],
+        written: Sequence[int] | None,
+        reads: Sequence[int],
+        where: int = 0,
+    ) -> array[int]:
+        """`launch_all` of forwards that are launched in every step (`SubstepBank.series`).
+
+        where: address of a place, [SPREAD_CARD] int64 (cards.py), to which the truth goes; 0: nowhere. It is what is
+               returned, too, in the form that `RowTruth` takes
+        """
+        static = self._static
+        if static is None:
+            raise HookOrderError(f"launch_series() needs substeps of this manager's bank, got {series}")
         if self._open:
             raise self._not_closed("launch()")
-        batch = self._ledger.batches[tuple(request_ids)]
+        batch, checks = self._ledger.batches[tuple(request_ids)], self._checks
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
-            self._checks.land()
+            checks.land()
         entries = None if written is None else array("q", written)
-        records = self.recorder.captured.launched(substeps, batch.names, entries or (), reads)
-        self._checks.settle_before_launch()
-        if self._checks.is_full:
-            self._checks.read_all(substeps, batch.requests, self.step)
-        return static.launch(substeps, batch, self.step, entries, reads, records, acceptance)
+        record = self.recorder.captured.launched(series, batch.names, entries or (), reads)
+        checks.settle_before_launch()
+        if checks.is_full:
+            checks.read_all(series.substeps, batch.requests, self.step)
+        return static.launch(series, batch, self.step, entries, reads, record, where)
 
     def launch_accepted(
         self, substep: StaticSubstep, request_ids: Sequence[str], reads: int, acceptance: StaticAcceptance
@@ -105,8 +125,9 @@ class Launching(Lifecycle):
         self._checks.settle_before_launch()
         static, batch, entries = self._on_device(), Batch(requests), array("q", written)
         run = static.take_once(pool, site, read, write, batch, written)
-        records = self.recorder.captured.launched([run], tuple(read.requests), entries, [read.indices.shape[0]])
-        static.launch([run], batch, self.step, entries, [0], records)
+        series, reads = Series([run]), [read.indices.shape[0]]
+        record = self.recorder.captured.launched(series, tuple(read.requests), entries, reads)
+        static.launch(series, batch, self.step, entries, [0], record)
         if self._checks.is_full:
             self._checks.read_all([run], requests, self.step)
         self._open.append(substep)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,17 +16,45 @@ from kvcanary.harvest import Ran
 from kvcanary.ledger import Request
 from kvcanary.outbox import Line
 from kvcanary.requests import Batch
+from kvcanary.series import Series
 from kvcanary.state import PoolState
 from kvcanary.static import MASKS, StaticSubstep
 from kvcanary_kernels.count import NUM_BITS
 
 
-class Launched(NamedTuple):
-    """A captured forward that the host has launched in this turn and knows nothing more of.
+class Launch(NamedTuple):
+    """Captured forwards that the host has launched in this turn and knows nothing more of.
 
-    rows:      [ROW_NUMBERS * requests + 1] (cards.py), at that time; one array for all that were launched together
+    rows:      [ROW_NUMBERS * requests + 1] (cards.py), at that time
+    written:   by request, entries that each of their rows writes; None: as many as were accepted
+    record:    where the listener keeps them, by forward; None: nowhere
+    """
+
+    series: Series
+    batch: Batch
+    rows: array[int]
+    step: int
+    turn: int
+    written: array[int] | None
+    record: Any = None
+
+    def runs(self) -> Iterator[Launched]:
+        """Each of them."""
+        common, accepted = (self.batch, self.rows, self.step, self.turn), self.series.accepted(self.turn)
+        records = repeat(None) if self.record is None else self.record
+        for substep, record in zip(self.series, records, strict=False):
+            yield Launched(substep, *common, substep.written.line_of(self.turn), self.written, accepted, record)
+
+
+def runs_of(launches: Iterable[Launch]) -> list[Launched]:
+    """All of them, in the order of their run."""
+    return [run for launch in launches for run in launch.runs()]
+
+
+class Launched(NamedTuple):
+    """One captured forward of a `Launch`.
+
     line:      what `StaticSubstep.written` will say of it
-    written:   by request, entries that each of its rows writes; None: as many as were accepted
     accepted:  [size, 1 + places], what the step says that it has accepted before
     record:    where the listener keeps it
     """

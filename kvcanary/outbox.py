@@ -64,7 +64,7 @@ class Packed:
     """Several int64 tensors that go together within a captured body, into memory of the host: no copy behind its run.
 
     step: [1] int64 (`launches.Shared`), whose turn says where they go;  post: the operation
-    turn: in which the body runs, or has run last
+    turn: in which the body runs, or has run last, as who launches it says
     """
 
     def __init__(self, tensors: Sequence[Tensor], step: Tensor, post: Callable[..., None], lines: int = LINES) -> None:
@@ -82,14 +82,13 @@ class Packed:
         """Within the body, at fixed addresses."""
         self._post(self._parts, self._step, box=self._box)
 
-    def expect(self, turn: int) -> Line:
-        """The body runs in this turn; what will be packed in it."""
-        self.turn = turn
+    def line_of(self, turn: int) -> Line:
+        """What is packed when the body runs in this turn."""
         return self._lines[turn % len(self._lines)]
 
     def line(self) -> Line:
-        """What was packed in that turn."""
-        return self._lines[self.turn % len(self._lines)]
+        """What was packed in the last one."""
+        return self.line_of(self.turn)
 
     def read(self) -> list[NDArray[np.int64]]:
         """Its tensors."""
@@ -97,7 +96,7 @@ class Packed:
 
     def has_run(self, turn: int) -> bool:
         """Whether the body ran in that turn, as long as `read` would be there; else a run before has left the line."""
-        return self._lines[turn % len(self._lines)].numbers.item(-1) >> 32 == turn
+        return self.line_of(turn).numbers.item(-1) >> 32 == turn
 
 
 class PackedMask:

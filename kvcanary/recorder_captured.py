@@ -5,18 +5,20 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvcanary.learning import Heard
-from kvcanary.recorder_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove
+from kvcanary.recorder_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove, RecordedSeries
 from kvcanary_kernels.record import MASK_32
 
 if TYPE_CHECKING:
     from kvcanary.harvest import StaticHit
-    from kvcanary.learning import Launched, Learned
+    from kvcanary.learning import Launch, Launched, Learned
     from kvcanary.recorder import Segment
-    from kvcanary.static import StaticSubstep
+    from kvcanary.series import Series
 
+_LAYERS = attrgetter("layers")
 MOVE_SITE = ("move", 0)
 MOST_KEPT = 8 * MOST_UNPACKED  # numbers of forwards that were heard of together: eight an entry
 KEPT_STEPS = 8  # behind which nobody hears any more of what was launched
@@ -37,12 +39,16 @@ class StepEvents:
 
     def __init__(self, step: int) -> None:
         self.step = step & MASK_32
-        self.launches: list[RecordedLaunch] = []
+        self.launches: list[RecordedSeries] = []
         self.moves: dict[str, Place] = {}
         self.departure: Place | None = None
 
     def last_launch(self, pool: str, site: Site) -> RecordedLaunch | None:
-        return next((launch for launch in reversed(self.launches) if launch.is_of(pool, site)), None)
+        for launched in reversed(self.launches):
+            for number, substep in reversed([*enumerate(launched.series.substeps)]):
+                if substep.site == site and substep.pool.name == pool:
+                    return launched[number]
+        return None
 
 
 class CapturedEvents:
@@ -65,25 +71,23 @@ class CapturedEvents:
 
     def launched(
         self,
-        substeps: Sequence[StaticSubstep],
+        series: Series,
         requests: tuple[str, ...],
         written: Sequence[int],
         reads: Sequence[int],
-    ) -> Sequence[RecordedLaunch | None]:
+    ) -> RecordedSeries | None:
         """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted.
 
-        What is returned comes back with what the host hears of each (`Launched`).
+        What is returned comes back with what the host hears of them (`Launch`).
         """
         segment = self.segment
         if segment is None:
-            return [None] * len(substeps)
-        launches = list[RecordedLaunch]()
-        for substep, count in zip(substeps, reads, strict=True):
-            launch = RecordedLaunch(substep, requests, written, count, segment)
-            segment.events.append(("launch", launch))
-            launches.append(launch)
-        self._now.launches += launches
-        return launches
+            return None
+        launched = RecordedSeries(series, requests, written, reads, segment)
+        for number in range(len(series.substeps)):
+            segment.events.append(("launch", launched, number))
+        self._now.launches.append(launched)
+        return launched
 
     def launched_move(self, number: int, pool: str) -> None:
         """A move runs next. `number`: of those in the bank."""
@@ -130,24 +134,24 @@ class CapturedEvents:
         if launch is not None:
             launch.learn(forward, run.substep.layers)
 
-    def heard(self, runs: Sequence[Launched], counts: Sequence[int], numbers: array[int]) -> None:
-        end = 0
-        for run, count in zip(runs, counts, strict=True):
-            launch, first, end = run.record, end, end + count
-            if launch is not None:
-                own = run.substep, run.step, run.batch.told[0], numbers, first, end
-                launch.told = tuple.__new__(Heard, own)  # as `Heard(*own)`, without a call
-                launch.layers = run.substep.layers
-                launch.segment.array_bytes += 8 * (end - first)
-        if len(numbers) > MOST_KEPT:
-            self._pack(run.record for run in runs if run.record is not None)
-
-    @staticmethod
-    def _pack(launches: Iterable[RecordedLaunch]) -> None:
+    def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
+        first, is_large = 0, len(numbers) > MOST_KEPT
         for launch in launches:
-            launch.segment.array_bytes -= launch.num_bytes
-            _ = launch.forward
+            launched: RecordedSeries | None = launch.record
+            if launched is not None:
+                launched.heard = launch.step, numbers, first, tuple(map(_LAYERS, launched.series.substeps))
+                first += launched.num_kept
+                launched.segment.array_bytes += 8 * launched.num_kept
+                if is_large:
+                    _pack(launched)
+
+    def heard_one(self, run: Launched) -> None:
+        launch: RecordedLaunch | None = run.record
+        if launch is not None:
+            launch.told, launch.layers = Heard.of(run), run.substep.layers
             launch.segment.array_bytes += launch.num_bytes
+            if launch.num_bytes > 8 * MOST_KEPT:
+                _pack([launch])
 
     def moved(self, src: Ints, dst: Ints) -> None:
         if self._moves:
@@ -164,3 +168,10 @@ class CapturedEvents:
             launch.padding += ((hit.row, hit.entry, hit.slot),)
         elif hit.row >= 0 and hit.place >= 0:
             launch.strays += ((hit.row, hit.place, hit.slot),)
+
+
+def _pack(launches: Iterable[RecordedLaunch]) -> None:
+    for launch in launches:
+        launch.segment.array_bytes -= launch.num_bytes
+        _ = launch.forward
+        launch.segment.array_bytes += launch.num_bytes

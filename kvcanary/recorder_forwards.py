@@ -1,8 +1,9 @@
-"""RecordedForward, RecordedLaunch: one model call as the recorder keeps it, and the rows that no grant explains."""
+"""Model calls as the recorder keeps them, one by one or as they were launched, and the rows that no grant explains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.learning import Learned
     from kvcanary.recorder import Segment
+    from kvcanary.series import Series
     from kvcanary.static import StaticSubstep
 
 Ints = NDArray[Any]
@@ -123,11 +125,71 @@ class RecordedForward:
         self._forward = None
 
 
+class RecordedSeries:
+    """Captured forwards as the host launched them together; of each a `RecordedLaunch`, made when somebody asks.
+
+    written, reads: as of `CanaryManager.launch_all`;  segment, place: where the event of the first lies
+    num_kept: numbers that are kept of them, where all are clean
+    heard:    then: the step's number, numbers that are kept of several, where their own begin, and the layers that each
+              stored, in their order
+    """
+
+    __slots__ = (
+        "_launches",
+        "heard",
+        "num_kept",
+        "place",
+        "reads",
+        "requests",
+        "segment",
+        "series",
+        "written",
+    )
+
+    def __init__(
+        self,
+        series: Series,
+        requests: tuple[str, ...],
+        written: Sequence[int],
+        reads: Sequence[int],
+        segment: Segment,
+    ) -> None:
+        """Their events are the next ones of this segment."""
+        self.series, self.requests, self.written, self.reads = series, requests, written, reads
+        self.segment, self.place = segment, len(segment.events)
+        self.num_kept = series.num_kept + len(requests) * series.places
+        self.heard: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
+        self._launches: list[RecordedLaunch] | None = None
+
+    def __getitem__(self, number: int) -> RecordedLaunch:
+        return self.launches[number]
+
+    def __iter__(self) -> Iterator[RecordedLaunch]:
+        return iter(self.launches)
+
+    @property
+    def launches(self) -> list[RecordedLaunch]:
+        """One for each, with what was heard."""
+        if self._launches is None:
+            told = zip(self.series.substeps, self.reads, strict=True)
+            self._launches = [
+                RecordedLaunch(substep, self.requests, self.written, reads, self.segment, self.place + number)
+                for number, (substep, reads) in enumerate(told)
+            ]
+        if self.heard is not None:
+            (step, numbers, first, layers), self.heard = self.heard, None
+            n = len(self.requests)
+            for launch, substep, stored in zip(self._launches, self.series.substeps, layers, strict=True):
+                end = first + substep.num_kept + n * self.series.places
+                launch.told, launch.layers, first = Heard(substep, step, n, numbers, first, end), stored, end
+        return self._launches
+
+
 class RecordedLaunch:
-    """A captured forward as the host launched it; what it read and wrote is there once the host has heard of it.
+    """A captured forward of a `RecordedSeries`; what it read and wrote is there once the host has heard of it.
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
-    pool, site: its own;  segment, place: where its event lies
+    segment, place: where its event lies
     written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
     told:    what the host has heard of it; None: nothing yet
     layers:  that it stored, in their order
@@ -143,11 +205,9 @@ class RecordedLaunch:
         "number",
         "padding",
         "place",
-        "pool",
         "reads",
         "requests",
         "segment",
-        "site",
         "strays",
         "told",
         "written",
@@ -164,17 +224,13 @@ class RecordedLaunch:
         written: Sequence[int],
         reads: int,
         segment: Segment,
+        place: int,
     ) -> None:
-        """Its event is the next one of this segment."""
-        self.number, self.pool, self.site = substep.number, substep.pool, substep.site
-        self.requests, self.written, self.reads = requests, written, reads
-        self.segment, self.place = segment, len(segment.events)
+        self.number, self.requests, self.written, self.reads = substep.number, requests, written, reads
+        self.segment, self.place = segment, place
         self.told: RecordedForward | Learned | Heard | None = None
         self.accepted: list[list[int]] | None = None
         self.layers = self.again = self.strays = self.padding = ()
-
-    def is_of(self, pool: str, site: tuple[str, int]) -> bool:
-        return self.site == site and self.pool.name == pool
 
     @property
     def forward(self) -> RecordedForward | None:

@@ -45,19 +45,6 @@ class StepBook(RequestBook):
             found = self._loops.commit_rows(*told)
         return found
 
-    def launch_rows(
-        self, batch: Batch, kind: str, pool_id: int, unlanded: int, forwards: int, written: array[int] | None
-    ) -> tuple[array[int], int]:
-        """[ROW_NUMBERS * requests + 1] (cards.py) of rows of which so many forwards run next; how many are UNKNOWN.
-
-        unlanded: steps that may have accepted what the host has not learned yet
-        written:  by request, entries that each of its rows writes; None: as many as a step accepts
-        """
-        rows = _rows(batch)
-        at = 0 if written is None else written.buffer_info()[0]
-        told = pool_id, unlanded, forwards, KINDS.get(kind, OTHER), at, rows.buffer_info()[0]
-        return rows, self._loops.launch_rows(*batch.told, *told)
-
     def land_runs(self, cards: array[int], first: int) -> int:
         """`loops.land_runs` of the runs of these cards."""
         told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self.page_size, self.pages.final_at
@@ -69,15 +56,14 @@ class StepBook(RequestBook):
         self._loops.write_rows(*batch.told, pool_id, KINDS.get(kind, OTHER), at, written.buffer_info()[0])
 
     def tell_rows(self, batch: Batch, pool_id: int, unlanded: int) -> tuple[array[int], int]:
-        """As `launch_rows`, where nothing runs yet."""
-        rows = _rows(batch)
+        """[ROW_NUMBERS * requests + 1] (cards.py) of rows of which nothing runs yet; how many lengths are UNKNOWN.
+
+        unlanded: steps that may have accepted what the host has not learned yet
+        """
+        rows = array("q", bytes(8 * (ROW_NUMBERS * batch.told[0] + 1)))
         return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.buffer_info()[0])
 
 
 def in_a_row(values: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
     """How many each request has, and those of all one behind the other."""
     return array("q", map(len, values)), array("q", map(int, chain.from_iterable(values)))
-
-
-def _rows(batch: Batch) -> array[int]:
-    return array("q", bytes(8 * (ROW_NUMBERS * batch.told[0] + 1)))

@@ -371,9 +371,12 @@ def _as_told(event: Event) -> Sequence[Event]:
     name, *args = event
     if name in LAID_OUT:
         return LAID_OUT[name](*args)
-    if name != "launch" or args[0].number is not None or args[0].forward is None:
+    if name != "launch":
         return [event]
-    return [("forward", args[0].forward)]
+    launched, number = args
+    launch = launched[number]
+    is_eager = launch.number is None and launch.forward is not None
+    return [("forward", launch.forward) if is_eager else ("launch", launch)]
 
 
 def _forward_in(name: str, args: Sequence[Any]) -> RecordedForward | None:

@@ -21,7 +21,7 @@ from kvcanary.loops.records import (
     seal_plan,
     write_records,
 )
-from kvcanary.loops.rows import commit_rows, land_runs, launch_rows, spread_rows, write_rows
+from kvcanary.loops.rows import commit_rows, land_runs, launch_runs, write_rows
 from kvcanary.loops.settle import settle_forwards
 from kvcanary.loops.store import match_slots, put_values
 
@@ -44,7 +44,7 @@ __all__ = [
     "keep_plans",
     "land_quiet",
     "land_runs",
-    "launch_rows",
+    "launch_runs",
     "list_ends",
     "list_slots",
     "match_records",
@@ -57,7 +57,6 @@ __all__ = [
     "same_heads",
     "seal_plan",
     "settle_forwards",
-    "spread_rows",
     "sum_heads",
     "sum_slots",
     "sum_values",

@@ -25,6 +25,9 @@ from kvcanary.cards import (
     IS_LIVE,
     LAGS,
     LEFT_TO_BOOKS,
+    LINE_CARD,
+    LINE_KIND,
+    LINE_POOL,
     NO_ROOM,
     NOT_WRITTEN,
     NOWHERE,
@@ -42,6 +45,8 @@ from kvcanary.cards import (
     PAGE_STATES,
     PAGES_FINAL,
     PLACE_BITS,
+    POOL_CARD,
+    POOL_ID,
     QUEUE_CARD,
     RANGES_ROOM,
     RANGES_TO_SPARE,
@@ -51,8 +56,21 @@ from kvcanary.cards import (
     ROW_SLOTS,
     RUN_CARD,
     RUN_CARDS,
+    RUN_KEEP,
+    RUN_LINE_CARD,
+    RUN_PLACES,
+    RUN_READS,
     RUN_REQUESTS,
     RUN_ROWS,
+    RUN_STEP,
+    RUN_TURN,
+    RUN_WRITTEN,
+    SPREAD_AT,
+    SPREAD_CARD,
+    SPREAD_PARTS,
+    SPREAD_SIZE,
+    SPREAD_STEP,
+    SPREAD_WIDTH,
     STAYS,
     TOKENS_ROOM,
     UID_KNOWN,
@@ -126,16 +144,43 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     return unknown
 
 
-@loop("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def spread_rows(n, rows, out, size, parts, width, step_at, step):
-    """`RowTruth.spread`: the first parts of rows of n requests, given by addresses, and the number of the step."""
-    told, there = longs_at(rows, parts * n), longs_at(out, parts * size)
+@loop("void(int64, int64, int64, int64)")
+def spread_rows(n, rows, where, step):
+    """The first parts of rows of n requests, and the number of the step, to a place (SPREAD_CARD): each part as often
+    as a request has rows, and zeros behind.
+    """
+    card = longs_at(where, SPREAD_CARD)
+    size, parts, width = card[SPREAD_SIZE], card[SPREAD_PARTS], card[SPREAD_WIDTH]
+    told, there = longs_at(rows, parts * n), longs_at(card[SPREAD_AT], parts * size)
     there[:] = 0
-    longs_at(step_at, 1)[0] = step
+    longs_at(card[SPREAD_STEP], 1)[0] = step
     for part in range(parts):
         for number in range(n):
             first = part * size + number * width
             there[first : first + width] = told[part * n + number]
+
+
+@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
+def launch_runs(n, cards, runs, count, reads, rows, written, turn, step, now, most, is_kept, where):
+    """Forwards of one kind and pool run next, one behind the other; `launch_rows` of them, which it gives back.
+
+    runs:    address of their cards, of which a `Series` has told what stays
+    reads:   address of [count], what each reads
+    step, now: its number, and what says number and turn to the device
+    is_kept: somebody keeps what is heard of them
+    where:   address of the place to which rows are spread; 0: nobody asks
+    """
+    line = longs_at(longs_at(runs, RUN_CARD)[RUN_LINE_CARD], LINE_CARD)
+    pool = longs_at(line[LINE_POOL], POOL_CARD)[POOL_ID]
+    unknown, told = launch_rows(n, cards, pool, most, count, line[LINE_KIND], written, rows), longs_at(reads, count)
+    for one in range(count):
+        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+        run[RUN_READS], run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = told[one], n, cards, rows
+        run[RUN_TURN], run[RUN_STEP], run[RUN_WRITTEN] = turn, step, written
+        run[RUN_KEEP] = run[RUN_KEEP] + run[RUN_PLACES] * n if is_kept else 0
+    if where:
+        spread_rows(n, rows, where, now)
+    return unknown
 
 
 @loop("int64(int64, int64)")

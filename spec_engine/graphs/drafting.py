@@ -72,9 +72,11 @@ class DraftProgram(StepProgram):
         self._slots, self._positions = (self._steps.new_zeros(len(self._steps), size, drafter.topk) for _ in range(2))
         self._rows = drafts.rows(self._feed, "draft", "branches", drafter.topk)
         self._draft_forwards = [self._make_draft(step) for step in range(drafter.num_steps - 1)]
+        self._all_drafts = drafts.together(self._draft_forwards)
         nodes, depth = drafter.num_draft_tokens, drafter.num_steps
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
         self._verify = target.hook(verify, target.rows(self._feed, "verify", "live"))
+        self._verified = target.together([self._verify])
         path = (size, depth + 1)
         shapes = {"tokens": (size, nodes), "parents": (size, nodes), "predict": (size, nodes)}
         self._results = Results(shapes | {"nodes": path, "lens": (size,)}, self._table.device)
@@ -102,9 +104,9 @@ class DraftProgram(StepProgram):
         )
         prefixes = topk * (committed + live * self._drafter.head.ahead)
         reads = [prefixes + branches * (step + 1) for step in range(len(self._draft_forwards))]
-        self._drafts.launch_all(self._draft_forwards, batch.ids, [1] * live, reads)
+        self._all_drafts.launch(batch.ids, [1] * live, reads)
         written = live * nodes
-        self._target.launch(self._verify, batch.ids, [nodes] * live, reads=committed + written)
+        self._verified.launch(batch.ids, [nodes] * live, [committed + written])
         if self._move is not None and decides:
             self._target.launch_move(self._move)
         self._feed.send()

@@ -47,6 +47,8 @@ class ExtendProgram:
         forward = StaticForward.allocate("extend", 0, self._table, requests=size, new=width)
         self._hooked = drafts.hook(forward, drafts.rows(self._feed, "extend", "live"))
         self._acceptance = drafts.hook_acceptance(size, self._feed)
+        self._told = drafts.together([self._hooked])
+        self._accepted = None if self._acceptance is None else drafts.together([self._hooked], self._acceptance)
         self._run = recorder.record(self._body)
 
     def follow(self, batch: Batch) -> None:
@@ -54,7 +56,8 @@ class ExtendProgram:
         rows, live = [request.row for request in batch.requests], len(batch)
         self._feed.set(rows=rows, live=[live], decided=[1])
         reads = sum(batch.lens) + live * self._drafter.head.ahead
-        self._drafts.launch_accepted(self._hooked, batch.ids, reads, self._acceptance)
+        if self._accepted is not None:
+            self._accepted.launch(batch.ids, None, [reads])
         self._feed.send()
         self._run()
 
@@ -72,7 +75,7 @@ class ExtendProgram:
         told = {"rows": rows, "live": [len(going)], "decided": [0]}
         self._feed.set(**told, lens=lens, counts=counts, tokens=tokens, nodes=nodes)
         ids = [batch.ids[b] for b in going]
-        self._drafts.launch(self._hooked, ids, counts, reads=sum(lens) + sum(counts))
+        self._told.launch(ids, counts, [sum(lens) + sum(counts)])
         self._feed.send()
         self._run()
 

@@ -13,14 +13,17 @@ TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of t
 
 
 class Feed:
-    """Named sections of int64 at fixed addresses; zeros until `set` and `send`, and zeros behind what was set."""
+    """Named sections of int64 at fixed addresses; zeros until `set` and `send`, and zeros behind what was set.
+
+    addresses: by turn, of what a `send` brings to the device;  turn: of the next one
+    """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         total, is_cuda = sum(sizes.values()), device.type == "cuda"
         self._buffers = [torch.zeros(total, dtype=torch.int64, pin_memory=is_cuda) for _ in range(TURNS)]
         self._copies = [torch.cuda.Event() for _ in range(TURNS)] if is_cuda else []
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        self._addresses, self._turn = [buffer.data_ptr() for buffer in self._buffers], 0
+        self.addresses, self.turn = [buffer.data_ptr() for buffer in self._buffers], 0
         self._numbers = self._buffers[0].numpy()
         self._sections: dict[str, slice] = {}
         first = 0
@@ -41,22 +44,17 @@ class Feed:
             self._numbers[end : where.stop] = 0
 
     def offset(self, name: str) -> int:
-        """Of a section, in bytes behind `at`; sections lie one behind the other."""
+        """Of a section, in bytes behind an address; sections lie one behind the other."""
         return 8 * int(self._sections[name].start)
-
-    @property
-    def at(self) -> int:
-        """Address of what the next `send` brings to the device."""
-        return self._addresses[self._turn]
 
     def send(self) -> None:
         """One copy, for which nobody waits; what is set from now on lies elsewhere."""
-        sent = self._turn
+        sent = self.turn
         self._device.copy_(self._buffers[sent], non_blocking=True)
-        self._turn = (sent + 1) % TURNS
+        self.turn = (sent + 1) % TURNS
         if self._copies:
             self._copies[sent].record(current(self._device.device))
-            self._copies[self._turn].synchronize()  # of the send before the last, or none yet
-        numbers = self._buffers[self._turn].numpy()
+            self._copies[self.turn].synchronize()  # of the send before the last, or none yet
+        numbers = self._buffers[self.turn].numpy()
         numbers[:] = self._numbers
         self._numbers = numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from spec_engine.models.decoder import KVAccess
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
     from kvcanary.captured_move import StaticMove
-    from kvcanary.graphs import RowTruth
     from kvcanary.seats import Seats, StaticAcceptance, StaticTruth
     from kvcanary.static import StaticSubstep
 
@@ -53,18 +53,12 @@ class Rows:
     def section(self, part: str) -> Tensor:
         return self.feed[f"{self.name}_{part}"]
 
-    def set(self, truth: RowTruth) -> None:
-        """What the canary knows of the rows that are live next, by request."""
-        step, first, *shape = self._sections
-        at = self.feed.at
-        truth.spread(at + step, at + first, *shape)
-
     @cached_property
-    def _sections(self) -> tuple[int, int, int, int, int]:
-        """Offsets of the step and of the first section, the size of each, how many they are, and rows a request."""
+    def places(self) -> list[array[int]]:
+        """By turn of the feed, where the canary tells what it knows of the rows that are live next (cards.py)."""
         feed, first = self.feed, f"{self.name}_{TRUTH[0]}"
-        num_parts = len(TRUTH) + (self.truth is not None)
-        return feed.offset(STEP), feed.offset(first), len(feed[first]), num_parts, self.width
+        shape = len(feed[first]), len(TRUTH) + (self.truth is not None), self.width
+        return [array("q", (at + feed.offset(STEP), at + feed.offset(first), *shape)) for at in feed.addresses]
 
     def advance(self) -> None:
         """Within a program, before forwards of these rows are judged: opened, or postponed ones caught up with."""
@@ -84,6 +78,31 @@ class Hooked:
     out: Tensor
     workspace: Tensor | None
     substep: StaticSubstep | None
+
+
+class Together:
+    """Hooked forwards of the same rows that run one behind the other, and how the canary hears of it.
+
+    acceptance: of the step before, what it accepts is what they write; None: the host knows that
+    """
+
+    def __init__(
+        self, canary: CanaryManager | None, hooked: Sequence[Hooked], acceptance: StaticAcceptance | None = None
+    ) -> None:
+        substeps = [one.substep for one in hooked if one.substep is not None]
+        self._canary, self._series = canary, None
+        if canary is not None and substeps:
+            self._series = canary.bank.series(substeps, acceptance)
+            self._rows = hooked[0].rows
+            self._feed, self._places = self._rows.feed, [place.buffer_info()[0] for place in self._rows.places]
+
+    def launch(self, requests: Sequence[str], written: Sequence[int] | None, reads: Sequence[int]) -> None:
+        """They run next: tell the canary, and the feed what the canary knows of their rows.
+
+        written: by request, entries of each row; None: what was accepted.  reads: by forward, entries that rows read
+        """
+        if self._canary is not None and self._series is not None:
+            self._canary.launch_series(self._series, requests, written, reads, self._places[self._feed.turn])
 
 
 class StaticForwards:
@@ -164,24 +183,9 @@ class StaticForwards:
             device=device,
         )
 
-    def launch(self, hooked: Hooked, requests: Sequence[str], written: Sequence[int], reads: int) -> None:
-        """Tell the canary that the forward runs next, and the feed what the canary knows of its rows."""
-        self.launch_all([hooked], requests, written, [reads])
-
-    def launch_all(
-        self, hooked: Sequence[Hooked], requests: Sequence[str], written: Sequence[int], reads: Sequence[int]
-    ) -> None:
-        """The same for forwards of the same rows that run one behind the other, with what each reads."""
-        substeps = [one.substep for one in hooked if one.substep is not None]
-        if self.canary is not None and substeps:
-            hooked[0].rows.set(self.canary.launch_all(substeps, requests, written, reads))
-
-    def launch_accepted(
-        self, hooked: Hooked, requests: Sequence[str], reads: int, acceptance: StaticAcceptance | None
-    ) -> None:
-        """The same for a forward that writes what the step before it has accepted, as ``acceptance`` records it."""
-        if self.canary is not None and hooked.substep is not None and acceptance is not None:
-            hooked.rows.set(self.canary.launch_accepted(hooked.substep, requests, reads, acceptance))
+    def together(self, hooked: Sequence[Hooked], acceptance: StaticAcceptance | None = None) -> Together:
+        """How these are launched, one behind the other."""
+        return Together(self.canary, hooked, acceptance)
 
     def hook_move(self, size: int, feed: Feed) -> StaticMove | None:
         """What tells the canary of moves of at most ``size`` entries in the program of this feed; None without one."""

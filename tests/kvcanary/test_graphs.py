@@ -10,6 +10,7 @@ from kvcanary.buffers import StaticBuffers
 from kvcanary.cards import RUN_CARD, RUN_READS
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import Replayer, replay
+from kvcanary.learning import runs_of
 from kvcanary.outbox import IN_THE_AIR, LINES
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
@@ -411,7 +412,7 @@ def test_forwards_behind_each_other_are_launched_with_one_truth(make_static):
         else:
             truth = canary.launch_all(drafts, ["ann"], [1], [4, 5, 6]).numbers.tolist()
         (request,) = canary.requests_of(["ann"])
-        launched = [(run.substep.site, run.committed) for run in canary._static.launched]
+        launched = [(run.substep.site, run.committed) for run in runs_of(canary._static.launched)]
         reads = canary._static.send(1).snapshot.cards[RUN_READS::RUN_CARD].tolist()
         assert reads == [4, 5, 6]
         made[is_one_by_one] = truth, launched, request.in_the_air, request.row_lens.tolist()
@@ -519,3 +520,14 @@ def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, t
     assert dump.manifest["first_step"] > 1
     outcome = replay(dump)
     assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
+
+
+def test_places_of_the_last_run_are_exact(tree, monkeypatch):
+    """Every one at which a check fired, and not the first alone; a later run of the forward would overwrite them."""
+    tree.canary.commit("ann", 3)
+    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+    tree.launch(2, tree.verify, [4, 9, 10, 7, 8], TOKENS[3:5], [-1, 0])
+    told, noticed = [], tree.canary.recorder.captured.noticed
+    monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
+    tree.canary.check()
+    assert sorted((hit.slot, hit.is_exact) for hit in told if hit.code == "R12") == [(9, True), (10, True)]

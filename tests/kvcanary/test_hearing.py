@@ -240,7 +240,8 @@ class Steps:
     def land_at_once(self, runs: list[Launched], cards: array) -> tuple[bool, list[int]]:
         """Whether the step was quiet, and what is kept of it."""
         kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
-        return self.world.hearing.land_quiet(runs, cards, self.planned, True, self.headers, kept), kept.tolist()
+        launches = [SimpleNamespace(runs=lambda: iter(runs))]
+        return self.world.hearing.land_quiet(launches, cards, self.planned, True, self.headers, kept), kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""

@@ -14,7 +14,7 @@ import torch
 from structlog.testing import capture_logs
 
 import kvcanary.forward as forwards
-from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, loops, refusing
+from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
 from kvcanary.cards import UNKNOWN
 from kvcanary.forward import Forward, refuse_contradiction
 from kvcanary.graphs import RowTruth
@@ -195,7 +195,7 @@ def test_rows_are_told_as_the_host_knows_them():
     def told(pool_id: int, unlanded: int, lens: list[int], unheard: list[int], unknown: int) -> None:
         chains = list(map(signed, chain_host(tokens[pool_id:], 0, roots[pool_id], keys)))
         numbers, count = ledger.tell_rows(batch, pool_id, unlanded)
-        rows = RowTruth(numbers, 0, loops)
+        rows = RowTruth(numbers, 0)
         assert (rows.uids, rows.roots) == ([one.uid, other.uid], [signed(roots[pool_id])] * 2)
         assert (rows.prefix_lens, rows.unheard, count) == (lens, unheard, unknown)
         assert all(truth == chains[n - 1] for truth, n in zip(rows.truths, lens, strict=True) if n != UNKNOWN)

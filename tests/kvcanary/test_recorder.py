@@ -273,14 +273,17 @@ def test_what_many_are_told_is_kept_as_it_was_told(count: int):
     assert recorder.num_bytes == before + 3 * EVENT_BYTES + 5 * 8 * count
 
 
-def test_launches_are_found_as_long_as_anybody_may_hear():
+def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
     recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS
-    substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,))
+    substep = SimpleNamespace(
+        number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,), num_kept=2
+    )
+    series = SimpleNamespace(substeps=(substep, substep), num_kept=4, places=0)
     recorded.segment = segment
     for step in range(1, last + 1):
         recorded.begin_step(step)
-        both = recorded.launched([substep, substep], ("only",), (1,), [5, 6])
+        both = recorded.launched(series, ("only",), (1,), [5, 6])
         recorded.launched_move(0, "target")
         recorded.departed(step)
     for step in range(1, last + 1):
@@ -292,16 +295,26 @@ def test_launches_are_found_as_long_as_anybody_may_hear():
         places = [(segment, end - 3), (segment, end - 2), (segment, end - 1)] if is_kept else [None] * 3
         assert [*asked, landed] == places
         assert recorded.event_of("draft", substep.site, step) is None
-    launches = [event[1] for event in segment.events[-4:] if event[0] == "launch"]
-    own = {"substep": substep, "step": last, "batch": SimpleNamespace(told=(1, 0))}
-    runs = [SimpleNamespace(**own, record=launch) for launch in (*both, None)]
-    recorded.heard(runs, [1, 2, 0], numbers := array("q", [7, 8, 9]))
-    assert [launch.told for launch in launches] == [
-        (substep, last, 1, numbers, 0, 1),
-        (substep, last, 1, numbers, 1, 3),
+    launches = [event[1][event[2]] for event in segment.events[-4:] if event[0] == "launch"]
+    accepting = SimpleNamespace(substeps=(substep,), num_kept=2, places=3)
+    one = recorded.launched(accepting, ("only",), (), [7])
+    launched = [SimpleNamespace(step=last, record=record) for record in (None, both, one)]
+    monkeypatch.setattr("kvcanary.recorder_captured._pack", (packed := []).append)
+    for most in (9, 8):
+        monkeypatch.setattr("kvcanary.recorder_captured.MOST_KEPT", most)
+        assert packed == []
+        segment.array_bytes = 0
+        recorded.heard(launched, numbers := array("q", range(9)))
+    assert packed == [both, one]
+    substep.layers = ()
+    assert [launch.told for launch in (*both, *one)] == [
+        (substep, last, 1, numbers, 0, 2),
+        (substep, last, 1, numbers, 2, 4),
+        (substep, last, 1, numbers, 4, 9),
     ]
+    assert [*both] == launches
     assert [(launch.reads, launch.layers) for launch in launches] == [(5, (0,)), (6, (0,))]
-    assert segment.array_bytes == 24
+    assert segment.array_bytes == 8 * len(numbers)
 
 
 def test_recording_changes_no_certificate():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PoolView
+from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, PoolView
 from kvcanary.buffers import Batch, StaticBuffers
 from kvcanary.cards import UNKNOWN
 from kvcanary.dumps.reading import read_dump
@@ -32,6 +32,9 @@ class Ahead:
             self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 24, has_truths=True))
             for kind in ("prefill", "extend")
         )
+        self.drafts = [
+            self.canary.bank.add("target", "draft", number, StaticBuffers.allocate(2, 4, 24)) for number in range(2)
+        ]
         self.canary.arm()
         self.canary.admit("ann", [*PROMPT, 53])
         self.canary.on_alloc("ann", [1, 2, 3])
@@ -210,3 +213,42 @@ def test_hooks_come_in_their_order(ahead):
     one.canary.bank.seats = None
     with pytest.raises(HookOrderError, match=r"add_truth\(\) must follow add_seats\(\)"):
         one.canary.bank.add_truth("target", torch.zeros(1, dtype=torch.int64))
+
+
+def test_what_a_step_accepts_is_written_by_one_forward(ahead):
+    """Two would each bring the books on by it; how it must be is said before anything is booked."""
+    one = ahead()
+    one.begin()
+    with pytest.raises(PlanError, match="must be written by one forward, got 2"):
+        one.canary.launch_all(one.drafts, ["ann"], None, [3, 3], one.acceptance)
+    with pytest.raises(PlanError, match="one kind and pool, got extend of the target pool, prefill of the target pool"):
+        one.canary.launch_all([one.extend, one.prefill], ["ann"], [1], [3, 3])
+    with pytest.raises(PlanError, match="one kind and pool, got none"):
+        one.canary.launch_all([], ["ann"], [1], [])
+    one.canary.check()
+    assert one.canary.findings == []
+
+
+def test_a_host_that_is_two_steps_behind_hears_before_it_launches(ahead):
+    """The device goes on by one step alone: what nobody has asked for lands, and the truth is exact."""
+    one = ahead()
+    one.launch(ACCEPTED)
+    one.canary.depart()
+    one.launch([62])
+    one.canary.depart()
+    assert one.canary._static.num_unlanded == 2
+    truth = one.launch([63])
+    assert (truth.prefix_lens, truth.unheard) == ([6], [0])
+    assert one.canary.certificate()["unchecked"] == {}
+    one.canary.check()
+    assert one.canary._static.num_unlanded == 0
+
+
+def test_truth_that_nobody_knows_is_counted_for_each_forward(ahead):
+    """Where the device cannot go on by what a step accepts, nor the host."""
+    one = ahead()
+    one.canary.bank.most_unlanded = 0
+    one.launch(ACCEPTED)
+    truth = one.canary.launch_all(one.drafts, ["ann"], [1], [4, 5])
+    assert truth.prefix_lens == [UNKNOWN]
+    assert one.canary.certificate()["unchecked"] == {"truth not known to the host": 2}

@@ -15,8 +15,10 @@ from kvcanary.cards import (
     NO_ROOM,
     NOT_WRITTEN,
     NOWHERE,
+    OTHER,
     PAGES_FINAL,
     ROW_COMMITTED,
+    ROW_NUMBERS,
     RUN_CARD,
     RUN_CARDS,
     RUN_REQUESTS,
@@ -24,7 +26,7 @@ from kvcanary.cards import (
     UNKNOWN,
 )
 from kvcanary.ledger import Ledger, Role
-from kvcanary.loops.rows import accept_rows
+from kvcanary.loops.rows import accept_rows, launch_rows
 from kvcanary.requests import Batch, Unheard
 from kvcanary.step_book import in_a_row
 from kvcanary_kernels.record import make_keys
@@ -110,8 +112,9 @@ class Books:
     def launch(self) -> None:
         names, pool, forwards = self.some(), self.random.randrange(2), self.random.randrange(1, 4)
         written = None if self.random.random() < 0.4 else [self.random.randrange(4) for _ in names]
-        told = None if written is None else array("q", written)
-        numbers, _ = self.ledger.launch_rows(self.ledger.batch(names), "verify", pool, 1, forwards, told)
+        told, numbers = array("q", written or ()), array("q", bytes(8 * (ROW_NUMBERS * len(names) + 1)))
+        at = 0 if written is None else told.buffer_info()[0]
+        launch_rows(*self.ledger.batch(names).told, pool, 1, forwards, OTHER, at, numbers.buffer_info()[0])
         committed, heard = numbers[ROW_COMMITTED * len(names) : -1], numbers[-1]
         rows = [self.rows[name] for name in names]
         is_behind = written is None or any(row.unheard or row.unlanded for row in rows)

@@ -8,9 +8,8 @@ from itertools import chain, product
 import pytest
 import torch
 
-from kvcanary import loops
 from kvcanary.cards import ROW_NUMBERS
-from kvcanary.graphs import RowTruth
+from kvcanary.loops.rows import spread_rows
 from kvcanary_kernels.record import MASK_32, STEP_SITE
 from spec_engine import SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
@@ -102,7 +101,8 @@ def test_a_feed_says_rows_of_several_sections_at_once() -> None:
         rows = Rows(feed, "own", "live", width, truth)
         for count in (3, 1, 0, 2):
             known = [[10 * part + number for number in range(count)] for part in range(ROW_NUMBERS)]
-            rows.set(RowTruth(array("q", [*chain.from_iterable(known), 5]), 7 + count, loops))
+            told, place = array("q", [*chain.from_iterable(known), 5]), rows.places[feed.turn]
+            spread_rows(count, told.buffer_info()[0], place.buffer_info()[0], 7 + count)
             feed.send()
             for name, own in zip(names, known, strict=False):
                 spread = [number for number in own for _ in range(width)]

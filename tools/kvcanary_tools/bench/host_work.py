@@ -31,7 +31,7 @@ from kvcanary_tools.bench import drafted_step, step
 from kvcanary_tools.bench.common import machine, progress, save, settled
 from kvcanary_tools.bench.gpu import device, give_back
 from spec_engine import Engine
-from spec_engine.graphs.hooks import StaticForwards
+from spec_engine.graphs.hooks import Together
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 
@@ -88,7 +88,7 @@ def entries() -> list[tuple[type, str, str]]:
         for name, _ in inspect.getmembers(owner, inspect.isfunction)
         if not name.startswith("_")
     ]
-    return [*public, (StaticForwards, "launch_all", CANARY), (torch.cuda.Event, "synchronize", WAIT)]
+    return [*public, (Together, "launch", CANARY), (torch.cuda.Event, "synchronize", WAIT)]
 
 
 def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
