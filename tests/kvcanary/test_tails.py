@@ -158,6 +158,17 @@ def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monk
     assert asked == [(slots, names), (slots[1:], [name // 16 for name in names[1:]])]
 
 
+def test_pages_of_a_group_are_told_with_what_plans_call_their_slots(make_engine):
+    """Where a slot map sends full pages there; else plans call them as pools do."""
+    engine = make_engine(page_size=16)
+    canary, tails = engine.canary, engine.canary._checks.tails
+    canary._poisoner.granted([5], 1, [9])
+    canary._poisoner.granted([6], 1)
+    for pages, renamed in tails._granted.values():
+        [(first, names)] = renamed
+        assert (pages.tolist(), first, names.tolist()) == ([5, 6], 0, [*range(144, 160)])
+
+
 @pytest.mark.parametrize("struck", ["granted", "null", "tail"])
 def test_a_device_looks_once_a_pool_and_step(make_engine, monkeypatch, struck):
     """At what was granted, at the null page and at ends of rows; each finding has its own site."""
