@@ -22,14 +22,16 @@ class Beside:
 
     def __init__(self, device: torch.device, priority: int = FIRST) -> None:
         self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+        self._here = torch.cuda.Event() if device.type == "cuda" else None  # where a caller was, recorded every time
         self._is_ahead = False
         self._postponed: list[tuple[str, Callable[[], None]]] = []
 
     def behind(self) -> AbstractContextManager[None]:
         """What is launched within follows all that was launched before the call, there and here, and nobody waits."""
-        if self._stream is None:
+        if self._stream is None or self._here is None:
             return _HERE
-        self._stream.wait_stream(current(self._stream.device))
+        self._here.record(current(self._stream.device))
+        self._here.wait(self._stream)
         self._is_ahead = True
         return on(self._stream)
 

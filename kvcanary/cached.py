@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcanary.cards import NUM_PUBLISHED
 from kvcanary.config import share_of
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, named
@@ -121,8 +122,8 @@ class CachedSweep:
         self.read_at[pages], self._seconds_at[pages] = step, self.clock()
 
     def _pages(self) -> NDArray[np.int64]:
-        is_published = self._ledger.pages.published
-        if not np.count_nonzero(is_published):  # no method of an array is as quick
+        pages = self._ledger.pages
+        if not pages.book[NUM_PUBLISHED]:
             return NO_PAGES
-        published = is_published.nonzero()[0]  # as quick as a large pool allows
-        return published[self._ledger.pages.refcounts[published] == 0]
+        published = pages.published.nonzero()[0]  # as quick as a large pool allows
+        return published[pages.refcounts[published] == 0]

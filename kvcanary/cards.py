@@ -214,8 +214,9 @@ SEALED_BITS = 2  # above these, what sealing has seen
     NUM_PAGES,
     WRITABLE_STATES,
     NUM_STATES,
+    NUM_PUBLISHED,  # pages that a prefix cache holds
     PAGE_BOOK,
-) = range(11)
+) = range(12)
 #: What an event does to a page: nothing yet, its state alone, its owner too, or a new generation begins or ends.
 ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
 #: Of pages that `loops.land_runs` makes final, [FINAL_CARD]: what `loops.follow_event` takes for that; how many have

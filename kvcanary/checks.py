@@ -149,13 +149,14 @@ class StepChecks:
         """
         if self._pending:
             self.settle()
-        return self._send(self.roll(self.step) if self._rereads else [], is_waited_for)
+        batch, hits = self._look_at_tails(self.step)
+        return self._send(hits, is_waited_for, batch)
 
     def land(self, last: Flight | None = None) -> None:
         """Judge captured forwards and looks up to this flight (None: all); waits for their copies."""
         static = self.static
         if last is None and (self.looks.waits or (static is not None and (static.launched or static.moves))):
-            self._send([])
+            self._send_all()
         while self._flights and (last is None or not last.has_landed):
             self._land()
 
@@ -181,7 +182,7 @@ class StepChecks:
     def land_replays(self) -> None:
         """`land`, and what runs of static substeps say of which nobody was told by `launch`."""
         if self.static is not None and len(self.static.bank) and not self._flights and not self.static.launched:
-            self._send([])
+            self._send_all()
         self.land()
 
     def in_the_air(self) -> Iterator[Launched]:
@@ -190,17 +191,24 @@ class StepChecks:
             if flight.told is not None:
                 yield from flight.told.forwards
 
-    def _send(self, hits: list[Hit | HitBatch], is_waited_for: bool = False) -> Flight:
-        """`hits`: of this step, known already."""
+    def _send_all(self) -> None:
+        """With looks that run beside; the host is about to wait for them."""
+        self.looks.beside.join()
+        self._send([])
+
+    def _send(self, hits: list[Hit | HitBatch], is_waited_for: bool = False, batch: Batch | None = None) -> Flight:
+        """`hits`: of this step, known already; `batch`: bytes of these requests are read beside what comes next."""
         if len(self._flights) == IN_THE_AIR:
             self._land()
         flight = Flight(self.step, None if self.static is None else self.static.send(self.step), hits)
-        if self.looks.waits:
-            with self.looks.beside.behind():
-                flight.looks, flight.over = self.looks.send(), self._marks.take()
-        elif not is_waited_for:
-            flight.over = self._marks.take()
         self._flights.append(flight)
+        if batch is not None:
+            with self.looks.beside.behind():
+                flight.hits = self._read_slice(self.step, batch) + hits
+                flight.looks, flight.over = self.looks.send(), self._marks.take()
+            return flight
+        if self.looks.waits or not is_waited_for:
+            flight.looks, flight.over = self.looks.send(), self._marks.take()
         return flight
 
     def _land(self) -> None:
@@ -291,20 +299,23 @@ class StepChecks:
         of pages that nobody gives up before it has landed (`settle`). Tails come first, for the next forward may write
         there.
         """
-        if not self._rereads:
-            return []
-        is_due, hits = self.sweeper.is_due(step), list[Hit | HitBatch]()
-        if not (is_due or self.is_full or self.tails.waits):
+        batch, hits = self._look_at_tails(step)
+        if batch is None:
             return hits
-        self.tails.look_at_granted(step)
-        if not (is_due or self.is_full):
-            return self.tails.collect()
-        batch = self.sweeper.batch()
-        self.tails.slice(step, self.sweeper.stride, batch, self.sweeper.hurried)
-        if is_due:
-            with self.looks.beside.behind():
-                hits += [*self.sweeper.slice(step, batch), *self.cached.slice(step, self.sweeper.stride)]
-        return hits + self.tails.collect()
+        with self.looks.beside.behind():
+            return self._read_slice(step, batch) + hits
+
+    def _look_at_tails(self, step: int) -> tuple[Batch | None, list[Hit | HitBatch]]:
+        """The running requests, where a slice of their bytes is due, and what is known of tails at once."""
+        if not self._rereads:
+            return None, []
+        is_due = self.sweeper.is_due(step)
+        batch = self.sweeper.batch() if is_due or self.is_full else None
+        hits = self.tails.look(step, self.sweeper.stride, batch, self.sweeper.hurried)
+        return batch if is_due else None, hits
+
+    def _read_slice(self, step: int, batch: Batch) -> list[Hit | HitBatch]:
+        return [*self.sweeper.slice(step, batch), *self.cached.slice(step, self.sweeper.stride)]
 
     def read_all(self, substeps: Sequence[StaticSubstep], requests: Sequence[Request], step: int) -> None:
         """content=full: the bytes of these rows are compared in this step, by attention or by the step's slice."""
@@ -328,8 +339,7 @@ class StepChecks:
         if self._rereads:
             with torch.inference_mode():
                 self.hits += self.sweeper.last_look(request, step)
-                self.tails.last_look(request, step)
-                self.hits += self.tails.collect()
+                self.hits += self.tails.last_look(request, step)
             self.land()  # what a GPU says of them, before the request is gone
 
     def move(self, source: PoolState, pool: PoolState, src: Ints, dst: Ints, step: int, guesses: bool) -> None:
@@ -383,7 +393,8 @@ class StepChecks:
         return bool(hits)
 
     def report(self, hits: Sequence[Hit | HitBatch]) -> None:
-        self.hits += hits
+        if hits:
+            self.hits += hits
 
     def forget(self, pages: Sequence[int]) -> None:
         """What was judged on these pages is judged anew, should the row go on."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.captures import Replays
@@ -16,8 +14,6 @@ from kvcanary_kernels.streams import current
 
 LEAST_ROOM = 16
 BUFFERS = 8  # of each size; where the device is behind by more, a delta goes by itself
-
-Integers = NDArray[np.integer[Any]]
 
 
 class Deltas:
@@ -28,19 +24,21 @@ class Deltas:
         self._table, self._replays = table, Replays(table.device)
         self._buffers: dict[int, deque[_Buffer]] = {}
 
-    def send(self, columns: Integers, *rows: Integers) -> None:
-        """In these columns [n] the table's rows have these numbers [n] each; one that comes twice has them twice."""
-        count = len(columns)
-        if not count:
-            return
-        buffer = self._take(max(LEAST_ROOM, 1 << (count - 1).bit_length())) if self._table.is_cuda else None
+    def send(self, count: int, tell: Callable[[int, int], None]) -> None:
+        """So many columns, some at least, and which numbers the table's rows have there.
+
+        tell: writes to an address [1 + rows, room] int64, the columns first; where there is more room than columns one
+              of them comes again, with the same numbers
+        """
+        room = max(LEAST_ROOM, 1 << (count - 1).bit_length())
+        buffer = self._take(room) if self._table.is_cuda else None
         if buffer is None:
-            self._put(to_device(torch.from_numpy(np.stack((columns, *rows))), self._table.device))
+            told = torch.empty(1 + len(self._table), room, dtype=torch.int64)
+            tell(told.data_ptr(), room)
+            self._put(to_device(told, self._table.device))
             return
-        for number, own in enumerate((columns, *rows)):
-            line = buffer.numbers[number]
-            line[:count], line[count:] = own, own[0]
-        self._replays.run(buffer, lambda: self._put(buffer.there.copy_(buffer.told, non_blocking=True)))
+        tell(buffer.at, room)
+        self._replays.run(buffer, buffer.launch)
         buffer.over.record(current(self._table.device))
 
     def _put(self, delta: Tensor) -> None:
@@ -49,7 +47,7 @@ class Deltas:
     def _take(self, room: int) -> _Buffer | None:
         """The one that was used longest ago; None where its copy may not be over."""
         if room not in self._buffers:
-            self._buffers[room] = deque(_Buffer(1 + len(self._table), room, self._table.device) for _ in range(BUFFERS))
+            self._buffers[room] = deque(_Buffer(self._table, self._put, room) for _ in range(BUFFERS))
         buffers = self._buffers[room]
         if not buffers[0].over.query():
             return None
@@ -58,10 +56,13 @@ class Deltas:
 
 
 class _Buffer:
-    """told, there: [rows, room] int64 of the host's and on the device;  over: the end of its last copy"""
+    """at: where the host writes [1 + rows, room] int64;  over: the end of the last copy of that"""
 
-    def __init__(self, rows: int, room: int, device: torch.device) -> None:
+    def __init__(self, table: Tensor, put: Callable[[Tensor], None], room: int) -> None:
         with torch.inference_mode(False):
-            self.told = torch.zeros(rows, room, dtype=torch.int64, pin_memory=True)
-            self.there = torch.zeros(rows, room, dtype=torch.int64, device=device)
-        self.numbers, self.over = self.told.numpy(), torch.cuda.Event()
+            self._told = torch.zeros(1 + len(table), room, dtype=torch.int64, pin_memory=True)
+            self._there = torch.zeros(1 + len(table), room, dtype=torch.int64, device=table.device)
+        self.at, self.over, self._put = self._told.data_ptr(), torch.cuda.Event(), put
+
+    def launch(self) -> None:
+        self._put(self._there.copy_(self._told, non_blocking=True))

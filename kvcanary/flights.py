@@ -7,7 +7,7 @@ import torch
 from kvcanary.graphs import Told
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
-from kvcanary.looks import Sent
+from kvcanary.looks import Line
 from kvcanary_kernels.streams import current
 
 
@@ -25,7 +25,7 @@ class Flight:
 
     def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch], has_landed: bool = False) -> None:
         self.step, self.told, self.hits, self.has_landed = step, told, hits, has_landed
-        self.looks: Sent | None = None
+        self.looks: Line | None = None
         self.over: torch.cuda.Event | None = None
         self.is_over = False
         launches = () if told is None else told.launches  # in their order

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 HISTORY_EVENTS = 8  # kept a page, newest last
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_own: set[str] = set()
+_is_own: dict[str, bool] = {}  # files that have called, whether they are of this package
 Told = tuple[str, int, tuple[str, int] | None]  # kind, step and site of an event
 _TO_SOMEBODY = frozenset({"granted", "set aside", "copied"})
 
@@ -54,21 +54,19 @@ class History:
 
     def add(self, kind: str, pages: NDArray[np.int64], step: int, request_id: str | None) -> None:
         """One event of all these pages, [n] distinct, asked for by whoever called into this package."""
-        self._put((kind, step, call_site()), pages, repeat(request_id))
+        self.add_all(kind, pages, step, repeat(request_id), (len(pages),))
 
     def add_all(
-        self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str], counts: Iterable[int]
+        self, kind: str, pages: NDArray[np.int64], step: int, request_ids: Iterable[str | None], counts: Iterable[int]
     ) -> None:
         """One event for each of these requests, of so many of the pages, [n] distinct, in their order."""
-        self._put((kind, step, call_site()), pages, chain.from_iterable(map(repeat, request_ids, counts)))
-
-    def _put(self, event: Told, pages: NDArray[np.int64], request_ids: Iterable[str | None]) -> None:
-        """Behind what each page has had."""
-        counts, told, requests = self._counts, self._told, self._requests
-        for page, request_id in zip(pages.tolist(), request_ids, strict=False):
-            count = counts[page]
+        event: Told = kind, step, call_site()
+        had, told, requests = self._counts, self._told, self._requests
+        names = chain.from_iterable(map(repeat, request_ids, counts))
+        for page, request_id in zip(pages.tolist(), names, strict=False):
+            count = had[page]
             place = HISTORY_EVENTS * page + count % HISTORY_EVENTS
-            told[place], requests[place], counts[page] = event, request_id, count + 1
+            told[place], requests[place], had[page] = event, request_id, count + 1
 
     def of(self, page: int) -> tuple[PageEvent, ...]:
         if not 0 <= page < len(self._counts):
@@ -88,16 +86,15 @@ def phrase(kind: str, request_id: str | None) -> str:
     return f"{kind} {'to' if kind in _TO_SOMEBODY else 'by'} {request_id!r}"
 
 
-def _is_own(file: str) -> bool:
-    """Whether it is of this package, and known from now on if it is."""
-    if is_own := file.startswith(_PACKAGE):
-        _own.add(file)
-    return is_own
-
-
 def call_site() -> tuple[str, int] | None:
     """(file name, line) of the innermost caller outside this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and ((file := frame.f_code.co_filename) in _own or _is_own(file)):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_own = _is_own.get(file)
+        if is_own is None:
+            is_own = _is_own[file] = file.startswith(_PACKAGE)
+        if not is_own:
+            return file, frame.f_lineno
         frame = frame.f_back
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return None

@@ -39,7 +39,7 @@ class Ledger(RowBook):
     ) -> None:
         """The same to several requests, each named once; refused for all where it is for one."""
         batch, event = self.batches.once(tuple(request_ids)), "set aside" if for_load else "granted"
-        if len(set(request_ids)) < len(batch):
+        if len(set(request_ids)) < batch.told[0]:
             raise LifetimeError(f"an event must name a request once, got {', '.join(request_ids)}")
         counts, where = array("q", map(len, pages)), self._distinct(event, request_ids, pages)
         self.pages.grant_all(event, where, batch, counts, step, self.page_size)
@@ -94,8 +94,7 @@ class Ledger(RowBook):
         request, where = self.request(request_id), self.pages.numbers(pages)
         self.pages.expect("published", where, request_id)
         self._expect_final(request, where)
-        self.pages.share("published", where, step, request_id)
-        self.pages.published[where] = True
+        self.pages.publish(where, step, request_id)
 
     def acquire(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """A cache hit: published pages become the head of the row, under the grant that they have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -26,42 +26,43 @@ from kvcanary.state import PoolState
 ROOM = 1024  # numbers that a line begins with; it grows with what steps ask for
 ALIGNMENT = 2  # numbers, so that kernels find all of them equally aligned
 LEAST_SLOTS = 16  # that a place has room for
-NO_GRANT = -1  # in which nobody writes
+_NOBODYS = np.full(1, -1)  # a grant in which nobody writes
+_NO_GRANTS = np.empty(0, np.int64)  # where no kernel asks for them
 Found = Sequence[Hit | HitBatch]
 Judge = Callable[[], Found]
+#: Slots [n] int64 of a pool that are looked at with others; [n] int64 generations, of a slot that was written in its
+#: own nobody asks, None: all are asked; and who names what was found by the bitmap [n, 2] int64 of `finite_check`.
+Part = tuple[Ints, Ints | None, Callable[[Tensor], Found]]
 
 
 class Numbers:
     """int64 numbers of the host's in memory that does not move, given away from the first on until `clear`.
 
     What does not fit begins a block that is twice as large; all blocks stay until then.
+
+    used: of the newest block
     """
 
     def __init__(self, device: torch.device) -> None:
         """`device`: reaches them."""
         self._device = device
         self._full: list[tuple[Tensor, int]] = []
-        self._block, self._used = _reached(ROOM, device), 0
+        self._block, self.used = _reached(ROOM, device), 0
 
     def take(self, count: int) -> Tensor:
         """[count], as they were left."""
-        first = self._used
-        self._used += count + -count % ALIGNMENT
-        if self._used > len(self._block):
+        first = self.used
+        self.used += count + -count % ALIGNMENT
+        if self.used > len(self._block):
             self._full.append((self._block, first))
             self._block, first = _reached(max(2 * len(self._block), count + ALIGNMENT), self._device), 0
-            self._used = count + -count % ALIGNMENT
+            self.used = count + -count % ALIGNMENT
         return self._block[first : first + count]
-
-    def are_zero(self) -> bool:
-        """Whether all that were given away are."""
-        blocks = (*self._full, (self._block, self._used)) if self._used else ()
-        return not any(np.count_nonzero(block.numpy()[:used]) for block, used in blocks)
 
     def clear(self) -> None:
         """Nobody uses what was given away any more."""
         self._full.clear()
-        self._used = 0
+        self.used = 0
 
 
 class Place:
@@ -69,7 +70,7 @@ class Place:
 
     live, slots, grants: [1], [room], [room] int64, as the host tells them: how many slots, these, and a generation each
     found, answers:      [numbers] int64, as kernels tell them to the host, and the host reads them
-    where:               their address and number
+    at:                  where all this is, as `loops.tell_slots` takes it;  where: the address of the answers, how many
     """
 
     def __init__(self, room: int, numbers: int, device: torch.device) -> None:
@@ -77,22 +78,17 @@ class Place:
         self.told, self.found = _reached(ALIGNMENT + 2 * room, device), _reached(numbers, device)
         self.live = self.told[:1]
         self.slots, self.grants = self.told[ALIGNMENT:].split(room)
-        self._told, self.answers, self._room = self.told.numpy(), self.found.numpy(), room
-        self.where = self.answers.ctypes.data, numbers
+        self.answers, self._told = self.found.numpy(), self.slots.numpy()
+        self.where = self.found.data_ptr(), numbers
+        self.at = self.live.data_ptr(), self.slots.data_ptr(), self.grants.data_ptr(), *self.where
 
-    def tell(self, slots: Ints, grants: Ints | int | None) -> Ints:
-        """The slots, where they stay until others are told; nothing is found of them yet.
+    def name(self, count: int, judge: Callable[[Ints], Found]) -> Found:
+        """So many slots differ, as they were told last."""
+        return judge(self._told[:count])
 
-        grants: [n], one for all, or None where no kernel asks
-        """
-        count = self._told[0] = len(slots)
-        kept = self._told[ALIGNMENT : ALIGNMENT + count]
-        kept[:] = slots
-        if grants is not None:
-            first = ALIGNMENT + self._room
-            self._told[first : first + count] = grants
-        self.answers.fill(0)
-        return kept
+    def name_part(self, first: int, end: int, judge: Callable[[Tensor], Found]) -> Found:
+        """Some of these slots, with two numbers each, have elements that are not finite."""
+        return judge(self.found[2 * first : 2 * end].view(-1, 2))
 
 
 class Captured(NamedTuple):
@@ -103,57 +99,48 @@ class Captured(NamedTuple):
 
 
 class Line:
-    """Memory of the looks behind one step.
+    """Looks behind one step, and their memory: what each has found, once it is over, and who then says where.
 
-    numbers: what kernels that are launched one by one tell the host
+    free:    by kind, those that the step has not taken;  taken: the others, and where they are free again
+    answers: address and number of each
     asked:   of each look, what it has found and who judges that
     is_sent: these looks are on their way; who wants the line next clears it
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = Numbers(device)
-        self._captured: dict[Hashable, list[Captured]] = {}
-        self._taken = Counter[Hashable]()
-        self._answers = array("q")  # address and number of each
+        from kvcanary.loops import are_zero
+
+        self._numbers, self._are_zero = Numbers(device), are_zero
+        self.free = defaultdict[Hashable, list[Captured]](list)
+        self.taken: list[tuple[list[Captured], Captured]] = []
+        self.answers = array("q")
         self.asked: list[tuple[NDArray[np.int64], Judge]] = []
         self.is_sent = False
 
-    def take(self, key: Hashable) -> Captured | None:
-        """The next of these that this step has not taken; None where it has taken all of them."""
-        number, own = self._taken[key], self._captured.get(key, ())
-        if number == len(own):
-            return None
-        self._taken[key] = number + 1
-        self._answers.extend(own[number].place.where)
-        return own[number]
-
-    def add(self, key: Hashable, look: Captured) -> None:
-        """One more to be taken, by this step and by all that follow."""
-        self._captured.setdefault(key, []).append(look)
-
-    def is_quiet(self) -> bool:
-        """Whether no look has found anything."""
-        from kvcanary.loops import are_zero
-
-        return self.numbers.are_zero() and are_zero(len(self._answers) // 2, self._answers.buffer_info()[0])
-
-    def clear(self) -> None:
-        self.numbers.clear()
-        self._taken.clear()
-        self._answers, self.asked, self.is_sent = array("q"), [], False
-
-
-class Sent(NamedTuple):
-    """Looks behind one step: what each has found, once the step is over, and who then says where."""
-
-    line: Line
+    def room(self, count: int) -> Tensor:
+        """[count] zeros, for what kernels that are launched one by one tell the host."""
+        found = self._numbers.take(count).zero_()
+        self.answers.extend((found.data_ptr(), count))
+        return found
 
     def hits(self) -> list[Hit | HitBatch]:
         """What fired; the step is over."""
-        if self.line.is_quiet():
+        if self.is_quiet():
             return []
         with torch.inference_mode():
-            return [hit for found, judge in self.line.asked if found.any() for hit in judge()]
+            return [hit for found, judge in self.asked if found.any() for hit in judge()]
+
+    def is_quiet(self) -> bool:
+        """Whether no look has found anything."""
+        quiet: bool = self._are_zero(len(self.answers) // 2, self.answers.buffer_info()[0])
+        return quiet
+
+    def clear(self) -> None:
+        for free, look in self.taken:
+            free.append(look)
+        self.taken, self.answers, self.asked, self.is_sent = [], array("q"), [], False
+        if self._numbers.used:
+            self._numbers.clear()
 
 
 class Looks:
@@ -163,12 +150,13 @@ class Looks:
     own by then. In a step nothing is allocated, once the lines have grown, and no answer is copied.
 
     beside: where much is read, which leaves the device to the forwards of the next step
+    waits:  whether something was launched that no `send` has taken along
     """
 
     def __init__(self, device: torch.device, at_once: bool) -> None:
         """`at_once`: nobody waits for an answer, which lies in host memory."""
         self._device, self._at_once, self._ops = device, at_once, ops_for(device)
-        self.beside = Beside(device, LAST)
+        self.beside, self.waits = Beside(device, LAST), False
         if not at_once:
             self._lines, self._replays = deque(Line(device) for _ in range(LINES)), Replays(device)
 
@@ -180,11 +168,6 @@ class Looks:
             look.launch()
         slots_are_right(pool, torch.full((1,), pool.view.num_slots - 1, device=self._device), both_lanes=True)
 
-    @property
-    def waits(self) -> bool:
-        """Whether something was launched that no `send` has taken along."""
-        return not self._at_once and bool(self._lines[0].asked) and not self._lines[0].is_sent
-
     def look(self, pool: PoolState, slots: Ints, judge: Callable[[Ints], Found]) -> Found:
         """Lane a of slots [n] int64 against that which is kept: what fired, where that is known at once.
 
@@ -192,69 +175,69 @@ class Looks:
         """
         if self._at_once:
             return [] if numbers_are_right(pool, slots) else judge(slots)
-        place, told = self._launch("content", self._content, pool, slots, None)
-        return self._ask(place.answers, partial(judge, told))
+        count = len(slots)
+        place, launch = self._take("content", self._content, pool, count)
+        pool.loops.tell_slots(*place.at, 0, slots, _NO_GRANTS)
+        self._replays.run(place, launch)
+        self._lines[0].asked.append((place.answers, partial(place.name, count, judge)))
+        return []
 
-    def look_for_finite(
-        self, pool: PoolState, slots: Ints, judge: Callable[[Tensor], Found], grants: Ints | None = None
-    ) -> Found:
-        """The same of elements that are not finite.
-
-        judge:  names it by the bitmap [n, 2] int64 of `finite_check`
-        grants: [n] int64 generations: of a slot that was written in its own nobody asks
-        """
+    def look_for_finite(self, pool: PoolState, parts: Sequence[Part]) -> Found:
+        """The same of elements that are not finite, in all parts at once."""
         if self._at_once:
-            mismatch = torch.zeros(len(slots), 2, dtype=torch.int64)
-            self._ops.finite_check(pool.rows, torch.from_numpy(slots), mismatch=mismatch)
-            return judge(mismatch) if mismatch.any() else []
-        place, _ = self._launch("finite", self._finite, pool, slots, NO_GRANT if grants is None else grants)
-        return self._ask(place.answers, lambda: judge(place.found[: 2 * len(slots)].view(-1, 2)))
+            return [hit for slots, _, judge in parts for hit in self._not_finite(pool, slots, judge)]
+        room = 0
+        for slots, _, _ in parts:
+            room += len(slots)
+        place, launch = self._take("finite", self._finite, pool, room)
+        asked, first = self._lines[0].asked, 0
+        for slots, grants, judge in parts:
+            end = first + len(slots)
+            pool.loops.tell_slots(*place.at, first, slots, _NOBODYS if grants is None else grants)
+            asked.append((place.answers[2 * first : 2 * end], partial(place.name_part, first, end, judge)))
+            first = end
+        self._replays.run(place, launch)
+        return []
 
     def room(self, count: int) -> Tensor:
         """[count] int64 zeros, in which a kernel of this step's looks says what it has found."""
         if self._at_once:
             return torch.zeros(count, dtype=torch.int64)
-        return self._line.numbers.take(count + -count % ALIGNMENT).zero_()[:count]
+        return self._line.room(count)
 
     def ask(self, found: Tensor, judge: Judge) -> Found:
         """As `look`, of what a kernel says in `room`: whether a number of it is not zero."""
         if self._at_once:
             return judge() if found.any() else []
-        return self._ask(found.numpy(), judge)
+        self._lines[0].asked.append((found.numpy(), judge))
+        return []
 
-    def send(self) -> Sent | None:
+    def send(self) -> Line | None:
         """Those since the last time; None where there are none."""
         if not self.waits:
             return None
-        line = self._lines[0]
+        line, self.waits = self._lines[0], False
         line.is_sent = True
         self._lines.rotate(-1)
-        return Sent(line)
+        return line
 
-    def _ask(self, found: NDArray[np.int64], judge: Judge) -> Found:
-        self._line.asked.append((found, judge))
-        return []
+    def _not_finite(self, pool: PoolState, slots: Ints, judge: Callable[[Tensor], Found]) -> Found:
+        mismatch = torch.zeros(len(slots), 2, dtype=torch.int64)
+        self._ops.finite_check(pool.rows, torch.from_numpy(slots), mismatch=mismatch)
+        return judge(mismatch) if mismatch.any() else []
 
-    def _launch(
-        self,
-        kind: str,
-        make: Callable[[PoolState, int], Captured],
-        pool: PoolState,
-        slots: Ints,
-        grants: Ints | int | None,
-    ) -> tuple[Place, Ints]:
+    def _take(self, kind: str, make: Callable[[PoolState, int], Captured], pool: PoolState, count: int) -> Captured:
         """A look whose kernels run over as many slots as there is room for, and leave the idle ones at once."""
-        room = max(LEAST_SLOTS, 1 << (len(slots) - 1).bit_length())
+        room = max(LEAST_SLOTS, 1 << (count - 1).bit_length())
         key, line = (kind, pool.pool_id, room), self._line
-        look = line.take(key)
-        while look is None:
+        free = line.free[key]
+        if not free:
             for own in self._lines:  # each step has as many, and memory has grown once for all
-                own.add(key, make(pool, room))
-            look = line.take(key)
-        place, launch = look
-        told = place.tell(slots, grants)
-        self._replays.run(place, launch)
-        return place, told
+                own.free[key].append(make(pool, room))
+        look = free.pop()
+        line.taken.append((free, look))
+        line.answers.extend(look.place.where)
+        return look
 
     def _content(self, pool: PoolState, room: int) -> Captured:
         """Many programs ask for the same slots, which they find on the device therefore."""
@@ -277,8 +260,8 @@ class Looks:
 
     @property
     def _line(self) -> Line:
-        """Of the running step."""
-        line = self._lines[0]
+        """Of the running step, for what is about to be launched."""
+        line, self.waits = self._lines[0], True
         if line.is_sent:
             line.clear()
         return line

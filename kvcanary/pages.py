@@ -19,6 +19,7 @@ from kvcanary.cards import (
     NOT_A_WRITER,
     NOWHERE,
     NUM_FINAL,
+    NUM_PUBLISHED,
     ROWS_FULL,
     STAYS,
 )
@@ -115,9 +116,12 @@ class Pages:
     writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
 
     changed: pages to which something has happened since the last `changes`, event by event
+    book:    [PAGE_BOOK] (cards.py), where loops find all this;  book_at: its address
     """
 
     def __init__(self, num_pages: int, null_pages: int) -> None:
+        from kvcanary import loops
+
         self.null_pages = null_pages
         self.generations = np.zeros(num_pages, dtype=np.int64)
         self.states = np.full(num_pages, FREE, dtype=np.uint8)
@@ -131,13 +135,15 @@ class Pages:
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
         arrays = self.states, self.owners, self.writers, self.generations, self.refcounts, self.published
         addresses = [own.ctypes.data for own in (*arrays, self.holder_sums)]
-        self._book = array("q", (*addresses, num_pages, _IS_WRITABLE.ctypes.data, len(STATE_NAMES)))
+        self.book = array("q", (*addresses, num_pages, _IS_WRITABLE.ctypes.data, len(STATE_NAMES), 0))
+        self.book_at = self.book.buffer_info()[0]
+        self._fresh: Array = np.empty(num_pages, np.int64)  # for pages that a forward has written first
         room = min(num_pages, _MOST_FINAL)
         self._final: Array = np.empty((2, room), np.int64)  # pages, and the uids of their rows
-        told = self._book.buffer_info()[0], _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
+        told = self.book_at, _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
         self.final_card = array("q", told)
         self.final_at = self.final_card.buffer_info()[0]
-        self._follow_event, self._grant_rows, self._write_pages = _loops()
+        self._loops = loops
 
     def __len__(self) -> int:
         return len(self.states)
@@ -148,7 +154,7 @@ class Pages:
         listed = where.tolist()
         if not listed:
             return where
-        if min(listed) < self.null_pages or max(listed) >= len(self):
+        if min(listed) < self.null_pages or max(listed) >= len(self.states):
             wrong = next(page for page in listed if not self.null_pages <= page < len(self))
             raise LifetimeError(
                 f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or freed"
@@ -172,12 +178,11 @@ class Pages:
 
     def grant_all(self, event: str, pages: Array, batch: Batch, counts: array[int], step: int, page_size: int) -> None:
         """The same to several requests, each once, at the ends of their rows: so many of the pages each, in order."""
-        book = self._book.buffer_info()[0], _NEXT_AT[event], page_size
-        told = *batch.told, counts.buffer_info()[0], pages.ctypes.data, *book
-        wrong = self._grant_rows(*told)
+        told = *batch.told, counts.buffer_info()[0], pages, self.book_at, _NEXT_AT[event], page_size
+        wrong = self._loops.grant_rows(*told)
         if wrong == ROWS_FULL:
             batch.make_row_room([page_size * count for count in counts])
-            wrong = self._grant_rows(*told)
+            wrong = self._loops.grant_rows(*told)
         if wrong != NOWHERE:
             number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
             raise self._refused(event, int(pages[wrong]), batch.names[number])
@@ -199,6 +204,12 @@ class Pages:
         """Nobody's any more: a new generation, so that no record of the last one fits."""
         if pages.size:
             self._follow(event, pages, step, request_id, ENDS, NO_OWNER)
+
+    def publish(self, pages: Array, step: int, request_id: str) -> None:
+        """A prefix cache holds these pages too, in which all is final: they are shared from now on."""
+        self.share("published", pages, step, request_id)
+        self.published[pages] = True
+        self._count_published()
 
     def share(self, event: str, pages: Array, step: int, request_id: str) -> None:
         """Private pages may be read by many from now on, and written by nobody."""
@@ -223,11 +234,8 @@ class Pages:
 
     def wrote(self, slots: Array, page_size: int = 1) -> None:
         """A forward has written these slots; pages that it must not write stay as they are."""
-        slots = np.ascontiguousarray(slots, np.int64)
-        fresh = np.empty(slots.size, np.int64)
-        told = self._book.buffer_info()[0], slots.size, slots.ctypes.data, page_size, fresh.ctypes.data
-        if found := self._write_pages(*told):
-            self._note_changes(fresh[:found].copy())
+        if found := self._loops.write_pages(self.book_at, slots, page_size, self._fresh):
+            self._note_changes(self._fresh[:found].copy())
 
     def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.
@@ -245,6 +253,7 @@ class Pages:
     def changed_everywhere(self) -> None:
         """The arrays were filled from elsewhere."""
         self.changed = [np.arange(len(self))]
+        self._count_published()
 
     def changes(self) -> Array:
         """[n] int64: pages to which something has happened since the last call, for a copy of the arrays; some twice.
@@ -253,6 +262,9 @@ class Pages:
         """
         changed, self.changed = self.changed, []
         return np.concatenate(changed) if len(changed) > 1 else changed[0] if changed else _NONE
+
+    def _count_published(self) -> None:
+        self.book[NUM_PUBLISHED] = int(np.count_nonzero(self.published))
 
     def _note_changes(self, pages: Array) -> None:
         self.changed.append(pages)
@@ -276,8 +288,8 @@ class Pages:
 
     def _happen(self, event: str, pages: Array, request_id: str | None, change: int, owner: int = NO_OWNER) -> None:
         """`loops.follow_event`; PageStateError names the first page to which it may not happen."""
-        told = self._book.buffer_info()[0], pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
-        if (wrong := self._follow_event(*told)) != NOWHERE:
+        told = self.book_at, pages.size, pages.ctypes.data, _NEXT_AT[event], change, owner
+        if (wrong := self._loops.follow_event(*told)) != NOWHERE:
             raise self._refused(event, int(pages[wrong]), request_id)
 
     def taken(self, event: str, page: int, request_id: str, other: str) -> PageStateError:
@@ -303,9 +315,3 @@ def _either(names: Sequence[str]) -> str:
     """`A`, or `A or B`, or `A, B or C`."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _loops() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int]]:
-    from kvcanary.loops import follow_event, grant_rows, write_pages
-
-    return follow_event, grant_rows, write_pages

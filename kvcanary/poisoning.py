@@ -100,7 +100,7 @@ class Poisoner:
         poisoned = [*filter(self.poisoned.__contains__, pages)]
         full = dict(zip(pages, full_pages, strict=True)) if full_pages is not None else None
         unknown = [*filterfalse(self.poisoned.__contains__, pages)] if poisoned else pages
-        self._tails.granted(self._pools, unknown, self._names(unknown, full))
+        self._tails.granted(self._pools, unknown, None if full is None else self._names(unknown, full))
         if self._is_off or not (self.waiting or poisoned):
             return []
         waiting = [*filter(self.waiting.__contains__, unknown)]
@@ -110,7 +110,7 @@ class Poisoner:
         if not poisoned:
             return []
         self.poisoned.difference_update(poisoned)
-        names = self._names(poisoned, full)
+        names = None if full is None else self._names(poisoned, full)
         hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step, names)]
         if self._nan:
             self._zero(poisoned)
@@ -136,9 +136,9 @@ class Poisoner:
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
         return self._looks.ask(mismatch, partial(_damaged, pool, slots, mismatch, step, names))
 
-    def _names(self, pages: Sequence[int], full: Mapping[int, int] | None) -> Ints | None:
-        """What plans call the slots of these pages; None: as the pools do."""
-        return None if full is None else on_host(self._slots([full[page] for page in pages]))
+    def _names(self, pages: Sequence[int], full: Mapping[int, int]) -> Ints:
+        """What plans call the slots of these pages, where that is not what the pools call them."""
+        return on_host(self._slots([full[page] for page in pages]))
 
     def _zero(self, pages: Sequence[int]) -> None:
         """NaN must not be read from the part of a page that is not written yet."""

@@ -244,7 +244,8 @@ class Batches(dict[tuple[str, ...], Batch]):
 
     def once(self, names: tuple[str, ...]) -> Batch:
         """The same for an event after which nobody need name these together again: what is made is not kept."""
-        return self.get(names) or self._make(names)
+        batch = self.get(names)
+        return self._make(names) if batch is None else batch
 
     def _make(self, names: tuple[str, ...]) -> Batch:
         return Batch([_named(self._requests, name) for name in names])

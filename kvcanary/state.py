@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +27,6 @@ from kvcanary_kernels import record
 from kvcanary_kernels.record import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
 from kvcanary_kernels.rows import PoolRows
 from kvcanary_kernels.seal import seal_offset, seal_torch
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +159,7 @@ class CanaryState:
             own = pages.generations, pages.owners, pages.states
             self.pools[0].loops.publish_pages(where, *own, *self._host_pages)
         else:
-            self.set_pages(where, pages.generations[where], pages.owners[where], pages.states[where])
-
-    def set_pages(self, pages: Ints, generations: Ints, owners: Ints, states: Ints) -> None:
-        """[n] each: what is true of these pages from now on."""
-        self._deltas.send(pages, generations, owners, states)
+            self._deltas.send(len(where), partial(self.pools[0].loops.tell_pages, pages.book_at, where))
 
     def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
         from kvcanary import loops

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import filterfalse, repeat
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from kvcanary.state import CanaryState, PoolState
 
 #: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations.
 STRIDE = 8
+_is_over = attrgetter("released")
 
 
 class Sweeper:
@@ -41,8 +43,9 @@ class Sweeper:
         self.hurried: set[str] = set()
         self._attended: dict[tuple[int, int], int] = {}
         self._batch = Batch([])
-        self._slots, self._ranges = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._slots, self._ranges = np.empty(0, np.int64), np.empty((0, TAKEN), np.int64)
         self._said = array("q", bytes(8 * SLICE_SAID))
+        self._said_at = self._said.buffer_info()[0]
         self.bytes_read = 0
         self.longest_wait = 0
 
@@ -63,11 +66,11 @@ class Sweeper:
 
         batch: the running requests. What fires at once; on a GPU the host hears of it with the step.
         """
-        requests = batch.requests
+        requests, hits = batch.requests, list[Hit | HitBatch]()
         total = self._bytes_of(requests) if self._budget is not None else 0
-        hits: list[Hit | HitBatch] = []
+        is_even = self._budget is None and not self.hurried and not self._attended
         for pool in self._state.pools if requests else ():
-            counts = self._counts(requests, pool, step, total)
+            counts = None if is_even else array("q", [self._count(own, pool, step, total) for own in requests])
             slots, taken = self._take(pool, batch, counts, step)
             if len(slots):
                 entries = partial(_entries_of, pool, requests, taken.copy())
@@ -112,13 +115,8 @@ class Sweeper:
         ]
         return max((step - read for read in oldest), default=0)
 
-    def _counts(self, requests: Sequence[Request], pool: PoolState, step: int, total: int) -> array[int] | None:
-        """Slots to read now, by request; None: of all their share."""
-        if self._budget is None and not self.hurried and not self._attended:
-            return None
-        return array("q", [self._count(request, pool, step, total) for request in requests])
-
     def _count(self, request: Request, pool: PoolState, step: int, total: int) -> int:
+        """Slots of this request to read now."""
         if self._attended.get((request.uid, pool.pool_id)) == step:
             return 0
         if request.request_id in self.hurried:
@@ -137,18 +135,14 @@ class Sweeper:
 
     def batch(self) -> Batch:
         """The running requests: the same from slice to slice, as long as they are."""
-        requests = self.running()
+        requests = [*filterfalse(_is_over, self._ledger.requests.values())]
         if self._batch.requests != requests:
             self._batch = Batch(requests)
         return self._batch
 
-    def running(self) -> list[Request]:
-        """The requests that have not ended."""
-        return [request for request in self._ledger.requests.values() if not request.released]
-
     def live_bytes(self) -> int:
         """Committed bytes of all running requests."""
-        return self._bytes_of(self.running())
+        return self._bytes_of(self.batch().requests)
 
     def _bytes_of(self, requests: Iterable[Request]) -> int:
         return sum(
@@ -163,23 +157,24 @@ class Sweeper:
     ) -> tuple[Ints, Ints]:
         """Slots of the pool to look at, oldest look first, and ranges [ranges, TAKEN] of positions behind them.
 
-        Both lie where the next slice does. again: also what was looked at in this very step
+        Both lie where the next slice does. counts: slots to read now, by request; None: of all their share
+        again: also what was looked at in this very step
         """
         at, said = 0 if counts is None else counts.buffer_info()[0], self._said
         told = *batch.told, pool.card_at, at, self.stride, step + again, step, pool.view.slot_map is not None
-        while found := pool.loops.take_slice(*told, self._slots, self._ranges, said.buffer_info()[0]):
+        while found := pool.loops.take_slice(*told, self._slots, self._ranges, self._said_at):
             if found == NO_ROOM:
                 batch.make_room(repeat(0, len(batch)))
             else:
                 self._slots = np.empty(max(2 * said[SLICE_SLOTS], len(self._slots)), np.int64)
-                self._ranges = np.empty(max(2 * TAKEN * said[SLICE_RANGES], len(self._ranges)), np.int64)
+                self._ranges = np.empty((max(2 * said[SLICE_RANGES], len(self._ranges)), TAKEN), np.int64)
         self.longest_wait = max(self.longest_wait, said[SLICE_WAIT])
-        slots, taken = self._slots[: said[SLICE_SLOTS]], self._ranges[: TAKEN * said[SLICE_RANGES]]
+        slots, taken = self._slots[: said[SLICE_SLOTS]], self._ranges[: said[SLICE_RANGES]]
         if pool.view.slot_map is not None:
             slots = slots_in(pool.view, slots)
             slots = slots[slots >= pool.view.null_slots]
         self.bytes_read += len(slots) * pool.view.slot_bytes
-        return slots, taken.reshape(-1, TAKEN)
+        return slots, taken
 
     def _to_device(self, slots: Ints) -> Tensor:
         return to_device(torch.from_numpy(slots), self._state.records.device)

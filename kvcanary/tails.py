@@ -24,7 +24,7 @@ from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger, Request
-from kvcanary.looks import Looks
+from kvcanary.looks import Looks, Part
 from kvcanary.mirror import Mirror
 from kvcanary.requests import Batch
 from kvcanary.state import CanaryState, PoolState
@@ -33,6 +33,7 @@ from kvcanary_kernels.finite import formats_of
 
 Which = Ints | slice
 EVERY = slice(None)
+Granted = tuple["array[int]", list[tuple[int, Ints]]]  # pages as told, and what plans call slots from one of these on
 NULL_SITE, TAIL_SITE, GRANT_SITE, RELEASE_SITE = ("sweep", 3), ("sweep", 2), ("grant", 0), ("release", 0)
 
 
@@ -57,8 +58,8 @@ class Tails:
         self._is_full = config.content == "full"
         self._is_host = state.records.device.type == "cpu"
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
-        self._granted: dict[int, list[tuple[Sequence[int], Ints | None]]] = {}  # by pool, as told
-        self._found: list[Hit | HitBatch] = []
+        self._granted: dict[int, Granted] = {}  # by pool
+        self._parts: dict[int, list[Part]] = {}  # of the look that comes next, by pool
         self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, the first of them, and how many
         self._room = array("q")  # for ends of rows
         self._generations_at = ledger.generations.ctypes.data
@@ -72,56 +73,52 @@ class Tails:
         if not self.is_on or not len(pages) or self._state.page_size == 1:  # no row ends within a page of one slot
             return
         for pool in pools:
-            self._granted.setdefault(pool.pool_id, []).append((tuple(pages), names))
+            if pool.pool_id not in self._granted:
+                self._granted[pool.pool_id] = array("q"), []
+            own, renamed = self._granted[pool.pool_id]
+            if names is not None:
+                renamed.append((self._state.page_size * len(own), names))
+            own.extend(pages)
 
-    @property
-    def waits(self) -> bool:
-        """Whether a step that ends now has something to look at, whichever step it is."""
-        return bool(self._granted or self._found)
+    def look(self, step: int, stride: int, batch: Batch | None, hurried: set[str]) -> list[Hit | HitBatch]:
+        """At pages that were granted in a step that ends; what is known of them at once.
 
-    def look_at_granted(self, step: int) -> None:
-        """A step ends in which pages were granted."""
+        batch:   of one of a look every `stride` steps, which comes now; None: none does
+        hurried: requests near whose bytes something was found
+        """
+        if not self._granted and batch is None:
+            return []
         granted, self._granted = self._granted, {}
-        for pool_id, parts in granted.items():
-            pool = self._state.pools[pool_id]
-            is_mapped = any(own is not None for _, own in parts)
-            slots, grants = self._slots([page for pages, _ in parts for page in pages], is_mapped)
-            names = slots
-            if is_mapped:
-                names = np.concatenate([self._slots(pages, True)[0] if own is None else own for pages, own in parts])
-                grants = self._ledger.generations[names // self._state.page_size]
-            which = self._unwritten(pool, slots, names)
-            slots, names = slots[which], names[which]
-            self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
+        for pool_id, own in granted.items():
+            self._look_at_granted(self._state.pools[pool_id], own, step)
+        if batch is not None:
+            for pool in self._state.pools:
+                self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
+                self._look_at_tails(pool, batch, TAIL_SITE, step, hurried)
+        return self._launch()
 
-    def _slots(self, pages: Sequence[int], is_mapped: bool) -> tuple[Ints, Ints]:
-        """All of these pages, and the grant that each is in; 0 of `is_mapped` ones, which have other numbers."""
-        size, own = self._state.page_size, array("q", pages)
-        slots, grants = np.empty((2, size * len(own)), np.int64)
-        at = 0 if is_mapped else self._generations_at, slots.ctypes.data, grants.ctypes.data
-        self._state.pools[0].loops.list_slots(len(own), own.buffer_info()[0], size, *at)
-        return slots, grants
-
-    def slice(self, step: int, stride: int, batch: Batch, hurried: set[str]) -> None:
-        """One of a look every `stride` steps; `hurried`: requests near whose bytes something was found."""
-        if not self.is_on:
-            return
-        for pool in self._state.pools:
-            self._look_at_null_slots(pool, step, stride, self._is_full or bool(hurried))
-            self._look_at_tails(pool, batch, TAIL_SITE, step, hurried)
-
-    def last_look(self, request: Request, step: int) -> None:
-        """A request ends, or its row changes hands."""
-        if not self.is_on:
-            return
-        for pool in self._state.pools:
+    def last_look(self, request: Request, step: int) -> list[Hit | HitBatch]:
+        """A request ends, or its row changes hands; what is known at once."""
+        for pool in self._state.pools if self.is_on else ():
             self._look_at_tails(pool, Batch([request]), RELEASE_SITE, step, {request.request_id})
             request.known.forget_tail(pool.pool_id)
+        return self._launch()
 
-    def collect(self) -> list[Hit | HitBatch]:
-        """What was found since the last time, where that is known at once; a GPU tells with the step."""
-        found, self._found = self._found, []
-        return found
+    def _look_at_granted(self, pool: PoolState, granted: Granted, step: int) -> None:
+        """All slots of these pages that nobody has written yet."""
+        size, (pages, renamed) = self._state.page_size, granted
+        slots, grants = np.empty((2, size * len(pages)), np.int64)
+        at = 0 if renamed else self._generations_at  # those of a group have other numbers than what is granted
+        pool.loops.list_slots(len(pages), pages.buffer_info()[0], size, at, slots, grants)
+        names = slots
+        if renamed:
+            names = slots.copy()
+            for first, own in renamed:
+                names[first : first + len(own)] = own
+            grants = self._ledger.generations[names // size]
+        which = self._unwritten(pool, slots, names)
+        slots, names = slots[which], names[which]
+        self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
 
     def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
         """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says.
@@ -146,13 +143,17 @@ class Tails:
 
         always: requests whose last page is asked for again, though it was looked at before
         """
-        ends = self._ends(batch, pool, always)
-        if not ends:
+        if len(self._room) < END * batch.told[0]:
+            self._room = array("q", bytes(8 * END * batch.told[0]))
+        hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
+        again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
+        told = pool.card_at, self._generations_at, *again, self._room.buffer_info()[0]
+        found = pool.loops.end_rows(*batch.told, *told)
+        if not found:
             return
-        size, found = self._state.page_size, len(ends) // END
+        size, ends = self._state.page_size, self._room[: END * found]
         listed = np.empty((4, found * size), np.int64)
-        at = (listed.ctypes.data + number * listed.strides[0] for number in range(len(listed)))
-        count = pool.loops.list_ends(found, ends.buffer_info()[0], size, self._generations_at, *at)
+        count = pool.loops.list_ends(found, ends.buffer_info()[0], size, self._generations_at, listed)
         names, grants, positions, rows = listed[:, :count]
         slots = slots_in(pool.view, names)
         which = self._unwritten(pool, slots, names)
@@ -162,15 +163,6 @@ class Tails:
             return Entries(slots, positions, rows, ids, names=named(pool, names)).at(which)
 
         self._look(pool, slots[which], entries, site, step, grants[which])
-
-    def _ends(self, batch: Batch, pool: PoolState, always: set[str]) -> array[int]:
-        """[n, END] (cards.py) of rows whose last page has room behind what is final, and was not looked at."""
-        if len(self._room) < END * len(batch):
-            self._room = array("q", bytes(8 * END * len(batch)))
-        hurried = array("q", [request.request_id in always for request in batch.requests]) if always else None
-        again = self._is_full, 0 if hurried is None else hurried.buffer_info()[0]
-        told = pool.card_at, self._generations_at, *again, self._room.buffer_info()[0]
-        return self._room[: END * pool.loops.end_rows(*batch.told, *told)]
 
     def _unwritten(self, pool: PoolState, slots: Ints, names: Ints) -> Which:
         """Which of these slots no forward has written since their page was granted; a GPU leaves that to `_look`."""
@@ -198,8 +190,16 @@ class Tails:
             self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
-        judge = partial(_fired, pool, entries_of, site, step)
-        self._found += self._asked.look_for_finite(pool, slots, judge, grants)
+        part = slots, grants, partial(_fired, pool, entries_of, site, step)
+        self._parts.setdefault(pool.pool_id, []).append(part)
+
+    def _launch(self) -> list[Hit | HitBatch]:
+        """One look a pool at all that was asked for; what it has found, where that is known at once."""
+        parts, self._parts = self._parts, {}
+        hits: list[Hit | HitBatch] = []
+        for pool_id, own in parts.items():
+            hits += self._asked.look_for_finite(self._state.pools[pool_id], own)
+        return hits
 
 
 def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ class PoolView:
     def device(self) -> torch.device:
         return self.k[0].device
 
-    @property
+    @cached_property  # slices of the rolling check ask
     def slot_bytes(self) -> int:
         """Bytes of one slot: K, V and extras of all layers."""
         return WORD_BYTES * self.rows.words_per_row * self.num_layers

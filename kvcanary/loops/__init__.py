@@ -7,8 +7,8 @@ from kvcanary.loops.finite import are_finite, find_unwritten
 from kvcanary.loops.heard import hear_runs, land_quiet, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
-from kvcanary.loops.looks import are_zero, list_ends, list_slots
-from kvcanary.loops.pages import follow_event, grant_rows, write_pages
+from kvcanary.loops.looks import are_zero, list_ends, list_slots, tell_slots
+from kvcanary.loops.pages import follow_event, grant_rows, tell_pages, write_pages
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
 from kvcanary.loops.queues import end_rows, extend_queue, oldest_look, take_ranges, take_slice
@@ -64,7 +64,9 @@ __all__ = [
     "take_quiet",
     "take_ranges",
     "take_slice",
+    "tell_pages",
     "tell_rows",
+    "tell_slots",
     "write_pages",
     "write_records",
     "write_rows",

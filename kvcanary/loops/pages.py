@@ -12,6 +12,7 @@ from kvcanary.cards import (
     NOT_A_WRITER,
     NOWHERE,
     NUM_PAGES,
+    NUM_PUBLISHED,
     NUM_ROW_SLOTS,
     NUM_STATES,
     PAGE_BOOK,
@@ -66,55 +67,70 @@ def follow_event(book, n, pages, following, change, owner):
             references[page] = change == BEGINS
             holders[page] = owner if change == BEGINS else 0
         if change == ENDS:
+            book[NUM_PUBLISHED] -= published[page]
             published[page] = 0
         states[page] = following[states[page]]
         writers[page] = owners[page] if is_writable[states[page]] else NOT_A_WRITER
     return NOWHERE
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64, int64)")
+@loop("int64(int64, int64, int64, int64[::1], int64, int64, int64)")
 def grant_rows(n, cards, counts, pages, book, following, page_size):
     """Pages that BEGIN, at the ends of rows of n requests; `follow_event` of all of them.
 
-    cards:  address of those of requests, [n], each once;  counts: address of [n], how many pages each is granted
+    cards:  address of those of requests, [n], each once;  counts: address of [n], how many of the pages each is granted
     ROWS_FULL: a row has no room for its own, and nothing has happened
     """
-    own, new, total = longs_at(cards, n), longs_at(counts, n), 0
+    own, new, at = longs_at(cards, n), longs_at(counts, n), 0
     for number in range(n):
         request = longs_at(own[number], REQUEST_CARD)
         if request[NUM_ROW_SLOTS] + page_size * new[number] > request[ROW_ROOM]:
             return ROWS_FULL
-        total += new[number]
-    wrong = follow_event(book, total, pages, following, ASKS, 0)
+    wrong = follow_event(book, pages.size, pages.ctypes.data, following, ASKS, 0)
     if wrong != NOWHERE:
         return wrong
-    granted, at = longs_at(pages, total), 0
     for number in range(n):
         request, count = longs_at(own[number], REQUEST_CARD), new[number]
-        follow_event(book, count, pages + 8 * at, following, BEGINS, request[UID_KNOWN])
+        follow_event(book, count, pages.ctypes.data + 8 * at, following, BEGINS, request[UID_KNOWN])
         end = request[NUM_ROW_SLOTS]
         request[NUM_ROW_SLOTS] = end + page_size * count
         slots = longs_at(request[ROW_SLOTS], request[NUM_ROW_SLOTS])
         for place in range(count):
             for offset in range(page_size):
-                slots[end + page_size * place + offset] = page_size * granted[at + place] + offset
+                slots[end + page_size * place + offset] = page_size * pages[at + place] + offset
         at += count
     return NOWHERE
 
 
-@loop("int64(int64, int64, int64, int64, int64)")
-def write_pages(book, n, slots, page_size, fresh):
+@loop("int64(int64, int64[::1], int64, int64[::1])")
+def write_pages(book, slots, page_size, fresh):
     """Pages in which a slot was written are WRITTEN, where they may be and were not yet; how many these are.
 
-    slots: address of [n];  fresh: address of [n] out, these pages
+    slots: [n];  fresh: [num_pages] out, these pages
     """
-    book, slots, fresh = longs_at(book, PAGE_BOOK), longs_at(slots, n), longs_at(fresh, n)
+    book, found = longs_at(book, PAGE_BOOK), 0
     states = flags_at(book[PAGE_STATES], book[NUM_PAGES])
-    is_writable, found = flags_at(book[WRITABLE_STATES], book[NUM_STATES]), 0
-    for i in range(n):
-        page = slots[i] // page_size
+    is_writable = flags_at(book[WRITABLE_STATES], book[NUM_STATES])
+    for slot in slots:
+        page = slot // page_size
         if 0 <= page < book[NUM_PAGES] and states[page] != WRITTEN and is_writable[states[page]]:
             states[page] = WRITTEN
             fresh[found] = page
             found += 1
     return found
+
+
+@loop("void(int64, int64[::1], int64, int64)")
+def tell_pages(book, pages, told, room):
+    """What is true of these pages, which are some; behind them the first of them again, as often as there is room.
+
+    told: address of [4, room] out: pages, generations, owners, states
+    """
+    book, told = longs_at(book, PAGE_BOOK), longs_at(told, 4 * room)
+    size = book[NUM_PAGES]
+    generations, owners = longs_at(book[PAGE_GENERATIONS], size), longs_at(book[PAGE_OWNERS], size)
+    states = flags_at(book[PAGE_STATES], size)
+    for i in range(room):
+        page = pages[i if i < pages.size else 0]
+        told[i], told[room + i] = page, generations[page]
+        told[2 * room + i], told[3 * room + i] = owners[page], states[page]

@@ -156,19 +156,19 @@ def _count(queue, asked, stride):
     return _share(length, stride) if asked == ITS_SHARE else min(asked, length)
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64, int64, boolean, int64[::1], int64[::1], int64)")
-def take_slice(n, cards, pool, counts, stride, before, step, is_mapped, slots, taken, said):
+@loop("int64(int64, int64, int64, int64, int64, int64, int64, boolean, int64[::1], int64[:, ::1], int64)")
+def take_slice(n, cards, pool, counts, stride, before, step, is_mapped, slots, ranges, said):
     """What is looked at in a step of rows in a pool: of what was looked at before this step, oldest look first.
 
     cards:  address of [n];  pool: address of its card
     counts: address of [n] positions, ITS_SHARE: as `config.share_of` has it of all; 0: the share of every row
     slots:  out, as rows name them, where the pool does too without those in front of its own
-    taken:  [ranges * TAKEN] out, in their order; what the pool's window has left is not among them
+    ranges: [ranges, TAKEN] out, in their order; what the pool's window has left is not among them
     said:   address of [SLICE_SAID] out
-    NO_ROOM: a queue has none. LEFT_TO_BOOKS: slots or taken have none, for as many as `said` has. Nothing was looked at
+    NO_ROOM: a queue has none. LEFT_TO_BOOKS: slots or ranges have none for as many as `said` has. Nothing was looked at
     """
     own, asked, pool = longs_at(cards, n), longs_at(counts, n if counts else 0), longs_at(pool, POOL_CARD)
-    said = longs_at(said, SLICE_SAID)
+    said, taken = longs_at(said, SLICE_SAID), ranges.reshape(ranges.size)
     said[SLICE_SLOTS], said[SLICE_RANGES], said[SLICE_WAIT] = 0, 0, 0
     for number in range(n):
         request, chain = longs_at(own[number], REQUEST_CARD), chain_of(own[number], pool[POOL_ID])
@@ -178,7 +178,7 @@ def take_slice(n, cards, pool, counts, stride, before, step, is_mapped, slots, t
         extend(queue, final_len(chain, request[COMMITTED_LEN]), request[COMMIT_STEP])
         said[SLICE_SLOTS] += _count(queue, asked[number] if counts else ITS_SHARE, stride)
         said[SLICE_RANGES] += queue[NUM_RANGES]
-    if said[SLICE_SLOTS] > slots.shape[0] or said[SLICE_RANGES] * TAKEN > taken.shape[0]:
+    if said[SLICE_SLOTS] > slots.shape[0] or said[SLICE_RANGES] > ranges.shape[0]:
         return LEFT_TO_BOOKS
     num_slots, num_ranges, wait = 0, 0, 0
     for number in range(n):

@@ -73,6 +73,27 @@ def test_a_branch_of_a_graph():
 
 
 @pytest.mark.gpu
+def test_one_that_was_captured_goes_on():
+    """What it has to follow is marked anew every time, in a capture and outside of it."""
+    beside, total = Beside(torch.device("cuda")), torch.zeros(1, device="cuda")
+    seen, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+
+    def run(number: int) -> None:
+        slow_add(total, 1)
+        with beside.behind():
+            seen[number].copy_(total[0])
+        beside.join()
+
+    run(0)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run(1)
+    graph.replay()
+    run(2)
+    assert seen.tolist() == [1, 2, 3]
+
+
+@pytest.mark.gpu
 def test_memory_that_is_written_there_is_nobodys_before():
     """It is free here while something there is still to write into it: who asks for memory now gets other."""
     beside, kept = Beside(torch.device("cuda"), LAST), torch.zeros(1 << 20, device="cuda")

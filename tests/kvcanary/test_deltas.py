@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
+from kvcanary import loops
 from kvcanary.deltas import BUFFERS, Deltas
+from kvcanary.pages import Pages
+from kvcanary.state import CanaryState
+from kvcanary.views import PoolView
 
 COLUMNS = 300
+
+
+def tell(columns: np.ndarray, table: np.ndarray, at: int, room: int) -> None:
+    """What the table has in these columns, and the first of them as often as there is room."""
+    every = columns.take(np.arange(room), mode="clip")
+    every[len(columns) :] = columns[0]
+    told = np.ctypeslib.as_array((ctypes.c_int64 * (room * (1 + len(table)))).from_address(at))
+    told.reshape(-1, room)[:] = np.stack((every, *table[:, every]))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -17,9 +32,9 @@ def test_columns_are_as_they_were_told_last(device):
     table = torch.zeros(3, COLUMNS, dtype=torch.int64, device=device)
     deltas, draws, expected = Deltas(table), np.random.default_rng(5), np.zeros((3, COLUMNS), np.int64)
     for _ in range(12 * BUFFERS):
-        columns = draws.choice(COLUMNS, draws.choice([0, 1, 3, 16, 17, 200]))
+        columns = draws.choice(COLUMNS, draws.choice([1, 3, 16, 17, 200]))
         expected[:, columns] = draws.integers(-9, 9, (3, 1))
-        deltas.send(columns, *(np.ascontiguousarray(row[columns]) for row in expected))
+        deltas.send(len(columns), partial(tell, columns, expected))
         if draws.random() < 0.1:
             assert table.cpu().tolist() == expected.tolist()
     assert table.cpu().tolist() == expected.tolist()
@@ -33,5 +48,39 @@ def test_a_delta_goes_by_itself_where_the_device_is_behind():
     for number in range(3 * BUFFERS):
         if number == BUFFERS:
             torch.cuda._sleep(50_000_000)
-        deltas.send(np.arange(number, number + 2), np.full(2, number + 1))
+        told = np.full((1, COLUMNS), number + 1)
+        deltas.send(2, partial(tell, np.arange(number, number + 2), told))
     assert table[0, : 3 * BUFFERS].tolist() == list(range(1, 3 * BUFFERS + 1))
+
+
+def test_what_is_true_of_pages_is_told_column_by_column():
+    """Some of them, in any order and twice; the first of them fills what is left."""
+    pages = Pages(9, 1)
+    pages.grant("granted", np.array([3, 5]), 7, 1, "one")
+    pages.free("freed", np.array([3]), 2, "one")
+    told, asked = np.full((5, 6), -9), np.array([5, 3, 5, 8])
+    loops.tell_pages(pages.book_at, asked, told.ctypes.data, 6)
+    every = np.array([5, 3, 5, 8, 5, 5])
+    assert told.tolist() == [
+        every.tolist(),
+        *(own[every].tolist() for own in (pages.generations, pages.owners, pages.states)),
+        [-9] * 6,
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_pages_are_published_as_they_are(device):
+    """Through lists that the device is told, as in host memory; what has happened is told once."""
+    kv = torch.zeros(2, 96, 1, 4, device=device)
+    state = CanaryState([PoolView("target", [kv[0]], [kv[1]], 4)], 3)
+    pages, state._host_pages = Pages(24, 1), []
+    pages.grant("granted", np.arange(2, 21), 7, 1, "one")
+    pages.wrote(np.array([3, 9]))
+    pages.free("freed", np.array([5, 2]), 2, "one")
+    state.publish(pages)
+    truth = (state.generations, pages.generations), (state.owners, pages.owners), (state.page_states, pages.states)
+    for there, here in truth:
+        assert there.tolist() == here.tolist()
+    state.generations.zero_()
+    state.publish(pages)
+    assert not state.generations.any()

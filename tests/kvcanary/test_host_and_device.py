@@ -89,7 +89,7 @@ def test_who_may_write_a_page_is_one_rule(rig, static_row):
         *(r.uid for r in ledger.requests.values()),
     }
     numbers, uid = np.array(list(pages.values())), ledger.request("mine").uid
-    rig.state.set_pages(numbers, ledger.generations[numbers], ledger.owners[numbers], ledger.states[numbers])
+    rig.state.publish(ledger.pages)
     host = ledger.pages.write_codes(numbers, np.int64(uid))
     device = device_codes(rig, static_row, numbers.tolist(), uid)
     for entry, ((state, name), page) in enumerate(pages.items()):

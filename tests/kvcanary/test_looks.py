@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvcanary.beside import LAST, Beside
 from kvcanary.forward import on_host
 from kvcanary.hits import Hit
 from kvcanary.lanes import lanes_of_slots
-from kvcanary.looks import ROOM, Looks, Sent
+from kvcanary.looks import ROOM, Line, Looks
 from kvcanary.outbox import IN_THE_AIR, LINES
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.views import PoolView
@@ -45,7 +46,7 @@ def asked(looks: Looks, differs: bool, number: int, judged: list[int], count: in
     return found
 
 
-def sent_of(looks: Looks) -> Sent:
+def sent_of(looks: Looks) -> Line:
     sent = looks.send()
     assert sent is not None
     return sent
@@ -90,7 +91,7 @@ def test_numbers_between_answers_say_nothing():
     asked(looks, False, 1, judged, 1)
     asked(looks, False, 1, judged, 1)
     sent = sent_of(looks)
-    assert sent.line.is_quiet()
+    assert sent.is_quiet()
     assert (sent.hits(), judged) == ([], [0] * LINES)
 
 
@@ -133,7 +134,7 @@ def test_looks_are_launched_again_over_the_same_places(device):
     looks, slots_of = Looks(torch.device(device), at_once=False), range(1, pool.view.num_slots)
     damaged = [5, 11]
     pool.content_a[1, damaged] += 1
-    sent = deque[tuple[int, list[list[int]], Sent]]()
+    sent = deque[tuple[int, list[list[int]], Line]]()
     for step in range(40):
         wanted = list[list[int]]()
         for count in draws.choice([1, 2, 16, 17, 40], draws.integers(1, 4)):
@@ -161,7 +162,8 @@ def test_what_is_not_finite_is_told_by_slot(device):
     grants = on_host(pool.expected[:, REQUEST_GENERATION] >> 32)[slots]
     for own in (None, grants, np.where(slots == 20, grants + 1, grants)):
         for _ in range(3):
-            looks.look_for_finite(pool, slots, lambda own: found.append(slots[own.any(1).numpy()].tolist()) or [], own)
+            part = (slots, own, lambda bits: found.append(slots[bits.any(1).numpy()].tolist()) or [])
+            looks.look_for_finite(pool, [part])
             sent = sent_of(looks)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -195,22 +197,66 @@ def test_slots_of_pages_are_listed_with_the_grant_that_each_is_in(size):
     generations = np.arange(100, 120)
     pages, lens = np.array([7, 2, 19]), np.array([5 * size, size + size // 2, size - 1])
     slots, grants = np.full((2, 3 * size), -9)
-    at = generations.ctypes.data, slots.ctypes.data, grants.ctypes.data
-    loops.list_slots(3, pages.ctypes.data, size, *at)
+    loops.list_slots(3, pages.ctypes.data, size, generations.ctypes.data, slots, grants)
     assert slots.tolist() == [page * size + offset for page in pages for offset in range(size)]
     assert grants.tolist() == (100 + pages).repeat(size).tolist()
-    loops.list_slots(3, pages.ctypes.data, size, 0, *at[1:])
+    loops.list_slots(3, pages.ctypes.data, size, 0, slots, grants)
     assert not grants.any()
-    slots[:], positions, rows = -9, *np.full((2, 3 * size), -9)
+    slots, grants, positions, rows = listed = np.full((4, 3 * size), -9)
     ends = np.ascontiguousarray(np.stack([np.arange(3), lens, pages], 1))
     last = zip(lens, pages, strict=True)
     behind = [[page * size + offset for offset in range(length % size, size)] for length, page in last]
-    found = loops.list_ends(3, ends.ctypes.data, size, *at, positions.ctypes.data, rows.ctypes.data)
+    found = loops.list_ends(3, ends.ctypes.data, size, generations.ctypes.data, listed)
     assert slots[:found].tolist() == [slot for own in behind for slot in own]
     assert grants[:found].tolist() == (100 + pages).repeat([*map(len, behind)]).tolist()
     assert rows[:found].tolist() == [row for row, own in enumerate(behind) for _ in own]
     assert positions[:found].tolist() == [n + i for n, own in zip(lens, behind, strict=True) for i in range(len(own))]
     assert (slots[found:] == -9).all()
+
+
+@pytest.mark.parametrize("grants", [[], [-1], [7, 8, 9]], ids=["none", "one", "each"])
+def test_slots_are_told_behind_those_that_a_place_has(grants):
+    """With a grant each, one for all or none; how many they are together, and no answer of before."""
+    live, slots, own, answers = np.full(1, -9), np.full(6, -9), np.full(6, -9), np.full(5, -9)
+    at = *(part.ctypes.data for part in (live, slots, own, answers)), 4
+    loops.tell_slots(*at, 2, np.array([5, 3, 4]), np.array(grants, np.int64))
+    assert (live.tolist(), slots.tolist(), answers.tolist()) == ([5], [-9, -9, 5, 3, 4, -9], [0, 0, 0, 0, -9])
+    told = {0: [-9] * 3, 1: grants * 3, 3: grants}[len(grants)]
+    assert own.tolist() == [-9, -9, *told, -9]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("damaged", [[], [3], [20], [9, 21], [3, 9, 20, 21]], ids=str)
+def test_parts_are_looked_at_together_and_named_one_by_one(device, damaged, monkeypatch):
+    """One launch over all of them, and each is told what was found of its own slots alone."""
+    pool, found = sealed(device), dict[str, list[int]]()
+    looks, launched = Looks(torch.device(device), at_once=False), []
+    run = looks._replays.run
+    monkeypatch.setattr(looks._replays, "run", lambda *told: (launched.append(told), run(*told)))
+    for slot in damaged:
+        rows = pool.rows.gather_layer(1, torch.tensor([slot], device=device))
+        pool.rows.scatter_layer(1, torch.tensor([slot], device=device), torch.full_like(rows, -1))
+    written = on_host(pool.expected[:, REQUEST_GENERATION] >> 32)
+    parts = {"null": ([4, 3, 9], None), "tail": ([30, 20], [20]), "granted": ([21, 22, 8, 7], [])}
+
+    def told(name: str, slots: np.ndarray) -> Callable[[torch.Tensor], list[Hit]]:
+        return lambda bits: found.update({name: slots[bits.any(1).numpy()].tolist()}) or []
+
+    for _ in range(2 * LINES):
+        asked = []
+        for name, (own, wrote) in parts.items():
+            slots = np.array(own)
+            grants = None if wrote is None else written[slots] + 1 - np.isin(slots, wrote)
+            asked.append((slots, grants, told(name, slots)))
+        looks.look_for_finite(pool, asked)
+        sent = sent_of(looks)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.clear()
+        sent.hits()
+        asks = {name: sorted(set(own) & set(damaged) - set(wrote or [])) for name, (own, wrote) in parts.items()}
+        assert {name: sorted(slots) for name, slots in found.items()} == {n: own for n, own in asks.items() if own}
+    assert [place for place, _ in launched[LINES:]] == [place for place, _ in launched[:LINES]]
 
 
 @pytest.mark.parametrize("where", [None, 0, 4, 5, 9])

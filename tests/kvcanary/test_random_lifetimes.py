@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcanary.accounting import account, audit
-from kvcanary.cards import NOWHERE, ROW_NUMBERS, RUN_CARD, RUN_CARDS, RUN_REQUESTS, RUN_ROWS
+from kvcanary.cards import NOWHERE, NUM_PUBLISHED, ROW_NUMBERS, RUN_CARD, RUN_CARDS, RUN_REQUESTS, RUN_ROWS
 from kvcanary.errors import LifetimeError
 from kvcanary.ledger import NO_PAGE, Ledger
 from kvcanary.pages import STATE_NAMES
@@ -343,6 +343,7 @@ class Player:
         assert ledger.generations.tolist() == model.generations
         assert [self.owner(page) for page in pages] == ledger.owners[1:].tolist()
         assert {page for page in pages if ledger.pages.published[page]} == model.cached
+        assert ledger.pages.book[NUM_PUBLISHED] == len(model.cached)
         for name, row in model.rows.items():
             request = ledger.request(name)
             assert (request.pages, request.final_pages) == (row, model.final[name])

@@ -545,7 +545,7 @@ def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
         ledger.grant(name, range(1 + 16 * number, 17 + 16 * number), 0)
     requests = list(ledger.requests.values())
     batch, twins = Batch(requests), [ReadQueue() for _ in requests]
-    slots, taken, said = np.empty(500, np.int64), np.empty(4 * 500, np.int64), np.empty(SLICE_SAID, np.int64)
+    slots, taken, said = np.empty(500, np.int64), np.empty((500, TAKEN), np.int64), np.empty(SLICE_SAID, np.int64)
     for step in range(1, 120):
         for request in requests:
             request.committed_len = min(60, request.committed_len + int(draws.integers(0, 3)))
@@ -564,6 +564,6 @@ def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
                     expected_ranges.append([number, max(start, first), end, read])
                     expected_slots += row[max(start, first) : end].tolist()
         assert slots[: said[SLICE_SLOTS]].tolist() == expected_slots
-        assert taken.reshape(-1, TAKEN)[: said[SLICE_RANGES]].tolist() == expected_ranges
+        assert taken[: said[SLICE_RANGES]].tolist() == expected_ranges
         assert said[SLICE_WAIT] == max((step - read for *_, read in expected_ranges), default=0)
         assert [request.reads[0].looks() for request in requests] == [twin.looks() for twin in twins]

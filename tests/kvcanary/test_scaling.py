@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fake_engine import FakeEngine
+from kvcanary.cards import NUM_PUBLISHED
 from kvcanary.checkpoint import take_checkpoint
 from kvcanary.hook_clock import HookClock
 from kvcanary.pages import Pages
@@ -104,8 +105,10 @@ def test_changes_are_the_pages_of_events() -> None:
     assert not len(pages.changes())
     pages.grant("granted", np.array([3, 5]), 7, 1, "one")
     pages.wrote(np.array([3]))
+    pages.wrote(np.array([5]))
     assert pages.changed
-    assert pages.changes().tolist() == [3, 5, 3]
+    assert pages.changes().tolist() == [3, 5, 3, 5]
+    pages.states[5] = RESERVED
     assert not pages.changed
     pages.grant("granted", np.array([9, 7, 8]), 7, 1, "one")
     pages.wrote(4 * np.array([9, 7, 7, 6]) + [0, 3, 1, 2], 4)  # nobody has granted 6
@@ -115,5 +118,7 @@ def test_changes_are_the_pages_of_events() -> None:
         pages.states[3] = pages.states[5]  # RESERVED: it may be written again
         pages.wrote(np.array([3]))
     assert set(pages.changes().tolist()) == {3}
+    pages.published[[5, 9]] = True
     pages.changed_everywhere()
     assert pages.changes().tolist() == list(range(LARGE))
+    assert pages.book[NUM_PUBLISHED] == 2

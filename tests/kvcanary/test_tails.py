@@ -115,7 +115,8 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
         pool.rows.scatter_layer(layer, torch.from_numpy(slots), torch.full_like(rows, -1))
     looks, grants = Looks(torch.device("cpu"), at_once=False), engine.canary._ledger.generations[slots // 16]
     for own in (grants, None):
-        looks.look_for_finite(pool, slots, lambda mismatch: asked.append(mismatch.any(1).numpy()) or [], own)
+        part = (slots, own, lambda mismatch: asked.append(mismatch.any(1).numpy()) or [])
+        looks.look_for_finite(pool, [part])
         looks.send().hits()
     assert 0 < len(unwritten) < 16
     assert slots[asked[0]].tolist() == unwritten.tolist()
@@ -140,17 +141,61 @@ def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monk
     """Slots and what plans call them stay side by side, whoever told of pages in between."""
     engine = make_engine(page_size=16)
     tails, pool, asked = engine.canary._checks.tails, engine.canary._state.by_name["target"], []
+    generations = engine.canary._ledger.generations
+    generations[:] = np.arange(len(generations))
 
     def unwritten(pool, slots, names):
         asked.append((slots.tolist(), names.tolist()))
-        return np.empty(0, np.int64)
+        return slice(1, None)
 
     monkeypatch.setattr(tails, "_unwritten", unwritten)
+    monkeypatch.setattr(tails, "_look", lambda *told: asked.append((told[1].tolist(), told[-1].tolist())))
     tails.granted([pool], [3], None)
     tails.granted([pool], [5, 4], np.arange(1000, 1032))
-    tails.look_at_granted(7)
+    tails.look(7, 8, None, set())
     page = [*range(48, 64)]
-    assert asked == [([*page, *range(80, 96), *range(64, 80)], [*page, *range(1000, 1032)])]
+    slots, names = [*page, *range(80, 96), *range(64, 80)], [*page, *range(1000, 1032)]
+    assert asked == [(slots, names), (slots[1:], [name // 16 for name in names[1:]])]
+
+
+def test_pages_of_a_group_are_told_with_what_plans_call_their_slots(make_engine):
+    """Where a slot map sends full pages there; else plans call them as pools do."""
+    engine = make_engine(page_size=16)
+    canary, tails = engine.canary, engine.canary._checks.tails
+    canary._poisoner.granted([5], 1, [9])
+    canary._poisoner.granted([6], 1)
+    for pages, renamed in tails._granted.values():
+        [(first, names)] = renamed
+        assert (pages.tolist(), first, names.tolist()) == ([5, 6], 0, [*range(144, 160)])
+
+
+@pytest.mark.parametrize("struck", ["granted", "null", "tail"])
+def test_a_device_looks_once_a_pool_and_step(make_engine, monkeypatch, struck):
+    """At what was granted, at the null page and at ends of rows; each finding has its own site."""
+    engine = make_engine(page_size=16)
+    engine.start("one", 20)
+    checks, page, asked = engine.canary._checks, engine.free_pages[7], []
+    tails, looks = checks.tails, Looks(torch.device("cpu"), at_once=False)
+    tails._asked, tails._is_host = looks, False
+    for pool in engine.canary._state.pools:
+        object.__setattr__(pool, "host", None)
+    look = looks.look_for_finite
+
+    def counted(pool, parts):
+        asked.append((pool.name, len(parts)))
+        return look(pool, parts)
+
+    monkeypatch.setattr(looks, "look_for_finite", counted)
+    put(engine, "target", {"granted": page * 16 + 3, "null": 5, "tail": tail_of(engine, "one")[-1]}[struck])
+    engine.canary.on_alloc("one", [page])
+    assert tails.look(16, 8, checks.sweeper.batch(), set()) == []
+    [hit] = looks.send().hits()
+    assert asked == [("target", 3), ("draft", 3)]
+    assert hit.site == {"granted": ("grant", 0), "null": ("sweep", 3), "tail": ("sweep", 2)}[struck]
+    assert tails.look(17, 8, None, set()) == []
+    assert looks.send() is None
+    assert tails.look(17, 8, checks.sweeper.batch(), set()) == []
+    assert asked[2:] == [("target", 1), ("draft", 1)]  # the null page
 
 
 @pytest.mark.parametrize("poison", ["finite", "off"])

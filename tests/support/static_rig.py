@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,8 +53,9 @@ class StaticRig:
         return self.bank.add("target", kind, index, buffers, **settings)
 
     def grant(self, uid: int, *pages: int, generation: int = 1) -> None:
-        values = ([generation] * len(pages), [uid] * len(pages), [FREE if uid == NO_OWNER else RESERVED] * len(pages))
-        self.state.set_pages(np.array(pages), *(np.array(own) for own in values))
+        state, where = self.state, list(pages)
+        state.generations[where], state.owners[where] = generation, uid
+        state.page_states[where] = FREE if uid == NO_OWNER else RESERVED
 
     def batch(self, rows: list[StaticRow], **changes: object) -> Batch:
         """The batch of these rows; `changes` replace whole tensors, given as lists."""

@@ -1,0 +1,134 @@
+"""The rolling check of a step: tails first, then bytes beside what comes next, and one end of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from kvcanary.config import share_of
+
+
+class Beside:
+    """Tells when somebody goes there, and when here follows."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        self.seen.append("there")
+        yield
+        self.seen.append("here")
+
+    def join(self) -> None:
+        self.seen.append("joined")
+
+
+@pytest.fixture
+def rolled(make_engine, monkeypatch):
+    """Checks of a running request, what a step has launched, in order, and looks that wait from tails on."""
+    engine, seen = make_engine(page_size=16), []
+    engine.start("one", 20)
+    checks = engine.canary._checks
+    looks, look, finds = checks.looks, checks.tails.look, []
+
+    def tails(*told):
+        seen.append("tails")
+        looks.waits = bool(finds)
+        return [*look(*told), "tail"]
+
+    def send():
+        looks.waits = False
+        seen.append("sent")
+
+    monkeypatch.setattr(looks, "beside", Beside(seen))
+    monkeypatch.setattr(looks, "send", send)
+    monkeypatch.setattr(checks.tails, "look", tails)
+    monkeypatch.setattr(checks.sweeper, "slice", lambda step, batch: seen.append(f"bytes of {batch.names}") or ["byte"])
+    monkeypatch.setattr(checks.cached, "slice", lambda step, stride: seen.append("cached") or ["cached"])
+    end = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(checks._marks, "take", lambda: seen.append("mark") or end)
+    checks.settle()
+    seen.clear()
+    return checks, seen, finds
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_slice_departs_in_one_go(rolled, waits, is_waited_for):
+    """The device goes beside once, and what ends there ends behind the step's forwards and tails too."""
+    checks, seen, finds = rolled
+    checks.step = 8
+    finds += ["look"] * waits
+    flight = checks.depart(is_waited_for)
+    assert seen == ["tails", "there", "bytes of ('one',)", "cached", "sent", "mark", "here"]
+    assert flight.hits == ["byte", "cached", "tail"]
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, is_full):
+    """Nothing of theirs runs beside; where nobody looks and the host waits by itself nothing is marked."""
+    checks, seen, finds = rolled
+    checks.step, checks.is_full = 9, is_full
+    finds += ["look"] * waits
+    flight = checks.depart(is_waited_for)
+    assert seen == ["tails"] + ["sent", "mark"] * (waits or not is_waited_for)
+    assert flight.hits == ["tail"]
+
+
+def test_a_host_that_waits_follows_what_runs_beside(rolled):
+    """Bytes that a step has read beside are over when its end is."""
+    checks, seen, _ = rolled
+    assert checks.roll(8) == ["byte", "cached", "tail"]
+    assert seen == ["tails", "there", "bytes of ('one',)", "cached", "here"]
+    seen.clear()
+    checks.looks.waits = True
+    checks.land()
+    assert seen == ["joined", "sent", "mark"]
+
+
+def test_a_slice_has_more_of_those_near_damage_and_none_of_those_who_were_read(make_engine, monkeypatch):
+    """Each row has its share, a hurried one all, one that attention has compared nothing; ended ones are no rows."""
+    engine, read = make_engine(page_size=16), []
+    engine.start("one", 20)
+    engine.start("two", 33)
+    checks = engine.canary._checks
+    checks.settle()
+    pool, sweeper = engine.canary._state.by_name["target"], checks.sweeper
+    monkeypatch.setattr(checks.looks, "look", lambda own, slots, judge: read.append((own.name, len(slots))) or [])
+    two = engine.canary._ledger.request("two")
+    lengths = [engine.canary._ledger.request(name).final_len(pool.pool_id) for name in ("one", "two")]
+    shares = [share_of(length, 8) for length in lengths]
+
+    def slots(step: int) -> int:
+        read.clear()
+        sweeper.slice(step, sweeper.batch())
+        return dict(read)["target"]
+
+    assert slots(100) == sum(shares)
+    sweeper.look_around(["one"])
+    assert slots(101) == lengths[0] + shares[1]
+    assert slots(102) == sum(shares)
+    sweeper.attend(pool, [two], 103)
+    assert slots(103) == shares[0]
+    two.released = True
+    assert slots(104) == shares[0]
+
+
+def test_an_interrupted_slice_loses_no_forward(rolled, monkeypatch):
+    """What was launched before is in the air."""
+    checks, _, _ = rolled
+
+    def interrupted(step, batch):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks.sweeper, "slice", interrupted)
+    checks.step = 8
+    with pytest.raises(KeyboardInterrupt):
+        checks.depart(False)
+    assert [flight.step for flight in checks._flights] == [8]
