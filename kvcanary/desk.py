@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvcanary.event_log import Event, EventLog
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger
-from kvcanary.recorder import LONG, Event
+from kvcanary.recorder import LONG
 from kvcanary.state import PoolState
 from kvcanary.tickets import HOST, NOTHING, Resource, Stream, Ticket, Tickets, Touched, Violation
 
@@ -23,7 +24,7 @@ class TicketDesk:
     """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
 
     note: is told of every call, its name and then its arguments
-    told: the same, where nobody can change these any more; LAID_OUT of what has another name there
+    log:  the same, where nobody can change these any more; LAID_OUT of what has another name there
     """
 
     def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
@@ -32,7 +33,7 @@ class TicketDesk:
         self.is_used = self.has_told = False  # told: a violation since somebody has judged it
         self.step = 0
         self.note: Note = _nobody
-        self.told: Note = _nobody
+        self.log = EventLog()
 
     def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
         """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
@@ -43,7 +44,7 @@ class TicketDesk:
         read, written = _named(reads) if reads else (), _named(writes) if writes else ()
         ticket = self._tickets.issue(what, stream, self._granted(read), self._granted(written))
         if len(read) + len(written) < LONG:
-            self.told("issued", what, stream, ticket.sequence, read, written)
+            self.log.append(("issued", what, stream, ticket.sequence, read, written))
         else:
             for event in issued(what, stream, ticket.sequence, read, written):
                 self.note(*event)
@@ -53,17 +54,17 @@ class TicketDesk:
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
         """What comes on this stream from now on runs behind the ticket's work."""
-        self.told("ticket_waits", str(stream), str(ticket.stream), ticket.sequence)
+        self.log.append(("ticket_waits", str(stream), str(ticket.stream), ticket.sequence))
         self._tickets.waits(stream, ticket)
 
     def follow(self, stream: Stream, other: Stream) -> None:
         """What comes on this stream from now on runs behind all of the other's: `waits`, for a mark issued there."""
         self.is_used = True
-        self.told("followed", stream, other, self._tickets.follow(stream, other))
+        self.log.append(("followed", stream, other, self._tickets.follow(stream, other)))
 
     def complete(self, ticket: Ticket) -> None:
         """The host has seen the work's event."""
-        self.told("ticket_complete", str(ticket.stream), ticket.sequence)
+        self.log.append(("ticket_complete", str(ticket.stream), ticket.sequence))
         if violations := self._tickets.complete(ticket):
             self._tell(violations)
 
@@ -77,7 +78,7 @@ class TicketDesk:
         if self.is_used:
             named = _named(resources) if resources else ()
             if len(named) < LONG:
-                self.told("used", what, stream, named, writes, tuple(requests))
+                self.log.append(("used", what, stream, named, writes, tuple(requests)))
             else:
                 for event in used(what, stream, named, writes, tuple(requests)):
                     self.note(*event)
@@ -86,12 +87,12 @@ class TicketDesk:
 
     def renew(self, buffer: str, generation: int) -> None:
         """A host buffer is taken for something else, and counts its generation up."""
-        self.told("ticket_renew", buffer, generation)
+        self.log.append(("ticket_renew", buffer, generation))
         self._tickets.renew(buffer, generation)
 
     def take(self, what: str, stream: Stream, buffer: str, generation: int) -> None:
         """`renew` it, and `use` it for a write on a stream, in one call."""
-        self.told("took", what, stream, buffer, generation)
+        self.log.append(("took", what, stream, buffer, generation))
         self._tickets.renew(buffer, generation)
         if self.is_used and (violations := self._tickets.use(what, stream, {buffer: generation}, writes=True)):
             self._tell(violations)
@@ -108,12 +109,12 @@ class TicketDesk:
             self.follow(stream, behind)
             return self.issue(what, stream, writes={buffer: generation})
         ticket, mark = fetch
-        self.told("fetched", what, stream, behind, buffer, generation, mark, ticket.sequence)
+        self.log.append(("fetched", what, stream, behind, buffer, generation, mark, ticket.sequence))
         return ticket
 
     def receive(self, ticket: Ticket, what: str, requests: Sequence[str] = ()) -> None:
         """The host has seen the work's event, and reads what it has written: `complete`, and `use` by the host."""
-        self.told("received", what, ticket, tuple(requests))
+        self.log.append(("received", what, ticket, tuple(requests)))
         if self._tickets.receive(ticket):
             return
         if violations := self._tickets.complete(ticket):

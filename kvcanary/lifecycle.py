@@ -62,7 +62,8 @@ class Lifecycle:
         self._checks.hits.watch = self.recorder.fired
         self._checks.judged, self._checks.proved = self.recorder.judged, self.recorder.proved
         self._checks.landing = self.recorder.captured.landing
-        self.tickets.note, self.tickets.told = self.recorder.note, self.recorder.told
+        self.tickets.note, self.tickets.log = self.recorder.note, self.recorder.log
+        self._log = self.recorder.log
 
     # requests
 
@@ -89,7 +90,8 @@ class Lifecycle:
         if len(request_ids) != len(token_ids):
             raise _not_one_each("tokens", request_ids, token_ids)
         batch, (counts, tokens) = self._ledger.batches[tuple(request_ids)], in_a_row(token_ids)
-        self.recorder.told_all("append_all", batch.names, counts, tokens)
+        self._log.append(("append_all", batch.names, counts, tokens))
+        self._log.ints += len(counts) + len(tokens)
         self._ledger.append(batch, counts, tokens, self.step)
 
     def commit(self, request_id: str, committed_len: int) -> None:
@@ -103,7 +105,8 @@ class Lifecycle:
         if self._open:
             raise self._not_closed("commit()")
         batch, lens = self._ledger.batches[tuple(request_ids)], array("q", committed_lens)
-        self.recorder.told_all("commit_all", batch.names, lens)
+        self._log.append(("commit_all", batch.names, lens))
+        self._log.ints += len(lens)
         self._checks.commit(batch, lens, self.step)
 
     # pages of one request
@@ -120,7 +123,9 @@ class Lifecycle:
         """The same for several requests, each named once, in one call; refused for all where one is refused."""
         if len(request_ids) != len(pages):
             raise _not_one_each("pages", request_ids, pages)
-        self.recorder.told_all("on_alloc_all", tuple(request_ids), *in_a_row(pages))
+        counts, granted = in_a_row(pages)
+        self._log.append(("on_alloc_all", tuple(request_ids), counts, granted))
+        self._log.ints += len(counts) + len(granted)
         self._grant(request_ids, pages)
 
     @recorded

@@ -9,7 +9,6 @@ many bytes.
 from __future__ import annotations
 
 import inspect
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from kvcanary.checkpoint import Books, Checkpoint, room_for_records, take_checkpoint
 from kvcanary.codes import UNWRITTEN
+from kvcanary.event_log import Event, EventLog, nowhere
 from kvcanary.intake import HitBatch
 from kvcanary.parcels import Parcel
 from kvcanary.recorder_captured import CapturedEvents
@@ -45,7 +45,6 @@ PARTS = 2  # segments that the steps asked for are cut into
 _PLAIN = frozenset({str, int, bool, float, type(None)})
 _NOTHING: tuple[()] = ()
 
-Event = tuple[Any, ...]  # its name, then its arguments
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -98,21 +97,22 @@ class Segment:
 class Recorder:
     """The ring of one manager; it records from `start` on, and nothing with 0 steps.
 
+    log:      where what happens is told
     maps:     pools behind a slot map, whose changes are events too
     captured: what is told of captured steps
     """
 
     def __init__(self, books: Books, steps: int, most_bytes: int = MOST_BYTES) -> None:
         self.books = books
-        self.steps, self.most_bytes, self.step = steps, most_bytes, 0
+        self.steps, self.most_bytes = steps, most_bytes
         self.segments: deque[Segment] = deque()
         self._most_newest = 0  # bytes of the newest segment, up to which `is_due` looks no closer
         self.maps: dict[str, tuple[Tensor, Any]] = {}
-        self._events: list[Event] = []
+        self.log = EventLog()
         self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
         self._closings: dict[str, Event] = {pool.view.name: ("close", pool.view.name) for pool in books.state.pools}
         self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
-        self.captured = CapturedEvents()
+        self.captured = CapturedEvents(self.segments, self.log)
         self._waiting: dict[int, RecordedForward] = {}
         self._parcels: dict[int, tuple[Parcel, int]] = {}
         self._num_parcels = 0
@@ -124,6 +124,7 @@ class Recorder:
     @property
     def num_bytes(self) -> int:
         """Of all segments, and of the memory that waits for those to come."""
+        self._count_arrays()
         return sum(segment.num_bytes for segment in self.segments) + sum(room.nbytes for room in self._rooms)
 
     def start(self, step: int) -> None:
@@ -138,26 +139,23 @@ class Recorder:
     def stop(self) -> None:
         """What was recorded is forgotten, and nothing more is until `start`."""
         self.segments.clear()
-        self.captured.segment = None
+        self.log.append = nowhere()
         self._rooms.clear()
         self._waiting.clear()
 
     # what happens
 
-    def begin_step(self, step: int) -> None:
-        self.step = step
-        self.told("begin_step", step)
-        self.captured.begin_step(step)
-
     def is_due(self, step: int) -> bool:
         """Whether behind this step `begins_segment`, or there may be no room and `tick` must look."""
         if not self.segments:
             return False
-        newest = self.segments[-1]  # whose `num_bytes` would be a call in every step
-        return step >= newest.end_step or newest.array_bytes + EVENT_BYTES * len(newest.events) > self._most_newest
+        newest, log = self.segments[-1], self.log  # whose `num_bytes` would be a call in every step
+        size = newest.array_bytes + INT_BYTES * log.ints + EVENT_BYTES * len(newest.events)
+        return step >= newest.end_step or size > self._most_newest
 
     def begins_segment(self, step: int) -> bool:
         """Whether one begins behind this step; once all that waits was judged."""
+        self._count_arrays()
         newest = self.segments[-1]
         return step >= newest.end_step or newest.num_bytes > newest.end_bytes
 
@@ -165,13 +163,14 @@ class Recorder:
         """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go, and
         leave their memory to it.
         """
+        self._count_arrays()
         while len(self.segments) > 1 and step - self.segments[1].checkpoint.step >= self.steps:
             gone = self.segments.popleft().checkpoint.records
             self._rooms += [] if gone is None else [gone.view(np.int64)]
         room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
         checkpoint = take_checkpoint(self.books, step, room)
         self.segments.append(Segment(checkpoint, -(-self.steps // PARTS), self._room))
-        self._events, self.captured.segment = self.segments[-1].events, self.segments[-1]
+        self.log.append = self._noted if self.maps else self.segments[-1].events.append
         self._limit_newest()
         for name, (slot_map, _) in self.maps.items():
             self.maps[name] = slot_map, None
@@ -192,6 +191,7 @@ class Recorder:
 
     def _limit_newest(self) -> None:
         """For `is_due`: the newest segment is another, or what lies beside it has become more or less."""
+        self._count_arrays()
         newest = self.segments[-1]
         self._most_newest = min(newest.end_bytes, self._room + newest.num_bytes - self.num_bytes)
 
@@ -201,22 +201,7 @@ class Recorder:
             return
         if not _PLAIN.issuperset(map(type, event)):
             event = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in event])
-        self.told(*event)
-
-    def told(self, *event: Any) -> None:
-        """As `note`, of plain arguments and short tuples of them, which are kept as they are."""
-        if self.segments:
-            if self.maps:
-                self.note_maps()
-            self._events.append(event)
-
-    def told_all(self, name: str, request_ids: tuple[str, ...], *arrays: array[int]) -> None:
-        """As `told`, of many requests at once, with arrays of 64-bit integers that nobody changes any more."""
-        if self.segments:
-            if self.maps:
-                self.note_maps()
-            self._events.append((name, request_ids, *arrays))
-            self.segments[-1].array_bytes += INT_BYTES * sum(map(len, arrays))
+        self.log.append(event)
 
     def opened(self, forward: Forward) -> None:
         """A forward was opened; its rows are known when it is judged."""
@@ -226,17 +211,17 @@ class Recorder:
             self.note_maps()
         recorded = RecordedForward(forward)
         self._waiting[id(forward)] = recorded
-        self._events.append(("forward", recorded))
+        self._tell(("forward", recorded))
 
     def closed(self, pool: str) -> None:
         """The open forward of this pool is closed."""
         if self.segments:
-            self._events.append(self._closings[pool])
+            self._tell(self._closings[pool])
 
     def stored_again(self, pool: str, layer: int) -> None:
         """A layer of the open forward of this pool has stored before, and does again."""
         if self.segments:
-            self._events.append(("store", pool, layer))
+            self._tell(("store", pool, layer))
 
     def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
         """These forwards were judged: their plans are kept, and the rows that are not as granted."""
@@ -292,7 +277,7 @@ class Recorder:
             now = slot_map.detach().cpu().numpy()
             where = np.arange(len(now)) if before is None else np.flatnonzero(now != before)
             if len(where):
-                self._events.append(("map", name, where, now[where].copy()))
+                self._tell(("map", name, where, now[where].copy()))
                 self.segments[-1].array_bytes += 16 * len(where)
                 self.maps[name] = slot_map, now.copy()
 
@@ -300,7 +285,7 @@ class Recorder:
         """What left has a number, by which the way back is known."""
         if self.segments:
             self._parcels[id(parcel)] = parcel, self._num_parcels
-            self._events.append(("parcel", self._num_parcels))
+            self._tell(("parcel", self._num_parcels))
             self._num_parcels += 1
             while len(self._parcels) > MOST_PARCELS:
                 del self._parcels[next(iter(self._parcels))]
@@ -312,6 +297,21 @@ class Recorder:
         return list(self._waiting.values())
 
     # helpers
+
+    def _count_arrays(self) -> None:
+        """Those of events that were told since."""
+        if self.segments:
+            self.segments[-1].array_bytes += INT_BYTES * self.log.ints
+        self.log.ints = 0
+
+    def _tell(self, event: Event) -> None:
+        """With slot maps as they were noted last; somebody records."""
+        self.segments[-1].events.append(event)
+
+    def _noted(self, event: Event) -> None:
+        """Behind what has changed in slot maps."""
+        self.note_maps()
+        self._tell(event)
 
     def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
         recorded = self._waiting.pop(id(forward), None)

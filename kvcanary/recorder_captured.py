@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from kvcanary.event_log import Event, EventLog
 from kvcanary.learning import Heard
 from kvcanary.recorder_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove, RecordedSeries
 from kvcanary_kernels.record import MASK_32
@@ -26,48 +27,17 @@ Site = tuple[str, int]
 Place = tuple["Segment", int]
 
 
-class StepEvents:
-    """What one step has launched.
-
-    step:      the low half of its number
-    launches:  in their order
-    moves:     by pool, where the event of the last one lies
-    departure: where the event lies; None: it has not departed
-    """
-
-    __slots__ = ("departure", "launches", "moves", "step")
-
-    def __init__(self, step: int) -> None:
-        self.step = step & MASK_32
-        self.launches: list[RecordedSeries] = []
-        self.moves: dict[str, Place] = {}
-        self.departure: Place | None = None
-
-    def last_launch(self, pool: str, site: Site) -> RecordedLaunch | None:
-        for launched in reversed(self.launches):
-            for number, substep in reversed([*enumerate(launched.series.substeps)]):
-                if substep.site == site and substep.pool.name == pool:
-                    return launched[number]
-        return None
-
-
 class CapturedEvents:
     """What a recorder has of captured steps; a `graphs.Listener`.
 
-    segment: to which events are added; None: nobody records
+    All is heard of what was launched, before another segment begins.
     """
 
-    def __init__(self) -> None:
-        self.segment: Segment | None = None
-        self._steps: deque[StepEvents] = deque(maxlen=KEPT_STEPS)
-        self._moves: deque[tuple[RecordedMove, Segment]] = deque()
+    def __init__(self, segments: deque[Segment], log: EventLog) -> None:
+        """`segments`: of the recording, none where nobody records; `log`: where it is told."""
+        self._segments, self._log = segments, log
+        self._moves: deque[RecordedMove] = deque()
         self._landing: int | None = None
-        self.begin_step(0)
-
-    def begin_step(self, step: int) -> None:
-        """What comes belongs to this step; what nobody will ask for any more is forgotten."""
-        self._now = StepEvents(step)
-        self._steps.append(self._now)
 
     def launched(
         self,
@@ -80,30 +50,19 @@ class CapturedEvents:
 
         What is returned comes back with what the host hears of them (`Launch`).
         """
-        segment = self.segment
-        if segment is None:
+        if not self._segments:
             return None
-        launched = RecordedSeries(series, requests, written, reads, segment)
+        launched, append = RecordedSeries(series, requests, written, reads), self._log.append
         for number in range(len(series.substeps)):
-            segment.events.append(("launch", launched, number))
-        self._now.launches.append(launched)
+            append(("launch", launched, number))
         return launched
 
     def launched_move(self, number: int, pool: str) -> None:
         """A move runs next. `number`: of those in the bank."""
-        segment, recorded = self.segment, RecordedMove(number)
-        if segment is None:
-            return
-        self._moves.append((recorded, segment))
-        self._now.moves[pool] = segment, len(segment.events)
-        segment.events.append(("captured_move", recorded))
-
-    def departed(self, step: int) -> None:
-        """All that the step has launched is on its way to the host."""
-        segment = self.segment
-        if segment is not None:
-            self._now.departure = segment, len(segment.events)
-            segment.events.append(("depart", step))
+        if self._segments:
+            recorded = RecordedMove(number, pool)
+            self._moves.append(recorded)
+            self._log.append(("captured_move", recorded))
 
     def landing(self, step: int | None) -> None:
         """What fires now was found by this step; None: by the one that runs."""
@@ -115,17 +74,38 @@ class CapturedEvents:
 
         None: it is the last one.
         """
-        if (own := self._of_step(step)) is not None:
-            if launch := own.last_launch(pool, site):
-                return launch.segment, launch.place
-            if site == MOVE_SITE and pool in own.moves:
-                return own.moves[pool]
-        landed = None if self._landing is None else self._of_step(self._landing)
-        return None if landed is None else landed.departure
+        found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
+        if found is None and self._landing is not None:
+            found = next((place for place, event in self._of_step(self._landing) if event[0] == "depart"), None)
+        return found
 
-    def _of_step(self, step: int) -> StepEvents | None:
-        """None: it is forgotten."""
-        return next((own for own in reversed(self._steps) if own.step == step & MASK_32), None)
+    def _last_launch(self, pool: str, site: Site, step: int) -> Place | None:
+        for place, (name, *told) in self._of_step(step):
+            if name == "launch" and told[0].is_of(told[1], pool, site):
+                return place
+        return None
+
+    def _last_move(self, pool: str, site: Site, step: int) -> Place | None:
+        for place, (name, *told) in self._of_step(step) if site == MOVE_SITE else ():
+            if name == "captured_move" and told[0].pool == pool:
+                return place
+        return None
+
+    def _of_step(self, step: int) -> list[tuple[Place, Event]]:
+        """The events of a step of which somebody may still ask, the last ones first."""
+        found, steps = list[tuple[Place, Event]](), 0
+        for segment in reversed(self._segments):
+            for number in range(len(segment.events) - 1, -1, -1):
+                event = segment.events[number]
+                if event[0] != "begin_step":
+                    found.append(((segment, number), event))
+                elif event[1] & MASK_32 == step & MASK_32:
+                    return found
+                elif (steps := steps + 1) == KEPT_STEPS:
+                    return []
+                else:
+                    found = []
+        return []
 
     # what the host hears
 
@@ -133,6 +113,7 @@ class CapturedEvents:
         launch: RecordedLaunch | None = run.record
         if launch is not None:
             launch.learn(forward, run.substep.layers)
+            self._count(launch.num_bytes)
 
     def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
         first, is_large = 0, len(numbers) > MOST_KEPT
@@ -141,37 +122,44 @@ class CapturedEvents:
             if launched is not None:
                 launched.heard = launch.step, numbers, first, tuple(map(_LAYERS, launched.series.substeps))
                 first += launched.num_kept
-                launched.segment.array_bytes += 8 * launched.num_kept
                 if is_large:
                     _pack(launched)
+                    self._count(sum(own.num_bytes for own in launched))
+        if not is_large:
+            self._log.ints += first
 
     def heard_one(self, run: Launched) -> None:
         launch: RecordedLaunch | None = run.record
         if launch is not None:
             launch.told, launch.layers = Heard.of(run), run.substep.layers
-            launch.segment.array_bytes += launch.num_bytes
             if launch.num_bytes > 8 * MOST_KEPT:
                 _pack([launch])
+            self._count(launch.num_bytes)
 
     def moved(self, src: Ints, dst: Ints) -> None:
         if self._moves:
-            recorded, segment = self._moves.popleft()
+            recorded = self._moves.popleft()
             recorded.src, recorded.dst = src, dst
-            segment.array_bytes += src.nbytes + dst.nbytes
+            self._count(src.nbytes + dst.nbytes)
 
     def noticed(self, hit: StaticHit) -> None:
-        own = self._of_step(hit.step) if hit.is_exact else None
-        launch = None if own is None else own.last_launch(hit.pool, hit.site)
-        if launch is None:
+        place = self._last_launch(hit.pool, hit.site, hit.step) if hit.is_exact else None
+        if place is None:
             return
+        segment, number = place
+        _, launched, which = segment.events[number]
+        launch = launched[which]
         if hit.code == "W9":
             launch.padding += ((hit.row, hit.entry, hit.slot),)
         elif hit.row >= 0 and hit.place >= 0:
             launch.strays += ((hit.row, hit.place, hit.slot),)
 
+    def _count(self, num_bytes: int) -> None:
+        """That the newest segment keeps besides."""
+        if self._segments:
+            self._segments[-1].array_bytes += num_bytes
+
 
 def _pack(launches: Iterable[RecordedLaunch]) -> None:
     for launch in launches:
-        launch.segment.array_bytes -= launch.num_bytes
         _ = launch.forward
-        launch.segment.array_bytes += launch.num_bytes

@@ -15,7 +15,6 @@ from kvcanary.learning import Heard
 if TYPE_CHECKING:
     from kvcanary.forward import Forward
     from kvcanary.learning import Learned
-    from kvcanary.recorder import Segment
     from kvcanary.series import Series
     from kvcanary.static import StaticSubstep
 
@@ -128,7 +127,7 @@ class RecordedForward:
 class RecordedSeries:
     """Captured forwards as the host launched them together; of each a `RecordedLaunch`, made when somebody asks.
 
-    written, reads: as of `CanaryManager.launch_all`;  segment, place: where the event of the first lies
+    written, reads: as of `CanaryManager.launch_all`
     num_kept: numbers that are kept of them, where all are clean
     heard:    then: the step's number, numbers that are kept of several, where their own begin, and the layers that each
               stored, in their order
@@ -138,25 +137,14 @@ class RecordedSeries:
         "_launches",
         "heard",
         "num_kept",
-        "place",
         "reads",
         "requests",
-        "segment",
         "series",
         "written",
     )
 
-    def __init__(
-        self,
-        series: Series,
-        requests: tuple[str, ...],
-        written: Sequence[int],
-        reads: Sequence[int],
-        segment: Segment,
-    ) -> None:
-        """Their events are the next ones of this segment."""
+    def __init__(self, series: Series, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]) -> None:
         self.series, self.requests, self.written, self.reads = series, requests, written, reads
-        self.segment, self.place = segment, len(segment.events)
         self.num_kept = series.num_kept + len(requests) * series.places
         self.heard: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
         self._launches: list[RecordedLaunch] | None = None
@@ -167,15 +155,17 @@ class RecordedSeries:
     def __iter__(self) -> Iterator[RecordedLaunch]:
         return iter(self.launches)
 
+    def is_of(self, number: int, pool: str, site: tuple[str, int]) -> bool:
+        """Whether this one of them is the forward of a site."""
+        substep = self.series.substeps[number]
+        return substep.site == site and substep.pool.name == pool
+
     @property
     def launches(self) -> list[RecordedLaunch]:
         """One for each, with what was heard."""
         if self._launches is None:
             told = zip(self.series.substeps, self.reads, strict=True)
-            self._launches = [
-                RecordedLaunch(substep, self.requests, self.written, reads, self.segment, self.place + number)
-                for number, (substep, reads) in enumerate(told)
-            ]
+            self._launches = [RecordedLaunch(substep, self.requests, self.written, reads) for substep, reads in told]
         if self.heard is not None:
             (step, numbers, first, layers), self.heard = self.heard, None
             n = len(self.requests)
@@ -189,7 +179,6 @@ class RecordedLaunch:
     """A captured forward of a `RecordedSeries`; what it read and wrote is there once the host has heard of it.
 
     number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
-    segment, place: where its event lies
     written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
     told:    what the host has heard of it; None: nothing yet
     layers:  that it stored, in their order
@@ -204,10 +193,8 @@ class RecordedLaunch:
         "layers",
         "number",
         "padding",
-        "place",
         "reads",
         "requests",
-        "segment",
         "strays",
         "told",
         "written",
@@ -217,17 +204,8 @@ class RecordedLaunch:
     strays: tuple[tuple[int, int, int], ...]
     padding: tuple[tuple[int, int, int], ...]
 
-    def __init__(
-        self,
-        substep: StaticSubstep,
-        requests: tuple[str, ...],
-        written: Sequence[int],
-        reads: int,
-        segment: Segment,
-        place: int,
-    ) -> None:
+    def __init__(self, substep: StaticSubstep, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
         self.number, self.requests, self.written, self.reads = substep.number, requests, written, reads
-        self.segment, self.place = segment, place
         self.told: RecordedForward | Learned | Heard | None = None
         self.accepted: list[list[int]] | None = None
         self.layers = self.again = self.strays = self.padding = ()
@@ -261,16 +239,15 @@ class RecordedLaunch:
                 packed.keep_wholes(rows)
         else:
             forward.keep()
-        self.segment.array_bytes += self.num_bytes
 
 
 class RecordedMove:
-    """A captured move; `src` and `dst` once the host has heard of it, [n] each."""
+    """A captured move in a pool; `src` and `dst` once the host has heard of it, [n] each."""
 
-    __slots__ = ("dst", "number", "src")
+    __slots__ = ("dst", "number", "pool", "src")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, pool: str) -> None:
+        self.number, self.pool = number, pool
         self.src: Ints | None = None
         self.dst: Ints | None = None
 

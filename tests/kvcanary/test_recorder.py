@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from array import array
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
+from kvcanary.event_log import EventLog
 from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
 from kvcanary_tools.bench.toy_engine import ToyEngine
@@ -275,19 +277,19 @@ def test_what_many_are_told_is_kept_as_it_was_told(count: int):
 
 def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     """The last launch of a site, a move, else the departure of the step that lands; what is heard is the launch's."""
-    recorded, segment, last = CapturedEvents(), SimpleNamespace(events=[], array_bytes=0), 3 * KEPT_STEPS
+    segment, log, last = SimpleNamespace(events=[], array_bytes=0), EventLog(), 3 * KEPT_STEPS
+    recorded, log.append = CapturedEvents(deque([segment]), log), segment.events.append
     substep = SimpleNamespace(
         number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,), num_kept=2
     )
     series = SimpleNamespace(substeps=(substep, substep), num_kept=4, places=0)
-    recorded.segment = segment
     for step in range(1, last + 1):
-        recorded.begin_step(step)
+        log.append(("begin_step", step))
         both = recorded.launched(series, ("only",), (1,), [5, 6])
         recorded.launched_move(0, "target")
-        recorded.departed(step)
+        log.append(("depart", step))
     for step in range(1, last + 1):
-        is_kept, end = step > last - KEPT_STEPS, 4 * step
+        is_kept, end = step > last - KEPT_STEPS, 5 * step
         asked = recorded.event_of("target", substep.site, step), recorded.event_of("target", MOVE_SITE, step)
         recorded.landing(step)
         landed = recorded.event_of("draft", substep.site, step)
@@ -303,8 +305,9 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     for most in (9, 8):
         monkeypatch.setattr("kvcanary.recorder_captured.MOST_KEPT", most)
         assert packed == []
-        segment.array_bytes = 0
+        log.ints = segment.array_bytes = 0
         recorded.heard(launched, numbers := array("q", range(9)))
+        assert 8 * log.ints + segment.array_bytes == 8 * len(numbers)
     assert packed == [both, one]
     substep.layers = ()
     assert [launch.told for launch in (*both, *one)] == [
@@ -314,7 +317,6 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     ]
     assert [*both] == launches
     assert [(launch.reads, launch.layers) for launch in launches] == [(5, (0,)), (6, (0,))]
-    assert segment.array_bytes == 8 * len(numbers)
 
 
 def test_recording_changes_no_certificate():

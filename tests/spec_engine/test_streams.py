@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,7 +57,7 @@ def test_what_the_host_has_waited_for_nobody_waits_for_again():
     """The desk is told once that the copy is over; a side stream comes behind it without a word."""
     canary, told = armed_canary(), []
     streams = Streams(CPU, canary.tickets)
-    canary.tickets.told = lambda name, *args: told.append(name)
+    canary.tickets.log = SimpleNamespace(append=lambda event: told.append(event[0]))
     event = streams.side("copies").submit("load", lambda: None, writes=[3])
     for stream in (streams.host, streams.host, streams.side("others"), streams.main):
         stream.wait(event)
