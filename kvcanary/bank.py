@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,7 +185,8 @@ class SubstepBank:
 
     def arm(self) -> None:
         """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""
-        self._expect_closed("arm()")
+        if self.shared.opened:
+            raise self._not_closed("arm()")
         self._is_armed = True
         self._headers.zero_()
         self._seen.fill(0)
@@ -250,7 +250,8 @@ class SubstepBank:
                   run: all headers go in one small copy. Nobody waits for it
         once, cards: as in the `Snapshot`
         """
-        self._expect_closed("harvest()")
+        if self.shared.opened:
+            raise self._not_closed("harvest()")
         planned, unknown, headers = self._planned, _NO_NUMBERS, None
         self._planned = array("q", bytes(8 * len(planned)))
         if self._reads_unknown:
@@ -357,10 +358,8 @@ class SubstepBank:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site
                 harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
 
-    def _expect_closed(self, what: str) -> None:
-        if any(map(_IS_OPEN, self._in_order)):
-            substep = next(substep for substep in self._in_order if substep.is_open)
-            raise HookOrderError(f"{what} must wait for close() of {substep}")
+    def _not_closed(self, what: str) -> HookOrderError:
+        return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
 
 
 def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
@@ -371,5 +370,4 @@ def _nobody() -> None:
     """Who publishes pages where nobody keeps books of them."""
 
 
-_IS_OPEN = attrgetter("is_open")
 _NO_NUMBERS: frozenset[int] = frozenset()

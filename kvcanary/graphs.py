@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -156,7 +157,7 @@ class StaticChecks:
         self._final_card, self._loops = ledger.pages.final_card, state.pools[0].loops
         self.bank = SubstepBank(state)
         self.bank.publish = partial(state.publish, ledger.pages)
-        self._singles = Singles(self.bank.shared)
+        self._singles = Singles(replace(self.bank.shared, opened=set()))
         self._hearing: Hearing | None = None
         self._num_heard, self._seen = 0, self.bank.seen  # of the runs that land: those before the rules begin
         self.launched: list[Launch] = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from kvcanary_kernels.settle import NUM_RUNS
 from kvcanary_kernels.table import PageTable
 from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT
 
+if TYPE_CHECKING:
+    from kvcanary.static import StaticSubstep
+
 PLANNED, READ = range(2)  # sides of a header: codes of the plan, codes of what was read
 HEADER = 2 * NUM_BITS + NUM_RUNS
 
@@ -36,12 +39,14 @@ class Shared:
     step:   [1] int64, the running engine step in the low 32 bits, and above them the turn: how many have begun
     claims: by pool, [num_slots] int64 (plan)
     beside: where operations run for which no body waits
+    opened: substeps between open() and close()
     """
 
     state: CanaryState
     step: Tensor
     claims: dict[str, Tensor]
     beside: Beside
+    opened: set[StaticSubstep] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

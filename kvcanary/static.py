@@ -35,7 +35,7 @@ class StaticSubstep:
     number:  of the substep in its bank; None: its forward comes once
     layers:  that the body has stored, in its order
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
-    width:   rows a request;  is_open: between open() and close()
+    width:   rows a request
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
@@ -75,12 +75,18 @@ class StaticSubstep:
         keys, self._num_read = settings.read_keys, 0
         self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
         self._stores: int | None = None  # that a body has when it runs; None: none has run yet
-        self.is_open = self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
+        self._opened = shared.opened
+        self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
         self._line_card = line_card(self)
         self.line_card_at = self._line_card.buffer_info()[0]
 
     def __str__(self) -> str:
         return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is between open() and close()."""
+        return self in self._opened
 
     @property
     def judges_bytes(self) -> bool:
@@ -98,7 +104,8 @@ class StaticSubstep:
             raise HookOrderError(f"open() must follow close(): {self} is open")
         if self.is_postponed and not self._is_admitted:
             raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
-        self.is_open, self._has_sealed, self._has_looked, self._has_judged = True, False, False, False
+        self._has_sealed = self._has_looked = self._has_judged = False
+        self._opened.add(self)
         self.layers = ()
         self._num_read = 0
         if self.is_postponed:
@@ -178,7 +185,8 @@ class StaticSubstep:
             raise HookOrderError(
                 f"reads() must come once for each of {self._num_layers} layers: {self} was read {self._num_read} times"
             )
-        self.is_open, self._stores = False, len(self.layers)
+        self._opened.remove(self)
+        self._stores = len(self.layers)
         if self.is_postponed:
             self._beside.postpone(self.pool.name, self._plan_and_seal, self._judge_rows, self._count)
         elif not self._has_judged:
@@ -194,7 +202,7 @@ class StaticSubstep:
         What it sealed and did not store is R12 to whoever reads it; what was expected of it is H1.
         """
         if self.is_open:
-            self.is_open = False
+            self._opened.remove(self)
             if not self.is_postponed:
                 with self._beside.behind():
                     self._look()
