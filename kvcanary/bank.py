@@ -261,7 +261,8 @@ class SubstepBank:
             headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
         if self._expected:
             self._expected.clear()
-        return Snapshot(headers, once, planned, unknown, launches, array("q") if cards is None else cards)
+        own = headers, once, planned, unknown, launches, array("q") if cards is None else cards
+        return tuple.__new__(Snapshot, own)  # as `Snapshot(*own)`, without a call
 
     def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
         """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.

@@ -160,14 +160,17 @@ class StepChecks:
         while self._flights and (last is None or not last.has_landed):
             self._land()
 
-    def land_before(self, turn: int) -> None:
-        """Judge what would be lost when forwards run in this turn, be steps between them without any."""
-        last, since = None, turn - IN_THE_AIR
-        for flight in self._flights:
-            if flight.turn is not None and flight.turn < since:
-                last = flight
-        if last is not None:
-            self.land(last)
+    def begin_step(self, step: int) -> None:
+        """This one runs. What its forwards would overwrite is judged first, be steps between them without any."""
+        self.step, static = step, self.static
+        if static is not None:
+            last, since = None, static.bank.turn + 1 - IN_THE_AIR
+            for flight in self._flights:
+                if flight.turn is not None and flight.turn < since:
+                    last = flight
+            if last is not None:
+                self.land(last)
+            static.bank.begin_step(step)
 
     @property
     def compares_moves(self) -> bool:
@@ -216,8 +219,9 @@ class StepChecks:
 
         The longest in the air, and where somebody interrupts the host as it waits it stays there.
         """
-        self._marks.wait(self._flights[0])
-        flight = self._flights.popleft()
+        if (flight := self._flights[0]).over is not None or not flight.is_over:
+            self._marks.wait(flight)
+        self._flights.popleft()
         hits, static, told = flight.hits, self.static, flight.told
         proves = self.oracle is None
         if (
@@ -307,11 +311,12 @@ class StepChecks:
 
     def _look_at_tails(self, step: int) -> tuple[Batch | None, list[Hit | HitBatch]]:
         """The running requests, where a slice of their bytes is due, and what is known of tails at once."""
-        if not self._rereads:
+        sweeper, tails = self.sweeper, self.tails
+        is_due = not step % sweeper.stride or len(sweeper.hurried) > 0  # after a finding, too
+        if not self._rereads or not (is_due or self.is_full or tails.has_new_pages):
             return None, []
-        is_due = self.sweeper.is_due(step)
-        batch = self.sweeper.batch() if is_due or self.is_full else None
-        hits = self.tails.look(step, self.sweeper.stride, batch, self.sweeper.hurried)
+        batch = sweeper.batch() if is_due or self.is_full else None
+        hits = tails.look(step, sweeper.stride, batch, sweeper.hurried)
         return batch if is_due else None, hits
 
     def _read_slice(self, step: int, batch: Batch) -> list[Hit | HitBatch]:

@@ -33,6 +33,7 @@ from kvcanary.cards import (
     SAID_END,
     SAID_PLACE,
     SAID_RUNS,
+    SAID_SEEN,
 )
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
@@ -230,7 +231,8 @@ class StaticChecks:
             moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
             self.moves = []
         if not self._has_singles:
-            return Told(step, launches, moved, self.bank.snapshot(launches, (), cards), num_kept)
+            own = step, launches, moved, self.bank.snapshot(launches, (), cards), num_kept
+            return tuple.__new__(Told, own)  # as `Told(*own)`, without a call
         launches, cards = self._keep_open(launches, cards)
         once = [
             (run.substep, run.line[HEADER_PART]) for run in runs_of(launches) if isinstance(run.substep, OnceSubstep)
@@ -254,21 +256,27 @@ class StaticChecks:
 
         Else `learn`, `learn_moves`, `harvest` and `finalise` go on from where it has come to. Copies are over.
         """
-        launches, snapshot, hearing = told.launches, told.snapshot, self._hearing
+        launches, (headers, once, planned, _, _, cards), hearing = told.launches, told.snapshot, self._hearing
         self._num_heard = 0
-        if not launches or told.moves or snapshot.once or snapshot.headers is not None:
+        if not launches or told.moves or once or headers is not None:
             return False
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        said, kept = hearing.said, array("q", bytes(8 * told.num_kept))
-        if not hearing.land_quiet(launches, snapshot.cards, snapshot.planned, proves, self._seen, kept):
+        said, kept, num_runs = hearing.said, array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
+        own = cards.buffer_info()[0], hearing.books_at, planned.buffer_info()[0], proves
+        out = kept.buffer_info()[0], hearing.said_at
+        if not hearing.loop(num_runs, *own, *self._seen, *hearing.final, *out):
             self._num_heard = said[SAID_END]
             return False
+        if said[SAID_SEEN] >> RUN_BITS:
+            hearing.take(launches, cards)
+        else:
+            mirror.heard(0)
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
             self.listener.heard(launches, kept)
-        self._coverage.forwards += len(snapshot.cards) // RUN_CARD
+        self._coverage.forwards += num_runs
         self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
         if said[SAID_PLACE] != NOWHERE or self._final_card[NUM_FINAL]:
             self._finalise_from(told, said[SAID_PLACE])

@@ -15,7 +15,6 @@ from kvcanary.cards import (
     RUN_CARD,
     RUN_SEEN,
     SAID,
-    SAID_SEEN,
 )
 from kvcanary.learning import Launch, Launched, runs_of
 from kvcanary.mirror import Mirror
@@ -25,18 +24,21 @@ from kvcanary.static import SAFE
 
 
 class Hearing:
-    """Runs of captured forwards, heard of in their order with what is true of pages and records."""
+    """Runs of captured forwards, heard of in their order with what is true of pages and records.
+
+    loop:     `loops.land_quiet`;  said: how far it came;  books_at, final, said_at: of its arguments
+    """
 
     def __init__(self, state: CanaryState, pages: Pages, mirror: Mirror) -> None:
         self._pages, self._mirror, self._loop = pages, mirror, state.pools[0].loops.hear_runs
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
-        self._books_at = self._books.buffer_info()[0]
-        self._land, self.said = state.pools[0].loops.land_quiet, array("q", bytes(8 * SAID))
-        self._said_at, self._page_size = self.said.buffer_info()[0], state.page_size
+        self.loop, self.said = state.pools[0].loops.land_quiet, array("q", bytes(8 * SAID))
+        self.books_at, self._page_size = self._books.buffer_info()[0], state.page_size
+        self.said_at, self.final = self.said.buffer_info()[0], (state.page_size, pages.final_at)
 
     def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
         """`loops.hear_runs`, with room for it; `cards`: of all of them."""
-        told = first, len(runs), cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves
+        told = first, len(runs), cards.buffer_info()[0], self.books_at, planned.buffer_info()[0], proves
         end: int = self._loop(*told)
         if end == first:
             batch, accepted = runs[first].batch, runs[first].accepted
@@ -44,30 +46,10 @@ class Hearing:
             end = self._loop(*told)
         return end
 
-    def land_quiet(
-        self,
-        launches: Sequence[Launch],
-        cards: array[int],
-        planned: array[int],
-        proves: bool,
-        seen: tuple[int, int, int],
-        kept: array[int],
-    ) -> bool:
-        """`loops.land_quiet`, which leaves in `said` how far it came; `seen`: as it takes headers.
-
-        Then pages are written, and the mirror knows where new records lie.
-        """
-        num_runs = len(cards) // RUN_CARD
-        told = num_runs, cards.buffer_info()[0], self._books_at, planned.buffer_info()[0], proves, *seen
-        out = self._pages.final_at, kept.buffer_info()[0], self._said_at
-        if not self._land(*told, self._page_size, *out):
-            return False
-        if self.said[SAID_SEEN] >> RUN_BITS:
-            for number, run in enumerate(runs_of(launches)):
-                self.is_clean(run, cards[RUN_CARD * number + RUN_SEEN] >> RUN_BITS)
-        else:
-            self._mirror.heard(0)
-        return True
+    def take(self, launches: Sequence[Launch], cards: array[int]) -> None:
+        """`is_clean` of runs that all are."""
+        for number, run in enumerate(runs_of(launches)):
+            self.is_clean(run, cards[RUN_CARD * number + RUN_SEEN] >> RUN_BITS)
 
     def is_clean(self, run: Launched, seen: int) -> bool:
         """Whether nothing is left to the rules: then pages are written, and the mirror knows where new records lie."""

@@ -77,11 +77,8 @@ class CanaryManager(Answering):
         if step <= self.step and self._coverage.forwards:
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self._log.append(("begin_step", step))
-        self.step = self.tickets.step = self._checks.step = step
-        static = self._static
-        if static is not None:
-            self._checks.land_before(static.bank.turn + 1)
-            static.bank.begin_step(step)
+        self.step = self.tickets.step = step
+        self._checks.begin_step(step)
         if self._ledger.quarantined.waiting:
             self._ledger.leave_quarantine(step, self._quarantine)
 
@@ -145,7 +142,8 @@ class CanaryManager(Answering):
             raise self._not_closed("hear()")
         self._log.append(("hear", flight.step))
         flight.is_over = True  # but for looks
-        self._checks.land(flight)
+        if not flight.has_landed:
+            self._checks.land(flight)
         doomed = self._conclude()
         if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
             raise self._error
@@ -278,7 +276,9 @@ class CanaryManager(Answering):
         if self.step >= self._stats.due:
             self._refresh()
             self._stats.tick(self.step, self._coverage)
-        doomed = self._act()
+        doomed = self.doomed
+        if doomed or self._checks.hits.groups:
+            doomed = self._act()
         if self._dumper.is_asked:
             self._dumper.tick()
         if self.recorder.is_due(self.step):

@@ -33,7 +33,8 @@ _is_over = attrgetter("released")
 class Sweeper:
     """Plans on the host which committed slots are read again, oldest look first.
 
-    stride: steps from slice to slice
+    stride:  steps from slice to slice; with a budget of the user's every step has one
+    hurried: requests of which the next slice reads all
     """
 
     def __init__(self, state: CanaryState, ledger: Ledger, budget: int | None, looks: Looks) -> None:
@@ -48,10 +49,6 @@ class Sweeper:
         self._said_at = self._said.buffer_info()[0]
         self.bytes_read = 0
         self.longest_wait = 0
-
-    def is_due(self, step: int) -> bool:
-        """Whether this step has a slice: all have with a budget of the user's, and those after a finding."""
-        return step % self.stride == 0 or bool(self.hurried)
 
     def look_around(self, request_ids: Iterable[str]) -> None:
         """Something was found near these requests' bytes: the next slice reads all of them."""

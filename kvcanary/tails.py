@@ -41,6 +41,7 @@ class Tails:
     """Looks at null pages in turn, at what is unwritten of new pages, and at a row's end when its last page changes.
 
     is_on: whether anything is looked at
+    has_new_pages: whether some were granted since the last look
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Tails:
         self._is_host = state.records.device.type == "cpu"
         self._formats = [np.array(formats_of(pool.rows), np.int64) for pool in state.pools]
         self._granted: dict[int, Granted] = {}  # by pool
+        self.has_new_pages = False
         self._parts: dict[int, list[Part]] = {}  # of the look that comes next, by pool
         self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, the first of them, and how many
         self._room = array("q")  # for ends of rows
@@ -72,6 +74,7 @@ class Tails:
         """
         if not self.is_on or not len(pages) or self._state.page_size == 1:  # no row ends within a page of one slot
             return
+        self.has_new_pages = True
         for pool in pools:
             if pool.pool_id not in self._granted:
                 self._granted[pool.pool_id] = array("q"), []
@@ -86,9 +89,7 @@ class Tails:
         batch:   of one of a look every `stride` steps, which comes now; None: none does
         hurried: requests near whose bytes something was found
         """
-        if not self._granted and batch is None:
-            return []
-        granted, self._granted = self._granted, {}
+        granted, self._granted, self.has_new_pages = self._granted, {}, False
         for pool_id, own in granted.items():
             self._look_at_granted(self._state.pools[pool_id], own, step)
         if batch is not None:

@@ -240,8 +240,12 @@ class Steps:
     def land_at_once(self, runs: list[Launched], cards: array) -> tuple[bool, list[int]]:
         """Whether the step was quiet, and what is kept of it."""
         kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
-        launches = [SimpleNamespace(runs=lambda: iter(runs))]
-        return self.world.hearing.land_quiet(launches, cards, self.planned, True, self.headers, kept), kept.tolist()
+        hearing, launches = self.world.hearing, [SimpleNamespace(runs=lambda: iter(runs))]
+        own = len(runs), cards.buffer_info()[0], hearing.books_at, self.planned.buffer_info()[0], True
+        is_quiet = hearing.loop(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
+        if is_quiet:
+            hearing.take(launches, cards)
+        return is_quiet, kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""

@@ -71,14 +71,20 @@ def test_a_slice_departs_in_one_go(rolled, waits, is_waited_for):
 @pytest.mark.parametrize("is_waited_for", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("is_full", [False, True])
-def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, is_full):
-    """Nothing of theirs runs beside; where nobody looks and the host waits by itself nothing is marked."""
+@pytest.mark.parametrize("has_new_pages", [False, True])
+def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, is_full, has_new_pages):
+    """Nothing of theirs runs beside; where nobody looks and the host waits by itself nothing is marked.
+
+    Tails are looked at where a page is new, and in every step that reads all bytes.
+    """
     checks, seen, finds = rolled
-    checks.step, checks.is_full = 9, is_full
+    checks.step, checks.is_full, checks.tails.has_new_pages = 9, is_full, has_new_pages
     finds += ["look"] * waits
+    looks = is_full or has_new_pages
+    waits = waits and looks
     flight = checks.depart(is_waited_for)
-    assert seen == ["tails"] + ["sent", "mark"] * (waits or not is_waited_for)
-    assert flight.hits == ["tail"]
+    assert seen == ["tails"] * looks + ["sent", "mark"] * (waits or not is_waited_for)
+    assert flight.hits == ["tail"] * looks
 
 
 def test_a_host_that_waits_follows_what_runs_beside(rolled):
