@@ -9,7 +9,8 @@ earlier grant of its page, or to what a host buffer held before it was taken aga
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvcanary.pages import Array
 
@@ -47,8 +48,7 @@ class Violation:
     code: str = "O1"
 
 
-@dataclass(eq=False, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """One piece of asynchronous work; nobody changes it.
 
     number:     of its stream
@@ -68,18 +68,6 @@ class Ticket:
 
     def __str__(self) -> str:
         return f"{self.what!r} (stream {self.stream}, sequence {self.sequence})"
-
-
-@dataclass(slots=True)
-class _Accesses:
-    """Work in flight on one resource: the last write, and by stream the last read since."""
-
-    write: Ticket | None = None
-    reads: dict[Stream, Ticket] = field(default_factory=dict)
-
-    def conflicts(self, writes: bool) -> list[Ticket]:
-        found = [] if self.write is None else [self.write]
-        return [*found, *self.reads.values()] if writes and self.reads else found
 
 
 class _Streams(dict[Stream, int]):
@@ -107,7 +95,8 @@ class Tickets:
         self.buffers: dict[str, int] = {}  # generations of host buffers that have one
         self._streams = _Streams()
         self._clocks = self._streams.clocks
-        self._in_flight: dict[Resource, _Accesses] = {}
+        self._writes: dict[Resource, Ticket] = {}  # in flight: the last one of each
+        self._reads: dict[Resource, dict[Stream, Ticket]] = {}  # the last one of each stream since
 
     def issue(self, what: str, stream: Stream, reads: Touched = NOTHING, writes: Touched = NOTHING) -> Ticket:
         """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for.
@@ -123,9 +112,10 @@ class Tickets:
         clocks[number] = clock
         ticket = Ticket(what, stream, number, sequence, reads, writes, clock, tuple(found))
         for resource in reads:
-            self._in_flight.setdefault(resource, _Accesses()).reads[stream] = ticket
+            self._reads.setdefault(resource, {})[stream] = ticket
         for resource in writes:
-            self._in_flight[resource] = _Accesses(ticket)
+            self._writes[resource] = ticket
+            self._reads.pop(resource, None)
         return ticket
 
     def waits(self, stream: Stream, ticket: Ticket) -> None:
@@ -151,7 +141,7 @@ class Tickets:
 
         As `renew`, `follow` and `issue`, which find nothing then. None where something is in flight: nothing was done.
         """
-        if buffer in self._in_flight:
+        if buffer in self._writes or buffer in self._reads:
             return None
         self.buffers[buffer] = generation
         number, other, clocks = self._streams[stream], self._streams[behind], self._clocks
@@ -160,8 +150,8 @@ class Tickets:
         clock = [*map(max, clocks[number], seen)]
         clock[number] += 1
         clocks[other], clocks[number] = seen, clock
-        ticket = Ticket(what, stream, number, clock[number], NOTHING, {buffer: generation}, clock)
-        self._in_flight[buffer] = _Accesses(ticket)
+        own = what, stream, number, clock[number], NOTHING, {buffer: generation}, clock, ()
+        ticket = self._writes[buffer] = tuple.__new__(Ticket, own)  # as `Ticket(*own)`, without a call
         return ticket, seen[other]
 
     def receive(self, ticket: Ticket) -> bool:
@@ -169,11 +159,10 @@ class Tickets:
         if ticket.reads or not ticket.writes.items() <= self.buffers.items():
             return False
         for buffer in ticket.writes:
-            accesses = self._in_flight.get(buffer)
-            if accesses is None or accesses.write is not ticket or accesses.reads:
+            if self._writes.get(buffer) is not ticket or buffer in self._reads:
                 return False
         for buffer in ticket.writes:
-            del self._in_flight[buffer]
+            del self._writes[buffer]
         self.waits(HOST, ticket)
         return True
 
@@ -191,12 +180,11 @@ class Tickets:
         """An access that leaves nothing in flight, such as the host's own."""
         outdated = self._outdated(touched)
         found = [_too_late(f"{what!r} on stream {stream}", stream, *one) for one in outdated] if outdated else []
-        if self._in_flight.keys().isdisjoint(touched):
+        if self._writes.keys().isdisjoint(touched) and self._reads.keys().isdisjoint(touched):
             return found
         clock, host = self._clocks[self._streams[stream]], self._clocks[0]
         for resource in touched:
-            accesses = self._in_flight.get(resource)
-            for ticket in () if accesses is None else accesses.conflicts(writes):
+            for ticket in self._conflicts(resource, writes):
                 if clock[ticket.number] < ticket.sequence > host[ticket.number]:
                     sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
                     found.append(Violation(resource, stream, ticket, sentence))
@@ -209,8 +197,14 @@ class Tickets:
             for violation in self.use("free", stream, pages, writes=True)
         ]
         for page in pages:
-            self._in_flight.pop(page, None)
+            self._writes.pop(page, None)
+            self._reads.pop(page, None)
         return found
+
+    def _conflicts(self, resource: Resource, writes: bool) -> list[Ticket]:
+        """Work in flight there that an access must have waited for."""
+        found = [] if (write := self._writes.get(resource)) is None else [write]
+        return [*found, *self._reads.get(resource, {}).values()] if writes else found
 
     def _outdated(self, touched: Touched) -> Sequence[tuple[Resource, int, int | None]]:
         """What is in another generation than the access was planned for: the resource, that one, and now's."""
@@ -227,16 +221,14 @@ class Tickets:
 
     def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
         """The ticket is no longer in flight there; False where a later access or a free has taken its place."""
-        accesses = self._in_flight.get(resource)
-        if accesses is None:
-            return False
-        was_read, was_write = accesses.reads.get(ticket.stream) is ticket, accesses.write is ticket
+        reads = self._reads.get(resource, {})
+        was_read, was_write = reads.get(ticket.stream) is ticket, self._writes.get(resource) is ticket
         if was_read:
-            del accesses.reads[ticket.stream]
+            del reads[ticket.stream]
+            if not reads:
+                del self._reads[resource]
         if was_write:
-            accesses.write = None
-        if not accesses.write and not accesses.reads:
-            del self._in_flight[resource]
+            del self._writes[resource]
         return was_read or was_write
 
 
