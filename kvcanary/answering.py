@@ -124,6 +124,8 @@ class Answering(Launching):
         self._coverage.max_unread_steps = max(self._coverage.max_unread_steps, *waits)
 
     def _count_reads(self) -> None:
+        if self._static is not None:
+            self._static.count_quiet()
         for sweep in (self._checks.sweeper, self._checks.cached):
             self._coverage.bytes_checked += sweep.bytes_read
             sweep.bytes_read = 0

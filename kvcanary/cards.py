@@ -189,14 +189,18 @@ LEFT_TO_RULES, PAGES_FRESH, REWRITES, LINE_BITS = 1, 2, 4, 3
 HAS_RUN, IS_SHORT, RUN_BITS = 1, 2, 2
 PLACE_BITS = 32  # of a request's number in a run
 
-#: What `loops.land_quiet` says of a step, [SAID].
+#: What `loops.land_quiet` answers of a step: it is left to the rules, all of it is done, or pages have still to follow.
+NOT_QUIET, ALL_DONE, HAS_MORE = range(3)
+#: What it says besides, [SAID].
 (
     SAID_END,  # of the runs that were heard of
     SAID_SEEN,  # of any of them, as RUN_SEEN has it, without numbers of entries
     SAID_PLACE,  # where `loops.land_runs` stands
     SAID_RUNS,  # [NUM_RUNS], what has run
 ) = range(4)
-SAID = SAID_RUNS + 3
+SAID_SUMS = SAID_RUNS + 3  # of all quiet steps, since somebody has counted them:
+SUM_FORWARDS, SUM_ENTRIES, SUM_READS, SUM_WRITERS, SUMS = range(5)  # the last: steps that wrote
+SAID = SAID_SUMS + SUMS
 
 #: What a loop says of forwards that are not clean.
 PLANS_WRONG, READS_WRONG = 1, 2

@@ -15,10 +15,11 @@ import torch
 from kvcanary.bank import Snapshot, SubstepBank
 from kvcanary.captured_move import StaticMove
 from kvcanary.cards import (
+    HAS_MORE,
     HAS_RUN,
     IS_SHORT,
+    NOT_QUIET,
     NOWHERE,
-    NUM_FINAL,
     PLACE_BITS,
     ROW_CHAINS,
     ROW_COMMITTED,
@@ -30,10 +31,10 @@ from kvcanary.cards import (
     RUN_BITS,
     RUN_CARD,
     RUN_SEEN,
+    SAID,
     SAID_END,
     SAID_PLACE,
-    SAID_RUNS,
-    SAID_SEEN,
+    SAID_SUMS,
 )
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
@@ -52,7 +53,6 @@ from kvcanary.series import Series
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import HEADER_PART
 from kvcanary.views import ReadPlan, WritePlan
-from kvcanary_kernels.settle import RUN_READ, RUN_WRITTEN
 
 Unwritten = Callable[[Sequence[Request], int], None]
 
@@ -155,7 +155,7 @@ class StaticChecks:
 
     def __init__(self, state: CanaryState, ledger: Ledger, coverage: Coverage, listener: Listener) -> None:
         self._state, self._ledger, self._coverage, self.listener = state, ledger, coverage, listener
-        self._final_card, self._loops = ledger.pages.final_card, state.pools[0].loops
+        self._loops = state.pools[0].loops
         self.bank = SubstepBank(state)
         self.bank.publish = partial(state.publish, ledger.pages)
         self._singles = Singles(replace(self.bank.shared, opened=set()))
@@ -262,24 +262,21 @@ class StaticChecks:
             return False
         if hearing is None:
             hearing = self._hearing = Hearing(self._state, self._ledger.pages, mirror)
-        said, kept, num_runs = hearing.said, array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
+        kept, num_runs = array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
         own = cards.buffer_info()[0], hearing.books_at, planned.buffer_info()[0], proves
         out = kept.buffer_info()[0], hearing.said_at
-        if not hearing.loop(num_runs, *own, *self._seen, *hearing.final, *out):
-            self._num_heard = said[SAID_END]
+        found = hearing.loop(num_runs, *own, *self._seen, *hearing.final, *out)
+        if found == NOT_QUIET:
+            self._num_heard = hearing.said[SAID_END]
             return False
-        if said[SAID_SEEN] >> RUN_BITS:
-            hearing.take(launches, cards)
-        else:
-            mirror.heard(0)
+        mirror.heard(0)
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
             self.listener.heard(launches, kept)
-        self._coverage.forwards += num_runs
-        self._cover(said[SAID_RUNS + RUN_WRITTEN], said[SAID_RUNS + RUN_READ])
-        if said[SAID_PLACE] != NOWHERE or self._final_card[NUM_FINAL]:
-            self._finalise_from(told, said[SAID_PLACE])
+        if found == HAS_MORE:
+            hearing.take(launches, cards)
+            self._finalise_from(told, hearing.said[SAID_PLACE])
         return True
 
     def learn(self, told: Told, mirror: Mirror, unwritten: Unwritten, proves: bool) -> Iterator[Learned]:
@@ -363,18 +360,26 @@ class StaticChecks:
         for hit in harvest.hits:
             self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
-        self._coverage.forwards += rows > 0 and not told.launches
-        self._cover(entries, reads)
+        self._cover(rows > 0 and not told.launches, entries, reads, entries > 0)
         hits = list[Hit]()
         with torch.inference_mode() if harvest.hits else nullcontext():
             hits += [named for hit in harvest.hits for named in self._named(self._hit(hit))]
         return hits + [self._gap(gap, told.step) for gap in harvest.gaps]
 
-    def _cover(self, entries: int, reads: int) -> None:
-        """What the forwards of a step have written and read."""
-        self._coverage.slots_checked += reads
+    def count_quiet(self) -> None:
+        """What has run in steps that `land_quiet` has landed goes into the coverage."""
+        if self._hearing is not None:
+            said = self._hearing.said
+            self._cover(*said[SAID_SUMS:SAID])
+            for number in range(SAID_SUMS, SAID):
+                said[number] = 0
+
+    def _cover(self, forwards: int, entries: int, reads: int, writers: int) -> None:
+        """Steps of so many forwards have written and read entries; `writers`: those of them that wrote some."""
+        self._coverage.forwards += forwards
         self._coverage.slots_sealed += entries
-        self._coverage.unproved_stores += entries > 0
+        self._coverage.slots_checked += reads
+        self._coverage.unproved_stores += writers
 
     def _named(self, hit: Hit) -> list[Hit]:
         """R9 as a look at the slot finds it: layers that differ, or R3; as it is where nothing differs any more."""

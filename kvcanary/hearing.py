@@ -15,6 +15,7 @@ from kvcanary.cards import (
     RUN_CARD,
     RUN_SEEN,
     SAID,
+    SAID_SEEN,
 )
 from kvcanary.learning import Launch, Launched, runs_of
 from kvcanary.mirror import Mirror
@@ -47,7 +48,9 @@ class Hearing:
         return end
 
     def take(self, launches: Sequence[Launch], cards: array[int]) -> None:
-        """`is_clean` of runs that all are."""
+        """`is_clean` of runs that all are, where that says anything."""
+        if not self.said[SAID_SEEN] >> RUN_BITS:
+            return
         for number, run in enumerate(runs_of(launches)):
             self.is_clean(run, cards[RUN_CARD * number + RUN_SEEN] >> RUN_BITS)
 

@@ -74,7 +74,7 @@ class CanaryManager(Answering):
         """Steps are numbered upwards; substeps, checks and findings carry the number."""
         if self._open:
             raise self._not_closed("begin_step()")
-        if step <= self.step and self._coverage.forwards:
+        if step <= self.step and self._has_forwards():
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
         self._log.append(("begin_step", step))
         self.step = self.tickets.step = step
@@ -262,6 +262,11 @@ class CanaryManager(Answering):
         self._open.remove(substep)
 
     # helpers
+
+    def _has_forwards(self) -> bool:
+        """Whether any was judged."""
+        self._count_reads()
+        return self._coverage.forwards > 0
 
     def _prepare_freed_pages(self) -> None:
         """For the next step, which then begins at once; the device still computes this one."""

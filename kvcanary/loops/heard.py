@@ -10,12 +10,15 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.cards import (
+    ALL_DONE,
     BASE,
     BOOKS_CARD,
     BOOKS_JUDGED,
     BOOKS_LEARNED,
     BOOKS_STATES,
+    FINAL_CARD,
     GUESSES,
+    HAS_MORE,
     HAS_RUN,
     IS_SHORT,
     LEFT_TO_RULES,
@@ -37,9 +40,11 @@ from kvcanary.cards import (
     LINE_TOKENS,
     LINE_WIDTH,
     NO_ROOM,
+    NOT_QUIET,
     NOT_WRITTEN,
     NOWHERE,
     NULL_SLOTS,
+    NUM_FINAL,
     NUM_TOKENS_KNOWN,
     PAGE_SIZE,
     PAGES_FRESH,
@@ -68,7 +73,12 @@ from kvcanary.cards import (
     SAID_PLACE,
     SAID_RUNS,
     SAID_SEEN,
+    SAID_SUMS,
     SLOTS,
+    SUM_ENTRIES,
+    SUM_FORWARDS,
+    SUM_READS,
+    SUM_WRITERS,
     TOKEN_OFFSET,
     TOKENS_KNOWN,
     UNKNOWN,
@@ -226,26 +236,32 @@ def _keep(run, kept, first):
     return end
 
 
-@loop("boolean(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64)")
+@loop("int64(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64)")
 def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, kept, said):
     """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
 
     kept: what is kept of them, one behind the other;  said: [SAID] (cards.py), how far it came
     """
     told, plain = longs_at(said, SAID), HAS_RUN
-    told[:] = 0
+    told[:SAID_SUMS] = 0
     told[SAID_END] = hear_runs(0, n, runs, books, planned, proves)
     if told[SAID_END] != n:
-        return False
+        return NOT_QUIET
     for one in range(n):
         bits = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)[RUN_SEEN]
         plain &= bits
         told[SAID_SEEN] |= bits & (1 << RUN_BITS + LINE_BITS) - 1
     if not plain or told[SAID_SEEN] & (IS_SHORT | LEFT_TO_RULES << RUN_BITS):
-        return False
+        return NOT_QUIET
     if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
-        return False
+        return NOT_QUIET
     told[SAID_PLACE], end = land_runs(runs, n, 0, page_size, final), 0
     for one in range(n):
         end = _keep(longs_at(runs + 8 * RUN_CARD * one, RUN_CARD), kept, end)
-    return True
+    entries, sums = told[SAID_RUNS + RUN_ENTRIES], told[SAID_SUMS:]
+    sums[SUM_FORWARDS] += n
+    sums[SUM_ENTRIES] += entries
+    sums[SUM_READS] += told[SAID_RUNS + RUN_READ]
+    sums[SUM_WRITERS] += entries > 0
+    is_done = told[SAID_PLACE] == NOWHERE and not told[SAID_SEEN] >> RUN_BITS
+    return ALL_DONE if is_done and not longs_at(final, FINAL_CARD)[NUM_FINAL] else HAS_MORE

@@ -13,11 +13,15 @@ import torch
 
 from kvcanary import PoolView
 from kvcanary.cards import (
+    ALL_DONE,
+    HAS_MORE,
     HAS_RUN,
     IS_SHORT,
     LEFT_TO_RULES,
     LINE_BITS,
+    NOT_QUIET,
     NOWHERE,
+    NUM_FINAL,
     PAGES_FRESH,
     ROW_NUMBERS,
     RUN_ACCEPTED,
@@ -31,6 +35,8 @@ from kvcanary.cards import (
     SAID_END,
     SAID_PLACE,
     SAID_RUNS,
+    SAID_SEEN,
+    SAID_SUMS,
     UNKNOWN,
 )
 from kvcanary.hearing import Hearing
@@ -46,7 +52,8 @@ from kvcanary.static import MASKS, line_card
 from kvcanary.tokens import judge_tokens
 from kvcanary.truths import judge_mask
 from kvcanary_kernels.count import NUM_BITS
-from kvcanary_kernels.settle import NUM_RUNS
+from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
+from kvcanary_kernels.settle import RUN_WRITTEN as RUN_ENTRIES
 
 ROOM = 3  # rows of the bucket; two of them are live
 NODES = 3
@@ -237,15 +244,16 @@ class Steps:
         ]
         return [pages.states.tolist(), mirror.epoch, mirror.judged.tolist(), self.seen.tolist(), requests]
 
-    def land_at_once(self, runs: list[Launched], cards: array) -> tuple[bool, list[int]]:
-        """Whether the step was quiet, and what is kept of it."""
+    def land_at_once(self, runs: list[Launched], cards: array) -> tuple[int, list[int]]:
+        """What the loop answers, and what is kept of the step."""
         kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
         hearing, launches = self.world.hearing, [SimpleNamespace(runs=lambda: iter(runs))]
         own = len(runs), cards.buffer_info()[0], hearing.books_at, self.planned.buffer_info()[0], True
-        is_quiet = hearing.loop(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
-        if is_quiet:
+        found = hearing.loop(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
+        if found == HAS_MORE:
             hearing.take(launches, cards)
-        return is_quiet, kept.tolist()
+        self.world.mirror.heard(0)
+        return found, kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
         """How many runs are heard of before the rules, whether nothing fired, what has run, where landing stands."""
@@ -270,7 +278,7 @@ WAYS = ("quiet", "fired", "ran as nobody planned", "did not run", "short", "left
 
 def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
     """It says the same as they, and the same is true behind it; in every way in which a step is not quiet, too."""
-    rng, quiet = random.Random(5), dict.fromkeys(WAYS, 0)
+    rng, quiet, answers = random.Random(5), dict.fromkeys(WAYS, 0), set()
     for number in range(120):
         way, seed, both = WAYS[number % len(WAYS)], rng.random(), []
         victim = rng.randrange(2)
@@ -287,18 +295,30 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
                 turn = 1 if way == "did not run" and is_odd else 0
                 accepts = {"short": 1, "quiet": 0}.get(way) if is_odd else None
                 made.append(steps.run(one, line, turn, counts, accepts))
-            steps.world.mirror.judged[own.randrange(40)] = True
+            if own.random() < 0.5:
+                steps.world.mirror.judged[own.randrange(40)] = True
+            else:
+                steps.ledger.pages.states[:] = WRITTEN
             runs, cards = zip(*made, strict=True)
             both.append((steps, runs, array("q", chain.from_iterable(cards))))
         (first, runs, cards), (second, others, other_cards) = both
-        said, (is_quiet, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
+        said, (found, kept) = first.world.hearing.said, first.land_at_once(runs, cards)
+        is_quiet = found != NOT_QUIET
         end, was_quiet, totals, place = second.land_one_by_one(others, other_cards)
         assert (said[SAID_END], is_quiet) == (end, was_quiet)
         assert first.state == second.state
         if is_quiet:
             assert (said[SAID_RUNS : SAID_RUNS + NUM_RUNS].tolist(), said[SAID_PLACE]) == (totals, place)
             assert place == NOWHERE or place >= 0
+            follows = said[SAID_SEEN] >> RUN_BITS, place != NOWHERE, first.ledger.pages.final_card[NUM_FINAL]
+            assert found == (HAS_MORE if any(follows) else ALL_DONE)
+            answers.add(found)
+            entries, reads = totals[RUN_ENTRIES], totals[RUN_READ]
+            assert said[SAID_SUMS:].tolist() == [2, entries, reads, entries > 0]
             assert kept == [number for run in others for number in Heard.of(run).numbers]
+        else:
+            assert not any(said[SAID_SUMS:])
         quiet[way] += is_quiet
     assert quiet.pop("quiet") > 5
     assert set(quiet.values()) == {0}
+    assert answers == {ALL_DONE, HAS_MORE}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,6 +86,21 @@ def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, 
     flight = checks.depart(is_waited_for)
     assert seen == ["tails"] * looks + ["sent", "mark"] * (waits or not is_waited_for)
     assert flight.hits == ["tail"] * looks
+
+
+def test_a_step_whose_wait_is_interrupted_stays_in_the_air(rolled, monkeypatch):
+    """Control-C while the host waits for a step: whoever asks next waits for it again, and hears what it says."""
+    checks, _, _ = rolled
+    checks.step, checks.hits = 8, []
+    end = SimpleNamespace(synchronize=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(checks._marks, "take", lambda: end)
+    flight = checks.depart(is_waited_for=False)
+    with pytest.raises(KeyboardInterrupt):
+        checks.land(flight)
+    assert ([*checks._flights], flight.has_landed) == ([flight], False)
+    end.synchronize = Mock()
+    checks.land(flight)
+    assert (end.synchronize.call_count, flight.has_landed, len(checks._flights)) == (1, True, 0)
 
 
 def test_a_host_that_waits_follows_what_runs_beside(rolled):

@@ -7,7 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 from kvcanary import KVCorruptionError
-from kvcanary.flights import Flight, Marks
+from kvcanary.checks import StepChecks
+from kvcanary.flights import Flight
 from kvcanary_kernels.record import CHAIN
 from spec_engine import Engine, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
@@ -150,14 +151,14 @@ def test_in_mode_abort_a_write_that_was_refused_ends_its_request(start, truths):
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_an_interrupt_while_the_host_waits_loses_nothing(start, truths, settings, monkeypatch):
     """Control-C between a step and its tokens: whoever goes on hears of it then, and the canary too."""
-    engine, wait = start(**settings), Marks.wait
+    engine, land = start(**settings), StepChecks.land
 
-    def interrupted(marks: Marks, flight: Flight) -> None:
-        monkeypatch.setattr(Marks, "wait", wait)
+    def interrupted(checks: StepChecks, flight: Flight | None = None) -> None:
+        monkeypatch.setattr(StepChecks, "land", land)
         raise KeyboardInterrupt
 
     left = {request.request_id: list(request.output_ids) for request in engine.running}
-    monkeypatch.setattr(Marks, "wait", interrupted)
+    monkeypatch.setattr(StepChecks, "land", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     while engine.has_work:
