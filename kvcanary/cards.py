@@ -158,8 +158,9 @@ NO_ROOM, LEFT_TO_BOOKS, NOT_WRITTEN, PAGES_FINAL = 1, 2, 4, 8
     LINE_NUMBER,  # of the substep in its bank; NOWHERE: its forward comes once, and is left to the rules
     LINE_HEADER,
     LINE_STEP,  # where the line tells the step and turn of its run
+    LINE_TURN,  # in which it was launched last
     LINE_CARD,
-) = range(16)
+) = range(17)
 NOWHERE = -1
 ROWS_FULL = -2  # a row has no room for slots
 

@@ -164,12 +164,9 @@ class StepChecks:
         """This one runs. What its forwards would overwrite is judged first, be steps between them without any."""
         self.step, static = step, self.static
         if static is not None:
-            last, since = None, static.bank.turn + 1 - IN_THE_AIR
-            for flight in self._flights:
-                if flight.turn is not None and flight.turn < since:
-                    last = flight
-            if last is not None:
-                self.land(last)
+            since = static.bank.turn + 1 - IN_THE_AIR
+            if due := [flight for flight in self._flights if flight.turn < since]:
+                self.land(due[-1])
             static.bank.begin_step(step)
 
     @property

@@ -10,26 +10,26 @@ from kvcanary.intake import HitBatch
 from kvcanary.looks import Line
 from kvcanary_kernels.streams import current
 
+NEVER = 1 << 62  # later than any turn
+
 
 class Flight:
     """One step on its way.
 
     step:  its number;  told: of its forwards;  looks: at bytes
-    turn:  in which the first of its forwards was launched; None: it has none
+    turn:  in which the first of its forwards was launched; NEVER: it has none
     over:  the end of all of it on a GPU; None: its host says that it has waited for it (`Marks.wait`)
     hits:  what fired and was known at departure; all that fired, when the flight has landed
     is_over: nobody needs to wait any more
     """
 
-    __slots__ = ("has_landed", "hits", "is_over", "looks", "over", "step", "told", "turn")
+    looks: Line | None = None
+    over: torch.cuda.Event | None = None
+    is_over = has_landed = False
 
-    def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch], has_landed: bool = False) -> None:
-        self.step, self.told, self.hits, self.has_landed = step, told, hits, has_landed
-        self.looks: Line | None = None
-        self.over: torch.cuda.Event | None = None
-        self.is_over = False
-        launches = () if told is None else told.launches  # in their order
-        self.turn = launches[0].turn if launches else None
+    def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch]) -> None:
+        self.step, self.told, self.hits = step, told, hits
+        self.turn = NEVER if told is None or not told.launches else told.launches[0].turn  # they are in their order
 
 
 class Marks:

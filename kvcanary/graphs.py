@@ -30,6 +30,7 @@ from kvcanary.cards import (
     ROW_UNHEARD,
     RUN_BITS,
     RUN_CARD,
+    RUN_READS,
     RUN_SEEN,
     SAID,
     SAID_END,
@@ -186,13 +187,12 @@ class StaticChecks:
         where: as of `loops.launch_runs`
         """
         bank, (n, cards_at), cards = self.bank, batch.told, self._cards
-        turn, rows, counts = bank.turn, array("q", bytes(8 * (ROW_NUMBERS * n + 1))), array("q", reads)
-        for packed in series.packed:
-            packed.turn = turn
-        first = 8 * len(cards)
+        turn, rows, first = bank.turn, array("q", bytes(8 * (ROW_NUMBERS * n + 1))), len(cards)
         cards.extend(series.cards[turn % len(series.cards)])
+        for number, read in enumerate(reads):
+            cards[first + RUN_CARD * number + RUN_READS] = read
         written_at = 0 if written is None else written.buffer_info()[0]
-        runs = cards.buffer_info()[0] + first, len(series.substeps), counts.buffer_info()[0]
+        runs = cards.buffer_info()[0] + 8 * first, len(series.substeps)
         told = rows.buffer_info()[0], written_at, turn, step, bank.now, bank.most_unlanded, record is not None, where
         if unknown := self._loops.launch_runs(n, cards_at, *runs, *told):
             self._coverage.skip("truth not known to the host", len(series) * unknown)

@@ -121,7 +121,7 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | 
     A later forward of the same substep overwrites codes; the first finding of each check outlives it, and is one of
     `ran`; None: of the last run. Every row at which something fired is named by one of them.
     """
-    is_last, hits = ran is None or ran.turn == substep.written.turn, list[StaticHit]()
+    is_last, hits = ran is None or ran.turn == substep.last_turn, list[StaticHit]()
     planned, read = _planned_hits(substep, new_counts[PLANNED], step), _read_hits(substep, new_counts[READ], step)
     for side, found in ((PLANNED, list(planned)), (READ, list(read))):
         wanted = {CODES_BY_BIT[bit] for bit in new_counts[side].nonzero().flatten().tolist()}

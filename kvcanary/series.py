@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvcanary.cards import RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
 from kvcanary.errors import PlanError
 from kvcanary.forward import Ints
-from kvcanary.outbox import LINES, Packed
+from kvcanary.outbox import LINES
 from kvcanary.seats import StaticAcceptance
 from kvcanary.static import StaticSubstep
 
@@ -18,13 +18,12 @@ class Series:
 
     acceptance: of the step whose tokens they write, one forward then; None: the host says how many entries
     places:     numbers that such a step tells of a request: how many tokens, then these; else 0
-    packed:     what their runs tell the host, which is to know the turn
     cards:      by line, [forwards * RUN_CARD] int64 (cards.py): what is known before a launch
     num_kept:   numbers that are kept of clean runs, beside what was accepted
     comes_once: its forward is no captured one
     """
 
-    __slots__ = ("acceptance", "cards", "comes_once", "num_kept", "packed", "places", "substeps")
+    __slots__ = ("acceptance", "cards", "comes_once", "num_kept", "places", "substeps")
 
     def __init__(self, substeps: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> None:
         kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in substeps}
@@ -38,9 +37,6 @@ class Series:
         self.substeps, self.acceptance = tuple(substeps), acceptance
         self.comes_once = any(substep.number is None for substep in substeps)
         self.places = 0 if acceptance is None else 1 + acceptance.places
-        self.packed: list[Packed] = [substep.written for substep in substeps]
-        if acceptance is not None:
-            self.packed.append(acceptance.told)
         self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in substeps)
         self.cards = [self._cards_of(turn) for turn in range(1 if self.comes_once else LINES)]
 

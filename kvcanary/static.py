@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.buffers import StaticBuffers
-from kvcanary.cards import KINDS, NOWHERE, OTHER
+from kvcanary.cards import KINDS, LINE_TURN, NOWHERE, OTHER
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.launches import Launches, Settings, Shared, Workspace
 from kvcanary.outbox import LINES, Packed, PackedMask
@@ -87,6 +87,11 @@ class StaticSubstep:
     def is_open(self) -> bool:
         """Whether it is between open() and close()."""
         return self in self._opened
+
+    @property
+    def last_turn(self) -> int:
+        """In which it was launched last."""
+        return self._line_card[LINE_TURN]
 
     @property
     def judges_bytes(self) -> bool:
@@ -296,5 +301,5 @@ def line_card(substep: StaticSubstep) -> array[int]:
     nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
     kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
     header = line.where[HEADER_PART].start
-    rest = substep.forward.num_entries, substep.width, nodes, kind, number, header, len(line.numbers) - 1
+    rest = substep.forward.num_entries, substep.width, nodes, kind, number, header, len(line.numbers) - 1, 0
     return array("q", (substep.pool.card_at, bounds, starts, ends, tokens, parents, safe, mask, *rest))

@@ -176,7 +176,10 @@ class Replayer:
         """What departed before the recording has landed in its beginning."""
         self._damage(event)
         flight = self._flights.get(event["step"])
-        self.manager.hear(Flight(event["step"], None, [], has_landed=True) if flight is None else flight)
+        if flight is None:
+            flight = Flight(event["step"], None, [])
+            flight.has_landed = True
+        self.manager.hear(flight)
 
     def _captured_move(self, event: Call) -> None:
         move = self._stage.moves[event["number"]]

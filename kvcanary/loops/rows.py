@@ -28,6 +28,7 @@ from kvcanary.cards import (
     LINE_CARD,
     LINE_KIND,
     LINE_POOL,
+    LINE_TURN,
     NO_ROOM,
     NOT_WRITTEN,
     NOWHERE,
@@ -59,7 +60,6 @@ from kvcanary.cards import (
     RUN_KEEP,
     RUN_LINE_CARD,
     RUN_PLACES,
-    RUN_READS,
     RUN_REQUESTS,
     RUN_ROWS,
     RUN_STEP,
@@ -160,23 +160,23 @@ def spread_rows(n, rows, where, step):
             there[first : first + width] = told[part * n + number]
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
-def launch_runs(n, cards, runs, count, reads, rows, written, turn, step, now, most, is_kept, where):
+@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
+def launch_runs(n, cards, runs, count, rows, written, turn, step, now, most, is_kept, where):
     """Forwards of one kind and pool run next, one behind the other; `launch_rows` of them, which it gives back.
 
-    runs:    address of their cards, of which a `Series` has told what stays
-    reads:   address of [count], what each reads
+    runs:    address of their cards, of which a `Series` has told what stays, and the host what each reads
     step, now: its number, and what says number and turn to the device
     is_kept: somebody keeps what is heard of them
     where:   address of the place to which rows are spread; 0: nobody asks
     """
     line = longs_at(longs_at(runs, RUN_CARD)[RUN_LINE_CARD], LINE_CARD)
     pool = longs_at(line[LINE_POOL], POOL_CARD)[POOL_ID]
-    unknown, told = launch_rows(n, cards, pool, most, count, line[LINE_KIND], written, rows), longs_at(reads, count)
+    unknown = launch_rows(n, cards, pool, most, count, line[LINE_KIND], written, rows)
     for one in range(count):
         run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
-        run[RUN_READS], run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = told[one], n, cards, rows
+        run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = n, cards, rows
         run[RUN_TURN], run[RUN_STEP], run[RUN_WRITTEN] = turn, step, written
+        longs_at(run[RUN_LINE_CARD], LINE_CARD)[LINE_TURN] = turn
         run[RUN_KEEP] = run[RUN_KEEP] + run[RUN_PLACES] * n if is_kept else 0
     if where:
         spread_rows(n, rows, where, now)
