@@ -224,8 +224,20 @@ SEALED_BITS = 2  # above these, what sealing has seen
 ) = range(12)
 #: What an event does to a page: nothing yet, its state alone, its owner too, or a new generation begins or ends.
 ASKS, STAYS, CHANGES_OWNER, BEGINS, ENDS = range(5)
-#: Of pages that `loops.land_runs` makes final, [FINAL_CARD]: what `loops.follow_event` takes for that; how many have
-#: room at two addresses, which they are and the uids of their rows, and how many are there.
-FINAL_BOOK, FINAL_FOLLOWING, FINAL_ROOM, FINAL_OF, FINAL_UIDS, NUM_FINAL, FINAL_CARD = range(7)
+#: Of pages as runs land, [FINAL_CARD]: what `loops.follow_event` takes for those that become final; how many have room
+#: at two addresses, which they are and the uids of their rows, and how many are there. Then how many that were written
+#: for the first time have room, at which address, and how many are there.
+(
+    FINAL_BOOK,
+    FINAL_FOLLOWING,
+    FINAL_ROOM,
+    FINAL_OF,
+    FINAL_UIDS,
+    NUM_FINAL,
+    FRESH_ROOM,
+    FRESH_OF,
+    NUM_FRESH,
+    FINAL_CARD,
+) = range(10)
 ILLEGAL = 255  # in the place of a state that follows: the event may not happen
 NOT_A_WRITER = -3  # in `PAGE_WRITERS`: equal to no uid and to no kind of owner

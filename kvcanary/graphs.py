@@ -21,6 +21,7 @@ from kvcanary.cards import (
     NOT_QUIET,
     NOWHERE,
     PLACE_BITS,
+    REWRITES,
     ROW_CHAINS,
     ROW_COMMITTED,
     ROW_LENGTHS,
@@ -35,6 +36,7 @@ from kvcanary.cards import (
     SAID,
     SAID_END,
     SAID_PLACE,
+    SAID_SEEN,
     SAID_SUMS,
 )
 from kvcanary.certificate import Coverage
@@ -269,13 +271,12 @@ class StaticChecks:
         if found == NOT_QUIET:
             self._num_heard = hearing.said[SAID_END]
             return False
-        mirror.heard(0)
+        mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
         if self.num_unlanded:
             self.num_unlanded -= len([launch for launch in launches if launch.series.places])
         if kept:
             self.listener.heard(launches, kept)
         if found == HAS_MORE:
-            hearing.take(launches, cards)
             self._finalise_from(told, hearing.said[SAID_PLACE])
         return True
 
@@ -350,7 +351,7 @@ class StaticChecks:
                     self._coverage.skip("pages that should be final and were not written", 1)
                 place = ledger.land_runs(told.snapshot.cards, place)
         finally:
-            ledger.tell_final(told.step)
+            ledger.tell_landed(told.step)
 
     def harvest(self, told: Told) -> list[Hit]:
         """Hits and gaps of the step."""

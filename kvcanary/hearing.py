@@ -11,13 +11,9 @@ from kvcanary.cards import (
     LINE_BITS,
     PAGES_FRESH,
     REWRITES,
-    RUN_BITS,
-    RUN_CARD,
-    RUN_SEEN,
     SAID,
-    SAID_SEEN,
 )
-from kvcanary.learning import Launch, Launched, runs_of
+from kvcanary.learning import Launched
 from kvcanary.mirror import Mirror
 from kvcanary.pages import Pages
 from kvcanary.state import CanaryState
@@ -46,13 +42,6 @@ class Hearing:
             batch.make_room(repeat(0 if accepted is None else accepted.shape[1] - 1, len(batch)))
             end = self._loop(*told)
         return end
-
-    def take(self, launches: Sequence[Launch], cards: array[int]) -> None:
-        """`is_clean` of runs that all are, where that says anything."""
-        if not self.said[SAID_SEEN] >> RUN_BITS:
-            return
-        for number, run in enumerate(runs_of(launches)):
-            self.is_clean(run, cards[RUN_CARD * number + RUN_SEEN] >> RUN_BITS)
 
     def is_clean(self, run: Launched, seen: int) -> bool:
         """Whether nothing is left to the rules: then pages are written, and the mirror knows where new records lie."""

@@ -47,9 +47,9 @@ class Ledger(RowBook):
         for request, count in zip(batch.requests, counts, strict=True):
             request.pages += islice(granted, count)
 
-    def tell_final(self, step: int) -> None:
-        """Pages that a loop has made final, of all rows, become history."""
-        self.pages.tell_final(step, self._uids.live.__getitem__)
+    def tell_landed(self, step: int) -> None:
+        """What runs that have landed did to pages, of all rows, is told."""
+        self.pages.tell_landed(step, self._uids.live.__getitem__)
 
     def free(self, request_id: str, pages: Sequence[int], step: int) -> None:
         """The pages leave the row: private ones are free, shared ones have one reference fewer."""

@@ -19,6 +19,7 @@ from kvcanary.cards import (
     NOT_A_WRITER,
     NOWHERE,
     NUM_FINAL,
+    NUM_FRESH,
     NUM_PUBLISHED,
     ROWS_FULL,
     STAYS,
@@ -141,7 +142,7 @@ class Pages:
         room = min(num_pages, _MOST_FINAL)
         self._final: Array = np.empty((2, room), np.int64)  # pages, and the uids of their rows
         told = self.book_at, _NEXT_AT["committed"], room, *(row.ctypes.data for row in self._final), 0
-        self.final_card = array("q", told)
+        self.final_card = array("q", (*told, num_pages, self._fresh.ctypes.data, 0))
         self.final_at = self.final_card.buffer_info()[0]
         self._loops = loops
 
@@ -189,12 +190,19 @@ class Pages:
         self._note_changes(pages)
         self.history.add_all(event, pages, step, batch.names, counts)
 
-    def tell_final(self, step: int, name_of: Callable[[int], str]) -> None:
-        """What `loops.land_runs` has made final since the last time; `name_of`: a live uid's request."""
-        count = self.final_card[NUM_FINAL]
+    def tell_landed(self, step: int, name_of: Callable[[int], str]) -> None:
+        """Of runs that have landed: pages that loops have marked as written first, and made final.
+
+        name_of: a live uid's request
+        """
+        card = self.final_card
+        if fresh := card[NUM_FRESH]:
+            card[NUM_FRESH] = 0
+            self._note_changes(self._fresh[:fresh].copy())
+        count = card[NUM_FINAL]
         if not count:
             return
-        self.final_card[NUM_FINAL] = 0
+        card[NUM_FINAL] = 0
         pages, uids = self._final[:, :count]
         pages = pages.copy()
         self._note_changes(pages)

@@ -16,7 +16,10 @@ from kvcanary.cards import (
     BOOKS_JUDGED,
     BOOKS_LEARNED,
     BOOKS_STATES,
+    FINAL_BOOK,
     FINAL_CARD,
+    FRESH_OF,
+    FRESH_ROOM,
     GUESSES,
     HAS_MORE,
     HAS_RUN,
@@ -45,6 +48,7 @@ from kvcanary.cards import (
     NOWHERE,
     NULL_SLOTS,
     NUM_FINAL,
+    NUM_FRESH,
     NUM_TOKENS_KNOWN,
     PAGE_SIZE,
     PAGES_FRESH,
@@ -85,6 +89,7 @@ from kvcanary.cards import (
     VOCABULARY,
 )
 from kvcanary.loops.memory import flags_at, longs_at, loop
+from kvcanary.loops.pages import write_pages
 from kvcanary.loops.rows import accept_rows, land_runs, num_accepted, sum_committed, write_rows
 from kvcanary_kernels.record import WRITTEN
 from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
@@ -236,6 +241,19 @@ def _keep(run, kept, first):
     return end
 
 
+@loop()
+def _write_pages(n, runs, page_size, final):
+    """Pages that n runs have written first are WRITTEN, and are to be told of (FRESH_OF)."""
+    pages = longs_at(final, FINAL_CARD)
+    for one in range(n):
+        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
+        own, seen = longs_at(run[RUN_LINE_CARD], LINE_CARD), run[RUN_SEEN] >> RUN_BITS
+        if seen & PAGES_FRESH:
+            slots = longs_at(run[RUN_LINE] + 8 * own[LINE_SAFE], seen >> LINE_BITS)
+            room = longs_at(pages[FRESH_OF], pages[FRESH_ROOM])[pages[NUM_FRESH] :]
+            pages[NUM_FRESH] += write_pages(pages[FINAL_BOOK], slots, page_size, room)
+
+
 @loop("int64(int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64)")
 def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, final, kept, said):
     """`hear_runs`, and where all n have run and were proved clean `take_quiet`, and where nothing fired `land_runs`.
@@ -255,6 +273,8 @@ def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, f
         return NOT_QUIET
     if not take_quiet(n, runs, seen, planned, said + 8 * SAID_RUNS, counts, size):
         return NOT_QUIET
+    if told[SAID_SEEN] >> RUN_BITS & PAGES_FRESH:
+        _write_pages(n, runs, page_size, final)
     told[SAID_PLACE], end = land_runs(runs, n, 0, page_size, final), 0
     for one in range(n):
         end = _keep(longs_at(runs + 8 * RUN_CARD * one, RUN_CARD), kept, end)
@@ -263,5 +283,6 @@ def land_quiet(n, runs, books, planned, proves, seen, counts, size, page_size, f
     sums[SUM_ENTRIES] += entries
     sums[SUM_READS] += told[SAID_RUNS + RUN_READ]
     sums[SUM_WRITERS] += entries > 0
-    is_done = told[SAID_PLACE] == NOWHERE and not told[SAID_SEEN] >> RUN_BITS
-    return ALL_DONE if is_done and not longs_at(final, FINAL_CARD)[NUM_FINAL] else HAS_MORE
+    pages = longs_at(final, FINAL_CARD)
+    has_more = told[SAID_SEEN] >> RUN_BITS or told[SAID_PLACE] != NOWHERE or pages[NUM_FINAL] or pages[NUM_FRESH]
+    return HAS_MORE if has_more else ALL_DONE

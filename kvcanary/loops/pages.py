@@ -106,14 +106,15 @@ def grant_rows(n, cards, counts, pages, book, following, page_size):
 def write_pages(book, slots, page_size, fresh):
     """Pages in which a slot was written are WRITTEN, where they may be and were not yet; how many these are.
 
-    slots: [n];  fresh: [num_pages] out, these pages
+    slots: [n];  fresh: out, these pages, as many as have room: the others stay as they are
     """
     book, found = longs_at(book, PAGE_BOOK), 0
     states = flags_at(book[PAGE_STATES], book[NUM_PAGES])
     is_writable = flags_at(book[WRITABLE_STATES], book[NUM_STATES])
     for slot in slots:
         page = slot // page_size
-        if 0 <= page < book[NUM_PAGES] and states[page] != WRITTEN and is_writable[states[page]]:
+        is_fresh = 0 <= page < book[NUM_PAGES] and states[page] != WRITTEN and is_writable[states[page]]
+        if is_fresh and found < fresh.size:
             states[page] = WRITTEN
             fresh[found] = page
             found += 1

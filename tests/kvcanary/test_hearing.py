@@ -22,7 +22,9 @@ from kvcanary.cards import (
     NOT_QUIET,
     NOWHERE,
     NUM_FINAL,
+    NUM_FRESH,
     PAGES_FRESH,
+    REWRITES,
     ROW_NUMBERS,
     RUN_ACCEPTED,
     RUN_BITS,
@@ -242,17 +244,16 @@ class Steps:
         requests = [
             (request.in_the_air, request.known.card.tolist()[9:13]) for request in self.ledger.requests.values()
         ]
-        return [pages.states.tolist(), mirror.epoch, mirror.judged.tolist(), self.seen.tolist(), requests]
+        return [pages.states.tolist(), mirror.epoch > 0, mirror.judged.tolist(), self.seen.tolist(), requests]
 
     def land_at_once(self, runs: list[Launched], cards: array) -> tuple[int, list[int]]:
         """What the loop answers, and what is kept of the step."""
         kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
-        hearing, launches = self.world.hearing, [SimpleNamespace(runs=lambda: iter(runs))]
+        hearing = self.world.hearing
         own = len(runs), cards.buffer_info()[0], hearing.books_at, self.planned.buffer_info()[0], True
         found = hearing.loop(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
-        if found == HAS_MORE:
-            hearing.take(launches, cards)
-        self.world.mirror.heard(0)
+        if found != NOT_QUIET:
+            self.world.mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
         return found, kept.tolist()
 
     def land_one_by_one(self, runs: list[Launched], cards: array) -> tuple[int, bool, list[int], int]:
@@ -271,6 +272,12 @@ class Steps:
         for run, one in zip(runs, seen, strict=True):
             hearing.is_clean(run, one >> RUN_BITS)
         return end, True, totals.tolist(), self.ledger.land_runs(cards, 0)
+
+
+def told_of(ledger: Ledger) -> list[int]:
+    """The pages of which the device is to be told."""
+    ledger.tell_landed(0)
+    return sorted(ledger.pages.changes().tolist())
 
 
 WAYS = ("quiet", "fired", "ran as nobody planned", "did not run", "short", "left to the rules")
@@ -310,9 +317,11 @@ def test_one_loop_lands_a_quiet_step_as_several_do() -> None:
         if is_quiet:
             assert (said[SAID_RUNS : SAID_RUNS + NUM_RUNS].tolist(), said[SAID_PLACE]) == (totals, place)
             assert place == NOWHERE or place >= 0
-            follows = said[SAID_SEEN] >> RUN_BITS, place != NOWHERE, first.ledger.pages.final_card[NUM_FINAL]
+            card = first.ledger.pages.final_card
+            follows = said[SAID_SEEN] >> RUN_BITS, place != NOWHERE, card[NUM_FINAL], card[NUM_FRESH]
             assert found == (HAS_MORE if any(follows) else ALL_DONE)
             answers.add(found)
+            assert told_of(first.ledger) == told_of(second.ledger)
             entries, reads = totals[RUN_ENTRIES], totals[RUN_READ]
             assert said[SAID_SUMS:].tolist() == [2, entries, reads, entries > 0]
             assert kept == [number for run in others for number in Heard.of(run).numbers]

@@ -313,7 +313,7 @@ class Player:
         while (place := ledger.land_runs(cards, place)) != NOWHERE:
             left.append(names[place])
             place += 1
-        ledger.tell_final(step)
+        ledger.tell_landed(step)
         assert left == refused
         for request, first in zip(batch.requests, before, strict=True):
             for page in request.pages[first : request.final_pages]:

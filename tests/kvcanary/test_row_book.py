@@ -254,10 +254,10 @@ def test_pages_of_all_rows_are_final_when_a_forward_lands():
     assert land(ledger, "a", "b") == []
     assert (a.final_pages, b.final_pages) == (2, 1)
     assert not ledger.pages.changed
-    ledger.tell_final(4)
+    ledger.tell_landed(4)
     assert ledger.pages.changes().tolist() == [5, 3, 2]
     assert [ledger.history.of(page)[-1][:3] for page in (5, 3, 2)] == [("committed", 4, name) for name in "aab"]
-    ledger.tell_final(5)
+    ledger.tell_landed(5)
     assert not ledger.pages.changed
 
 
@@ -278,7 +278,7 @@ def test_what_is_not_quiet_is_left_to_the_rules():
     ledger.pages.final_card[FINAL_ROOM] = 3
     ledger.pages.wrote(np.array([4]))
     assert land(ledger, "b") == [0]
-    ledger.tell_final(2)
+    ledger.tell_landed(2)
     assert land(ledger, "b") == []
 
 
