@@ -185,11 +185,12 @@ class StaticChecks:
         it.
 
         written: by request, entries that each of its rows writes in each; None: as many as the step accepts that runs
-        before them. reads: by forward, as the engine knows the lengths of rows; record: the listener's, by forward.
+        before them. reads: by forward, as the engine knows the lengths of rows; record: the listener's, by forward,
+        which knows how many numbers are kept of clean ones.
         where: as of `loops.launch_runs`
         """
         bank, (n, cards_at), cards = self.bank, batch.told, self._cards
-        turn, rows, first = bank.turn, array("q", bytes(8 * (ROW_NUMBERS * n + 1))), len(cards)
+        turn, rows, first = bank.turn, batch.no_rows[:], len(cards)
         cards.extend(series.cards[turn % len(series.cards)])
         for number, read in enumerate(reads):
             cards[first + RUN_CARD * number + RUN_READS] = read
@@ -201,8 +202,7 @@ class StaticChecks:
         if series.places:
             self.num_unlanded += 1
         if record is not None:
-            self._num_kept += series.num_kept + n * series.places
-        self._has_singles |= series.comes_once
+            self._num_kept += record.num_kept
         own = series, batch, rows, step, turn, written, record
         self.launched.append(tuple.__new__(Launch, own))  # as `Launch(*own)`, without a call
         return rows
@@ -218,6 +218,7 @@ class StaticChecks:
     ) -> OnceSubstep:
         """What is launched for a forward that comes once, as an engine's own tensors describe it."""
         rows, _ = self._ledger.tell_rows(batch, pool.pool_id, self.bank.most_unlanded)
+        self._has_singles = True
         return self._singles.take(pool, site, read, write, written, RowTruth(rows, self.bank.now))
 
     def launch_move(self, move: StaticMove) -> None:

@@ -19,6 +19,7 @@ from kvcanary.cards import (
     NUM_IN_THE_AIR,
     NUM_UNLANDED,
     OWNED_LEN,
+    ROW_NUMBERS,
 )
 from kvcanary.errors import LifetimeError
 from kvcanary.known import Known, TruthChain, Unheard
@@ -202,16 +203,18 @@ def growth_of(steps: NDArray[np.int64]) -> list[tuple[int, int]]:
 class Batch:
     """Requests that steps name together: made once, as they name the same again and again.
 
-    told: how many, and the address of the addresses of their cards, as compiled loops take them
+    told:    how many, and the address of the addresses of their cards, as compiled loops take them
+    no_rows: [ROW_NUMBERS * requests + 1] zeros, to be copied (cards.py)
     """
 
-    __slots__ = ("_cards", "names", "requests", "told")
+    __slots__ = ("_cards", "names", "no_rows", "requests", "told")
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
         self.names = tuple([request.request_id for request in self.requests])
         self._cards = array("q", [request.known.at for request in requests])
         self.told = len(self._cards), self._cards.buffer_info()[0]
+        self.no_rows = array("q", bytes(8 * (ROW_NUMBERS * len(self._cards) + 1)))
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 
-from kvcanary.cards import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, ROW_NUMBERS, RUN_CARD
+from kvcanary.cards import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, RUN_CARD
 from kvcanary.pages import Pages
 from kvcanary.requests import Batch, RequestBook, Role
 from kvcanary_kernels.record import Keys
@@ -60,7 +60,7 @@ class StepBook(RequestBook):
 
         unlanded: steps that may have accepted what the host has not learned yet
         """
-        rows = array("q", bytes(8 * (ROW_NUMBERS * batch.told[0] + 1)))
+        rows = batch.no_rows[:]
         return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.buffer_info()[0])
 
 
