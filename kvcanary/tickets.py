@@ -159,7 +159,7 @@ class Tickets:
         if ticket.reads or not ticket.writes.items() <= self.buffers.items():
             return False
         for buffer in ticket.writes:
-            if self._writes.get(buffer) is not ticket or buffer in self._reads:
+            if self._writes.get(buffer) is not ticket:
                 return False
         for buffer in ticket.writes:
             del self._writes[buffer]

@@ -250,6 +250,18 @@ def conflicts(events: list[tuple], last: int) -> list[int]:
     return [number for key, number in found.items() if writes or key == "write"]
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_who_receives_has_waited_for_all_that_came_before_the_fetch(is_new):
+    """The host then reads what the other stream had written, be a stream named meanwhile or not."""
+    tickets, _ = make_tickets()
+    tickets.issue("store", "main", writes={3: 13})
+    fetched, _ = tickets.fetch("results", "copies", "main", "staging", 1)
+    if is_new:
+        tickets.issue("other", "new")
+    assert tickets.receive(fetched)
+    assert tickets.use("read", HOST, {3: 13}) == []
+
+
 def test_to_follow_a_stream_is_to_wait_for_a_mark_on_it():
     """Whatever each has waited for before: the same is ordered, and what is issued next has the same number."""
     draws = random.Random(4)
