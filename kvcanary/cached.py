@@ -14,7 +14,7 @@ from kvcanary.cards import NUM_PUBLISHED
 from kvcanary.config import share_of
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, named
-from kvcanary.groups import Ints, slots_in
+from kvcanary.groups import Ints, slots_in, slots_of_pages
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
@@ -93,8 +93,7 @@ class CachedSweep:
         """By pool the slots of these pages, and what says which of them changed; the pages count as read."""
         if not len(pages):
             return []
-        size = self._state.page_size
-        slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
+        slots = slots_of_pages(pages, self._state.page_size)
         self.longest_wait = max(self.longest_wait, step - int(self.read_at[list(pages)].min()))
         looks = [self._look_in(pool, slots, step) for pool in self._state.pools]
         self._note(list(pages), step)

@@ -57,6 +57,11 @@ def locate_slots(view: PoolView, full_slots: Tensor) -> tuple[Tensor, Tensor]:
     return slots, foreign | (slots >= view.num_slots) | ((slots < 0) & (slots != NOWHERE))
 
 
+def slots_of_pages(pages: Sequence[int] | Ints, page_size: int) -> Ints:
+    """[pages * page_size] int64: all slots of these pages, page by page."""
+    return (np.array(pages, np.int64)[:, None] * page_size + np.arange(page_size)).ravel()
+
+
 def window_start(view: PoolView, position: int) -> int:
     """First position that attention sees from this one."""
     return 0 if view.window is None else first_visible(position, view.window)

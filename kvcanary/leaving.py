@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvcanary.certificate import Coverage
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries
-from kvcanary.groups import Ints, slots_in, window_start
+from kvcanary.groups import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
@@ -26,8 +26,7 @@ class Leaver:
 
     def enter(self, group: str, own_pages: Sequence[int]) -> None:
         """The group's own pages are granted: what their records said was of another full page."""
-        size = self._state.page_size
-        slots = (np.array(own_pages, np.int64)[:, None] * size + np.arange(size)).ravel()
+        slots = slots_of_pages(own_pages, self._state.page_size)
         for pool in self._state.pools_of(group):
             never = np.zeros((len(slots), COLUMNS), np.uint64)
             never[:, SEAL] = pool.seal_term

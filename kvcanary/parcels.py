@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
-from kvcanary.groups import slots_in, window_start
+from kvcanary.groups import slots_in, slots_of_pages, window_start
 from kvcanary.hits import Hit
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Request
@@ -182,8 +182,7 @@ class Parcels:
         return None if holder is None else holder.request_id
 
     def _slots(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
-        size = self._state.page_size
-        return (pages[:, None] * size + np.arange(size)).ravel()
+        return slots_of_pages(pages, self._state.page_size)
 
     def _positions(self, request: Request, pages: Sequence[int]) -> NDArray[np.int64]:
         """By slot of these pages, where it stands in the row."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcanary.certificate import Coverage
 from kvcanary.forward import Ints, on_host
+from kvcanary.groups import slots_of_pages
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.looks import Looks
@@ -149,9 +150,8 @@ class Poisoner:
                 pool.rows.scatter_layer(layer, slots, words)
 
     def _slots(self, pages: Sequence[int]) -> Tensor:
-        size = self._state.page_size
-        slots = np.array(pages, np.int64)[:, None] * size + np.arange(size)
-        return to_device(torch.from_numpy(slots.reshape(-1)), self._state.records.device)
+        slots = slots_of_pages(pages, self._state.page_size)
+        return to_device(torch.from_numpy(slots), self._state.records.device)
 
 
 def _damaged(pool: PoolState, slots: Tensor, mismatch: Tensor, step: int, names: Ints | None) -> list[HitBatch]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcanary.errors import PageOwnerError, PageReferenceError
+from kvcanary.groups import slots_of_pages
 from kvcanary.pages import Array, Pages
 from kvcanary.requests import NO_PAGE, Request, Role
 from kvcanary.step_book import StepBook
@@ -28,7 +29,6 @@ class RowBook(StepBook):
         self.pages = Pages(num_pages, null_pages)
         self.generations, self.owners, self.states = self.pages.generations, self.pages.owners, self.pages.states
         self.refcounts, self.history = self.pages.refcounts, self.pages.history
-        self._offsets = np.arange(page_size)
 
     def slot(self, request: Request, position: int) -> int:
         """The slot granted for a position, or -1."""
@@ -93,7 +93,7 @@ class RowBook(StepBook):
 
     def _extend(self, request: Request, pages: Array) -> None:
         request.pages += pages.tolist()
-        request.row += self._slots_of(pages)
+        request.row += slots_of_pages(pages, self.page_size).tobytes()
 
     def _replace(self, request: Request, pages: Array, others: Sequence[int]) -> list[int]:
         """Put `others` where `pages` are in the row; their places."""
@@ -107,7 +107,7 @@ class RowBook(StepBook):
         if length <= min(places, default=length):
             request.row = request.row[: length * self.page_size * SLOT_BYTES]
         else:
-            request.row = self._slots_of(np.array(request.pages, dtype=np.int64))
+            request.row = slots_of_pages(request.pages, self.page_size).tobytes()
         return places
 
     def _places(self, request: Request, pages: list[int]) -> list[int]:
@@ -117,9 +117,6 @@ class RowBook(StepBook):
             return list(range(first, len(request.pages)))
         numbers = {page: place for place, page in enumerate(request.pages)}
         return [numbers[page] for page in pages]
-
-    def _slots_of(self, pages: Array) -> bytes:
-        return (pages[:, None] * self.page_size + self._offsets).tobytes()
 
     def _expect_held(self, event: str, request: Request, pages: Array) -> None:
         """The event is legal for these pages, and they are in the row."""

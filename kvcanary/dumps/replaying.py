@@ -23,7 +23,7 @@ from kvcanary.errors import DumpError, KVCanaryError, KVCorruptionError
 from kvcanary.findings import Finding
 from kvcanary.flights import Flight
 from kvcanary.forward import Ints
-from kvcanary.groups import slots_in
+from kvcanary.groups import slots_in, slots_of_pages
 from kvcanary.parcels import Parcel
 from kvcanary.state import PoolState
 from kvcanary.substep import SubstepCanary, WarmupSubstep
@@ -303,8 +303,7 @@ class Replayer:
                 self._stage.put(pool, layer, self._slots(pool, pages), values)
 
     def _slots(self, pool: PoolState, pages: Ints) -> Tensor:
-        size = self._books.state.page_size
-        slots = slots_in(pool.view, (pages[:, None] * size + np.arange(size)).ravel())
+        slots = slots_in(pool.view, slots_of_pages(pages, self._books.state.page_size))
         return _tensor(slots[slots >= 0])
 
     def _move(self, source: PoolState, target: PoolState, src: Ints, dst: Ints) -> None:

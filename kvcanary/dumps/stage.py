@@ -18,6 +18,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.dumps.reading import Dump
 from kvcanary.dumps.writing import salt_of
 from kvcanary.errors import DumpError
+from kvcanary.groups import slots_of_pages
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Judged, Request
 from kvcanary.manager import CanaryManager
@@ -172,8 +173,7 @@ class Stage:
         ledger = self.books.ledger
         request = ledger.admit(line["request_id"], line["tokens"].tolist(), step, salt_of(line["root"]))
         request.pages = line["pages"].tolist()
-        slots = line["pages"][:, None] * ledger.page_size + np.arange(ledger.page_size)
-        request.row = slots.astype(np.int64).tobytes()
+        request.row = slots_of_pages(line["pages"], ledger.page_size).tobytes()
         request.row_lens = list(line["row_lens"])
         for name in ("committed_len", "final_pages", "commit_step", "released", "owned_len"):
             setattr(request, name, line[name])

@@ -35,12 +35,14 @@ class AttachedTarget(Target):
     def running(self) -> Sequence[Running]:
         import torch
 
+        from kvcanary.groups import slots_of_pages
+
         size = self.setup.page_size
         return [
             Running(
                 name,
                 request.committed_len,
-                (torch.tensor(request.pages)[:, None] * size + torch.arange(size)).flatten(),
+                torch.from_numpy(slots_of_pages(request.pages, size)),
                 tuple(request.pages),
             )
             for name, request in self.canary._ledger.requests.items()

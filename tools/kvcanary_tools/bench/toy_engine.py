@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvcanary import CanaryConfig
+from kvcanary.groups import slots_of_pages
 from kvcanary_tools.bench.toy_forwards import Slots, ToyForwards, ToyRow, ToyShape
 
 
@@ -200,8 +201,7 @@ class ToyEngine(ToyForwards):
         self.pages.hold(pages)
 
     def _slots_of(self, pages: Sequence[int]) -> Slots:
-        size = self.shape.page_size
-        return (np.array(pages)[:, None] * size + np.arange(size)).ravel()
+        return slots_of_pages(pages, self.shape.page_size)
 
     def _move(self, pool: str, src: Slots, dst: Slots) -> None:
         source, destination = torch.from_numpy(src), torch.from_numpy(dst)
