@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvcanary.bank import SubstepBank
 from kvcanary.captured_move import StaticMove
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import HookOrderError
+from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
@@ -84,6 +84,12 @@ class Launching(Lifecycle):
         if self._open:
             raise self._not_closed("launch()")
         batch, checks = self._ledger.batches[tuple(request_ids)], self._checks
+        if len(reads) != len(series.substeps) or (written is not None and len(written) != batch.told[0]):
+            got = f"{len(reads)} and {'none' if written is None else len(written)}"
+            raise PlanError(
+                f"reads and written must be a number for each of {len(series)} forwards and of {len(batch)} requests, "
+                f"got {got}: give one each"
+            )
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             checks.land()
         entries = None if written is None else array("q", written)

@@ -229,6 +229,24 @@ def test_what_a_step_accepts_is_written_by_one_forward(ahead):
     assert one.canary.findings == []
 
 
+@pytest.mark.parametrize(
+    ("written", "reads", "got"),
+    [
+        ([1], [3], "1 and 1"),
+        ([1], [3] * 3, "3 and 1"),
+        ([], [3, 3], "2 and 0"),
+    ],
+)
+def test_what_is_launched_has_a_number_each(ahead, written, reads, got):
+    """Of every forward and of every request; nothing is launched else."""
+    one = ahead()
+    one.begin()
+    with pytest.raises(PlanError, match=f"a number for each of 2 forwards and of 1 requests, got {got}: give"):
+        one.canary.launch_all(one.drafts, ["ann"], written, reads)
+    one.canary.check()
+    assert one.canary.findings == []
+
+
 def test_a_host_that_is_two_steps_behind_hears_before_it_launches(ahead):
     """The device goes on by one step alone: what nobody has asked for lands, and the truth is exact."""
     one = ahead()
