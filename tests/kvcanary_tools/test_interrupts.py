@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,14 @@ SCRIPT = "from kvcanary_tools.__main__ import run; run()"  # what the console sc
 SAID = {"capture_output": True, "text": True, "check": False}
 MOST_SECONDS = 60  # for a beginning, and for an end, on a busy machine
 SENTENCES = {"demo": "kvcanary: interrupted", "inject": "interrupted: 1 of "}
+
+
+@pytest.fixture(autouse=True)
+def heeds_interrupts() -> Iterator[None]:
+    """A shell that starts tests in the background has them ignore Ctrl-C, and all that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def completes(child: Child) -> bool:
