@@ -531,3 +531,19 @@ def test_places_of_the_last_run_are_exact(tree, monkeypatch):
     monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
     tree.canary.check()
     assert sorted((hit.slot, hit.is_exact) for hit in told if hit.code == "R12") == [(9, True), (10, True)]
+
+
+def test_places_of_an_earlier_run_are_its_first(tree, monkeypatch):
+    """Two runs read a slot each that nobody has written: what the later one left is no place of the earlier one."""
+    tree.canary.commit("ann", 3)
+    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+    told, noticed = [], tree.canary.recorder.captured.noticed
+    monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
+    flights = []
+    for step, row in ((2, [4, 9, 6, 7, 8]), (3, [4, 5, 10, 7, 8])):
+        tree.launch(step, tree.verify, row, TOKENS[3:5], [-1, 0])
+        flights.append(tree.canary.depart())
+    for flight in flights:
+        tree.canary.hear(flight)
+    read = [(hit.step, hit.slot, hit.is_exact) for hit in told if hit.code == "R12"]
+    assert read == [(2, 9, True), (2, 10, False), (3, 10, True)]
