@@ -124,6 +124,7 @@ class Answering(Launching):
         self._coverage.max_unread_steps = max(self._coverage.max_unread_steps, *waits)
 
     def _count_reads(self) -> None:
+        """What was counted where it ran goes into the coverage."""
         if self._static is not None:
             self._static.count_quiet()
         for sweep in (self._checks.sweeper, self._checks.cached):

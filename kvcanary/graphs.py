@@ -268,7 +268,7 @@ class StaticChecks:
         kept, num_runs = array("q", bytes(8 * told.num_kept)), len(cards) // RUN_CARD
         own = cards.buffer_info()[0], hearing.books_at, planned.buffer_info()[0], proves
         out = kept.buffer_info()[0], hearing.said_at
-        found = hearing.loop(num_runs, *own, *self._seen, *hearing.final, *out)
+        found = hearing.land_quiet(num_runs, *own, *self._seen, *hearing.final, *out)
         if found == NOT_QUIET:
             self._num_heard = hearing.said[SAID_END]
             return False

@@ -23,24 +23,25 @@ from kvcanary.static import SAFE
 class Hearing:
     """Runs of captured forwards, heard of in their order with what is true of pages and records.
 
-    loop:     `loops.land_quiet`;  said: how far it came;  books_at, final, said_at: of its arguments
+    land_quiet: `loops.land_quiet`;  said: how far it came;  books_at, final, said_at: of its arguments
     """
 
     def __init__(self, state: CanaryState, pages: Pages, mirror: Mirror) -> None:
-        self._pages, self._mirror, self._loop = pages, mirror, state.pools[0].loops.hear_runs
+        self._pages, self._mirror, loops = pages, mirror, state.pools[0].loops
+        self._hear_runs, self.land_quiet = loops.hear_runs, loops.land_quiet
         self._books = array("q", (pages.states.ctypes.data, *mirror.flags_of_loops))
-        self.loop, self.said = state.pools[0].loops.land_quiet, array("q", bytes(8 * SAID))
         self.books_at, self._page_size = self._books.buffer_info()[0], state.page_size
-        self.said_at, self.final = self.said.buffer_info()[0], (state.page_size, pages.final_at)
+        self.said, self.final = array("q", bytes(8 * SAID)), (state.page_size, pages.final_at)
+        self.said_at = self.said.buffer_info()[0]
 
     def hear(self, runs: Sequence[Launched], cards: array[int], first: int, planned: array[int], proves: bool) -> int:
         """`loops.hear_runs`, with room for it; `cards`: of all of them."""
         told = first, len(runs), cards.buffer_info()[0], self.books_at, planned.buffer_info()[0], proves
-        end: int = self._loop(*told)
+        end: int = self._hear_runs(*told)
         if end == first:
             batch, accepted = runs[first].batch, runs[first].accepted
             batch.make_room(repeat(0 if accepted is None else accepted.shape[1] - 1, len(batch)))
-            end = self._loop(*told)
+            end = self._hear_runs(*told)
         return end
 
     def is_clean(self, run: Launched, seen: int) -> bool:

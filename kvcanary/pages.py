@@ -242,8 +242,9 @@ class Pages:
 
     def wrote(self, slots: Array, page_size: int = 1) -> None:
         """A forward has written these slots; pages that it must not write stay as they are."""
-        if found := self._loops.write_pages(self.book_at, slots, page_size, self._fresh):
-            self._note_changes(self._fresh[:found].copy())
+        room = self._fresh[self.final_card[NUM_FRESH] :]  # in front are those of which nobody was told yet
+        if found := self._loops.write_pages(self.book_at, slots, page_size, room):
+            self._note_changes(room[:found].copy())
 
     def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.

@@ -93,7 +93,7 @@ class CapturedEvents:
 
     def _of_step(self, step: int) -> list[tuple[Place, Event]]:
         """The events of a step of which somebody may still ask, the last ones first."""
-        found, steps = list[tuple[Place, Event]](), 0
+        found, steps, begins = list[tuple[Place, Event]](), 0, -1
         for segment in reversed(self._segments):
             for number in range(len(segment.events) - 1, -1, -1):
                 event = segment.events[number]
@@ -105,7 +105,8 @@ class CapturedEvents:
                     return []
                 else:
                     found = []
-        return []
+            begins = segment.checkpoint.step  # the step in the middle of which a segment may begin
+        return found if begins & MASK_32 == step & MASK_32 else []
 
     # what the host hears
 

@@ -10,7 +10,9 @@ import torch
 from fake_engine import FakeEngine
 from fake_pool import LAYOUTS, FakePool, make_fake_pool, seal_pool
 from kvcanary.state import PoolState
+from kvcanary_kernels.record import signed
 from static_rig import StaticRig, StaticRow
+from static_tree import TOKENS, StaticTree
 
 
 @pytest.fixture
@@ -47,3 +49,11 @@ def make_static() -> Callable[..., StaticRig]:
 @pytest.fixture
 def static_row() -> type[StaticRow]:
     return StaticRow
+
+
+@pytest.fixture
+def tree(make_static, static_row) -> StaticTree:
+    made = StaticTree(make_static(), static_row)
+    truth = made.launch(1, made.prefill, [4, 5, 6], TOKENS[:3])
+    assert (truth.uids, truth.prefix_lens, truth.truths) == ([made.uid], [0], [signed(made.verify.pool.root)])
+    return made

@@ -319,3 +319,54 @@ def test_causes_know_nothing_of_the_faults(module):
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert not [name for name in imported if "faults" in name]
+
+
+# the ranking
+
+
+def test_causes_are_ranked_by_their_evidence(monkeypatch):
+    """A rule is asked for its codes; more evidence first, then derived; at most three, and one where none fits."""
+
+    class Asked:
+        def __init__(self, code: str, is_unwritten: bool = False) -> None:
+            self.hit = type("Hit", (), {"code": code, "is_unwritten": is_unwritten})()
+
+    causes = [
+        (("R4",), Cause("bits", "one, guessed", "inferred", ("a",))),
+        (("R4", "U1"), Cause("order", "one, known", "derived", ("a",))),
+        (("R4",), Cause("draft", "two", "inferred", ("a", "b"))),
+        (("R4",), None),
+        (("R4",), Cause("graphs", "none", "derived")),
+        (("R5",), Cause("graphs", "alone", "derived")),
+        (("R4",), Cause("lengths", "one, guessed later", "inferred", ("a",))),
+    ]
+    monkeypatch.setattr(
+        "kvcanary.diagnosis.RULES", tuple((codes, lambda facts, cause=cause: cause) for codes, cause in causes)
+    )
+    assert [cause.text for cause in rank_causes(Asked("R4"))] == ["two", "one, known", "one, guessed"]
+    assert [cause.text for cause in rank_causes(Asked("R5"))] == ["alone"]
+    assert [cause.text for cause in rank_causes(Asked("R9", is_unwritten=True))] == ["one, known"]
+    assert rank_causes(Asked("W3")) == (
+        Cause("addressing", "the arrays of this forward were built wrong: write to shared page", "inferred"),
+    )
+    assert MOST_CAUSES == 3
+
+
+def test_rules_that_always_fit_say_one_thing():
+    """Fixed causes need no facts, are guesses, and are none but these."""
+    fixed = {(codes, rule(None)) for codes, rule in RULES if rule.__name__ == "rule"}
+    assert {(codes, cause.family) for codes, cause in fixed} == {
+        (("R10",), "lengths"),
+        (("R11",), "order"),
+        (("R13",), "draft"),
+        (("W6",), "order"),
+        (("W7",), "lifetime"),
+        (("W8",), "bounds"),
+        (("W9",), "graphs"),
+        (("O1",), "order"),
+        (("H1",), "hooks"),
+        (("H2",), "hooks"),
+    }
+    assert {(cause.basis, cause.evidence) for _, cause in fixed} == {("inferred", ())}
+    assert all(len(cause.text) > 20 for _, cause in fixed)
+    assert {code for codes, _ in fixed for code in codes} <= set(CODES)

@@ -8,16 +8,12 @@ import torch
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
 from kvcanary.buffers import StaticBuffers
 from kvcanary.cards import RUN_CARD, RUN_READS
-from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import Replayer, replay
 from kvcanary.learning import runs_of
 from kvcanary.outbox import IN_THE_AIR, LINES
 from kvcanary.pages import STATE_NAMES
 from kvcanary.replay import StaticReplay
 from kvcanary_kernels import record
-from kvcanary_kernels.record import signed
-
-TOKENS = [50, 51, 52, 53, 54, 55]
+from static_tree import TOKENS, StaticTree
 
 
 class Run:
@@ -154,48 +150,7 @@ def test_a_freed_page_is_stale_to_the_next_replay(run):
     assert torch.equal(freed.canary._state.generations, torch.from_numpy(freed.canary._ledger.generations))
 
 
-class Tree:
-    """One request whose prefill and verify are launched substeps: a chain of two nodes behind three entries."""
-
-    def __init__(self, rig, static_row, **settings: object) -> None:
-        self.rig, self.static_row = rig, static_row
-        self.canary = CanaryManager(CanaryConfig(seed=7, mode="log", **settings), [rig.pool.view])
-        self.mask = torch.zeros(2, 2, 2, dtype=torch.bool)
-        self.prefill, self.verify = (
-            self.canary.bank.add("target", kind, 0, StaticBuffers.allocate(2, 4, 16, **own), **settings)
-            for kind, own, settings in (
-                ("prefill", {}, {}),
-                ("verify", {"is_tree": True}, {"max_depth": 2, "tree_mask": self.mask}),
-            )
-        )
-        self.move = self.canary.bank.add_move("target", 2)
-        self.canary.arm()
-        self.canary.admit("ann", TOKENS[:4])
-        self.canary.on_alloc("ann", [1, 2])
-        self.uid = self.canary.requests_of(["ann"])[0].uid
-
-    def launch(self, number: int, substep, ids: list[int], tokens: list[int], parents: list[int] | None = None):
-        """A forward of these entries; what the host gave for its row."""
-        self.canary.begin_step(number)
-        truth = self.canary.launch(substep, ["ann"], [len(tokens)], len(ids))
-        substep.buffers.fill(self.rig.batch([self.static_row(self.uid, ids, tokens, parents)]))
-        self.rig.body(substep)
-        return truth
-
-    def fired(self) -> list[tuple[str, tuple[str, int], int]]:
-        self.canary.check()
-        return [(finding.code, finding.site, finding.slot) for finding in self.canary.findings]
-
-
-@pytest.fixture
-def tree(make_static, static_row) -> Tree:
-    made = Tree(make_static(), static_row)
-    truth = made.launch(1, made.prefill, [4, 5, 6], TOKENS[:3])
-    assert (truth.uids, truth.prefix_lens, truth.truths) == ([made.uid], [0], [signed(made.verify.pool.root)])
-    return made
-
-
-def verify(tree: Tree, sees: list[list[int]], tokens: list[int] = TOKENS[3:5]) -> None:
+def verify(tree: StaticTree, sees: list[list[int]], tokens: list[int] = TOKENS[3:5]) -> None:
     tree.mask[0] = torch.tensor(sees).bool()
     tree.launch(2, tree.verify, [4, 5, 6, 7, 8], tokens, [-1, 0])
 
@@ -272,106 +227,6 @@ def test_a_launch_needs_a_bank(make_engine):
         make_engine().canary.launch(None, [], [], 0)
     with pytest.raises(HookOrderError, match="launch_move\\(\\) needs a move of this manager's bank"):
         make_engine().canary.launch_move(None)
-
-
-def damage_a_record(tree: Tree) -> None:
-    tree.verify.pool.records[5, record.CHAIN] ^= 1 << 40
-
-
-def damage_a_fingerprint(tree: Tree) -> None:
-    tree.verify.pool.content_a[0, 5] ^= 1
-
-
-def clear_a_record(tree: Tree) -> None:
-    tree.verify.pool.records[5].zero_()
-
-
-STRUCK = {
-    "R3": (damage_a_record, {}),
-    "R3 cleared": (clear_a_record, {}),
-    "W6": (None, {"tokens": [99, 98]}),
-    "R13": (None, {"sees": [[1, 1], [1, 1]]}),
-    "R4": (None, {"ids": [5, 4, 6, 7, 8]}),
-    "R1": (None, {"ids": [4, 5, 1 << 40, 7, 8]}),
-    "R2": (None, {"ids": [4, 5, 0, 7, 8]}),
-    "R10": (None, {"ids": [4, 5, 7, 8]}),
-    "R12": (None, {"skips": 1, "moves": None}),
-    "W9": (None, {"padding": 6}),
-    "T1": (None, {"moves": False}),
-}
-
-
-@pytest.mark.parametrize("name", STRUCK)
-def test_a_replay_reaches_what_a_captured_forward_found(tree, tmp_path, name):
-    """The same checks over the same buffers, from the recording alone; and nothing in a clean one."""
-    assert tree.fired() == []
-    tree.canary.commit("ann", 3)
-    fault, given = STRUCK[name]
-    if fault is not None:
-        fault(tree)
-    strike(tree, **given)
-    found = tree.fired()
-    dump = read_dump(tree.canary.dump(tmp_path / "launched.kvdump"))
-    outcome = replay(dump)
-    assert [finding.code for finding in outcome.findings] == [code for code, *_ in found]
-    assert name.split()[0] in {code for code, *_ in found}
-    assert outcome.missing == []
-
-
-def test_right_captured_forwards_replay_clean(tree, tmp_path):
-    """A prefill, a tree and its move: every record is what it was, and nothing is found."""
-    assert tree.fired() == []
-    tree.canary.commit("ann", 3)
-    strike(tree)
-    assert tree.fired() == []
-    dump = read_dump(tree.canary.dump(tmp_path / "clean.kvdump"))
-    assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill", "verify"]
-    replayer = Replayer(dump)
-    outcome = replayer.run(None, None)
-    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
-    ours, theirs = (
-        pool.records[:, [record.STEP_SITE]] for pool in (tree.verify.pool, replayer.manager._state.pools[0])
-    )
-    assert torch.equal(ours, theirs)
-
-
-def strike(
-    tree: Tree,
-    ids: list[int] = (4, 5, 6, 7, 8),
-    tokens: list[int] = TOKENS[3:5],
-    sees: list[list[int]] = ((1, 0), (1, 1)),
-    skips: int | None = None,
-    padding: int | None = None,
-    moves: bool | None = True,
-) -> None:
-    """A verify of two nodes and the move of its second; `skips`: a layer that does not store.
-
-    padding: where an entry behind both is aimed;  moves: None: nothing moves, False: its bytes stay behind
-    """
-    tree.mask[0] = torch.tensor(sees).bool()
-    substep = tree.verify
-    tree.canary.begin_step(2)
-    truth = tree.canary.launch(substep, ["ann"], [2], len(ids))
-    row = tree.static_row(tree.uid, list(ids), list(tokens), [-1, 0])
-    substep.buffers.fill(tree.rig.batch([row], prefix_lens=truth.prefix_lens))
-    substep.buffers.slots[:2] = torch.tensor([7, 8])
-    if padding is not None:
-        substep.buffers.slots[2] = padding
-    tree.rig.skipped_layers = set() if skips is None else {skips}
-    tree.rig.body(substep)
-    if moves is None:
-        return
-    tree.canary.launch_move(tree.move)
-    if moves:
-        tree.rig.kv[:, 7] = tree.rig.kv[:, 8]
-    tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([True, False]))
-
-
-def test_a_dump_hears_first_of_what_was_launched(tree, tmp_path):
-    """Also before anybody has checked the step."""
-    dump = read_dump(tree.canary.dump(tmp_path / "early.kvdump"))
-    assert [event["kind"] for event in dump.events if event["call"] == "launch"] == ["prefill"]
-    assert replay(dump).findings == []
 
 
 # a host that hears later
@@ -473,77 +328,3 @@ def test_without_r9_nobody_is_noted_for_a_look_that_never_comes(run):
     damaged.step(2, 4, 1)
     assert [finding.code for finding in damaged.canary.findings] == ["R3"]
     assert not damaged.canary._checks.sweeper.hurried
-
-
-def test_a_step_that_did_not_run_says_nothing(tree, tmp_path):
-    """H1, with counts of nothing: what an earlier run has left in memory of the host is no word of this one."""
-    tree.fired()
-    tree.canary.commit("ann", 3)
-    for number in range(2, 2 + LINES):
-        tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
-        tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-        tree.canary.launch_move(tree.move)  # of nothing that has arrived
-        tree.move.record(torch.tensor([8, 0]), torch.tensor([7, 0]), torch.tensor([number == 2, False]))
-        tree.canary.check()
-    told = [finding.code for finding in tree.canary.findings]
-    assert told == ["T1"]
-    tree.canary.begin_step(2 + LINES)
-    tree.canary.launch(tree.verify, ["ann"], [2], 5)
-    tree.canary.launch_move(tree.move)
-    tree.canary.check()
-    (finding,) = tree.canary.findings[len(told) :]
-    planned = {"rows": 1, "entries": 2, "reads": 5}
-    assert (finding.code, finding.expected, finding.found) == ("H1", planned, dict.fromkeys(planned, 0))
-    certificate = tree.canary.certificate()
-    assert (certificate["forwards"], certificate["slots_sealed"]) == (1 + LINES, 3 + 2 * LINES)
-    tree.launch(3 + LINES, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-    tree.canary.check()
-    assert len(tree.canary.findings) == len(told) + 1
-    assert read_dump(tree.canary.dump(tmp_path / "idle.kvdump")).manifest["first_step"] <= 1
-
-
-def test_a_segment_that_begins_in_the_air_hears_first(make_static, static_row, tmp_path):
-    """Once in half a ring the host waits for what is in the air, so that the recording can be followed from there."""
-    tree = Tree(make_static(), static_row, ring=2)
-    tree.launch(1, tree.prefill, [4, 5, 6], TOKENS[:3])
-    tree.fired()
-    tree.canary.commit("ann", 3)
-    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
-    tree.launch(2, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-    flights = [tree.canary.depart()]
-    for number in range(3, 7):
-        tree.launch(number, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
-        flights.append(tree.canary.depart())
-        tree.canary.hear(flights.pop(0))
-    assert tree.canary.findings == []
-    dump = read_dump(tree.canary.dump(tmp_path / "late.kvdump"))
-    assert dump.manifest["first_step"] > 1
-    outcome = replay(dump)
-    assert (outcome.findings, outcome.missing, outcome.errors) == ([], [], [])
-
-
-def test_places_of_the_last_run_are_exact(tree, monkeypatch):
-    """Every one at which a check fired, and not the first alone; a later run of the forward would overwrite them."""
-    tree.canary.commit("ann", 3)
-    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
-    tree.launch(2, tree.verify, [4, 9, 10, 7, 8], TOKENS[3:5], [-1, 0])
-    told, noticed = [], tree.canary.recorder.captured.noticed
-    monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
-    tree.canary.check()
-    assert sorted((hit.slot, hit.is_exact) for hit in told if hit.code == "R12") == [(9, True), (10, True)]
-
-
-def test_places_of_an_earlier_run_are_its_first(tree, monkeypatch):
-    """Two runs read a slot each that nobody has written: what the later one left is no place of the earlier one."""
-    tree.canary.commit("ann", 3)
-    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
-    told, noticed = [], tree.canary.recorder.captured.noticed
-    monkeypatch.setattr(tree.canary.recorder.captured, "noticed", lambda hit: (told.append(hit), noticed(hit)))
-    flights = []
-    for step, row in ((2, [4, 9, 6, 7, 8]), (3, [4, 5, 10, 7, 8])):
-        tree.launch(step, tree.verify, row, TOKENS[3:5], [-1, 0])
-        flights.append(tree.canary.depart())
-    for flight in flights:
-        tree.canary.hear(flight)
-    read = [(hit.step, hit.slot, hit.is_exact) for hit in told if hit.code == "R12"]
-    assert read == [(2, 9, True), (2, 10, False), (3, 10, True)]

@@ -251,7 +251,7 @@ class Steps:
         kept = array("q", bytes(8 * sum(cards[RUN_KEEP::RUN_CARD])))
         hearing = self.world.hearing
         own = len(runs), cards.buffer_info()[0], hearing.books_at, self.planned.buffer_info()[0], True
-        found = hearing.loop(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
+        found = hearing.land_quiet(*own, *self.headers, *hearing.final, kept.buffer_info()[0], hearing.said_at)
         if found != NOT_QUIET:
             self.world.mirror.heard(hearing.said[SAID_SEEN] >> RUN_BITS & REWRITES)
         return found, kept.tolist()

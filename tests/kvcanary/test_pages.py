@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvcanary import CanaryConfig, CanaryManager
+from kvcanary.cards import NUM_FRESH
 from kvcanary.errors import LifetimeError, PageStateError
 from kvcanary.history import HISTORY_EVENTS, History
 from kvcanary.pages import EVENTS, STATE_NAMES, Pages
@@ -261,3 +262,13 @@ def test_a_page_keeps_its_newest_events_in_their_order():
     assert (history.of(0), history.of(5), history.of(-1)) == ((), (), ())
     history.add("freed", np.array([0]), last, None)
     assert [event.step for event in history.of(0)] == [last]
+
+
+def test_what_a_loop_has_marked_is_told_though_others_were_written_since():
+    """As when the host is interrupted between the loop and its telling."""
+    pages = make_pages(record.RESERVED)
+    pages.changes()
+    pages._fresh[0], pages.final_card[NUM_FRESH] = 4, 1
+    pages.wrote(at(3))
+    pages.tell_landed(1, str)
+    assert sorted(pages.changes().tolist()) == [3, 4]

@@ -319,6 +319,18 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     assert [(launch.reads, launch.layers) for launch in launches] == [(5, (0,)), (6, (0,))]
 
 
+def test_a_launch_is_found_in_a_segment_that_began_within_its_step():
+    """Also where no room is left for the one in which the step began; one of any other step is not."""
+    segment, log = SimpleNamespace(events=[], checkpoint=SimpleNamespace(step=7)), EventLog()
+    recorded, log.append = CapturedEvents(deque([segment]), log), segment.events.append
+    substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0))
+    recorded.launched(SimpleNamespace(substeps=(substep,), num_kept=2, places=0), ("only",), (1,), [5])
+    assert recorded.event_of("target", substep.site, 7) == (segment, 0)
+    assert recorded.event_of("target", substep.site, 6) is None
+    log.append(("begin_step", 8))
+    assert recorded.event_of("target", substep.site, 7) == (segment, 0)
+
+
 def test_recording_changes_no_certificate():
     """Random traffic is checked the same with a ring that turns over often as with none."""
 

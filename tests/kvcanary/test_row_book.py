@@ -7,13 +7,9 @@ from array import array
 
 import numpy as np
 import pytest
-import torch
 
-from kvcanary import loops
 from kvcanary.cards import (
-    ALL,
     FINAL_ROOM,
-    ITS_SHARE,
     NOWHERE,
     NUM_ROW_SLOTS,
     NUM_TOKENS_KNOWN,
@@ -23,27 +19,14 @@ from kvcanary.cards import (
     RUN_CARDS,
     RUN_REQUESTS,
     RUN_ROWS,
-    SLICE_RANGES,
-    SLICE_SAID,
-    SLICE_SLOTS,
-    SLICE_WAIT,
-    TAKEN,
     TOKENS_KNOWN,
 )
-from kvcanary.codes import CODES
-from kvcanary.config import share_of
-from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
-from kvcanary.findings import Cause
 from kvcanary.known import LEAST_ROOM, Known, TruthChain
 from kvcanary.ledger import Judged, Ledger
-from kvcanary.quarantine import Quarantine
-from kvcanary.queues import ReadQueue
 from kvcanary.requests import NO_PAGE, Batch, Unheard
-from kvcanary.state import CanaryState
 from kvcanary.step_book import in_a_row
 from kvcanary.uids import digest
-from kvcanary.views import PoolView
 from kvcanary_kernels.record import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
@@ -359,34 +342,6 @@ def test_what_the_engine_says_of_a_step_is_what_the_step_has_accepted():
     assert [truth.count for truth in request.truths] == [96, 95]
 
 
-def test_a_read_queue_has_fewer_ranges_than_an_answer_has_tokens():
-    """What was looked at in one step and lies side by side is one range; every position is there, once."""
-    queue, longest = ReadQueue(), 0
-    for step in range(2000):
-        queue.extend_to(100 + step, step)
-        if step % 8 == 0:
-            queue.take(share_of(queue.length, 8), step)
-        longest = max(longest, len(queue.looks()))
-    assert 120 < longest < 2099 / 3
-    assert sorted(position for start, end, _ in queue.looks() for position in range(start, end)) == [*range(2099)]
-
-
-def test_a_read_queue_gives_what_waits_longest():
-    """In whole or in part, each once a step unless asked again; cleared it starts anew."""
-    queue = ReadQueue()
-    queue.extend_to(4, 1)
-    queue.extend_to(4, 2)
-    queue.extend_to(6, 3)
-    assert (queue.looks(), queue.oldest(), queue.length) == (((0, 4, 1), (4, 6, 3)), 1, 6)
-    assert queue.take(5, 5) == [(0, 4, 1), (4, 5, 3)]
-    assert queue.looks() == ((5, 6, 3), (0, 5, 5))
-    assert queue.take(9, 5) == [(5, 6, 3)]
-    assert queue.take(9, 5) == []
-    assert queue.take(2, 5, again=True) == [(0, 2, 5)]
-    queue.clear()
-    assert (queue.length, queue.looks(), queue.oldest()) == (0, (), None)
-
-
 def test_a_request_starts_anew_without_pages():
     """What was committed, written, read and judged is forgotten; its tokens stay."""
     ledger = make_ledger()
@@ -446,30 +401,6 @@ def test_a_name_of_before_is_remembered():
     assert (ledger.name(77), ledger.name(uid), ledger.name(78)) == ("old", "a", None)
 
 
-def test_quarantined_pages_leave_in_the_order_in_which_they_came():
-    """After so many steps; earlier only while pages are wanted, and never before the least."""
-    quarantine = Quarantine()
-    quarantine.add(np.array([4, 2]), 1)
-    quarantine.add(np.array([3]), 3)
-    assert (len(quarantine), list(quarantine)) == (3, [(4, 1), (2, 1), (3, 3)])
-    assert quarantine.leave(4, 4).tolist() == []
-    assert quarantine.leave(4, 4, wanted=1, least=4).tolist() == []
-    assert quarantine.leave(4, 4, wanted=1, least=3).tolist() == [4]
-    assert quarantine.leave(5, 4, wanted=1, least=3).tolist() == [2]
-    assert quarantine.leave(6, 4).tolist() == []
-    assert quarantine.leave(7, 4).tolist() == [3]
-    assert not quarantine
-
-
-def test_pages_of_several_events_leave_a_quarantine_together():
-    """All that have waited long enough, and of the next as many as are still wanted."""
-    quarantine = Quarantine()
-    for step, pages in enumerate(([6, 5], [9], [1, 2, 3])):
-        quarantine.add(np.array(pages), step)
-    assert quarantine.leave(5, 4, wanted=4, least=1).tolist() == [6, 5, 9, 1]
-    assert list(quarantine) == [(2, 2), (3, 2)]
-
-
 def test_the_quarantine_of_a_ledger_follows_its_pages():
     """Free, then quarantined, then free again; nothing that leaves is no event."""
     ledger = make_ledger()
@@ -481,89 +412,3 @@ def test_the_quarantine_of_a_ledger_follows_its_pages():
         ("quarantined", 2, None),
         ("left quarantine", 6, None),
     ]
-
-
-# the ranking
-
-
-def test_causes_are_ranked_by_their_evidence(monkeypatch):
-    """A rule is asked for its codes; more evidence first, then derived; at most three, and one where none fits."""
-
-    class Asked:
-        def __init__(self, code: str, is_unwritten: bool = False) -> None:
-            self.hit = type("Hit", (), {"code": code, "is_unwritten": is_unwritten})()
-
-    causes = [
-        (("R4",), Cause("bits", "one, guessed", "inferred", ("a",))),
-        (("R4", "U1"), Cause("order", "one, known", "derived", ("a",))),
-        (("R4",), Cause("draft", "two", "inferred", ("a", "b"))),
-        (("R4",), None),
-        (("R4",), Cause("graphs", "none", "derived")),
-        (("R5",), Cause("graphs", "alone", "derived")),
-        (("R4",), Cause("lengths", "one, guessed later", "inferred", ("a",))),
-    ]
-    monkeypatch.setattr(
-        "kvcanary.diagnosis.RULES", tuple((codes, lambda facts, cause=cause: cause) for codes, cause in causes)
-    )
-    assert [cause.text for cause in rank_causes(Asked("R4"))] == ["two", "one, known", "one, guessed"]
-    assert [cause.text for cause in rank_causes(Asked("R5"))] == ["alone"]
-    assert [cause.text for cause in rank_causes(Asked("R9", is_unwritten=True))] == ["one, known"]
-    assert rank_causes(Asked("W3")) == (
-        Cause("addressing", "the arrays of this forward were built wrong: write to shared page", "inferred"),
-    )
-    assert MOST_CAUSES == 3
-
-
-def test_rules_that_always_fit_say_one_thing():
-    """Fixed causes need no facts, are guesses, and are none but these."""
-    fixed = {(codes, rule(None)) for codes, rule in RULES if rule.__name__ == "rule"}
-    assert {(codes, cause.family) for codes, cause in fixed} == {
-        (("R10",), "lengths"),
-        (("R11",), "order"),
-        (("R13",), "draft"),
-        (("W6",), "order"),
-        (("W7",), "lifetime"),
-        (("W8",), "bounds"),
-        (("W9",), "graphs"),
-        (("O1",), "order"),
-        (("H1",), "hooks"),
-        (("H2",), "hooks"),
-    }
-    assert {(cause.basis, cause.evidence) for _, cause in fixed} == {("inferred", ())}
-    assert all(len(cause.text) > 20 for _, cause in fixed)
-    assert {code for codes, _ in fixed for code in codes} <= set(CODES)
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_slice_of_many_rows_is_what_each_queue_gives(window):
-    """Oldest look first and as many as asked for, whatever was taken before; what a window has left is no slot."""
-    draws, size, view = np.random.default_rng(3), 4, torch.zeros(200, 1, 4)
-    pool = CanaryState([PoolView("target", [view], [view.clone()], size, null_slots=size, window=window)], 3).pools[0]
-    ledger = Ledger(50, size, 1, KEYS, [("target", 0)])
-    for number, name in enumerate("abc"):
-        ledger.admit(name, range(60), 0)
-        ledger.grant(name, range(1 + 16 * number, 17 + 16 * number), 0)
-    requests = list(ledger.requests.values())
-    batch, twins = Batch(requests), [ReadQueue() for _ in requests]
-    slots, taken, said = np.empty(500, np.int64), np.empty((500, TAKEN), np.int64), np.empty(SLICE_SAID, np.int64)
-    for step in range(1, 120):
-        for request in requests:
-            request.committed_len = min(60, request.committed_len + int(draws.integers(0, 3)))
-            request.row_lens, request.commit_step = [request.committed_len], step
-        counts = array("q", draws.choice([0, 1, 5, ITS_SHARE, ALL], len(requests)).tolist())
-        told = *batch.told, pool.card_at, counts.buffer_info()[0], 8, step, step, False
-        while loops.take_slice(*told, slots, taken, said.ctypes.data):
-            batch.make_room([0] * len(batch))
-        expected_slots, expected_ranges = list[int](), list[list[int]]()
-        for number, (request, twin, count) in enumerate(zip(requests, twins, counts, strict=True)):
-            length, row = request.committed_len, np.frombuffer(request.row, np.int64)
-            twin.extend_to(length, step)
-            first = 0 if window is None else max(0, length + 1 - window)
-            for start, end, read in twin.take(share_of(length, 8) if count == ITS_SHARE else min(count, length), step):
-                if end > first:
-                    expected_ranges.append([number, max(start, first), end, read])
-                    expected_slots += row[max(start, first) : end].tolist()
-        assert slots[: said[SLICE_SLOTS]].tolist() == expected_slots
-        assert taken[: said[SLICE_RANGES]].tolist() == expected_ranges
-        assert said[SLICE_WAIT] == max((step - read for *_, read in expected_ranges), default=0)
-        assert [request.reads[0].looks() for request in requests] == [twin.looks() for twin in twins]
