@@ -8,6 +8,7 @@ from kvcanary.loops.heard import hear_runs, land_quiet, take_quiet
 from kvcanary.loops.known import append_tokens, grow_chain, tell_rows
 from kvcanary.loops.lanes import keep_lanes, same_heads, sum_heads, sum_slots, sum_values
 from kvcanary.loops.looks import are_zero, list_ends, list_slots, tell_slots
+from kvcanary.loops.memory import entry
 from kvcanary.loops.pages import follow_event, grant_rows, tell_pages, write_pages
 from kvcanary.loops.plans import publish_pages, take_plan
 from kvcanary.loops.poison import poison
@@ -71,3 +72,5 @@ __all__ = [
     "write_records",
     "write_rows",
 ]
+
+globals().update({name: entry(globals()[name]) for name in __all__})

@@ -38,6 +38,15 @@ def loop(signature: str | None = None) -> Callable[[Any], Any]:
     return compiled
 
 
+def entry(made: Any) -> Callable[..., Any]:
+    """A compiled loop as Python calls it: where all that it takes are numbers, whose types nobody has to find out."""
+    (signature,) = made.signatures
+    if not all(isinstance(kind, types.Integer | types.Boolean) for kind in signature):
+        return made
+    found: Callable[..., Any] = made.overloads[signature].entry_point
+    return found
+
+
 def _digest(function: Any) -> str:
     """Of all that is compiled into a loop: its code, numbers that it has by name, loops that it calls, and this file.
 
