@@ -16,6 +16,7 @@ from statistics import fmean, median
 import structlog
 import torch
 
+from kvcanary_tools import heap
 from spec_engine import Engine, SamplingParams
 from spec_engine.metrics import Metrics
 
@@ -60,9 +61,8 @@ def run_pass(
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """No search for garbage within looks at what was made by now, as in `kvcanary serve`: steps would stand still."""
-    gc.collect()
-    gc.freeze()
+    """The heap is settled within, as in `kvcanary serve`: a search for garbage would stop steps."""
+    heap.settle()
     try:
         yield
     finally:

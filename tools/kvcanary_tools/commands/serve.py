@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcanary_tools import console
+from kvcanary_tools import console, heap
 from kvcanary_tools.engine_options import CONTEXT, engine_config, engine_options, usage_failures
 from spec_engine.server.options import ServerOptions
 
@@ -81,8 +80,7 @@ def command(ctx: click.Context, **options: Any) -> None:
         except BaseException:
             listening.close()
             raise
-    gc.collect()
-    gc.freeze()  # what is loaded stays, and no later collection stops a step to look through it
+    heap.settle()  # what is loaded stays, and no later collection stops a step to look through it
     _greet(server, url_of(listening))
     ctx.exit(_tell(serve(server, listening)))
 
