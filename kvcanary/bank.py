@@ -101,7 +101,7 @@ class SubstepBank:
         self._outbox = Outbox(self._headers)
         self._seen = np.zeros((capacity, HEADER), np.int64)
         self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
-        self._planned = array("q")
+        self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
         self._reads_unknown: set[int] = set()
         self._expected: set[int] = set()  # numbers of substeps
 
@@ -148,6 +148,7 @@ class SubstepBank:
         self._substeps[key] = substep
         self._in_order.append(substep)
         self._planned.extend(bytes(NUM_RUNS))
+        self._unplanned.extend(bytes(NUM_RUNS))
         return substep
 
     def add_move(self, pool: str, size: int, step: Tensor | None = None) -> StaticMove:
@@ -190,7 +191,7 @@ class SubstepBank:
         self._is_armed = True
         self._headers.zero_()
         self._seen.fill(0)
-        self._planned = array("q", bytes(8 * len(self._planned)))
+        self._planned = self._unplanned[:]
         self._reads_unknown.clear()
         self._expected.clear()
         for substep in self._in_order:
@@ -253,13 +254,12 @@ class SubstepBank:
         if self.shared.opened:
             raise self._not_closed("harvest()")
         planned, unknown, headers = self._planned, _NO_NUMBERS, None
-        self._planned = array("q", bytes(8 * len(planned)))
+        self._planned = self._unplanned[:]
         if self._reads_unknown:
             unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
-        is_known = bool(launches) and not (self._expected and self._expected - _numbers_of(launches))
-        if self._in_order and not is_known:
-            headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
-        if self._expected:
+        if self._expected or not launches:
+            if self._in_order and (not launches or self._expected - _numbers_of(launches)):
+                headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
             self._expected.clear()
         own = headers, once, planned, unknown, launches, array("q") if cards is None else cards
         return tuple.__new__(Snapshot, own)  # as `Snapshot(*own)`, without a call

@@ -153,20 +153,44 @@ class StepChecks:
         return self._send(hits, is_waited_for, batch)
 
     def land(self, last: Flight | None = None) -> None:
-        """Judge captured forwards and looks up to this flight (None: all); waits for their copies."""
-        static = self.static
+        """Judge captured forwards and looks up to this flight (None: all); waits for their copies.
+
+        What forwards wrote, the host learns before it seals anything else. The longest in the air comes first, and
+        where somebody interrupts the host as it waits it stays there.
+        """
+        static, flights = self.static, self._flights
         if last is None and (self.looks.waits or (static is not None and (static.launched or static.moves))):
             self._send_all()
-        while self._flights and (last is None or not last.has_landed):
-            self._land()
+        while flights and (last is None or not last.has_landed):
+            flight = flights[0]
+            if flight.over is not None or not flight.is_over:
+                self._marks.wait(flight)
+            flights.popleft()
+            hits, told, proves = flight.hits, flight.told, self.oracle is None
+            if (
+                static is not None
+                and told is not None
+                and (self.is_full or not static.land_quiet(told, self.mirror, proves))
+            ):
+                self._learn(static, told, hits, proves)
+            if flight.looks is not None:
+                hits += flight.looks.hits()
+            flight.has_landed = True
+            if hits:
+                self.landing(flight.step)
+                self.hits += hits
+                self.landing(None)
 
     def begin_step(self, step: int) -> None:
         """This one runs. What its forwards would overwrite is judged first, be steps between them without any."""
         self.step, static = step, self.static
         if static is not None:
-            since = static.bank.turn + 1 - IN_THE_AIR
-            if due := [flight for flight in self._flights if flight.turn < since]:
-                self.land(due[-1])
+            since, due = static.bank.turn + 1 - IN_THE_AIR, None
+            for flight in self._flights:
+                if flight.turn < since:
+                    due = flight
+            if due is not None:
+                self.land(due)
             static.bank.begin_step(step)
 
     @property
@@ -199,7 +223,7 @@ class StepChecks:
     def _send(self, hits: list[Hit | HitBatch], is_waited_for: bool = False, batch: Batch | None = None) -> Flight:
         """`hits`: of this step, known already; `batch`: bytes of these requests are read beside what comes next."""
         if len(self._flights) == IN_THE_AIR:
-            self._land()
+            self.land(self._flights[0])
         flight = Flight(self.step, None if self.static is None else self.static.send(self.step), hits)
         self._flights.append(flight)
         if batch is not None:
@@ -211,40 +235,20 @@ class StepChecks:
             flight.looks, flight.over = self.looks.send(), self._marks.take()
         return flight
 
-    def _land(self) -> None:
-        """What captured forwards wrote, the host learns before it seals anything else; they have judged themselves.
-
-        The longest in the air, and where somebody interrupts the host as it waits it stays there.
-        """
-        if (flight := self._flights[0]).over is not None or not flight.is_over:
-            self._marks.wait(flight)
-        self._flights.popleft()
-        hits, static, told = flight.hits, self.static, flight.told
-        proves = self.oracle is None
-        if (
-            static is not None
-            and told is not None
-            and (self.is_full or not static.land_quiet(told, self.mirror, proves))
-        ):
-            for forward in static.learn(told, self.mirror, self.unwritten, proves):
-                hits += judge_tokens(forward, self.oracle)
-                hits += judge_mask(forward)
-            static.learn_moves(told, self.mirror)
-            hits += static.harvest(told)
-            if self.is_full:
-                self._mark_read(told)
-            static.finalise(told)
-            for move, turn, (destination, *_, mismatch) in told.moves:
-                if move.moved.has_run(turn) and np.count_nonzero(mismatch):
-                    with torch.inference_mode():
-                        hits += self._mover.arrived(move.pool, destination, flight.step)
-        if flight.looks is not None:
-            hits += flight.looks.hits()
-        flight.has_landed = True
-        if hits:
-            self.landing(flight.step)
-            self.hits += hits
-            self.landing(None)
+    def _learn(self, static: StaticChecks, told: Told, hits: list[Hit | HitBatch], proves: bool) -> None:
+        """What `land_quiet` has left of a step whose forwards have judged themselves; what fired joins the hits."""
+        for forward in static.learn(told, self.mirror, self.unwritten, proves):
+            hits += judge_tokens(forward, self.oracle)
+            hits += judge_mask(forward)
+        static.learn_moves(told, self.mirror)
+        hits += static.harvest(told)
+        if self.is_full:
+            self._mark_read(told)
+        static.finalise(told)
+        for move, turn, (destination, *_, mismatch) in told.moves:
+            if move.moved.has_run(turn) and np.count_nonzero(mismatch):
+                with torch.inference_mode():
+                    hits += self._mover.arrived(move.pool, destination, told.step)
 
     def _mark_read(self, told: Told) -> None:
         """What attention has compared; several forwards of a step read the same rows."""

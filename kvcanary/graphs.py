@@ -194,10 +194,20 @@ class StaticChecks:
         cards.extend(series.cards[turn % len(series.cards)])
         for number, read in enumerate(reads):
             cards[first + RUN_CARD * number + RUN_READS] = read
-        written_at = 0 if written is None else written.buffer_info()[0]
-        runs = cards.buffer_info()[0] + 8 * first, len(series.substeps)
-        told = rows.buffer_info()[0], written_at, turn, step, bank.now, bank.most_unlanded, record is not None, where
-        if unknown := self._loops.launch_runs(n, cards_at, *runs, *told):
+        if unknown := self._loops.launch_runs(
+            n,
+            cards_at,
+            cards.buffer_info()[0] + 8 * first,
+            series.count,
+            rows.buffer_info()[0],
+            0 if written is None else written.buffer_info()[0],
+            turn,
+            step,
+            bank.now,
+            bank.most_unlanded,
+            record is not None,
+            where,
+        ):
             self._coverage.skip("truth not known to the host", len(series) * unknown)
         if series.places:
             self.num_unlanded += 1

@@ -84,11 +84,11 @@ class Launching(Lifecycle):
         if self._open:
             raise self._not_closed("launch()")
         batch, checks = self._ledger.batches[tuple(request_ids)], self._checks
-        given = len(reads), None if written is None else len(written)
-        if given != (len(series.substeps), None if series.places else batch.told[0]):
+        accepts, given = series.places > 0, None if written is None else len(written)
+        if len(reads) != series.count or given != (None if accepts else batch.told[0]):
             raise PlanError(
                 f"reads and written must be a number for each of {len(series)} forwards and of {len(batch)} requests, "
-                f"no written where a step says what it accepts, got {given[0]} and {given[1]}: give one each"
+                f"no written where a step says what it accepts, got {len(reads)} and {given}: give one each"
             )
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             checks.land()

@@ -53,7 +53,7 @@ class CapturedEvents:
         if not self._segments:
             return None
         launched, append = RecordedSeries(series, requests, written, reads), self._log.append
-        for number in range(len(series.substeps)):
+        for number in range(series.count):
             append(("launch", launched, number))
         return launched
 

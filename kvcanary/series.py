@@ -16,6 +16,7 @@ from kvcanary.static import StaticSubstep
 class Series:
     """Forwards of one kind and pool that run one behind the other; made by `SubstepBank.series`.
 
+    count:      how many, without a call
     acceptance: of the step whose tokens they write, one forward then; None: the host says how many entries
     places:     numbers that such a step tells of a request: how many tokens, then these; else 0
     cards:      by line, [forwards * RUN_CARD] int64 (cards.py): what is known before a launch
@@ -23,7 +24,7 @@ class Series:
     comes_once: its forward is no captured one
     """
 
-    __slots__ = ("acceptance", "cards", "comes_once", "num_kept", "places", "substeps")
+    __slots__ = ("acceptance", "cards", "comes_once", "count", "num_kept", "places", "substeps")
 
     def __init__(self, substeps: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> None:
         kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in substeps}
@@ -34,14 +35,14 @@ class Series:
             )
         if acceptance is not None and len(substeps) != 1:
             raise PlanError(f"what a step accepts must be written by one forward, got {len(substeps)}: launch each")
-        self.substeps, self.acceptance = tuple(substeps), acceptance
+        self.substeps, self.count, self.acceptance = tuple(substeps), len(substeps), acceptance
         self.comes_once = any(substep.number is None for substep in substeps)
         self.places = 0 if acceptance is None else 1 + acceptance.places
         self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in substeps)
         self.cards = [self._cards_of(turn) for turn in range(1 if self.comes_once else LINES)]
 
     def __len__(self) -> int:
-        return len(self.substeps)
+        return self.count
 
     def __iter__(self) -> Iterator[StaticSubstep]:
         return iter(self.substeps)

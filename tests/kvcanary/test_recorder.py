@@ -282,7 +282,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     substep = SimpleNamespace(
         number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,), num_kept=2
     )
-    series = SimpleNamespace(substeps=(substep, substep), num_kept=4, places=0)
+    series = SimpleNamespace(substeps=(substep, substep), count=2, num_kept=4, places=0)
     for step in range(1, last + 1):
         log.append(("begin_step", step))
         both = recorded.launched(series, ("only",), (1,), [5, 6])
@@ -298,7 +298,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
         assert [*asked, landed] == places
         assert recorded.event_of("draft", substep.site, step) is None
     launches = [event[1][event[2]] for event in segment.events[-4:] if event[0] == "launch"]
-    accepting = SimpleNamespace(substeps=(substep,), num_kept=2, places=3)
+    accepting = SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=3)
     one = recorded.launched(accepting, ("only",), (), [7])
     launched = [SimpleNamespace(step=last, record=record) for record in (None, both, one)]
     monkeypatch.setattr("kvcanary.recorder_captured._pack", (packed := []).append)
@@ -324,7 +324,7 @@ def test_a_launch_is_found_in_a_segment_that_began_within_its_step():
     segment, log = SimpleNamespace(events=[], checkpoint=SimpleNamespace(step=7)), EventLog()
     recorded, log.append = CapturedEvents(deque([segment]), log), segment.events.append
     substep = SimpleNamespace(number=0, pool=SimpleNamespace(name="target"), site=("verify", 0))
-    recorded.launched(SimpleNamespace(substeps=(substep,), num_kept=2, places=0), ("only",), (1,), [5])
+    recorded.launched(SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=0), ("only",), (1,), [5])
     assert recorded.event_of("target", substep.site, 7) == (segment, 0)
     assert recorded.event_of("target", substep.site, 6) is None
     log.append(("begin_step", 8))
