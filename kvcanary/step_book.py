@@ -66,4 +66,4 @@ class StepBook(RequestBook):
 
 def in_a_row(values: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
     """How many each request has, and those of all one behind the other."""
-    return array("q", map(len, values)), array("q", chain.from_iterable(values))
+    return array("q", map(len, values)), array("q", map(int, chain.from_iterable(values)))

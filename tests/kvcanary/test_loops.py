@@ -14,7 +14,7 @@ import torch
 from structlog.testing import capture_logs
 
 import kvcanary.forward as forwards
-from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, refusing
+from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, loops, refusing
 from kvcanary.cards import UNKNOWN
 from kvcanary.forward import Forward, refuse_contradiction
 from kvcanary.graphs import RowTruth
@@ -272,3 +272,20 @@ def test_a_loop_is_compiled_again_when_what_it_takes_from_other_files_changes(tm
         assert told.returncode == 0, told.stderr
         found.append(told.stdout.splitlines()[-1])
     assert found == ["11", "11", "12", "22"]
+
+
+def test_loops_over_numbers_are_entered_without_a_search_for_types():
+    """Python calls what was compiled for them; the number of arguments is looked at, and kinds are made to fit."""
+    entered = [name for name in loops.__all__ if not hasattr(getattr(loops, name), "signatures")]
+    assert {"launch_runs", "land_quiet", "append_tokens", "commit_rows", "land_runs", "end_rows"} <= set(entered)
+    with pytest.raises(TypeError, match="3 arguments, got 2"):
+        loops.grow_chain(1, 2)
+
+
+@pytest.mark.parametrize("name", ["take_slice", "tell_slots", "are_finite"])
+def test_loops_over_arrays_refuse_others(name):
+    """What is no array of that type and layout would be read as if it were one."""
+    (kinds,) = getattr(loops, name).signatures
+    given = [np.zeros((2,) * kind.ndim, np.float32)[::2] if hasattr(kind, "ndim") else 0 for kind in kinds]
+    with pytest.raises(TypeError, match="No matching definition"):
+        getattr(loops, name)(*given)
