@@ -25,8 +25,9 @@ from kvcanary.outbox import to_device
 from kvcanary.requests import Batch
 from kvcanary.state import CanaryState, PoolState
 
-#: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations.
-STRIDE = 8
+#: The automatic budget reads every so many steps, as many times more: the same rotation for fewer operations. It is
+#: odd: a row that grows by a token a step is met at another place of each page.
+STRIDE = 15
 _is_over = attrgetter("released")
 
 

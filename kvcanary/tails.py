@@ -62,7 +62,7 @@ class Tails:
         self._granted: dict[int, Granted] = {}  # by pool
         self.has_new_pages = False
         self._parts: dict[int, list[Part]] = {}  # of the look that comes next, by pool
-        self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, the first of them, and how many
+        self._null_slots: dict[tuple[int, int, int], Ints] = {}  # by pool, from the first on to an end
         self._room = array("q")  # for ends of rows
         self._generations_at = ledger.generations.ctypes.data
 
@@ -127,16 +127,13 @@ class Tails:
         A GPU pays for each look, and takes several at once as often as a host comes to the last of them.
         """
         count, number = pool.view.null_slots, step // stride
-        share = count if whole else min(count, max(stride, share_of(count, stride)))
-        if not share:
-            return
-        period = 1 if self._is_host else max(1, count // share)
-        if number % period:
-            return
-        key = pool.pool_id, number * share % count, period * share
+        parts = 1 if whole else max(1, count // max(stride, share_of(count, stride)))
+        share = -(-count // parts) if self._is_host else count  # then no other part has any
+        first = number % parts * share
+        key = pool.pool_id, first, min(first + share, count)
         slots = self._null_slots.get(key)
         if slots is None:
-            slots = self._null_slots[key] = np.arange(key[1], key[1] + key[2]) % count
+            slots = self._null_slots[key] = np.arange(*key[1:])
         self._look(pool, slots, partial(_of_nobody, pool, slots, slots), NULL_SITE, step)
 
     def _look_at_tails(self, pool: PoolState, batch: Batch, site: tuple[str, int], step: int, always: set[str]) -> None:

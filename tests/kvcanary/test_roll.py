@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcanary.config import share_of
+from kvcanary.sweep import STRIDE
 
 
 class Beside:
@@ -62,7 +63,7 @@ def rolled(make_engine, monkeypatch):
 def test_a_slice_departs_in_one_go(rolled, waits, is_waited_for):
     """The device goes beside once, and what ends there ends behind the step's forwards and tails too."""
     checks, seen, finds = rolled
-    checks.step = 8
+    checks.step = STRIDE
     finds += ["look"] * waits
     flight = checks.depart(is_waited_for)
     assert seen == ["tails", "there", "bytes of ('one',)", "cached", "sent", "mark", "here"]
@@ -79,7 +80,7 @@ def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, 
     Tails are looked at where a page is new, and in every step that reads all bytes.
     """
     checks, seen, finds = rolled
-    checks.step, checks.is_full, checks.tails.has_new_pages = 9, is_full, has_new_pages
+    checks.step, checks.is_full, checks.tails.has_new_pages = STRIDE + 1, is_full, has_new_pages
     finds += ["look"] * waits
     looks = is_full or has_new_pages
     waits = waits and looks
@@ -91,7 +92,7 @@ def test_other_steps_end_where_they_were_launched(rolled, waits, is_waited_for, 
 def test_a_step_whose_wait_is_interrupted_stays_in_the_air(rolled, monkeypatch):
     """Control-C while the host waits for a step: whoever asks next waits for it again, and hears what it says."""
     checks, _, _ = rolled
-    checks.step, checks.hits = 8, []
+    checks.step, checks.hits = STRIDE, []
     end = SimpleNamespace(synchronize=Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(checks._marks, "take", lambda: end)
     flight = checks.depart(is_waited_for=False)
@@ -106,7 +107,7 @@ def test_a_step_whose_wait_is_interrupted_stays_in_the_air(rolled, monkeypatch):
 def test_a_host_that_waits_follows_what_runs_beside(rolled):
     """Bytes that a step has read beside are over when its end is."""
     checks, seen, _ = rolled
-    assert checks.roll(8) == ["byte", "cached", "tail"]
+    assert checks.roll(STRIDE) == ["byte", "cached", "tail"]
     assert seen == ["tails", "there", "bytes of ('one',)", "cached", "here"]
     seen.clear()
     checks.looks.waits = True
@@ -125,7 +126,7 @@ def test_a_slice_has_more_of_those_near_damage_and_none_of_those_who_were_read(m
     monkeypatch.setattr(checks.looks, "look", lambda own, slots, judge: read.append((own.name, len(slots))) or [])
     two = engine.canary._ledger.request("two")
     lengths = [engine.canary._ledger.request(name).final_len(pool.pool_id) for name in ("one", "two")]
-    shares = [share_of(length, 8) for length in lengths]
+    shares = [share_of(length, STRIDE) for length in lengths]
 
     def slots(step: int) -> int:
         read.clear()
@@ -150,7 +151,7 @@ def test_an_interrupted_slice_loses_no_forward(rolled, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checks.sweeper, "slice", interrupted)
-    checks.step = 8
+    checks.step = STRIDE
     with pytest.raises(KeyboardInterrupt):
         checks.depart(False)
-    assert [flight.step for flight in checks._flights] == [8]
+    assert [flight.step for flight in checks._flights] == [STRIDE]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
 
 from kvcanary import KVCorruptionError
+from kvcanary.config import ROTATION_STEPS
 from kvcanary.looks import Looks
 from kvcanary.state import CanaryState
+from kvcanary.sweep import STRIDE
 from kvcanary_kernels.finite import finite_check_torch, formats_of
 from kvcanary_kernels.poison import poison_fill_torch
 
 NAN = float("nan")
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
-STEPS = 20  # more than a null page of 16 slots needs
+STEPS = STRIDE + 1  # within which a null page of 16 slots is looked at
 
 
 def put(engine, pool: str, slot: int, layer: int = 0, value: float = NAN) -> None:
@@ -72,14 +77,14 @@ def test_the_null_page_must_be_finite(make_engine, kv_fault, pool, value):
 @pytest.mark.parametrize("content", ["rolling", "full"])
 def test_the_tail_of_a_last_page_must_be_finite(make_engine, content):
     """A stray write behind the end of a row: found when its last page is looked at, under `full` in the same step."""
-    engine = make_engine(page_size=16, content=content)
+    engine = make_engine(page_size=32, content=content)
     engine.start("other", 5)
-    engine.start("one", 20)
+    engine.start("one", 36)
     slot = tail_of(engine, "one")[-1]
     put(engine, "target", slot, layer=2)
-    finding = only_finding(engine, engine.decode if content == "full" else lambda: decode(engine, 8))
+    finding = only_finding(engine, engine.decode if content == "full" else lambda: decode(engine, STRIDE))
     assert (finding.pool, finding.slot, finding.layer, finding.reader) == ("target", slot, 2, "one")
-    assert finding.position == 31
+    assert finding.position == 63
     assert [cause.family for cause in finding.causes][:1] == ["bits"]
     assert "finite when the page was granted" in finding.causes[0].evidence[0]
 
@@ -91,12 +96,17 @@ def test_each_new_last_page_is_looked_at_once(make_engine, monkeypatch):
     tails, looked = engine.canary._checks.tails, []
     look = tails._look
     monkeypatch.setattr(
-        tails, "_look", lambda *a, **k: (looked.append((a[3], a[0].name, a[2]().positions[0])), look(*a, **k))
+        tails,
+        "_look",
+        lambda *a, **k: (looked.extend((a[3], a[0].name, p) for p in a[2]().positions[:1]), look(*a, **k)),
     )
-    decode(engine, 64)
-    rolled = [(pool, int(position)) for site, pool, position in looked if site == ("sweep", 2)]
-    assert [position // 16 for pool, position in rolled if pool == "target"] == [0, 1, 2, 3, 4][: len(rolled) // 2]
-    assert len(rolled) >= 2 * 4
+    decode(engine, 96)
+    for pool in ("target", "draft"):
+        positions = [int(position) for site, own, position in looked if (site, own) == (("sweep", 2), pool)]
+        pages = [position // 16 for position in positions]
+        assert pages == sorted({*pages})
+        assert len(pages) >= 96 // STRIDE - 2
+        assert len({position % 16 for position in positions}) == len(pages)  # early in some, late in others
 
 
 def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
@@ -123,18 +133,23 @@ def test_the_records_of_a_device_say_the_same_of_what_is_unwritten(make_engine):
     assert asked[1].all()
 
 
-@pytest.mark.parametrize(("is_host", "share"), [(True, 8), (False, 16)])
-def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, monkeypatch, is_host, share):
-    """One slot after another by a host, all at once by a device, which pays for each look; slices are 8 steps apart."""
+@pytest.mark.parametrize("null_slots", [1, 16, 33, 64, 600])
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_null_page_is_read_within_as_many_steps_as_it_has_slots(make_engine, monkeypatch, is_host, null_slots):
+    """And within a rotation: one part after another by a host, all at once by a device, which pays for each look."""
     engine = make_engine(page_size=16)
-    engine.start("one", 20)
-    tails, looked = engine.canary._checks.tails, []
+    tails, pool, looked = engine.canary._checks.tails, engine.canary._state.by_name["target"], []
+    object.__setattr__(pool, "view", replace(pool.view, null_slots=null_slots))
     monkeypatch.setattr(tails, "_is_host", is_host)
-    monkeypatch.setattr(tails, "_look", lambda pool, slots, *a, **k: looked.append((a[1], pool.name, slots)))
-    decode(engine, 32)
-    looks = [slots.tolist() for site, pool, slots in looked if (site, pool) == (("sweep", 3), "target")]
-    assert [len(slots) for slots in looks] == [share] * (32 // share)
-    assert sorted(slot for slots in looks for slot in slots) == sorted(2 * list(range(16)))
+    monkeypatch.setattr(tails, "_look", lambda own, slots, *rest: looked[-1].extend(slots.tolist()))
+    within = max(1, min(null_slots, ROTATION_STEPS - STRIDE) // STRIDE)  # slices
+    for number in range(7, 7 + 4 * within):
+        looked.append([])
+        tails._look_at_null_slots(pool, number * STRIDE, STRIDE, whole=False)
+    for first in range(3 * within + 1):
+        assert sorted(chain(*looked[first : first + within])) == [*range(null_slots)]
+    most = max(len(slots) for slots in looked)
+    assert most == (-(-null_slots // within) if is_host else null_slots)
 
 
 def test_granted_pages_keep_the_names_that_they_were_told_with(make_engine, monkeypatch):
@@ -287,7 +302,7 @@ def test_pages_of_one_slot_have_no_tail(make_engine):
     engine = make_engine(page_size=1)
     put(engine, "target", engine.free_pages[7])
     engine.start("one", 20)
-    decode(engine, 16)
+    decode(engine, 2 * STRIDE)
     certificate = engine.canary.certificate()
     assert certificate["finite_bytes_checked"] == 2 * sum(pool.view.slot_bytes for pool in engine.pools.values())
 
