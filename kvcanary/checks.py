@@ -183,14 +183,10 @@ class StepChecks:
 
     def begin_step(self, step: int) -> None:
         """This one runs. What its forwards would overwrite is judged first, be steps between them without any."""
-        self.step, static = step, self.static
+        self.step, static, flights = step, self.static, self._flights
         if static is not None:
-            since, due = static.bank.turn + 1 - IN_THE_AIR, None
-            for flight in self._flights:
-                if flight.turn < since:
-                    due = flight
-            if due is not None:
-                self.land(due)
+            while flights and flights[0].turn < static.bank.turn + 1 - IN_THE_AIR:
+                self.land(flights[0])
             static.bank.begin_step(step)
 
     @property
@@ -224,7 +220,11 @@ class StepChecks:
         """`hits`: of this step, known already; `batch`: bytes of these requests are read beside what comes next."""
         if len(self._flights) == IN_THE_AIR:
             self.land(self._flights[0])
-        flight = Flight(self.step, None if self.static is None else self.static.send(self.step), hits)
+        static = self.static
+        if static is None:
+            flight = Flight(self.step, None, hits)
+        else:
+            flight = Flight(self.step, static.send(self.step), hits, static.bank.turn)
         self._flights.append(flight)
         if batch is not None:
             with self.looks.beside.behind():

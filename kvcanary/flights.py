@@ -10,14 +10,12 @@ from kvcanary.intake import HitBatch
 from kvcanary.looks import Line
 from kvcanary_kernels.streams import current
 
-NEVER = 1 << 62  # later than any turn
-
 
 class Flight:
     """One step on its way.
 
     step:  its number;  told: of its forwards;  looks: at bytes
-    turn:  in which the first of its forwards was launched; NEVER: it has none
+    turn:  in which the first of its forwards was launched, or it departed where it has none
     over:  the end of all of it on a GPU; None: its host says that it has waited for it (`Marks.wait`)
     hits:  what fired and was known at departure; all that fired, when the flight has landed
     is_over: nobody needs to wait any more
@@ -27,9 +25,10 @@ class Flight:
     over: torch.cuda.Event | None = None
     is_over = has_landed = False
 
-    def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch]) -> None:
+    def __init__(self, step: int, told: Told | None, hits: list[Hit | HitBatch], turn: int = 0) -> None:
+        """`turn`: of now"""
         self.step, self.told, self.hits = step, told, hits
-        self.turn = NEVER if told is None or not told.launches else told.launches[0].turn  # they are in their order
+        self.turn = turn if told is None or not told.launches else told.launches[0].turn  # they are in their order
 
 
 class Marks:

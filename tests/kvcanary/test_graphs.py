@@ -328,3 +328,74 @@ def test_without_r9_nobody_is_noted_for_a_look_that_never_comes(run):
     damaged.step(2, 4, 1)
     assert [finding.code for finding in damaged.canary.findings] == ["R3"]
     assert not damaged.canary._checks.sweeper.hurried
+
+
+def test_a_forward_that_is_only_expected_is_missed_beside_one_that_was_launched(tree):
+    """Lines tell of launches; of what nobody has launched the headers must tell, that it has not run at all."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], TOKENS[3:5])
+    tree.canary.bank.expect(tree.prefill, 1, 2, 5)
+    assert tree.fired() == [("H1", ("prefill", 0), -1)]
+
+
+def test_a_forward_of_which_nobody_was_told_is_h1(run):
+    """A replay that neither a launch nor the bank has expected."""
+    told = run(mode="log")
+    told.canary.begin_step(2)
+    told.substeps["decode"].buffers.fill(told.rig.batch([told.static_row(told.uid, [4, 5, 6, 7], TOKENS[3:4])]))
+    told.rig.body(told.substeps["decode"])
+    told.canary.check()
+    expected, found = {"rows": 0, "entries": 0, "reads": 0}, {"rows": 1, "entries": 1, "reads": 4}
+    assert [(one.code, one.expected, one.found) for one in told.canary.findings] == [("H1", expected, found)]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Of a bank, each time that all headers are sent."""
+
+    def of(bank) -> list[None]:
+        sent, send = [], bank._outbox.send
+        monkeypatch.setattr(bank._outbox, "send", lambda: sent.append(None) or send())
+        return sent
+
+    return of
+
+
+def test_a_bank_without_substeps_has_no_headers_to_send(make_static, sent):
+    """Nobody copies them behind every step."""
+    canary = CanaryManager(CanaryConfig(seed=7), [make_static().pool.view])
+    copies = sent(canary.bank)
+    canary.arm()
+    for step in (1, 2):
+        canary.begin_step(step)
+        canary.depart()
+    assert not copies
+
+
+def test_headers_are_sent_in_steps_that_need_them(tree, sent):
+    """One whose forwards were launched is told of by their lines, whatever was expected before it."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    copies = sent(tree.canary.bank)
+    tree.canary.begin_step(2)
+    tree.canary.bank.expect(tree.prefill, 0, 0, 0)
+    assert tree.fired() == []
+    assert len(copies) == 1
+    tree.mask[0] = torch.tensor([[1, 0], [1, 1]]).bool()
+    tree.launch(3, tree.verify, [4, 5, 6, 7, 8], TOKENS[3:5], [-1, 0])
+    assert tree.fired() == []
+    assert len(copies) == 1
+
+
+def test_what_departs_twice_in_a_step_lands_before_it_is_overtaken(tree):
+    """With the step's other flight, be its own forwards none."""
+    tree.fired()
+    tree.canary.commit("ann", 3)
+    verify(tree, [[1, 0], [1, 1]], TOKENS[3:5])
+    flights = [tree.canary.depart() for _ in range(2)]
+    for number in range(3, 2 + LINES):
+        tree.canary.begin_step(number)
+    assert [flight.has_landed for flight in flights] == [False, False]
+    tree.canary.begin_step(2 + LINES)
+    assert [flight.has_landed for flight in flights] == [True, True]
