@@ -10,6 +10,8 @@ import pytest
 
 from kvcanary_tools import heap
 
+NO_HEAP = "00100000-00200000 r-xp 00000000 08:01 42                                 /usr/bin/python\n"
+
 
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
@@ -27,7 +29,9 @@ def advised(monkeypatch, tmp_path) -> list[tuple[int, int, int]]:
         return -(len(asked) % 2)
 
     (tmp_path / "enabled").write_text("always [madvise] never\n")
+    (tmp_path / "maps").write_text(NO_HEAP)
     monkeypatch.setattr(heap, "SETTING", tmp_path / "enabled")
+    monkeypatch.setattr(heap, "MAPS", tmp_path / "maps")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(madvise=madvise))
     return asked
@@ -42,6 +46,15 @@ def test_every_object_is_asked_for_once(advised) -> None:
     assert len(set(places)) == len(places)
     assert {(place % heap.HUGE_PAGE, size, advice) for place, size, advice in advised} == {(0, heap.HUGE_PAGE, 25)}
     assert own[1] == ["a list"]
+
+
+def test_the_heap_is_asked_for_where_it_is_whole_huge_pages(advised) -> None:
+    """What lies in front of the first and behind the last of them shares these with others."""
+    heap.MAPS.write_text(f"{NO_HEAP}00300000-00b00000 rw-p 00000000 00:00 0                                  [heap]\n")
+    heap.settle()
+    places = [place for place, *_ in advised]
+    assert places[:3] == [0x400000, 0x600000, 0x800000]
+    assert places[3] > 0xB00000
 
 
 def test_objects_are_kept_from_searches(advised) -> None:

@@ -1,7 +1,8 @@
-"""Heap: objects that a process has made by now stay, where it is to take steps for long.
+"""Heap: what a process has made by now stays, where it is to take steps for long.
 
-Between two steps the host waits for a device, and what others compute there meanwhile takes its caches. Where each
-object lies in a small page of its own, a step then asks the tables of the memory for thousands of them anew.
+Between two steps the host waits for a device, and what others compute there meanwhile takes its caches. Where objects,
+those of Python and what libraries keep on the heap, lie in small pages, a step then asks the tables of the memory for
+thousands of them anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 HUGE_PAGE = 1 << 21  # bytes
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MAPS = Path("/proc/self/maps")
 _COLLAPSE = 25  # MADV_COLLAPSE of madvise(2)
 
 
@@ -23,12 +25,21 @@ def settle() -> int:
     0 where the system has none to give: another than Linux 6.1 and above, or one that is set to `never`.
     """
     gc.collect()
-    moved, places = 0, sorted({id(one) // HUGE_PAGE for one in gc.get_objects()})
+    moved, places = 0, {id(one) // HUGE_PAGE for one in gc.get_objects()}
     gc.freeze()
     if (advise := _madvise()) is not None:
-        for place in places:  # refused where a part belongs to something else, or is pinned: it stays as it is
+        for place in sorted(places.union(_heap())):  # refused where a part belongs to something else, or is pinned
             moved += advise(place * HUGE_PAGE, HUGE_PAGE, _COLLAPSE) == 0
     return moved * HUGE_PAGE
+
+
+def _heap() -> range:
+    """Huge pages that lie in what `malloc` has for all that is small."""
+    for line in MAPS.read_text().splitlines():
+        if line.endswith("[heap]"):
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            return range(-(-start // HUGE_PAGE), end // HUGE_PAGE)
+    return range(0)
 
 
 def _madvise() -> Callable[[int, int, int], int] | None:
