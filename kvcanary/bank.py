@@ -23,7 +23,7 @@ from kvcanary.learning import Launch, runs_of
 from kvcanary.once import OnceSubstep
 from kvcanary.outbox import Outbox
 from kvcanary.seats import Seats, StaticAcceptance, StaticTruth
-from kvcanary.series import Series
+from kvcanary.series import Part, Series
 from kvcanary.sites import site_name
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
@@ -82,7 +82,7 @@ class SubstepBank:
         self._reads_step = False  # whether a forward or a move reads the bank's own
         self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
         self._in_order: list[StaticSubstep] = []
-        self._series: dict[tuple[tuple[StaticSubstep, ...], StaticAcceptance | None], Series] = {}
+        self._series: dict[tuple[tuple[Part, ...], StaticAcceptance | None], Series] = {}
         self.moves: list[StaticMove] = []
         self.publish: Callable[[], None] = _nobody
         self.seats: Seats | None = None
@@ -173,11 +173,14 @@ class SubstepBank:
             raise HookOrderError("add_truth() must follow add_seats(): nobody keeps what was accepted")
         return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
 
-    def series(self, substeps: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> Series:
-        """Substeps of one kind and pool that are launched together: the same for the same ones."""
-        key = tuple(substeps), acceptance
+    def series(self, *parts: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> Series:
+        """Substeps that are launched together, in parts of one kind and pool: the same for the same ones.
+
+        acceptance: of the step whose tokens the last part writes
+        """
+        key = tuple(map(tuple, parts)), acceptance
         if key not in self._series:
-            self._series[key] = Series(substeps, acceptance)
+            self._series[key] = Series(*key)
         return self._series[key]
 
     def join(self) -> None:

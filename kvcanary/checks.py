@@ -313,8 +313,8 @@ class StepChecks:
     def _look_at_tails(self, step: int) -> tuple[Batch | None, list[Hit | HitBatch]]:
         """The running requests, where a slice of their bytes is due, and what is known of tails at once."""
         sweeper, tails = self.sweeper, self.tails
-        is_due = not step % sweeper.stride or len(sweeper.hurried) > 0  # after a finding, too
-        if not self._rereads or not (is_due or self.is_full or tails.has_new_pages):
+        is_due = not step % sweeper.stride or sweeper.hurried  # after a finding, too
+        if not (is_due or tails.has_new_pages or self.is_full) or not self._rereads:
             return None, []
         batch = sweeper.batch() if is_due or self.is_full else None
         hits = tails.look(step, sweeper.stride, batch, sweeper.hurried)

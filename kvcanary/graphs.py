@@ -51,6 +51,7 @@ from kvcanary.learning import Launch, Launched, Learned, runs_of, tokens_of
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
+from kvcanary.outbox import LINES
 from kvcanary.requests import Batch
 from kvcanary.series import Series
 from kvcanary.state import CanaryState, PoolState
@@ -176,31 +177,30 @@ class StaticChecks:
         series: Series,
         batch: Batch,
         step: int,
-        written: array[int] | None,
+        written: array[int],
         reads: Sequence[int],
         record: Any,
         where: int = 0,
     ) -> array[int]:
-        """These requests are the live rows of these forwards, which run next: what is known of them, as `RowTruth` has
-        it.
+        """These requests are the live rows of these forwards, which run next: what is known of them, by part as
+        `RowTruth` has it.
 
-        written: by request, entries that each of its rows writes in each; None: as many as the step accepts that runs
-        before them. reads: by forward, as the engine knows the lengths of rows; record: the listener's, by forward,
-        which knows how many numbers are kept of clean ones.
-        where: as of `loops.launch_runs`
+        written: by part of which the host says it, and by request, entries that each of its rows writes in each forward
+        reads: by forward, as the engine knows the lengths of rows; record: the listener's, by forward, which knows how
+        many numbers are kept of clean ones. where: as of `loops.launch_runs`
         """
-        bank, (n, cards_at), cards = self.bank, batch.told, self._cards
-        turn, rows, first = bank.turn, batch.no_rows[:], len(cards)
-        cards.extend(series.cards[turn % len(series.cards)])
-        for number, read in enumerate(reads):
-            cards[first + RUN_CARD * number + RUN_READS] = read
+        bank, (n, cards_at), (num_parts, sizes), cards = self.bank, batch.told, series.sizes, self._cards
+        turn, rows, first = bank.turn, batch.no_rows * num_parts, len(cards)
+        cards += series.cards[turn % LINES]
+        cards[first + RUN_READS :: RUN_CARD] = array("q", reads)
         if unknown := self._loops.launch_runs(
             n,
             cards_at,
             cards.buffer_info()[0] + 8 * first,
-            series.count,
+            num_parts,
+            sizes,
             rows.buffer_info()[0],
-            0 if written is None else written.buffer_info()[0],
+            written.buffer_info()[0],
             turn,
             step,
             bank.now,
@@ -208,7 +208,7 @@ class StaticChecks:
             record is not None,
             where,
         ):
-            self._coverage.skip("truth not known to the host", len(series) * unknown)
+            self._coverage.skip("truth not known to the host", unknown)
         if series.places:
             self.num_unlanded += 1
         if record is not None:
@@ -238,8 +238,9 @@ class StaticChecks:
 
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
-        launches, cards, moved = self.launched, self._cards, list[tuple[StaticMove, int, list[Ints]]]()
-        self.launched, self._cards, num_kept, self._num_kept = [], array("q"), self._num_kept, 0
+        launches, cards, num_kept = self.launched, self._cards, self._num_kept
+        self.launched, self._cards, self._num_kept = [], array("q"), 0
+        moved: list[tuple[StaticMove, int, list[Ints]]] = []  # an annotation is not evaluated in every step
         if self.moves:
             moved = [(move, move.moved.turn, move.moved.read()) for move in self.moves]
             self.moves = []

@@ -62,21 +62,24 @@ class Launching(Lifecycle):
         static = self._static
         if static is None:
             raise HookOrderError(f"launch() needs substeps of this manager's bank, got {substeps[0]}")
-        rows = self.launch_series(static.bank.series(substeps, acceptance), request_ids, written, reads)
-        return RowTruth(rows, static.bank.now)
+        series = static.bank.series(substeps, acceptance=acceptance)
+        if (written is None) != (acceptance is not None):
+            raise _not_one_each(series, len(request_ids), reads, written)
+        return RowTruth(self.launch_series(series, request_ids, written or (), reads), static.bank.now)
 
     def launch_series(
         self,
         series: Series,
         request_ids: Sequence[str],
-        written: Sequence[int] | None,
+        written: Sequence[int],
         reads: Sequence[int],
         where: int = 0,
     ) -> array[int]:
-        """`launch_all` of forwards that are launched in every step (`SubstepBank.series`).
+        """`launch_all` of forwards that are launched in every step (`SubstepBank.series`), in parts.
 
-        where: address of a place, [SPREAD_CARD] int64 (cards.py), to which the truth goes; 0: nowhere. It is what is
-               returned, too, in the form that `RowTruth` takes
+        written: by part, and by request; none of a part that writes what is accepted. reads: by forward
+        where: address of an address by part, of a place [SPREAD_CARD] int64 (cards.py), to which its truth goes;
+               0: nowhere. It is what is returned, too, by part in the form that `RowTruth` takes
         """
         static = self._static
         if static is None:
@@ -84,19 +87,16 @@ class Launching(Lifecycle):
         if self._open:
             raise self._not_closed("launch()")
         batch, checks = self._ledger.batches[tuple(request_ids)], self._checks
-        accepts, given = series.places > 0, None if written is None else len(written)
-        if len(reads) != series.count or given != (None if accepts else batch.told[0]):
-            raise PlanError(
-                f"reads and written must be a number for each of {len(series)} forwards and of {len(batch)} requests, "
-                f"no written where a step says what it accepts, got {len(reads)} and {given}: give one each"
-            )
+        if len(reads) != series.count or len(written) != series.num_told * batch.told[0]:
+            raise _not_one_each(series, len(batch), reads, written)
         if static.num_unlanded > 1 and any(request.unlanded > 1 for request in batch.requests):  # truth goes on by one
             checks.land()
-        entries = None if written is None else array("q", written)
-        record = self.recorder.captured.launched(series, batch.names, entries or (), reads)
+        entries = array("q", written)
+        record = self.recorder.captured.launched(series, batch.names, entries, reads)
         checks.settle_before_launch()
         if checks.is_full:
-            checks.read_all(series.substeps, batch.requests, self.step)
+            for part in series.parts:
+                checks.read_all(part, batch.requests, self.step)
         return static.launch(series, batch, self.step, entries, reads, record, where)
 
     def launch_accepted(
@@ -131,7 +131,7 @@ class Launching(Lifecycle):
         self._checks.settle_before_launch()
         static, batch, entries = self._on_device(), Batch(requests), array("q", written)
         run = static.take_once(pool, site, read, write, batch, written)
-        series, reads = Series([run]), [read.indices.shape[0]]
+        series, reads = Series([(run,)]), [read.indices.shape[0]]
         record = self.recorder.captured.launched(series, tuple(read.requests), entries, reads)
         static.launch(series, batch, self.step, entries, [0], record)
         if self._checks.is_full:
@@ -146,3 +146,12 @@ class Launching(Lifecycle):
             self._static.bank.compares_reads = self._checks.is_full
             self._checks.static = self._static
         return self._static
+
+
+def _not_one_each(series: Series, num_requests: int, reads: Sequence[int], written: Sequence[int] | None) -> PlanError:
+    of_parts = f" in each of {series.num_told} parts" if series.num_told > 1 else ""
+    given = None if written is None else len(written)
+    return PlanError(
+        f"reads and written must be a number for each of {len(series)} forwards and of {num_requests} requests"
+        f"{of_parts}, no written where a step says what it accepts, got {len(reads)} and {given}: give one each"
+    )

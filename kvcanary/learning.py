@@ -25,8 +25,8 @@ from kvcanary_kernels.count import NUM_BITS
 class Launch(NamedTuple):
     """Captured forwards that the host has launched in this turn and knows nothing more of.
 
-    rows:      [ROW_NUMBERS * requests + 1] (cards.py), at that time
-    written:   by request, entries that each of their rows writes; None: as many as were accepted
+    rows:      by part, [ROW_NUMBERS * requests + 1] (cards.py), at that time
+    written:   by part of which the host says it, and by request, entries that each of their rows writes
     record:    where the listener keeps them, by forward; None: nowhere
     """
 
@@ -35,15 +35,18 @@ class Launch(NamedTuple):
     rows: array[int]
     step: int
     turn: int
-    written: array[int] | None
+    written: array[int]
     record: Any = None
 
     def runs(self) -> Iterator[Launched]:
         """Each of them."""
-        common, accepted = (self.batch, self.rows, self.step, self.turn), self.series.accepted(self.turn)
-        records = repeat(None) if self.record is None else self.record
-        for substep, record in zip(self.series, records, strict=False):
-            yield Launched(substep, *common, substep.written.line_of(self.turn), self.written, accepted, record)
+        accepted, records = self.series.accepted(self.turn), repeat(None) if self.record is None else self.record
+        for (substep, rows, entries), record in zip(self.series.of_each(len(self.batch)), records, strict=False):
+            own = self.batch, self.rows[rows], self.step, self.turn, substep.written.line_of(self.turn)
+            if entries is None:
+                yield Launched(substep, *own, None, accepted, record)
+            else:
+                yield Launched(substep, *own, self.written[entries], None, record)
 
 
 def runs_of(launches: Iterable[Launch]) -> list[Launched]:
@@ -55,6 +58,7 @@ class Launched(NamedTuple):
     """One captured forward of a `Launch`.
 
     line:      what `StaticSubstep.written` will say of it
+    written:   by request, entries that each of its rows writes; None: as many as were accepted
     accepted:  [size, 1 + places], what the step says that it has accepted before
     record:    where the listener keeps it
     """

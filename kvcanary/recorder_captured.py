@@ -46,7 +46,7 @@ class CapturedEvents:
         written: Sequence[int],
         reads: Sequence[int],
     ) -> RecordedSeries | None:
-        """Forwards run next; the rest as `CanaryManager.launch_all` has it, none written: as many as are accepted.
+        """Forwards run next; the rest as `CanaryManager.launch_series` has it.
 
         What is returned comes back with what the host hears of them (`Launch`).
         """

@@ -127,7 +127,7 @@ class RecordedForward:
 class RecordedSeries:
     """Captured forwards as the host launched them together; of each a `RecordedLaunch`, made when somebody asks.
 
-    written, reads: as of `CanaryManager.launch_all`
+    written, reads: as of `CanaryManager.launch_series`
     num_kept: numbers that are kept of them, where all are clean
     heard:    then: the step's number, numbers that are kept of several, where their own begin, and the layers that each
               stored, in their order
@@ -163,14 +163,16 @@ class RecordedSeries:
     @property
     def launches(self) -> list[RecordedLaunch]:
         """One for each, with what was heard."""
+        n, of_each = len(self.requests), [*self.series.of_each(len(self.requests))]
         if self._launches is None:
-            told = zip(self.series.substeps, self.reads, strict=True)
-            self._launches = [RecordedLaunch(substep, self.requests, self.written, reads) for substep, reads in told]
+            self._launches = [
+                RecordedLaunch(substep, self.requests, () if entries is None else self.written[entries], reads)
+                for (substep, _, entries), reads in zip(of_each, self.reads, strict=True)
+            ]
         if self.heard is not None:
             (step, numbers, first, layers), self.heard = self.heard, None
-            n = len(self.requests)
-            for launch, substep, stored in zip(self._launches, self.series.substeps, layers, strict=True):
-                end = first + substep.num_kept + n * self.series.places
+            for launch, (substep, _, entries), stored in zip(self._launches, of_each, layers, strict=True):
+                end = first + substep.num_kept + (n * self.series.places if entries is None else 0)
                 launch.told, launch.layers, first = Heard(substep, step, n, numbers, first, end), stored, end
         return self._launches
 

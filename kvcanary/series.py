@@ -4,42 +4,79 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from kvcanary.cards import RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
+from kvcanary.cards import ROW_NUMBERS, RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
 from kvcanary.errors import PlanError
 from kvcanary.forward import Ints
 from kvcanary.outbox import LINES
 from kvcanary.seats import StaticAcceptance
 from kvcanary.static import StaticSubstep
 
+Part = tuple[StaticSubstep, ...]
+
+
+class Own(NamedTuple):
+    """What of a launch is one forward's.
+
+    rows:    where the numbers of its rows lie (cards.py, ROW_NUMBERS)
+    written: where the entries lie that its rows write, by request; None: as many as the step has accepted
+    """
+
+    substep: StaticSubstep
+    rows: slice
+    written: slice | None
+
 
 class Series:
-    """Forwards of one kind and pool that run one behind the other; made by `SubstepBank.series`.
+    """Forwards that run one behind the other, in parts; those of a part are of one kind and pool, and have one truth.
 
+    Made by `SubstepBank.series`.
+
+    parts, substeps: of each part, and of all
     count:      how many, without a call
-    acceptance: of the step whose tokens they write, one forward then; None: the host says how many entries
+    acceptance: of the step whose tokens the last part writes, one forward then; None: the host says how many entries
+    num_told:   parts of which the host says it
     places:     numbers that such a step tells of a request: how many tokens, then these; else 0
+    sizes:      how many parts, and the address of how many forwards each has, as `loops.launch_runs` takes them
     cards:      by line, [forwards * RUN_CARD] int64 (cards.py): what is known before a launch
     num_kept:   numbers that are kept of clean runs, beside what was accepted
     comes_once: its forward is no captured one
     """
 
-    __slots__ = ("acceptance", "cards", "comes_once", "count", "num_kept", "places", "substeps")
+    __slots__ = (
+        "_sizes",
+        "acceptance",
+        "cards",
+        "comes_once",
+        "count",
+        "num_kept",
+        "num_told",
+        "parts",
+        "places",
+        "sizes",
+        "substeps",
+    )
 
-    def __init__(self, substeps: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> None:
-        kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in substeps}
-        if len(kinds) != 1:
-            what = ", ".join(sorted(kinds)) or "none"
-            raise PlanError(
-                f"forwards that are launched together must be of one kind and pool, got {what}: launch each"
-            )
-        if acceptance is not None and len(substeps) != 1:
-            raise PlanError(f"what a step accepts must be written by one forward, got {len(substeps)}: launch each")
-        self.substeps, self.count, self.acceptance = tuple(substeps), len(substeps), acceptance
-        self.comes_once = any(substep.number is None for substep in substeps)
+    def __init__(self, parts: Sequence[Part], acceptance: StaticAcceptance | None = None) -> None:
+        for part in parts:
+            kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in part}
+            if len(kinds) != 1:
+                what = ", ".join(sorted(kinds)) or "none"
+                raise PlanError(
+                    f"forwards that are launched together must be of one kind and pool, got {what}: launch each"
+                )
+        if acceptance is not None and len(parts[-1]) != 1:
+            raise PlanError(f"what a step accepts must be written by one forward, got {len(parts[-1])}: launch each")
+        self.parts, self.substeps = tuple(parts), tuple(substep for part in parts for substep in part)
+        self.count, self.acceptance = len(self.substeps), acceptance
+        self.num_told = len(parts) - (acceptance is not None)
+        self.comes_once = any(substep.number is None for substep in self.substeps)
         self.places = 0 if acceptance is None else 1 + acceptance.places
-        self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in substeps)
-        self.cards = [self._cards_of(turn) for turn in range(1 if self.comes_once else LINES)]
+        self._sizes = array("q", map(len, parts))
+        self.sizes = self._sizes.buffer_info()[::-1]
+        self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in self.substeps)
+        self.cards = [self._cards_of(0)] * LINES if self.comes_once else [*map(self._cards_of, range(LINES))]
 
     def __len__(self) -> int:
         return self.count
@@ -50,6 +87,15 @@ class Series:
     def __str__(self) -> str:
         return ", ".join(map(str, self.substeps))
 
+    def of_each(self, num_requests: int) -> Iterator[Own]:
+        """By forward, in the order of their run, what of a launch with so many requests is its own."""
+        size = ROW_NUMBERS * num_requests + 1
+        for number, part in enumerate(self.parts):
+            entries = slice(number * num_requests, (number + 1) * num_requests)
+            own = slice(number * size, (number + 1) * size), entries if number < self.num_told else None
+            for substep in part:
+                yield Own(substep, *own)
+
     def accepted(self, turn: int) -> Ints | None:
         """[size, places], what the step has accepted that runs before them in this turn."""
         if self.acceptance is None:
@@ -57,12 +103,15 @@ class Series:
         return self.acceptance.told.line_of(turn)[0].reshape(-1, self.places)
 
     def _cards_of(self, turn: int) -> array[int]:
-        cards = array("q", bytes(8 * RUN_CARD * len(self.substeps)))
+        cards = array("q", bytes(8 * RUN_CARD * self.count))
         for number, substep in enumerate(self.substeps):
             first = RUN_CARD * number
             cards[first + RUN_LINE_CARD] = substep.line_card_at
             cards[first + RUN_LINE] = substep.written.line_of(turn).at
-            cards[first + RUN_KEEP], cards[first + RUN_PLACES] = substep.num_kept, self.places
-            if self.acceptance is not None:
-                cards[first + RUN_ACCEPTED] = self.acceptance.told.line_of(turn).at
+            cards[first + RUN_KEEP] = substep.num_kept
+        if self.acceptance is not None:
+            cards[first + RUN_PLACES], cards[first + RUN_ACCEPTED] = (
+                self.places,
+                self.acceptance.told.line_of(turn).at,
+            )
         return cards

@@ -64,7 +64,8 @@ class Sweeper:
 
         batch: the running requests. What fires at once; on a GPU the host hears of it with the step.
         """
-        requests, hits = batch.requests, list[Hit | HitBatch]()
+        requests = batch.requests
+        hits: list[Hit | HitBatch] = []
         total = self._bytes_of(requests) if self._budget is not None else 0
         is_even = self._budget is None and not self.hurried and not self._attended
         for pool in self._state.pools if requests else ():

@@ -145,14 +145,13 @@ class Tickets:
             return None
         self.buffers[buffer] = generation
         number, other, clocks = self._streams[stream], self._streams[behind], self._clocks
-        seen = [*clocks[other]]
-        seen[other] += 1
-        clock = [*map(max, clocks[number], seen)]
-        clock[number] += 1
-        clocks[other], clocks[number] = seen, clock
-        own = what, stream, number, clock[number], NOTHING, {buffer: generation}, clock, ()
+        seen = clocks[other] = [*clocks[other]]
+        seen[other] = mark = seen[other] + 1
+        clock = clocks[number] = [*map(max, clocks[number], seen)]
+        clock[number] = sequence = clock[number] + 1
+        own = what, stream, number, sequence, NOTHING, {buffer: generation}, clock, ()
         ticket = self._writes[buffer] = tuple.__new__(Ticket, own)  # as `Ticket(*own)`, without a call
-        return ticket, seen[other]
+        return ticket, mark
 
     def receive(self, ticket: Ticket) -> bool:
         """`complete` it, if neither that nor a use by the host of what it has written finds anything; else nothing."""

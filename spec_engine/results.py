@@ -65,7 +65,8 @@ class Results:
 
         KVCorruptionError or StagingError for what is not there, or not any more, and for what fired.
         """
-        result, parts, doomed = landing.result, landing.result.parts, frozenset[str]()
+        result, parts = landing.result, landing.result.parts
+        doomed: frozenset[str] = frozenset()
         if self._ring is None or landing.staging is None or landing.event is None:
             self._streams.heard(landing.event)
         else:

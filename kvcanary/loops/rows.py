@@ -160,26 +160,33 @@ def spread_rows(n, rows, where, step):
             there[first : first + width] = told[part * n + number]
 
 
-@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
-def launch_runs(n, cards, runs, count, rows, written, turn, step, now, most, is_kept, where):
-    """Forwards of one kind and pool run next, one behind the other; `launch_rows` of them, which it gives back.
+@loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
+def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, most, is_kept, where):
+    """Forwards run next, one behind the other, in parts; how many lengths of their rows are UNKNOWN.
 
     runs:    address of their cards, of which a `Series` has told what stays, and the host what each reads
+    sizes:   address of [parts], forwards of each, of one kind and pool
+    rows:    address of [parts, ROW_NUMBERS * n + 1], out;  written: of [parts, n], of parts that do not accept
     step, now: its number, and what says number and turn to the device
     is_kept: somebody keeps what is heard of them
-    where:   address of the place to which rows are spread; 0: nobody asks
+    where:   address of [parts] addresses of places to which rows are spread; 0: nobody asks
     """
-    line = longs_at(longs_at(runs, RUN_CARD)[RUN_LINE_CARD], LINE_CARD)
-    pool = longs_at(line[LINE_POOL], POOL_CARD)[POOL_ID]
-    unknown = launch_rows(n, cards, pool, most, count, line[LINE_KIND], written, rows)
-    for one in range(count):
-        run = longs_at(runs + 8 * RUN_CARD * one, RUN_CARD)
-        run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = n, cards, rows
-        run[RUN_TURN], run[RUN_STEP], run[RUN_WRITTEN] = turn, step, written
-        longs_at(run[RUN_LINE_CARD], LINE_CARD)[LINE_TURN] = turn
-        run[RUN_KEEP] = run[RUN_KEEP] + run[RUN_PLACES] * n if is_kept else 0
-    if where:
-        spread_rows(n, rows, where, now)
+    counts, places, unknown = longs_at(sizes, parts), longs_at(where, parts if where else 0), 0
+    for part in range(parts):
+        run = longs_at(runs, RUN_CARD)
+        line, told = longs_at(run[RUN_LINE_CARD], LINE_CARD), 0 if run[RUN_PLACES] else written
+        pool = longs_at(line[LINE_POOL], POOL_CARD)[POOL_ID]
+        unknown += counts[part] * launch_rows(n, cards, pool, most, counts[part], line[LINE_KIND], told, rows)
+        for _ in range(counts[part]):
+            run = longs_at(runs, RUN_CARD)
+            run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = n, cards, rows
+            run[RUN_TURN], run[RUN_STEP], run[RUN_WRITTEN] = turn, step, told
+            longs_at(run[RUN_LINE_CARD], LINE_CARD)[LINE_TURN] = turn
+            run[RUN_KEEP] = run[RUN_KEEP] + run[RUN_PLACES] * n if is_kept else 0
+            runs += 8 * RUN_CARD
+        if where:
+            spread_rows(n, rows, places[part], now)
+        rows, written = rows + 8 * (ROW_NUMBERS * n + 1), written + 8 * n
     return unknown
 
 

@@ -25,6 +25,7 @@ from spec_engine.verify import Accepted, to_host
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcanary.seats import StaticAcceptance
     from spec_engine.core import Batch
     from spec_engine.drafting.drafter import Drafter
     from spec_engine.graphs.program import Recorder
@@ -72,11 +73,10 @@ class DraftProgram(StepProgram):
         self._slots, self._positions = (self._steps.new_zeros(len(self._steps), size, drafter.topk) for _ in range(2))
         self._rows = drafts.rows(self._feed, "draft", "branches", drafter.topk)
         self._draft_forwards = [self._make_draft(step) for step in range(drafter.num_steps - 1)]
-        self._all_drafts = drafts.together(self._draft_forwards)
         nodes, depth = drafter.num_draft_tokens, drafter.num_steps
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
         self._verify = target.hook(verify, target.rows(self._feed, "verify", "live"))
-        self._verified = target.together([self._verify])
+        self._told = self._told_deciding = target.together(self._draft_forwards, [self._verify])
         path = (size, depth + 1)
         shapes = {"tokens": (size, nodes), "parents": (size, nodes), "predict": (size, nodes)}
         self._results = Results(shapes | {"nodes": path, "lens": (size,)}, self._table.device)
@@ -86,6 +86,11 @@ class DraftProgram(StepProgram):
         self._tree: Tree
         self.output: DecoderOutput
         self._run = recorder.record(self._body)
+
+    def follow_by(self, extend: Hooked, acceptance: StaticAcceptance | None) -> None:
+        """An extend runs behind each step that decides, over what it has accepted: they are launched together."""
+        forwards = self._draft_forwards, [self._verify], [extend]
+        self._told_deciding = self._target.together(*forwards, acceptance=acceptance)
 
     def _make_draft(self, step: int) -> Hooked:
         topk = self._drafter.topk
@@ -104,9 +109,11 @@ class DraftProgram(StepProgram):
         )
         prefixes = topk * (committed + live * self._drafter.head.ahead)
         reads = [prefixes + branches * (step + 1) for step in range(len(self._draft_forwards))]
-        self._all_drafts.launch(batch.ids, [1] * live, reads)
-        written = live * nodes
-        self._verified.launch(batch.ids, [nodes] * live, [committed + written])
+        entries, written = [1] * live if reads else [], live * nodes
+        reads.append(committed + written)
+        if decides and self._is_followed:
+            reads.append(committed + live * self._drafter.head.ahead)
+        (self._told_deciding if decides else self._told).launch(batch.ids, [*entries, *[nodes] * live], reads)
         if self._move is not None and decides:
             self._target.launch_move(self._move)
         self._feed.send()

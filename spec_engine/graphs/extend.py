@@ -48,16 +48,17 @@ class ExtendProgram:
         self._hooked = drafts.hook(forward, drafts.rows(self._feed, "extend", "live"))
         self._acceptance = drafts.hook_acceptance(size, self._feed)
         self._told = drafts.together([self._hooked])
-        self._accepted = None if self._acceptance is None else drafts.together([self._hooked], self._acceptance)
+        if follows:
+            verified.follow_by(self._hooked, self._acceptance)
         self._run = recorder.record(self._body)
 
     def follow(self, batch: Batch) -> None:
-        """Extend all requests of the batch by what the step before has accepted, of which the host has not heard."""
+        """Extend all requests of the batch by what the step before has accepted, of which the host has not heard.
+
+        The canary was told with that step.
+        """
         rows, live = [request.row for request in batch.requests], len(batch)
         self._feed.set(rows=rows, live=[live], decided=[1])
-        reads = sum(batch.lens) + live * self._drafter.head.ahead
-        if self._accepted is not None:
-            self._accepted.launch(batch.ids, None, [reads])
         self._feed.send()
         self._run()
 

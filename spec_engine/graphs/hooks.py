@@ -54,11 +54,16 @@ class Rows:
         return self.feed[f"{self.name}_{part}"]
 
     @cached_property
-    def places(self) -> list[array[int]]:
+    def _places(self) -> list[array[int]]:
         """By turn of the feed, where the canary tells what it knows of the rows that are live next (cards.py)."""
         feed, first = self.feed, f"{self.name}_{TRUTH[0]}"
         shape = len(feed[first]), len(TRUTH) + (self.truth is not None), self.width
         return [array("q", (at + feed.offset(STEP), at + feed.offset(first), *shape)) for at in feed.addresses]
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Their addresses."""
+        return [place.buffer_info()[0] for place in self._places]
 
     def advance(self) -> None:
         """Within a program, before forwards of these rows are judged: opened, or postponed ones caught up with."""
@@ -81,28 +86,36 @@ class Hooked:
 
 
 class Together:
-    """Hooked forwards of the same rows that run one behind the other, and how the canary hears of it.
+    """Hooked forwards that run one behind the other, in parts of the same rows, and how the canary hears of it.
 
-    acceptance: of the step before, what it accepts is what they write; None: the host knows that
+    acceptance: of the step before, what it accepts is what the last part writes; None: the host knows that
     """
 
     def __init__(
-        self, canary: CanaryManager | None, hooked: Sequence[Hooked], acceptance: StaticAcceptance | None = None
+        self,
+        canary: CanaryManager | None,
+        parts: Sequence[Sequence[Hooked]],
+        acceptance: StaticAcceptance | None = None,
     ) -> None:
-        substeps = [one.substep for one in hooked if one.substep is not None]
-        self._canary, self._series = canary, None
-        if canary is not None and substeps:
-            self._series = canary.bank.series(substeps, acceptance)
-            self._rows = hooked[0].rows
-            self._feed, self._places = self._rows.feed, [place.buffer_info()[0] for place in self._rows.places]
+        self._canary = canary
+        if canary is not None:
+            substeps = [[one.substep for one in part if one.substep is not None] for part in parts]
+            self._series = canary.bank.series(*substeps, acceptance=acceptance)
+            self._rows = [part[0].rows for part in parts]
+            self._where = array("q", bytes(8 * len(parts)))
+            self._where_at = self._where.buffer_info()[0]
 
-    def launch(self, requests: Sequence[str], written: Sequence[int] | None, reads: Sequence[int]) -> None:
-        """They run next: tell the canary, and the feed what the canary knows of their rows.
+    def launch(self, requests: Sequence[str], written: Sequence[int], reads: Sequence[int]) -> None:
+        """They run next: tell the canary, and each feed what the canary knows of its rows.
 
-        written: by request, entries of each row; None: what was accepted.  reads: by forward, entries that rows read
+        written: by part and request, entries of each row; none where the last part's are what was accepted
+        reads: by forward, entries that rows read
         """
-        if self._canary is not None and self._series is not None:
-            self._canary.launch_series(self._series, requests, written, reads, self._places[self._feed.turn])
+        if self._canary is not None:
+            where = self._where
+            for part, rows in enumerate(self._rows):
+                where[part] = rows.places[rows.feed.turn]
+            self._canary.launch_series(self._series, requests, written, reads, self._where_at)
 
 
 class StaticForwards:
@@ -183,9 +196,9 @@ class StaticForwards:
             device=device,
         )
 
-    def together(self, hooked: Sequence[Hooked], acceptance: StaticAcceptance | None = None) -> Together:
-        """How these are launched, one behind the other."""
-        return Together(self.canary, hooked, acceptance)
+    def together(self, *parts: Sequence[Hooked], acceptance: StaticAcceptance | None = None) -> Together:
+        """How these are launched, one behind the other; a part without forwards is none."""
+        return Together(self.canary, [part for part in parts if part], acceptance)
 
     def hook_move(self, size: int, feed: Feed) -> StaticMove | None:
         """What tells the canary of moves of at most ``size`` entries in the program of this feed; None without one."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, PoolView
 from kvcanary.buffers import Batch, StaticBuffers
-from kvcanary.cards import UNKNOWN
+from kvcanary.cards import (
+    ROW_NUMBERS,
+    RUN_CARD,
+    RUN_KEEP,
+    RUN_PLACES,
+    RUN_READS,
+    RUN_ROWS,
+    RUN_STEP,
+    RUN_TURN,
+    RUN_WRITTEN,
+    UNKNOWN,
+)
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import replay
+from kvcanary.graphs import RowTruth
+from kvcanary.learning import runs_of
 from kvcanary_kernels.record import chain_host, signed
 
 PROMPT, PLACES = [50, 51, 52], 3
@@ -227,6 +242,55 @@ def test_what_a_step_accepts_is_written_by_one_forward(ahead):
         one.canary.launch_all([], ["ann"], [1], [])
     one.canary.check()
     assert one.canary.findings == []
+
+
+def test_parts_are_launched_as_if_each_were_by_itself(ahead):
+    """Drafts, a forward of another kind, and one over what is accepted: truth, books, runs and the recording."""
+    made = {}
+    for is_together in (False, True):
+        one = ahead()
+        one.launch(ACCEPTED)
+        one.canary.depart()
+        one.begin()
+        canary, bank = one.canary, one.canary.bank
+        if is_together:
+            series = bank.series(one.drafts, [one.prefill], [one.extend], acceptance=one.acceptance)
+            spread = [array("q", bytes(8 * 6 * width)) for width in (1, 2, 1)]
+            places = [
+                array("q", (own.buffer_info()[0], own.buffer_info()[0] + 8, width, 5, width))
+                for own, width in zip(spread, (1, 2, 1), strict=True)
+            ]
+            where = array("q", [place.buffer_info()[0] for place in places])
+            rows = canary.launch_series(series, ["ann"], [1, 2], [4, 5, 6, 3], where.buffer_info()[0])
+            size = ROW_NUMBERS + 1
+            truths = [RowTruth(rows[part * size : (part + 1) * size], bank.now) for part in range(3)]
+            for own, truth, width in zip(spread, truths, (1, 2, 1), strict=True):
+                numbers = [number for number in truth.numbers.ravel().tolist() for _ in range(width)]
+                assert own[: 1 + 5 * width].tolist() == [bank.now, *numbers]
+        else:
+            truths = [
+                canary.launch_all(one.drafts, ["ann"], [1], [4, 5]),
+                canary.launch(one.prefill, ["ann"], [2], 6),
+                canary.launch_accepted(one.extend, ["ann"], 3, one.acceptance),
+            ]
+        static = canary._static
+        runs = [
+            (run.substep.site, run.written and run.written.tolist(), run.committed, run.accepted is None, run.turn)
+            for run in runs_of(static.launched)
+        ]
+        told = [event[1][event[2]] for event in canary.recorder.segments[-1].events if event[0] == "launch"][-4:]
+        recorded = [(launch.number, [*launch.written], launch.reads) for launch in told]
+        cards = static.send(one.step).snapshot.cards
+        lines = [cards[field::RUN_CARD].tolist() for field in (RUN_READS, RUN_PLACES, RUN_KEEP, RUN_STEP, RUN_TURN)]
+        groups = [len(list(own)) for _, own in groupby(cards[RUN_ROWS::RUN_CARD])]
+        has_written = [at != 0 for at in cards[RUN_WRITTEN::RUN_CARD]]
+        book = one.request.in_the_air, one.request.unlanded, one.request.row_lens.tolist(), static.num_unlanded
+        numbers = [truth.numbers.tolist() for truth in truths]
+        made[is_together] = numbers, runs, recorded, lines, groups, has_written, book
+    assert made[True] == made[False]
+    assert made[True][4:6] == ([2, 1, 1], [True, True, True, False])
+    with pytest.raises(PlanError, match=r"of 4 forwards and of 1 requests in each of 2 parts, .* got 4 and 3: give"):
+        one.canary.launch_series(series, ["ann"], [1, 2, 3], [4, 5, 6, 3])
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_feed_says_rows_of_several_sections_at_once() -> None:
         for count in (3, 1, 0, 2):
             known = [[10 * part + number for number in range(count)] for part in range(ROW_NUMBERS)]
             told, place = array("q", [*chain.from_iterable(known), 5]), rows.places[feed.turn]
-            spread_rows(count, told.buffer_info()[0], place.buffer_info()[0], 7 + count)
+            spread_rows(count, told.buffer_info()[0], place, 7 + count)
             feed.send()
             for name, own in zip(names, known, strict=False):
                 spread = [number for number in own for _ in range(width)]
