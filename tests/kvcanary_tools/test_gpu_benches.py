@@ -71,6 +71,7 @@ def test_the_hosts_work_for_the_canary_is_timed(model: Decoder, monkeypatch: pyt
     assert row["work_us"]["off"] > 0  # of which the forwards are most here, so that no two rounds tell which is more
     assert row["added_us"] == pytest.approx(row["work_us"]["rolling"] - row["work_us"]["off"], abs=0.2)
     assert row["percent_of_step"] == pytest.approx(100 * row["added_us"] / row["off_us"], abs=0.01)
+    assert 1 < row["turn_ns"] < 1e4
     host_work.tell(row)
 
 

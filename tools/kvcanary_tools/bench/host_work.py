@@ -5,7 +5,8 @@ The model, requests and settings of `kvcanary_tools.bench.step`, and chains of 3
 the device keeps the host's time: what is left of a step the host works. It is the mean over a round, for some steps
 read bytes again and work more than the others, and the median of all rounds. What the canary adds is the median of the
 differences within rounds, for a host is slower at times, over the time of a step without one; where half of all
-differences lie says how sure that is. In further rounds every call that the engine makes into its canary keeps time
+differences lie says how sure that is, and a turn of an empty loop how fast the host was, for what is shared with others
+is slower than another by a factor of two. In further rounds every call that the engine makes into its canary keeps time
 too, and each moment counts once, for the innermost of them: what of the work lies within these calls, with what it
 costs to keep time.
 """
@@ -39,6 +40,7 @@ from spec_engine.models.loader import Draft
 CASES = (("none", 1), ("none", 64), ("chain", 1), ("chain", 16))  # drafts, requests
 ROUNDS = {1: 36, 16: 30}  # by requests: the time of a shared host differs from round to round
 FEWEST = 20
+TURNS = 20_000  # of an empty loop
 NAMES = ("off", "rolling")  # of the canaries
 ENGINE, CANARY, WAIT = "engine", "canary", "wait"
 
@@ -103,7 +105,8 @@ def main(cases: Sequence[tuple[str, int]] = CASES) -> None:
         tell(rows[-1])
         result = {
             "what": "microseconds of the host's work in a captured step (mean of a round, waits left out), what of it "
-            "lies within calls of the canary, and what a canary adds in percent of a step without one; "
+            "lies within calls of the canary, what a canary adds in percent of a step without one, and nanoseconds of "
+            "a turn of an empty loop; "
             f"{step.PROMPT_LEN} tokens a request, Llama-3-8B's shape, bf16, overlap",
             "machine": machine() | device(),
             "steps": step.STEPS,
@@ -130,11 +133,12 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int, **
     for name in NAMES:
         progress(f"{drafts} x {size}: prompts, canary {name}")
         engines[name] = _engine(name, size, model, None if drafts == "none" else head, rounds, settings)
-    off, kept, calls = list[float](), list[float](), 0.0
+    off, kept, turns, calls = list[float](), list[float](), list[float](), 0.0
     work: dict[str, list[float]] = {name: [] for name in NAMES}
     with settled():
         for _ in range(rounds):
             off.append(step.timed(engines["off"]))
+            turns.append(_turn_seconds())
             for name in NAMES:
                 work[name].append(_kept(engines[name], {WAIT})[0][ENGINE])
             own, calls = _kept(engines["rolling"], {WAIT, CANARY})
@@ -155,7 +159,16 @@ def measure(drafts: str, size: int, model: Decoder, head: Draft, rounds: int, **
         "percent_of_step": round(100 * added_us / off_us, 3),
         "canary_us": round(1e6 * median(kept), 1),
         "calls": round(calls, 1),
+        "turn_ns": round(1e9 * median(turns), 1),
     }
+
+
+def _turn_seconds() -> float:
+    """Of an empty loop."""
+    start = time.perf_counter()
+    for _ in range(TURNS):
+        pass
+    return (time.perf_counter() - start) / TURNS
 
 
 def _kept(engine: Engine, whose: Container[str]) -> tuple[dict[str, float], float]:
