@@ -6,21 +6,23 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError
+from kvcanary.sweep import STRIDE
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.models.embedded import load_excerpts
 
-PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+TOKENS = 24
 
 pytestmark = pytest.mark.gpu
 
 
-def cuda_engine(mode: str = "raise", content: str = "full", **more) -> Engine:
+def cuda_engine(mode: str = "raise", content: str = "full", tokens: int = TOKENS, **more) -> Engine:
     """Two requests some steps into their decoding."""
     canary = CanaryConfig(mode=mode, content=content)
     settings = {"page_size": 4, "topk": 2, "num_draft_tokens": 6, "max_total_tokens": 1024, "device": "cuda"}
     engine = Engine(EngineConfig(canary=canary, **settings | more))
     for excerpt in load_excerpts()[:2]:
-        engine.submit(engine.tokenizer.encode(excerpt.prompt)[-64:], PARAMS)
+        prompt = engine.tokenizer.encode(excerpt.prompt)[-64:]
+        engine.submit(prompt, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
     for _ in range(4):
         engine.step()
     return engine
@@ -57,8 +59,8 @@ def test_a_flipped_bit_is_found_and_named(pool: str) -> None:
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_nan_in_the_null_page_is_found(graphs: str) -> None:
-    """Between eager forwards and between replays of captured ones, which write padding there."""
-    engine = cuda_engine(content="rolling", graphs=graphs)
+    """Between eager forwards and between replays of captured ones, which write padding there: by the next slice."""
+    engine = cuda_engine(content="rolling", graphs=graphs, tokens=4 * STRIDE)
     engine.pools["target"].kv[1, 3, 0] = float("nan")
     with pytest.raises(KVCorruptionError) as caught:
         run(engine)

@@ -59,7 +59,7 @@ def test_bytes_are_read_again_beside_what_is_launched_next(make, monkeypatch, se
 
     monkeypatch.setattr(engine.canary._checks.looks, "_ops", replace(KERNELS, check_content=slow))
     monkeypatch.setattr(engine.canary, "depart", timed)
-    engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    engine.generate(PROMPTS, SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert were_over.count(False) >= 2
 
 
