@@ -23,20 +23,22 @@ def test_what_is_missed_has_a_reason(bar: bars.Bar) -> None:
 
 
 def test_goals_are_met_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either side of a bound; reasons stand once, behind the numbers of what is missed."""
+    """On either side of a bound; reasons stand once, behind the numbers of what is missed, or always told."""
     met = replace(bars.BARS[0], figure=lambda record: 0.9, least=0.9)
     missed = replace(met, figure=lambda record: 0.8999, digits=4, reason="slow.")
     above = replace(missed, figure=lambda record: 1.02, least=None, most=1.01)
-    waiting = replace(above, record="gpu_of_tomorrow")
-    monkeypatch.setattr(bars, "BARS", (met, missed, above, waiting))
-    _, _, *rows, blank, reasons = bars.lines()
+    waiting = replace(above, record="gpu_of_tomorrow", always_told=True)
+    noted = replace(met, reason="as elsewhere.", always_told=True)
+    monkeypatch.setattr(bars, "BARS", (met, missed, above, waiting, noted))
+    _, _, *rows, blank, reasons, notes = bars.lines()
     assert [row.split(" | ")[1:4] for row in rows] == [
         ["at least 0.9", "0.9", "met"],
         ["at least 0.9", "0.8999", "missed"],
         ["at most 1.01", "1.02", "missed"],
         ["at most 1.01", "no record yet", ""],
+        ["at least 0.9", "0.9", "met"],
     ]
-    assert (blank, reasons) == ("", "- 2, 3: slow.")
+    assert (blank, reasons, notes) == ("", "- 2, 3: slow.", "- 5: as elsewhere.")
 
 
 def test_a_draft_substep_may_take_four_microseconds_or_one_percent() -> None:
