@@ -41,8 +41,8 @@ class Launch(NamedTuple):
     def runs(self) -> Iterator[Launched]:
         """Each of them."""
         accepted, records = self.series.accepted(self.turn), repeat(None) if self.record is None else self.record
-        for (substep, rows, entries), record in zip(self.series.of_each(len(self.batch)), records, strict=False):
-            own = self.batch, self.rows[rows], self.step, self.turn, substep.written.line_of(self.turn)
+        for (substep, entries), record in zip(self.series.of_each(len(self.batch)), records, strict=False):
+            own = self.batch, self.rows, self.step, self.turn, substep.written.line_of(self.turn)
             if entries is None:
                 yield Launched(substep, *own, None, accepted, record)
             else:
@@ -57,6 +57,7 @@ def runs_of(launches: Iterable[Launch]) -> list[Launched]:
 class Launched(NamedTuple):
     """One captured forward of a `Launch`.
 
+    rows:      of the launch
     line:      what `StaticSubstep.written` will say of it
     written:   by request, entries that each of its rows writes; None: as many as were accepted
     accepted:  [size, 1 + places], what the step says that it has accepted before
@@ -84,7 +85,7 @@ class Launched(NamedTuple):
 
     @property
     def committed(self) -> list[int]:
-        """By request."""
+        """By request; of the first part, which has those of all others."""
         return self.rows[ROW_COMMITTED * len(self.batch) : ROW_NUMBERS * len(self.batch)].tolist()
 
 

@@ -167,11 +167,11 @@ class RecordedSeries:
         if self._launches is None:
             self._launches = [
                 RecordedLaunch(substep, self.requests, () if entries is None else self.written[entries], reads)
-                for (substep, _, entries), reads in zip(of_each, self.reads, strict=True)
+                for (substep, entries), reads in zip(of_each, self.reads, strict=True)
             ]
         if self.heard is not None:
             (step, numbers, first, layers), self.heard = self.heard, None
-            for launch, (substep, _, entries), stored in zip(self._launches, of_each, layers, strict=True):
+            for launch, (substep, entries), stored in zip(self._launches, of_each, layers, strict=True):
                 end = first + substep.num_kept + (n * self.series.places if entries is None else 0)
                 launch.told, launch.layers, first = Heard(substep, step, n, numbers, first, end), stored, end
         return self._launches

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from kvcanary.cards import ROW_NUMBERS, RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
+from kvcanary.cards import RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
 from kvcanary.errors import PlanError
 from kvcanary.forward import Ints
 from kvcanary.outbox import LINES
@@ -14,18 +13,6 @@ from kvcanary.seats import StaticAcceptance
 from kvcanary.static import StaticSubstep
 
 Part = tuple[StaticSubstep, ...]
-
-
-class Own(NamedTuple):
-    """What of a launch is one forward's.
-
-    rows:    where the numbers of its rows lie (cards.py, ROW_NUMBERS)
-    written: where the entries lie that its rows write, by request; None: as many as the step has accepted
-    """
-
-    substep: StaticSubstep
-    rows: slice
-    written: slice | None
 
 
 class Series:
@@ -87,14 +74,14 @@ class Series:
     def __str__(self) -> str:
         return ", ".join(map(str, self.substeps))
 
-    def of_each(self, num_requests: int) -> Iterator[Own]:
-        """By forward, in the order of their run, what of a launch with so many requests is its own."""
-        size = ROW_NUMBERS * num_requests + 1
+    def of_each(self, num_requests: int) -> Iterator[tuple[StaticSubstep, slice | None]]:
+        """By forward, in the order of their run, which of the entries that a launch of so many requests names are its
+        own, by request; None: as many as the step has accepted.
+        """
         for number, part in enumerate(self.parts):
-            entries = slice(number * num_requests, (number + 1) * num_requests)
-            own = slice(number * size, (number + 1) * size), entries if number < self.num_told else None
+            own = slice(number * num_requests, (number + 1) * num_requests) if number < self.num_told else None
             for substep in part:
-                yield Own(substep, *own)
+                yield substep, own
 
     def accepted(self, turn: int) -> Ints | None:
         """[size, places], what the step has accepted that runs before them in this turn."""
@@ -110,8 +97,6 @@ class Series:
             cards[first + RUN_LINE] = substep.written.line_of(turn).at
             cards[first + RUN_KEEP] = substep.num_kept
         if self.acceptance is not None:
-            cards[first + RUN_PLACES], cards[first + RUN_ACCEPTED] = (
-                self.places,
-                self.acceptance.told.line_of(turn).at,
-            )
+            cards[first + RUN_PLACES] = self.places
+            cards[first + RUN_ACCEPTED] = self.acceptance.told.line_of(turn).at
         return cards

@@ -20,7 +20,6 @@ from kvcanary.errors import DumpError
 from kvcanary.event_log import EventLog
 from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
 from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
-from kvcanary.series import Own
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
 
@@ -283,7 +282,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     substep = SimpleNamespace(
         number=0, pool=SimpleNamespace(name="target"), site=("verify", 0), layers=(0,), num_kept=2
     )
-    own = Own(substep, slice(0), slice(1))
+    own = substep, slice(1)
     series = SimpleNamespace(substeps=(substep, substep), count=2, num_kept=4, places=0, of_each=lambda n: [own, own])
     for step in range(1, last + 1):
         log.append(("begin_step", step))
@@ -300,9 +299,7 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
         assert [*asked, landed] == places
         assert recorded.event_of("draft", substep.site, step) is None
     launches = [event[1][event[2]] for event in segment.events[-4:] if event[0] == "launch"]
-    accepting = SimpleNamespace(
-        substeps=(substep,), count=1, num_kept=2, places=3, of_each=lambda n: [own._replace(written=None)]
-    )
+    accepting = SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=3, of_each=lambda n: [(substep, None)])
     one = recorded.launched(accepting, ("only",), (), [7])
     launched = [SimpleNamespace(step=last, record=record) for record in (None, both, one)]
     monkeypatch.setattr("kvcanary.recorder_captured._pack", (packed := []).append)

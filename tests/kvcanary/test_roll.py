@@ -70,6 +70,15 @@ def test_a_slice_departs_in_one_go(rolled, waits, is_waited_for):
     assert flight.hits == ["byte", "cached", "tail"]
 
 
+def test_a_slice_follows_a_finding_in_the_next_step(rolled):
+    """Requests near it are not kept waiting for the step in which a slice would be due."""
+    checks, seen, _ = rolled
+    checks.step = STRIDE + 1
+    checks.sweeper.look_around(["one"])
+    checks.depart(True)
+    assert seen == ["tails", "there", "bytes of ('one',)", "cached", "sent", "mark", "here"]
+
+
 @pytest.mark.parametrize("is_waited_for", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("is_full", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from ctypes import c_int64
 from dataclasses import replace
 from itertools import groupby
 
@@ -244,15 +245,18 @@ def test_what_a_step_accepts_is_written_by_one_forward(ahead):
     assert one.canary.findings == []
 
 
-def test_parts_are_launched_as_if_each_were_by_itself(ahead):
-    """Drafts, a forward of another kind, and one over what is accepted: truth, books, runs and the recording."""
+def test_parts_are_launched_as_if_each_were_by_itself(ahead, monkeypatch):
+    """Drafts, a forward of another kind, and one over what is accepted: truth, books, runs, the recording, and under
+    `full` what is asked to be read.
+    """
     made = {}
     for is_together in (False, True):
-        one = ahead()
+        one, asked = ahead(content="full"), []
         one.launch(ACCEPTED)
         one.canary.depart()
         one.begin()
         canary, bank = one.canary, one.canary.bank
+        monkeypatch.setattr(canary._checks, "read_all", lambda substeps, *told, own=asked: own.append([*substeps]))
         if is_together:
             series = bank.series(one.drafts, [one.prefill], [one.extend], acceptance=one.acceptance)
             spread = [array("q", bytes(8 * 6 * width)) for width in (1, 2, 1)]
@@ -280,15 +284,18 @@ def test_parts_are_launched_as_if_each_were_by_itself(ahead):
         ]
         told = [event[1][event[2]] for event in canary.recorder.segments[-1].events if event[0] == "launch"][-4:]
         recorded = [(launch.number, [*launch.written], launch.reads) for launch in told]
-        cards = static.send(one.step).snapshot.cards
+        sent = static.send(one.step)
+        cards = sent.snapshot.cards
         lines = [cards[field::RUN_CARD].tolist() for field in (RUN_READS, RUN_PLACES, RUN_KEEP, RUN_STEP, RUN_TURN)]
         groups = [len(list(own)) for _, own in groupby(cards[RUN_ROWS::RUN_CARD])]
-        has_written = [at != 0 for at in cards[RUN_WRITTEN::RUN_CARD]]
+        written = [at and c_int64.from_address(at).value for at in cards[RUN_WRITTEN::RUN_CARD]]
+        sites = [[substep.site for substep in part] for part in asked]
         book = one.request.in_the_air, one.request.unlanded, one.request.row_lens.tolist(), static.num_unlanded
         numbers = [truth.numbers.tolist() for truth in truths]
-        made[is_together] = numbers, runs, recorded, lines, groups, has_written, book
+        made[is_together] = numbers, runs, recorded, lines, groups, written, book, sites
     assert made[True] == made[False]
-    assert made[True][4:6] == ([2, 1, 1], [True, True, True, False])
+    assert made[True][4:6] == ([2, 1, 1], [1, 1, 2, 0])
+    assert made[True][7] == [[("draft", 0), ("draft", 1)], [("prefill", 0)], [("extend", 0)]]
     with pytest.raises(PlanError, match=r"of 4 forwards and of 1 requests in each of 2 parts, .* got 4 and 3: give"):
         one.canary.launch_series(series, ["ann"], [1, 2, 3], [4, 5, 6, 3])
 

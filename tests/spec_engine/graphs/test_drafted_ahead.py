@@ -55,6 +55,17 @@ def test_nobody_waits_for_a_drafted_step(make, outcome, waits, mode, settings) -
     assert engine.canary is None or is_clean(engine)
 
 
+def test_truth_goes_to_each_feed_in_its_own_turn(make, outcome) -> None:
+    """A step runs without its extend where all of its requests end, and from then on the turns of the two differ."""
+    plain, _ = outcome(make("off", draft="none", dtype="float64"))
+    engine = make(**TREES | AHEAD)
+    with torch.inference_mode():
+        for bucket in engine.runner._buckets:
+            bucket.step._feed.send()
+    assert outcome(engine)[0] == plain
+    assert is_clean(engine)
+
+
 @pytest.mark.parametrize(("page_size", "topk"), [(4, 1), (16, 2)])
 def test_a_draft_model_that_is_one_entry_ahead(waits, page_size, topk) -> None:
     """Drafting for itself it is accepted whole, steps that nobody has heard of too."""
