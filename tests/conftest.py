@@ -33,3 +33,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KVCANARY_* variable of the developer's shell must not decide what a test sees."""
     for name in [name for name in os.environ if name.startswith("KVCANARY_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def early_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rolling check has a slice so soon that a run of ten steps meets one, as long ones do all the time."""
+    monkeypatch.setattr("kvcanary.sweep.STRIDE", 7)

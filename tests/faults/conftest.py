@@ -15,6 +15,11 @@ PROMPT_LEN = 64
 WARM_STEPS = 4
 
 
+@pytest.fixture(autouse=True)
+def _slices_in_short_runs(early_slices: None) -> None:
+    """Runs here are short."""
+
+
 @pytest.fixture(name="make_engine")
 def make_engine_fixture() -> Callable[..., Engine]:
     """:func:`running_engine`, for tests."""

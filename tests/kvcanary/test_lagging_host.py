@@ -10,6 +10,8 @@ import torch
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
+pytestmark = pytest.mark.usefixtures("early_slices")
+
 
 class LaggingEngine(ToyEngine):
     """A drafting step appends and commits at acceptance; `on_results` and the check come when it has run."""

@@ -18,6 +18,7 @@ from kvcanary.state import CanaryState
 from kvcanary_kernels.fingerprint import fingerprint_torch
 from kvcanary_kernels.record import signed
 
+pytestmark = pytest.mark.usefixtures("early_slices")
 SLOW = pytest.mark.slow
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32", "float64"]
 FEW_DTYPES = [dtype if dtype in ("float8_e4m3fn", "float64") else pytest.param(dtype, marks=SLOW) for dtype in DTYPES]

@@ -14,6 +14,7 @@ from kvcanary.state import CanaryState
 from kvcanary_kernels.record import REQUEST_GENERATION
 from toy_findings import found
 
+pytestmark = pytest.mark.usefixtures("early_slices")
 NOT_POISONED = "freed pages behind a slot map, not poisoned"
 
 

@@ -24,6 +24,7 @@ from spec_engine.attention.triton_backend import TritonAttention
 from spec_engine.models.embedded import load_excerpts
 from spec_engine.request import TokenEvent
 
+pytestmark = pytest.mark.usefixtures("early_slices")
 PROMPTS = [excerpt.prompt[:60] for excerpt in load_excerpts()[20:23]]
 GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)
 CHUNK = 8  # tokens: every prompt is forwarded in several steps

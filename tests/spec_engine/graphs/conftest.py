@@ -18,6 +18,11 @@ COVERAGE = ("forwards", "slots_checked", "slots_sealed", "bytes_checked", "unche
 PROMPTS = [excerpt.prompt[:80] for excerpt in load_excerpts()[20:23]]
 
 
+@pytest.fixture(autouse=True)
+def _slices_in_short_runs(early_slices: None) -> None:
+    """Runs here are short."""
+
+
 @pytest.fixture
 def make() -> Callable[..., Engine]:
     """Engine over the embedded model, by settings; ``mode``: of its canary."""
