@@ -54,20 +54,14 @@ FAULTS = (
             "vllm-project/vllm#44701",
             "vllm-project/vllm#54342",
             "vllm-project/vllm#51748",
-            "NVIDIA/TensorRT-LLM#13815",
-            "LMCache/LMCache#4086",
-            "LMCache/LMCache#4783",
-            "LMCache/LMCache#3301",
-            "InternLM/lmdeploy#4917",
-            "InternLM/lmdeploy#4918",
             "vllm-project/vllm#49377",
             "vllm-project/vllm#49449",
             "vllm-project/vllm#52806",
             "vllm-project/vllm#49125",
         ),
-        story="A cache's key left out what else makes equal tokens mean other K and V: the adapter, the salt, all but "
-        "16 bits of the image, the version of the weights; or it stayed when the tokens were cut. One image was "
-        "described as another, and answers came from weights that had been replaced.",
+        story="A cache's key left out what else makes equal tokens mean other K and V, the adapter or the salt; or it "
+        "stayed when the tokens were cut. The canary is told of adapter and salt; a difference that nobody tells it, "
+        "such as the image or the version of the weights, is none to it.",
         expected="R5",
         also=("R6",),
         applies_to="a prefix cache, and prompts that two tenants have in common",
