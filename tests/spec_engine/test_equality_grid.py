@@ -1,9 +1,9 @@
-"""Drafting never changes a token: 900 configurations against plain greedy decoding, float64, a random 2-layer model.
+"""Drafting never changes a token: 1,440 configurations against plain greedy decoding, float64, a random 2-layer model.
 
-P in {1, 4, 16, 64} with each distinct S mod P of {0, 1, P - 1} are 10 pairs. K in {1, 2, 4, 8} and T in {1, 2, 3, 5}
-with each possible N of {2, T + 1, K + 1, all candidates} are 45 trees, a chain having T + 1 nodes only. The host knows
-each verify, or lags one behind: 10 * 45 * 2 = 900. In each, accepted lengths go over 1 to T + 1, prompts share
-prefixes and come in chunks, requests are retracted, resumed and cancelled. In trees of all candidates the true
+P in {1, 4, 16, 64, 256, 512} with each distinct S mod P of {0, 1, P - 1} are 16 pairs. K in {1, 2, 4, 8} and T in
+{1, 2, 3, 5} with each possible N of {2, T + 1, K + 1, all candidates} are 45 trees, a chain having T + 1 nodes only. The
+host knows each verify, or lags one behind: 16 * 45 * 2 = 1,440. In each, accepted lengths go over 1 to T + 1, prompts
+share prefixes and come in chunks, requests are retracted, resumed and cancelled. In trees of all candidates the true
 continuation is never the likeliest, so that accepted nodes lie apart.
 """
 
@@ -21,9 +21,10 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.sizing import draft_alloc_len, pages_for, reserve_len
 from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, random_model
 
-PAGE_SIZES, TOPKS, STEPS, SCHEDULES = (1, 4, 16, 64), (1, 2, 4, 8), (1, 2, 3, 5), ("sync", "overlap")
+PAGE_SIZES, TOPKS, STEPS, SCHEDULES = (1, 4, 16, 64, 256, 512), (1, 2, 4, 8), (1, 2, 3, 5), ("sync", "overlap")
 VOCAB, NEW_TOKENS, CANCELLED_AFTER = 97, 20, 5
-IN_CI = 40
+IN_CI = 48
+MOST_TOKENS = 4 * max(PAGE_SIZES)  # that a text has: three pages, and what may follow
 
 
 class Case(NamedTuple):
@@ -64,13 +65,14 @@ def case_id(case: Case) -> str:
 
 @cache
 def model():
-    return random_model(5, vocab_size=VOCAB)
+    return random_model(5, vocab_size=VOCAB, max_position_embeddings=MOST_TOKENS)
 
 
 @cache
 def text(shared: int, shared_len: int, seed: int, length: int) -> KnownText:
     """``shared_len`` tokens of one seed, the rest of another, and what follows; later positions need the lag's room."""
-    head, tail = (torch.randint(VOCAB, (256,), generator=torch.Generator().manual_seed(s)) for s in (shared, seed))
+    generators = (torch.Generator().manual_seed(s) for s in (shared, seed))
+    head, tail = (torch.randint(VOCAB, (MOST_TOKENS,), generator=generator) for generator in generators)
     prompt = [*head[:shared_len].tolist(), *tail[: length - shared_len].tolist()]
     return known_text(model(), prompt, NEW_TOKENS + 2 * max(STEPS) + 4)
 
@@ -123,7 +125,7 @@ class Run:
             dtype="float64",
             max_total_tokens=pages * case.page_size,
             max_running_requests=5,
-            context_length=256,
+            context_length=MOST_TOKENS,
             prefill_chunk_tokens=max(case.page_size, 8) + 5,
             new_token_ratio=0.0,
         )
@@ -183,9 +185,9 @@ def check(case: Case) -> None:
     run.engine.memory.cache.check_references([])
 
 
-def test_there_are_900_configurations() -> None:
+def test_there_are_1440_configurations() -> None:
     """The grid leaves none out, and the seeded part of it has every page size, width, depth and schedule."""
-    assert len(GRID) == len(set(GRID)) == 900
+    assert len(GRID) == len(set(GRID)) == 1440
     assert len(set(CHOSEN)) == IN_CI
     for name, values in (("page_size", PAGE_SIZES), ("topk", TOPKS), ("num_steps", STEPS), ("schedule", SCHEDULES)):
         assert {getattr(case, name) for case in CHOSEN} == set(values)
