@@ -1,10 +1,10 @@
 """Drafting never changes a token: 1,440 configurations against plain greedy decoding, float64, a random 2-layer model.
 
 P in {1, 4, 16, 64, 256, 512} with each distinct S mod P of {0, 1, P - 1} are 16 pairs. K in {1, 2, 4, 8} and T in
-{1, 2, 3, 5} with each possible N of {2, T + 1, K + 1, all candidates} are 45 trees, a chain having T + 1 nodes only. The
-host knows each verify, or lags one behind: 16 * 45 * 2 = 1,440. In each, accepted lengths go over 1 to T + 1, prompts
-share prefixes and come in chunks, requests are retracted, resumed and cancelled. In trees of all candidates the true
-continuation is never the likeliest, so that accepted nodes lie apart.
+{1, 2, 3, 5} with each possible N of {2, T + 1, K + 1, all candidates} are 45 trees, a chain having T + 1 nodes only.
+The host knows each verify, or lags one behind: 16 * 45 * 2 = 1,440. In each, accepted lengths go over 1 to T + 1,
+prompts share prefixes and come in chunks, requests are retracted, resumed and cancelled. In trees of all candidates the
+true continuation is never the likeliest, so that accepted nodes lie apart.
 """
 
 from __future__ import annotations
