@@ -151,8 +151,7 @@ class TicketDesk:
     def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
         page = violation.resource if isinstance(violation.resource, int) else None
         slot = -1 if page is None else page * self._pool.view.page_size
-        owners = requests if page is None else _names(self._ledger.owner_of(page))
-        waited = "nothing" if violation.ticket is None else str(violation.ticket)
+        owners = requests if page is None else _names(self._ledger.owner_of(page)) or requests
         return Hit(
             "O1",
             self._pool,
@@ -162,9 +161,24 @@ class TicketDesk:
             ("stream", 0),
             self.step,
             others=tuple(owners[1:]),
-            expected={"behind": waited},
-            found={"access": violation.sentence, "hazard": violation.hazard},
+            expected=_due(violation),
+            found={
+                "resource": violation.place,
+                "reader": violation.access,
+                "used_to": "write" if violation.writes else "read",
+                "access": violation.sentence,
+                "hazard": violation.hazard,
+            },
         )
+
+
+def _due(violation: Violation) -> dict[str, str]:
+    """What the access should have come behind, what that does there, and who should have waited for it."""
+    ticket = violation.ticket
+    if ticket is None:
+        return {"behind": "nothing"}
+    does = "fills" if violation.resource in ticket.writes else "reads"
+    return {"behind": str(ticket), "which": f"{does} {violation.place}", "waiting": violation.where}
 
 
 def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> list[Event]:
