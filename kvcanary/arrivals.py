@@ -125,6 +125,11 @@ class Arrival:
         size = self.trip.page_size
         return len({place // size for pool in self.pools for place in pool.origins})
 
+    def turn(self, name: str, place: int) -> int:
+        """When a slot of a pool speaks: those of the kind of most slots go first, each in the order of the trip."""
+        origin = next(pool.origins[place] for pool in self.pools if pool.name == name)
+        return place if origin.kind == self.kind else place + len(self.trip.pages) * self.trip.page_size
+
     def first(self, kind: str) -> tuple[PoolArrival, dict[int, Origin]]:
         """The first pool with wrong slots of this kind, and these."""
         found = ((pool, {p: o for p, o in pool.origins.items() if o.kind == kind}) for pool in self.pools)

@@ -110,6 +110,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("W9",), _fixed("graphs", "padding of a replayed batch points at live slots")),
     (("O1",), writes.outdated),
     (("O1",), transfers.unordered),
+    (("O1",), transfers.taken_again),
     (("O1",), _fixed("order", "a copy, zeroing or staging buffer was used without waiting for its event")),
     (("H1",), rows.refused_load),
     (("H1",), _fixed("hooks", "a forward ran without its hooks, or a captured graph lost them")),

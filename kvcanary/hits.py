@@ -123,9 +123,13 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
 
 
 def _speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
-    """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second."""
+    """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second.
+
+    Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
+    """
     nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
-    return is_read, hit.code == "T1", nowhere, hit.position or 0, RANK[hit.code], hit.pool.pool_id
+    along = hit.position or 0 if hit.arrival is None else hit.arrival.turn(hit.pool.name, hit.arrived_as)
+    return is_read, hit.code == "T1", nowhere, along, RANK[hit.code], hit.pool.pool_id
 
 
 def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ from kvcanary.arrival_words import evidence_of, sentence_of
 from kvcanary.arrivals import KINDS
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
-from kvcanary.tickets import UNORDERED
+from kvcanary.tickets import OUTDATED, UNORDERED
 
 Rule = Callable[[Facts], Cause | None]
 
@@ -40,3 +40,13 @@ def unordered(facts: Facts) -> Cause | None:
     evidence = (f"{due['waiting']} has not waited for the event of {due['behind']}, nor for one behind it",)
     text = f"{access} before {due['behind']} is done, which {due['which']}"
     return Cause("order", text, "derived", evidence)
+
+
+def taken_again(facts: Facts) -> Cause | None:
+    """A host buffer holds something else by now."""
+    due, found = facts.hit.expected or {}, facts.hit.found or {}
+    if found.get("hazard") != OUTDATED or facts.hit.page >= 0:
+        return None
+    meant, now = due.get("generation"), found.get("generation")
+    text = f"{found['reader']} is meant for what {found['resource']} held before it was taken again"
+    return Cause("order", text, "derived", (f"generation {meant} was meant, it is in {now}: a ring that is too short",))

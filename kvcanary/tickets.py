@@ -39,6 +39,7 @@ class Violation:
     sentence:  what happened, in plain words with all numbers
     hazard:    UNORDERED, OUTDATED or FREED
     what:      the access, in its own words;  writes: whether it writes
+    planned:   generation of the resource that the access is meant for, and `now` the one in which it is; of OUTDATED
     """
 
     resource: Resource
@@ -49,6 +50,8 @@ class Violation:
     code: str = "O1"
     what: str = ""
     writes: bool = False
+    planned: int | None = None
+    now: int | None = None
 
     @property
     def place(self) -> str:
@@ -263,7 +266,7 @@ def _too_late(
     ticket: Ticket | None = None,
 ) -> Violation:
     sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
-    return Violation(resource, stream, ticket, sentence, OUTDATED, what=what)
+    return Violation(resource, stream, ticket, sentence, OUTDATED, what=what, planned=planned, now=now)
 
 
 def _name(resource: Resource) -> str:
