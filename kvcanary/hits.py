@@ -107,8 +107,8 @@ def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
     incidents: dict[int, list[Hit]] = {}
     for number, hit in enumerate(hits):
         incidents.setdefault(_root(parents, number), []).append(hit)
-    joined = [_without_repeats(sorted(incident, key=_speaks_first)) for incident in incidents.values()]
-    return sorted(joined, key=lambda incident: _speaks_first(incident[0]))
+    joined = [_without_repeats(sorted(incident, key=speaks_first)) for incident in incidents.values()]
+    return sorted(joined, key=lambda incident: speaks_first(incident[0]))
 
 
 def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
@@ -122,7 +122,7 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
     return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
 
 
-def _speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
+def speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
     """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.

@@ -58,9 +58,8 @@ class _Scene:
     def keys(self, part: int) -> Tensor:
         """[words] int64, of a part."""
         piece = self.landed.pool.rows.pieces[part]
-        return (
-            self.landed.pool.keys.lane_a[self.layer, piece.first : piece.first + piece.words].to(torch.int64) & MASK_32
-        )
+        keys = self.landed.pool.keys.lane_a[self.layer, piece.first : piece.first + piece.words]
+        return keys.cpu().to(torch.int64) & MASK_32
 
     def part(self, rows: Tensor, part: int) -> Tensor:
         piece = self.landed.pool.rows.pieces[part]

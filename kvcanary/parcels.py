@@ -14,7 +14,7 @@ from kvcanary.arrivals import Arrival, Landed, Trip, judge
 from kvcanary.departures import Departed, Departures, Lanes, Sent
 from kvcanary.errors import PlanError
 from kvcanary.groups import Ints, slots_in, slots_of_pages, window_start
-from kvcanary.hits import Hit
+from kvcanary.hits import Hit, speaks_first
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror, Words, two_words
@@ -220,7 +220,7 @@ class Parcels:
         for pool, place, slot, position, _ in outdated:
             if (pool.pool_id, place) not in known:
                 hits.append(self._hit(pool, arrival, place, slot, position, range(pool.view.num_layers)))
-        return hits
+        return _one_of_each_page_first(hits)
 
     def _hits(self, landed: Landed, arrival: Arrival) -> Iterator[Hit]:
         differs, positions = landed.differs, landed.positions.tolist()
@@ -268,6 +268,13 @@ def expect_fits(parcels: Sequence[Parcel], pages: Sequence[int]) -> None:
             f"a parcel must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
             "pack and load the same pages, in row order"
         )
+
+
+def _one_of_each_page_first(hits: list[Hit]) -> list[Hit]:
+    """In the order in which they speak; where few are kept, none of the pages goes missing."""
+    hits = sorted(hits, key=speaks_first)
+    firsts = {(hit.pool.pool_id, hit.page): hit for hit in reversed(hits)}
+    return [*sorted(firsts.values(), key=speaks_first), *(h for h in hits if firsts[h.pool.pool_id, h.page] is not h)]
 
 
 def _joined(contents: Sequence[Contents]) -> Contents:

@@ -439,3 +439,18 @@ def test_a_load_is_called_one(make_tier):
     finding = told(tier)
     assert finding.found["came_back_by"] == "load"
     assert finding.causes[0].evidence[-1].endswith(f"came back by load into page {pages[0]} in step 3")
+
+
+def test_many_wrong_slots_leave_out_no_page(make_tier):
+    """Few hits are kept whole: one of each page is, and the kind that leads speaks first."""
+    tier = make_tier(list(range(2 * 20 + 1)), ToyShape(page_size=2, num_pages=256), mode="log")
+    for kept in tier.bytes.values():
+        kept[:, 2:] = kept[:, :-2].clone()
+        kept[:, :2] = 0
+    row = tier.bring_back()
+    groups = tier.engine.canary._checks.hits.groups
+    kept_pages = {hit.page for hit in groups["T1", ("load", 0)].kept[:40]}
+    assert kept_pages == set(row.pages)
+    tier.engine.canary.check()
+    finding = tier.engine.canary.findings[0]
+    assert (finding.found["verdict"], finding.position, finding.found["bytes_of_page"]) == ("misrouted", 2, 0)
