@@ -94,6 +94,14 @@ def test_words_far_apart_are_one_finding(make_tier):
     }
 
 
+def test_a_word_that_one_lane_alone_explains_is_none(make_tier):
+    """The other lane says otherwise: more than one word changed, or the fingerprint is not that of these bytes."""
+    tier = make_tier()
+    tier.bytes["target"].view(torch.int32)[0, 5, 1, 0, 2] ^= 1 << 20
+    tier.parcel.contents[0].lane_b[5] += 2
+    assert said(tier).startswith("unknown: ")
+
+
 # misrouted
 
 
@@ -392,7 +400,9 @@ def test_another_layout_is_undone_to_name_it(make_tier, change, sentence):
     """Parts, heads, layers, slots or pages in another order: named only where undoing it gives what left."""
     tier = make_tier(LONG, ToyShape(heads=4, head_dim=8))
     change(tier)
-    assert said(tier) == f"other layout: {sentence}; in the target pool only"
+    tier.bring_back()
+    causes = told(tier).causes
+    assert [cause.text for cause in causes] == [f"other layout: {sentence}; in the target pool only"]
 
 
 def test_many_heads_in_another_order(make_tier):
@@ -412,6 +422,16 @@ def test_bytes_of_nobody_are_not_guessed(make_tier):
     tier = make_tier()
     tier.bytes["target"] = torch.randn_like(tier.bytes["target"])
     assert said(tier).startswith("unknown: ")
+
+
+def test_where_the_right_bytes_went_says_nothing_of_what_lies_here(make_tier):
+    """A page of noise whose own bytes lie in the next page has no other layout."""
+    tier = make_tier(LONG)
+    kept = tier.bytes["target"]
+    kept[:, 4:8] = kept[:, :4].clone()
+    kept[:, :4] = torch.randn_like(kept[:, :4])
+    tier.bring_back()
+    assert [cause.text.split(":")[0] for cause in told(tier).causes] == ["misrouted", "unknown"]
 
 
 def test_the_kind_of_most_slots_leads(make_tier):
@@ -443,14 +463,14 @@ def test_a_load_is_called_one(make_tier):
 
 def test_many_wrong_slots_leave_out_no_page(make_tier):
     """Few hits are kept whole: one of each page is, and the kind that leads speaks first."""
-    tier = make_tier(list(range(2 * 20 + 1)), ToyShape(page_size=2, num_pages=256), mode="log")
+    tier = make_tier(list(range(4 * 20 + 1)), mode="log")
     for kept in tier.bytes.values():
-        kept[:, 2:] = kept[:, :-2].clone()
-        kept[:, :2] = 0
+        kept[:, 4:] = kept[:, :-4].clone()
+        kept[:, :4] = 0
     row = tier.bring_back()
     groups = tier.engine.canary._checks.hits.groups
     kept_pages = {hit.page for hit in groups["T1", ("load", 0)].kept[:40]}
     assert kept_pages == set(row.pages)
     tier.engine.canary.check()
     finding = tier.engine.canary.findings[0]
-    assert (finding.found["verdict"], finding.position, finding.found["bytes_of_page"]) == ("misrouted", 2, 0)
+    assert (finding.found["verdict"], finding.position, finding.found["bytes_of_page"]) == ("misrouted", 4, 0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError
 from kvcanary import rules_transfers as transfers
+from kvcanary.desk import TicketDesk
+from kvcanary.hits import Hit
 from kvcanary.report import Report
 from kvcanary.tickets import HOST
 from kvcanary_tools.bench.toy_engine import ToyEngine
@@ -89,6 +92,19 @@ def test_a_shared_page_has_the_reader_that_is_named(engine):
     tickets.use("prefill", "main", [page], requests=["mine"])
     finding, _ = told(engine)
     assert (finding.owner, finding.reader) == (None, "mine")
+
+
+def test_behind_a_slot_map_the_place_is_the_pool_s_own():
+    """The page is the full one, the slot where the map leads."""
+    hits: list[Hit] = []
+    slot_map = torch.zeros(16, dtype=torch.int64)
+    slot_map[8:12] = torch.arange(4, 8)
+    view = SimpleNamespace(page_size=4, slot_map=slot_map, num_slots=12, device=torch.device("cpu"))
+    ledger = SimpleNamespace(generations=[0] * 4, owner_of=lambda page: None, pages=SimpleNamespace(numbers=list))
+    desk = TicketDesk(ledger, SimpleNamespace(view=view), hits.extend)
+    desk.issue("swap in", "split pool", writes=[2])
+    desk.use("decode", "main", [2])
+    assert [(hit.page, hit.slot, hit.named) for hit in hits] == [(2, 4, 8)]
 
 
 def test_a_buffer_that_was_taken_again(engine):

@@ -183,8 +183,6 @@ def test_the_canary_tells_a_forward_that_does_not_wait(monkeypatch, waits):
     told = [finding.found["access"].split(" (")[0] for finding in rig.canary.findings if finding.code == "O1"]
     late = [f"'decode' on stream main touches page {page} without waiting for 'swap in'" for page in rows["one"]]
     assert told == ([] if waits else late)
-    for finding, page in zip(rig.canary.findings, rows["one"], strict=False):
-        assert (finding.page, finding.slot) == (page, int(rig.slots([page])[0]))  # where the map leads
 
 
 @pytest.mark.parametrize("fault", ["split.swap_in_skipped", "split.swap_in_elsewhere"])
