@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -358,17 +358,21 @@ class StepChecks:
         self.settle(Rewritten(pool, move.dst))
         self.hits += self._mover.apply(source, pool, move, step, has_lanes, lengthens=not guesses)
 
-    def pack(self, pages: Sequence[int], group: str | None = None) -> Parcel:
+    def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> Parcel:
         """What is known of pages whose bytes leave, in all pools or in those of a group."""
         self.settle()
         with torch.inference_mode():
-            return self._parcels.pack(pages, group)
+            return self._parcels.pack(pages, step, group)
 
-    def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
-        """Bytes are back, and their records follow; the caller has settled."""
+    def unpack(self, how: str, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> None:
+        """Bytes are back, and their records follow; the caller has settled. `how`: what brought them, in one word."""
         with torch.inference_mode():
             self.publish_pages()
-            self.hits += self._parcels.unpack(parcel, request, pages, length, step)
+            self.hits += self._parcels.unpack(how, parcel, request, pages, length, step)
+
+    def expect_load(self, pages: Iterable[int]) -> None:
+        """Bytes will come into these granted pages, for which their poison vouches."""
+        self._parcels.poisoned.update(pages)
 
     def unpack_group(self, group: str, parcels: Sequence[Parcel], pages: Sequence[int], step: int) -> None:
         """As `unpack`, for pages of a group that have kept their grants."""
@@ -391,6 +395,7 @@ class StepChecks:
 
         The caller has settled.
         """
+        self._parcels.left.leave(group, pages)
         if not self._rereads or not len(pages):
             return False
         with torch.inference_mode():

@@ -53,6 +53,10 @@ NOT_FINITE = Code(
     "R9", "content not finite", "NaN or Inf lies where nobody has written: who reads whole pages multiplies it by zero"
 )
 
+#: What T1 means of bytes that were put away, and came back by a load, a restore or a swap.
+CAME_BACK = Code("T1", "bytes came back wrong", "bytes came back from elsewhere, and are not those that left")
+ARRIVED = "A1"  # stands for T1 there, where its causes are asked
+
 UNWRITTEN = "U1"  # stands for R9 there, where a finding's causes and a dump's damage are kept apart by code
 
 #: Codes by name; the order is the order in which findings at one slot speak: what went wrong at a write, a move or a

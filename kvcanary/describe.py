@@ -89,7 +89,7 @@ class Describer:
             writer=hit.request_id if writes else facts.writer,
             write_step=hit.step if writes else facts.write_step,
             write_site=hit.site if writes else facts.write_site,
-            undeclared=hit.code in _UNDECLARED and found is not None,
+            undeclared=hit.code in _UNDECLARED and found is not None and hit.arrival is None,
             owner=facts.owner,
             expected=expected,
             found=seen,
@@ -100,7 +100,9 @@ class Describer:
             readers=tuple(request.request_id for request in readers),
             exposed_tokens=sum(r.tokens_since(hit.last_good) for r in readers if hit.last_good is not None),
             causes=rank_causes(facts),
-            evidence=_evidence(incident[1:]),
+            evidence=_evidence(
+                [other for other in incident[1:] if hit.arrival is None or other.arrival is not hit.arrival]
+            ),
             incident=number,
             action=action,
         )
@@ -147,6 +149,8 @@ class Describer:
 
 
 def _changed_word(hit: Hit) -> ChangedWord | None:
+    if hit.arrival is not None:
+        return hit.arrival.words.get(hit.place)
     is_one = hit.code == "R9" and len(hit.layers) == 1 and not hit.is_unwritten
     return locate_word(hit.pool, hit.slot, hit.layers[0]) if is_one else None
 

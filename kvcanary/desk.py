@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvcanary.event_log import Event, EventLog
+from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
 from kvcanary.ledger import Ledger
 from kvcanary.recorder import LONG
@@ -150,9 +153,11 @@ class TicketDesk:
 
     def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
         page = violation.resource if isinstance(violation.resource, int) else None
-        slot = -1 if page is None else page * self._pool.view.page_size
-        owners = requests if page is None else _names(self._ledger.owner_of(page))
-        waited = "nothing" if violation.ticket is None else str(violation.ticket)
+        view = self._pool.view
+        name = -1 if page is None else page * view.page_size
+        is_mapped = page is not None and view.slot_map is not None
+        slot = int(slots_in(view, np.array([name]))[0]) if is_mapped else name
+        owners = requests if page is None else _names(self._ledger.owner_of(page)) or requests
         return Hit(
             "O1",
             self._pool,
@@ -161,10 +166,28 @@ class TicketDesk:
             owners[0] if owners else None,
             ("stream", 0),
             self.step,
+            named=name if is_mapped else None,
             others=tuple(owners[1:]),
-            expected={"behind": waited},
-            found={"access": violation.sentence, "hazard": violation.hazard},
+            expected=_due(violation),
+            found=_done(violation),
         )
+
+
+def _due(violation: Violation) -> dict[str, Any]:
+    """What the access should have come behind, what that does there, and who should have waited; or its generation."""
+    ticket = violation.ticket
+    behind = "nothing" if ticket is None else str(ticket)
+    if ticket is None or violation.planned is not None:
+        return {"behind": behind, "generation": violation.planned}
+    does = "fills" if violation.resource in ticket.writes else "reads"
+    return {"behind": behind, "which": f"{does} {violation.place}", "waiting": violation.where}
+
+
+def _done(violation: Violation) -> dict[str, Any]:
+    """Which resource was used, by whom, and how."""
+    used = {"resource": violation.place, "reader": violation.access, "used_to": "write" if violation.writes else "read"}
+    generation = {} if violation.planned is None else {"generation": violation.now}
+    return used | generation | {"access": violation.sentence, "hazard": violation.hazard}
 
 
 def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> list[Event]:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from kvcanary import rules_bytes as bytes_
 from kvcanary import rules_rows as rows
+from kvcanary import rules_transfers as transfers
 from kvcanary import rules_writes as writes
-from kvcanary.codes import CODES, UNWRITTEN
+from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 
@@ -22,8 +23,7 @@ Rule = Callable[[Facts], Cause | None]
 
 def rank_causes(facts: Facts) -> tuple[Cause, ...]:
     """The causes that fit what was read, best first; at least one."""
-    code = UNWRITTEN if facts.hit.is_unwritten else facts.hit.code
-    found = [cause for codes, rule in RULES if code in codes for cause in [rule(facts)] if cause is not None]
+    found = [cause for codes, rule in RULES if facts.hit.kind in codes for cause in [rule(facts)] if cause is not None]
     found = [cause for cause in found if cause.evidence] or found
     found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
     return tuple(found[:MOST_CAUSES]) or (_wrong_plan(facts),)
@@ -60,6 +60,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((UNWRITTEN,), bytes_.not_finite_since),
     ((UNWRITTEN,), bytes_.late_write),
     (("T1",), bytes_.moved_wrong),
+    *(((ARRIVED,), rule) for rule in transfers.ARRIVED),
     (("P1",), bytes_.written_when_free),
     (("R3",), bytes_.damaged_record),
     (("R1", "W1"), rows.padding_mark),
@@ -108,6 +109,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("W8",), _fixed("bounds", "more entries were written than pages were reserved for")),
     (("W9",), _fixed("graphs", "padding of a replayed batch points at live slots")),
     (("O1",), writes.outdated),
+    (("O1",), transfers.unordered),
+    (("O1",), transfers.taken_again),
     (("O1",), _fixed("order", "a copy, zeroing or staging buffer was used without waiting for its event")),
     (("H1",), rows.refused_load),
     (("H1",), _fixed("hooks", "a forward ran without its hooks, or a captured graph lost them")),

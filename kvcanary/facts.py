@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcanary.arrival_words import expected_of, found_of
+from kvcanary.arrivals import Arrival
 from kvcanary.groups import slots_in
 from kvcanary.history import PageEvent
 from kvcanary.hits import Hit
@@ -144,6 +146,8 @@ def expected_and_found(facts: Facts) -> tuple[Values, Values]:
     """Both sides of the check that leads, as it told them or as its code says; empty where there are none."""
     if facts.hit.expected is not None:
         return facts.hit.expected, facts.hit.found or {}
+    if facts.hit.arrival is not None:
+        return _arrival(facts, facts.hit.arrival)
     if facts.hit.is_unwritten:
         return {"elements": "finite"}, {"layers_not_finite": list(facts.hit.layers)}
     table = _WITHOUT_RECORD if facts.record is None else _WITHOUT_RECORD | _WITH_RECORD
@@ -252,6 +256,12 @@ def _content(facts: Facts) -> tuple[Values, Values]:
     digits = 2 * word.size
     expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
     return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
+
+
+def _arrival(facts: Facts, arrival: Arrival) -> tuple[Values, Values]:
+    expected, found = _content(facts) if facts.word is not None else ({}, {})
+    place = facts.hit.arrived_as
+    return expected | expected_of(arrival, place), found | found_of(arrival, place)
 
 
 def _poison(facts: Facts) -> tuple[Values, Values]:

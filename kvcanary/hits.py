@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcanary.codes import CODES, NOT_FINITE, RANK, SPEAK_FIRST, Code
+from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, RANK, SPEAK_FIRST, UNWRITTEN, Code
 from kvcanary.forward import Ints
 from kvcanary.state import PoolState
+
+if TYPE_CHECKING:
+    from kvcanary.arrivals import Arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +34,7 @@ class Hit:
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
     is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
+    arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
     others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
     expected, found: what the report should say, where the code alone does not tell it
     """
@@ -54,11 +58,22 @@ class Hit:
     others: tuple[str, ...] = ()
     expected: dict[str, Any] | None = None
     found: dict[str, Any] | None = None
+    arrival: Arrival | None = None
+    arrived_as: int = 0
 
     @property
     def meaning(self) -> Code:
         """What the hit says."""
+        if self.arrival is not None:
+            return CAME_BACK
         return NOT_FINITE if self.is_unwritten else CODES[self.code]
+
+    @property
+    def kind(self) -> str:
+        """The code, or what stands for it where its causes are others."""
+        if self.arrival is not None:
+            return ARRIVED
+        return UNWRITTEN if self.is_unwritten else self.code
 
     @property
     def page(self) -> int:
@@ -82,9 +97,9 @@ class Hit:
 def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
     """Incidents, the hit that speaks first; the others are its evidence.
 
-    Hits are one incident when they share the slot; the page and the step; when their entries are neighbours in one
-    row (what follows a wrong entry breaks too); when a wrong position points at another of them (an exchange); or
-    when one is R6 and the other lies in the same row.
+    Hits are one incident when they share the slot; the page and the step; the arrival; when their entries are
+    neighbours in one row (what follows a wrong entry breaks too); when a wrong position points at another of them (an
+    exchange); or when one is R6 and the other lies in the same row.
     """
     parents = list(range(len(hits)))
     for first, second in _related(hits):
@@ -92,8 +107,8 @@ def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
     incidents: dict[int, list[Hit]] = {}
     for number, hit in enumerate(hits):
         incidents.setdefault(_root(parents, number), []).append(hit)
-    joined = [_without_repeats(sorted(incident, key=_speaks_first)) for incident in incidents.values()]
-    return sorted(joined, key=lambda incident: _speaks_first(incident[0]))
+    joined = [_without_repeats(sorted(incident, key=speaks_first)) for incident in incidents.values()]
+    return sorted(joined, key=lambda incident: speaks_first(incident[0]))
 
 
 def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
@@ -107,10 +122,14 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
     return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
 
 
-def _speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
-    """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second."""
+def speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
+    """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second.
+
+    Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
+    """
     nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
-    return is_read, hit.code == "T1", nowhere, hit.position or 0, RANK[hit.code], hit.pool.pool_id
+    along = hit.position or 0 if hit.arrival is None else hit.arrival.turn(hit.pool.name, hit.arrived_as)
+    return is_read, hit.code == "T1", nowhere, along, RANK[hit.code], hit.pool.pool_id
 
 
 def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
@@ -120,6 +139,8 @@ def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
         if not hit.code.startswith("H"):  # these are about the canary and have no slot
             groups.setdefault(("slot", *hit.place), []).append(number)
             groups.setdefault(("page", hit.page, hit.step), []).append(number)
+        if hit.arrival is not None:
+            groups.setdefault(("arrival", id(hit.arrival)), []).append(number)
         if hit.position is not None and hit.request_id is not None:
             groups.setdefault(("row", *hit.row), []).append(number)
         if hit.request_id is not None:

@@ -225,7 +225,7 @@ class Lifecycle:
         `on_map` and `on_swap_in` tell that it is back. The parcel of a page that is written again is of no use.
         """
         self._of_group(group)
-        parcels = self._checks.pack(pages, group).each()
+        parcels = self._checks.pack(pages, self.step, group).each()
         for parcel in parcels:
             self.recorder.number_parcel(parcel)
         return parcels
@@ -260,7 +260,7 @@ class Lifecycle:
 
         The pages stay what they are: free or evict them, when the copy is done, as any others.
         """
-        parcel = self._checks.pack(pages)
+        parcel = self._checks.pack(pages, self.step)
         self.recorder.number_parcel(parcel)
         return parcel
 
@@ -279,7 +279,7 @@ class Lifecycle:
         if parcel is None:
             self._adopt(request_id, pages, length)
         else:
-            self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
+            self._checks.unpack("load", parcel, self._ledger.request(request_id), pages, length, self.step)
 
     @recorded
     def on_load_fail(self, request_id: str, pages: Sequence[int]) -> None:
@@ -296,7 +296,7 @@ class Lifecycle:
         expect_fits([parcel], pages)
         self._checks.settle()
         self._ledger.restore(request_id, pages, self.step)
-        self._checks.unpack(parcel, self._ledger.request(request_id), pages, length, self.step)
+        self._checks.unpack("restore", parcel, self._ledger.request(request_id), pages, length, self.step)
 
     @recorded
     def before_move(self) -> None:
@@ -325,6 +325,8 @@ class Lifecycle:
         self._checks.settle_writes_into(granted)
         self._release_early(granted)
         self._ledger.grant_all(request_ids, pages, self.step, for_load)
+        if for_load:
+            self._checks.expect_load(self._poisoner.poisoned.intersection(granted))
         self._checks.report(self._poisoner.granted(granted, self.step))
 
     def _expect_closed(self, what: str) -> None:

@@ -80,6 +80,20 @@ def fitting_words(keys: Keys, layer: int, row: Tensor, differs_a: int, differs_b
     return [WordChange(layer, n, int(old[n]), int(words[n])) for n in fits.nonzero().flatten().tolist()]
 
 
+def single_words(keys: Keys, layer: int, rows: Tensor, differs_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row [n, words] int32 the one word whose change explains lane a alone: its number, -1 where that is none.
+
+    Besides what it changed by, and what that adds to lane b: [n] int64 each. Lane b over all layers must confirm it.
+    """
+    key_a, key_b = _unsigned(keys.lane_a[layer]), _unsigned(keys.lane_b[layer])
+    difference = _inverse(key_a) * differs_a[:, None]
+    old = _unsigned(rows) - difference
+    fits = (difference != 0) & (difference.clamp(-MASK_32, MASK_32) == difference) & (old >= 0) & (old <= MASK_32)
+    number = fits.to(torch.uint8).argmax(1)
+    changed = difference.gather(1, number[:, None])[:, 0]
+    return torch.where(fits.sum(1) == 1, number, -1), changed, key_b[number] * changed
+
+
 def describe_change(pool: PoolState, slot: int, change: WordChange) -> ChangedWord:
     """Where in the row a change of the bytes that lie in the pool now stands, and what it means."""
     part, piece = part_of_word(pool, change.number)

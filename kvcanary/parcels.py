@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcanary.arrivals import Arrival, Landed, Trip, judge
+from kvcanary.departures import Departed, Departures, Lanes, Sent
 from kvcanary.errors import PlanError
-from kvcanary.groups import slots_in, slots_of_pages, window_start
-from kvcanary.hits import Hit
+from kvcanary.groups import Ints, slots_in, slots_of_pages, window_start
+from kvcanary.hits import Hit, speaks_first
 from kvcanary.lanes import lanes_of_slots
 from kvcanary.ledger import Ledger, Request
 from kvcanary.mirror import Mirror, Words, two_words
+from kvcanary.outdated import LeftRecords, Outdated
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState
 from kvcanary_kernels.record import CONTENT_B, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION
@@ -45,10 +48,15 @@ class Contents:
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """Identity and fingerprints of whole pages, by pool. They name content, so they hold wherever it comes back."""
+    """Identity and fingerprints of whole pages, by pool. They name content, so they hold wherever it comes back.
+
+    sent: what left together;  first: number of the first of these pages among them
+    """
 
     num_pages: int
     contents: tuple[Contents, ...]
+    sent: Sent
+    first: int = 0
 
     def behind(self, page: int) -> Parcel:
         """The parcel of all but the first ``page`` pages, which need not come back."""
@@ -61,7 +69,8 @@ class Parcel:
     def _part(self, first: int, end: int) -> Parcel:
         sizes = (len(contents.lane_b) // self.num_pages for contents in self.contents)
         parts = zip(self.contents, sizes, strict=True)
-        return Parcel(end - first, tuple(one.part(slice(first * size, end * size)) for one, size in parts))
+        contents = tuple(one.part(slice(first * size, end * size)) for one, size in parts)
+        return Parcel(end - first, contents, self.sent, self.first + first)
 
 
 class Parcels:
@@ -70,21 +79,33 @@ class Parcels:
     def __init__(self, state: CanaryState, mirror: Mirror, ledger: Ledger, compares_content: bool) -> None:
         self._state, self._mirror, self._ledger = state, mirror, ledger
         self._compares_content = compares_content
+        self._departures, self.left = Departures(), LeftRecords(state, mirror, ledger)
+        self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
 
-    def pack(self, pages: Sequence[int], group: str | None = None) -> Parcel:
+    def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> Parcel:
         """What is known of these pages now, in all pools or in those of a group."""
         names = self._slots(self._ledger.pages.numbers(pages))
         pools = self._state.pools if group is None else self._state.pools_of(group)
-        return Parcel(len(pages), tuple(self._contents(pool, names) for pool in pools))
+        if group is not None:
+            self.left.save(group, pages)
+        sent = self._departures.number(step, tuple(pages))
+        parcel = Parcel(len(pages), tuple(self._contents(pool, names) for pool in pools), sent)
+        if self._compares_content:
+            lanes = (Lanes(contents.lane_a, contents.current) for contents in parcel.contents)
+            self._departures.remember(Departed(sent, {p.pool_id: own for p, own in zip(pools, lanes, strict=True)}))
+        return parcel
 
-    def unpack(self, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int) -> list[Hit]:
+    def unpack(
+        self, how: str, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int
+    ) -> list[Hit]:
         """The records of positions below `length` follow their bytes into these pages of the row.
 
         T1 where what arrived is not what was written before it left. Slots that held nothing then hold nothing now.
+        how: what brought them, in the words of a report
         """
         names = self._slots(np.array(pages, dtype=np.int64))
         positions = self._positions(request, pages)
-        hits: list[Hit] = []
+        landed: dict[str, Landed | None] = {}
         for pool, contents in zip(self._state.pools, parcel.contents, strict=True):
             held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others
             chosen = (contents.current & held & (positions < length)).nonzero()[0]
@@ -92,24 +113,29 @@ class Parcels:
                 seen = window_start(pool.view, length)  # nobody misses what comes before
                 request.row_lens[pool.pool_id] = max(request.row_lens[pool.pool_id], seen)
                 records = self._granted_anew(contents.records[chosen], request, names[chosen])
+                if self._compares_content:
+                    landed[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, records, names[chosen], step)
                 self._ledger.note_moved(pool.pool_id, names[chosen], _positions_of(records))
-                hits += self._compare(pool, contents, chosen, names[chosen], step)
-        return hits
+        return self._judge(how, [parcel], pages, landed, [], step)
 
     def unpack_group(self, group: str, parcels: Sequence[Parcel], pages: Sequence[int], step: int) -> list[Hit]:
         """The records of pages that have kept their grant follow their bytes to where the slot map leads now."""
         names = self._slots(self._ledger.pages.numbers(pages))
-        hits: list[Hit] = []
+        landed: dict[str, Landed | None] = {}
+        outdated: list[Outdated] = []
         for number, pool in enumerate(self._state.pools_of(group)):
             contents = _joined([parcel.contents[number] for parcel in parcels])
+            if self._compares_content:
+                outdated += self.left.outdated(pool, pages, contents.records)
             chosen = contents.current.nonzero()[0]
             if len(chosen):
+                if self._compares_content:
+                    landed[pool.name] = self._compare(pool, contents, chosen, names[chosen])
                 self._write(pool, contents, chosen, contents.records[chosen], names[chosen], step)
-                hits += self._compare(pool, contents, chosen, names[chosen], step)
-        return hits
+        return self._judge("swap in", parcels, pages, landed, outdated, step)
 
-    def _contents(self, pool: PoolState, names: NDArray[np.int64]) -> Contents:
+    def _contents(self, pool: PoolState, names: Ints) -> Contents:
         slots = slots_in(pool.view, names).clip(0)
         where = torch.from_numpy(slots).to(pool.records.device)
         expected = pool.expected.index_select(0, where)
@@ -123,7 +149,7 @@ class Parcels:
             records[:, REQUEST_GENERATION] >> 32 == grants,  # null slots never are: nobody is granted them
         )
 
-    def _granted_anew(self, records: Words, request: Request, names: NDArray[np.int64]) -> Words:
+    def _granted_anew(self, records: Words, request: Request, names: Ints) -> Words:
         grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
         records[:, REQUEST_GENERATION] = two_words(request.uid, grants)
         return records
@@ -132,9 +158,9 @@ class Parcels:
         self,
         pool: PoolState,
         contents: Contents,
-        chosen: NDArray[np.int64],
+        chosen: Ints,
         records: Words,
-        names: NDArray[np.int64],
+        names: Ints,
         step: int,
     ) -> None:
         """Seal the records of the chosen slots, which the plans call ``names``, with the fingerprints of then."""
@@ -151,40 +177,85 @@ class Parcels:
         damage = contents.damage.index_select(0, taken).to(device)  # a damaged record stays damaged
         pool.records.index_copy_(0, where, pool.records.index_select(0, where) + damage)
 
-    def _compare(
-        self, pool: PoolState, contents: Contents, chosen: NDArray[np.int64], names: NDArray[np.int64], step: int
-    ) -> list[Hit]:
-        """T1 where the bytes of the chosen slots are not those of then."""
-        if not self._compares_content:
-            return []
-        slots = slots_in(pool.view, names)
+    def _compare(self, pool: PoolState, contents: Contents, chosen: Ints, names: Ints) -> Landed | None:
+        """What lies in the chosen slots, before the records of then are written there; None: the bytes of then."""
+        slots, taken = slots_in(pool.view, names), torch.from_numpy(chosen)
         where = torch.from_numpy(slots).to(pool.records.device)
-        lane_a = contents.lane_a.index_select(1, torch.from_numpy(chosen)).to(where.device)
-        differs = (lanes_of_slots(pool, where)[0] != lane_a).cpu()
-        positions = _positions_of(contents.records[chosen])
-        return [
-            Hit(
-                "T1",
-                pool,
-                int(slots[number]),
-                int(positions[number]),
-                self._reader(int(names[number])),
-                ("load", 0),
-                step,
-                tuple(differs[:, number].nonzero().flatten().tolist()),
-                named=None if pool.view.slot_map is None else int(names[number]),
-            )
-            for number in differs.any(0).nonzero().flatten().tolist()
-        ]
+        lane_a, lane_b = lanes_of_slots(pool, where)
+        expected = contents.lane_a.index_select(1, taken)
+        if torch.equal(lane_a, expected.to(lane_a.device)):
+            return None
+        return Landed(
+            pool,
+            chosen,
+            slots,
+            _positions_of(contents.records[chosen]),
+            (lane_a.cpu().numpy(), lane_b.cpu().numpy()),
+            (expected.numpy(), contents.lane_b.index_select(0, taken).numpy()),
+            pool.content_a.index_select(1, where).cpu().numpy(),
+            contents.lane_a.numpy(),
+            contents.current,
+        )
+
+    def _judge(
+        self,
+        how: str,
+        parcels: Sequence[Parcel],
+        pages: Sequence[int],
+        landed: Mapping[str, Landed | None],
+        outdated: Sequence[Outdated],
+        step: int,
+    ) -> list[Hit]:
+        """T1 for every slot that holds other bytes than those of then, all of them of one arrival."""
+        poisoned = np.array([page in self.poisoned for page in pages], np.bool_)
+        self.poisoned.difference_update(pages)
+        if not any(landed.values()) and not outdated:
+            return []
+        origins = [(parcel.sent, parcel.first + page) for parcel in parcels for page in range(parcel.num_pages)]
+        ways = [(*origin, page) for origin, page in zip(origins, pages, strict=True)]
+        trip = Trip(how, step, self._state.page_size, ways)
+        arrival = judge(trip, landed, self._departures, poisoned, outdated)
+        hits = [hit for one in landed.values() if one is not None for hit in self._hits(one, arrival)]
+        known = {(hit.pool.pool_id, hit.arrived_as) for hit in hits}
+        for pool, place, slot, position, _ in outdated:
+            if (pool.pool_id, place) not in known:
+                hits.append(self._hit(pool, arrival, place, slot, position, range(pool.view.num_layers)))
+        return _one_of_each_page_first(hits)
+
+    def _hits(self, landed: Landed, arrival: Arrival) -> Iterator[Hit]:
+        differs, positions = landed.differs, landed.positions.tolist()
+        places, slots = landed.places.tolist(), landed.slots.tolist()
+        for n in np.flatnonzero(differs.any(0)).tolist():
+            layers = np.flatnonzero(differs[:, n]).tolist()
+            yield self._hit(landed.pool, arrival, places[n], slots[n], positions[n], layers)
+
+    def _hit(
+        self, pool: PoolState, arrival: Arrival, place: int, slot: int, position: int, layers: Iterable[int]
+    ) -> Hit:
+        trip = arrival.trip
+        name = trip.pages[place // trip.page_size][2] * trip.page_size + place % trip.page_size
+        return Hit(
+            "T1",
+            pool,
+            slot,
+            position,
+            self._reader(name),
+            ("load", 0),
+            trip.step,
+            tuple(layers),
+            named=None if pool.view.slot_map is None else name,
+            arrival=arrival,
+            arrived_as=place,
+        )
 
     def _reader(self, name: int) -> str | None:
         holder = self._ledger.holder(name // self._state.page_size)
         return None if holder is None else holder.request_id
 
-    def _slots(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _slots(self, pages: Ints) -> Ints:
         return slots_of_pages(pages, self._state.page_size)
 
-    def _positions(self, request: Request, pages: Sequence[int]) -> NDArray[np.int64]:
+    def _positions(self, request: Request, pages: Sequence[int]) -> Ints:
         """By slot of these pages, where it stands in the row."""
         return self._slots(np.array([request.pages.index(page) for page in pages], dtype=np.int64))
 
@@ -199,6 +270,13 @@ def expect_fits(parcels: Sequence[Parcel], pages: Sequence[int]) -> None:
         )
 
 
+def _one_of_each_page_first(hits: list[Hit]) -> list[Hit]:
+    """In the order in which they speak; where few are kept, none of the pages goes missing."""
+    hits = sorted(hits, key=speaks_first)
+    firsts = {(hit.pool.pool_id, hit.page): hit for hit in reversed(hits)}
+    return [*sorted(firsts.values(), key=speaks_first), *(h for h in hits if firsts[h.pool.pool_id, h.page] is not h)]
+
+
 def _joined(contents: Sequence[Contents]) -> Contents:
     """One after the other."""
     return Contents(
@@ -210,5 +288,5 @@ def _joined(contents: Sequence[Contents]) -> Contents:
     )
 
 
-def _positions_of(records: Words) -> NDArray[np.int64]:
+def _positions_of(records: Words) -> Ints:
     return (records[:, TOKEN_POSITION] >> 32).view(np.int64)

@@ -62,6 +62,8 @@ def wants_colour(stream: TextIO, environ: Mapping[str, str] | None = None) -> bo
 def _headline(finding: Finding) -> str:
     """`content changed (R9): target pool, slot 4711 (page 294, offset 7), layer 12, V, head 0, dim 33, bit 21`."""
     places = [f"{finding.pool} pool"]
+    if finding.slot < 0 and "resource" in finding.found:
+        return f"{finding.name} ({finding.code}): {finding.found['resource']}"
     if finding.code not in PLACELESS:
         places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
     if finding.layer is not None:
@@ -111,16 +113,23 @@ def _reader(finding: Finding) -> str:
 
 def _writer(finding: Finding) -> str:
     if finding.write_site is None:
-        return "nobody has declared a write of this slot" if finding.code not in OUTSIDE | PLACELESS else ""
+        if _has_no_slot(finding):
+            return ""
+        return "nobody has declared a write of this slot"
     name = "a request that ended long ago" if finding.writer is None else repr(finding.writer)
     last = f"{name}, {site_name(*finding.write_site)}, step {finding.write_step}"
     return f"undeclared write; the last declared one is {last}" if finding.undeclared else last
 
 
 def _owner(finding: Finding) -> str:
-    if finding.code in OUTSIDE | PLACELESS:
+    if _has_no_slot(finding):
         return ""
     return "; ".join(finding.history[-3:]) if finding.history else "the page was never granted"
+
+
+def _has_no_slot(finding: Finding) -> bool:
+    """Outside of its pool, or about no place of it."""
+    return finding.code in OUTSIDE | PLACELESS or finding.slot < 0
 
 
 def _since(finding: Finding) -> str:

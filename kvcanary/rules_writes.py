@@ -83,7 +83,7 @@ def unshifted_token(facts: Facts) -> Cause | None:
 def outdated(facts: Facts) -> Cause | None:
     """Work that was planned for an earlier grant of the page, or that a free did not wait for."""
     hazard = (facts.hit.found or {}).get("hazard")
-    if hazard not in (OUTDATED, FREED):
+    if hazard not in (OUTDATED, FREED) or facts.hit.page < 0:
         return None
     text = "the page was given back while work on it was planned or in flight"
     return Cause("lifetime", text, "derived", (f"{hazard}: {(facts.hit.found or {})['access']}",))

@@ -38,6 +38,8 @@ class Violation:
     ticket:    the work in flight that it did not wait for, or None
     sentence:  what happened, in plain words with all numbers
     hazard:    UNORDERED, OUTDATED or FREED
+    what:      the access, in its own words;  writes: whether it writes
+    planned:   generation of the resource that the access is meant for, and `now` the one in which it is; of OUTDATED
     """
 
     resource: Resource
@@ -46,6 +48,25 @@ class Violation:
     sentence: str
     hazard: str = UNORDERED
     code: str = "O1"
+    what: str = ""
+    writes: bool = False
+    planned: int | None = None
+    now: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The resource in words."""
+        return _name(self.resource)
+
+    @property
+    def access(self) -> str:
+        """Who uses it, in words."""
+        return f"{self.what!r} on {self.where}"
+
+    @property
+    def where(self) -> str:
+        """The stream in words; of it, or of the host, it is that it should have waited."""
+        return "the host" if self.stream == HOST else f"stream {self.stream}"
 
 
 class Ticket(NamedTuple):
@@ -177,12 +198,12 @@ class Tickets:
         touched = {**ticket.reads, **ticket.writes} if ticket.reads else ticket.writes
         landed = {resource: planned for resource, planned in touched.items() if self._leaves(resource, ticket)}
         outdated = self._outdated(landed) if landed else ()
-        return [_too_late(f"the end of {ticket}", ticket.stream, *one, ticket) for one in outdated]
+        return [_too_late(f"the end of {ticket}", ticket.what, ticket.stream, *one, ticket) for one in outdated]
 
     def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
         """An access that leaves nothing in flight, such as the host's own."""
         outdated = self._outdated(touched)
-        found = [_too_late(f"{what!r} on stream {stream}", stream, *one) for one in outdated] if outdated else []
+        found = [_too_late(f"{what!r} on stream {stream}", what, stream, *one) for one in outdated] if outdated else []
         if self._writes.keys().isdisjoint(touched) and self._reads.keys().isdisjoint(touched):
             return found
         clock, host = self._clocks[self._streams[stream]], self._clocks[0]
@@ -190,7 +211,7 @@ class Tickets:
             for ticket in self._conflicts(resource, writes):
                 if clock[ticket.number] < ticket.sequence > host[ticket.number]:
                     sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
-                    found.append(Violation(resource, stream, ticket, sentence))
+                    found.append(Violation(resource, stream, ticket, sentence, what=what, writes=writes))
         return found
 
     def free(self, pages: Touched, stream: Stream = HOST) -> list[Violation]:
@@ -236,10 +257,16 @@ class Tickets:
 
 
 def _too_late(
-    access: str, stream: Stream, resource: Resource, planned: int, now: int | None, ticket: Ticket | None = None
+    access: str,
+    what: str,
+    stream: Stream,
+    resource: Resource,
+    planned: int,
+    now: int | None,
+    ticket: Ticket | None = None,
 ) -> Violation:
     sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
-    return Violation(resource, stream, ticket, sentence, OUTDATED)
+    return Violation(resource, stream, ticket, sentence, OUTDATED, what=what, planned=planned, now=now)
 
 
 def _name(resource: Resource) -> str:

@@ -223,7 +223,7 @@ class Engine(Intake):
             return False
         self.runner.begin(request.row, request.committed_len)
         self.metrics.restored_tokens += request.committed_len - before
-        self.streams.main.use("prefill", request.pages)
+        self.streams.main.use("prefill", request.pages, requests=(request.request_id,))
         return True
 
     def _prefill(self, chunks: list[Chunk]) -> StepResult:

@@ -6,6 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcanary.faults.coming_back import (
+    all_but_the_last_page,
+    as_they_left,
+    bring_back,
+    has_two_pages,
+    rotated_heads,
+    rotated_pages,
+)
 from kvcanary.faults.fault import Fault
 from kvcanary.faults.reach import any_layer, any_reader, overwrite, part_of, words_of
 from kvcanary.faults.recycling import never_granted
@@ -189,6 +197,18 @@ def _fault(name: str, k: str, bugs: tuple[str, ...], story: str, **more: object)
     return Fault(f"transfer.{name}", story, k=k, bugs=bugs, applies_to=NEVER_HAD, **settings)  # type: ignore[arg-type]
 
 
+def _has_heads(setup: Setup) -> bool:
+    """Whether there are several of K and V."""
+    return setup.model != "embedded"
+
+
+def _back(name: str, story: str, **more: object) -> Fault:
+    """Bytes that were put away, and come back wrong."""
+    settings = {"expected": "T1", "applies": has_two_pages, "quiet": partial(bring_back, arrive=as_they_left)} | more
+    where = "pools with pages that nobody has had, requests of two whole pages"
+    return Fault(f"transfer.{name}", story, applies_to=where, **settings)  # type: ignore[arg-type]
+
+
 NEVER_HAD = "pools with pages that nobody has had, requests of a whole page"
 FAULTS = (
     _fault(
@@ -279,7 +299,7 @@ FAULTS = (
         "A copy went by the shape of a tensor whose strides say otherwise. Within one server everything was right, "
         "and what came from another was garbled.",
         expected="T1",
-        applies=lambda setup: _has_new_pages(setup) and setup.model != "embedded",  # it has one head of K and V
+        applies=lambda setup: _has_new_pages(setup) and _has_heads(setup),
         strike=partial(_copy_a_page, arrives=_by_other_strides),
         quiet=partial(_copy_a_page, arrives=_copy_as_it_is),
     ),
@@ -292,5 +312,30 @@ FAULTS = (
         expected="T1",
         strike=partial(_copy_a_page, arrives=_nothing, one_layer=True),
         quiet=partial(_copy_a_page, arrives=_copy_as_it_is),
+    ),
+    _back(
+        "pages_rotated",
+        "A block came back from the host with its list of places off by one: each of its pages held the bytes of the "
+        "page before it.",
+        strike=partial(bring_back, arrive=rotated_pages),
+    ),
+    _back(
+        "last_page_not_copied",
+        "A copy was cut to the length of the shorter of two regions: the last page of a block never came back, and "
+        "what had lain there was read.",
+        strike=partial(bring_back, arrive=all_but_the_last_page),
+    ),
+    _back(
+        "earlier_parcel",
+        "A reference to a place of the host outlived the block in it: a request was given what another one had left "
+        "there before.",
+        strike=partial(bring_back, arrive=as_they_left, of_earlier=True),
+    ),
+    _back(
+        "heads_permuted",
+        "Two engines agreed on shapes and not on the order of heads: every page arrived whole, with its heads in other "
+        "places.",
+        strike=partial(bring_back, arrive=rotated_heads),
+        applies=lambda setup: has_two_pages(setup) and _has_heads(setup),
     ),
 )

@@ -11,7 +11,7 @@ import torch
 
 import kvcanary
 from kvcanary import KVCorruptionError
-from kvcanary.codes import CODES, UNWRITTEN
+from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
 from kvcanary.describe import Describer
 from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
 from kvcanary.facts import Facts
@@ -97,7 +97,7 @@ def test_every_code_has_a_finding(engine, code):
 
 def test_rules_are_asked_for_codes_that_exist():
     """The table names no code that nobody knows."""
-    assert {code for codes, _ in RULES for code in codes} <= {*CODES, UNWRITTEN}
+    assert {code for codes, _ in RULES for code in codes} <= {*CODES, UNWRITTEN, ARRIVED}
 
 
 def test_more_evidence_goes_first(engine, monkeypatch):
@@ -329,7 +329,8 @@ def test_causes_are_ranked_by_their_evidence(monkeypatch):
 
     class Asked:
         def __init__(self, code: str, is_unwritten: bool = False) -> None:
-            self.hit = type("Hit", (), {"code": code, "is_unwritten": is_unwritten})()
+            kind = UNWRITTEN if is_unwritten else code
+            self.hit = type("Hit", (), {"code": code, "kind": kind})()
 
     causes = [
         (("R4",), Cause("bits", "one, guessed", "inferred", ("a",))),

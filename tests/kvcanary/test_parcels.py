@@ -9,9 +9,7 @@ import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError, LifetimeError, PlanError
 from kvcanary_tools.bench.toy_engine import ToyEngine
-from kvcanary_tools.bench.toy_forwards import ToyRow
-
-TOKENS = list(range(100, 110))
+from toy_tier import TOKENS, Tier
 
 
 @pytest.fixture
@@ -26,40 +24,6 @@ def found(run: Callable[..., object], *arguments: object) -> list[Finding]:
     with pytest.raises(KVCorruptionError) as caught:
         run(*arguments)
     return list(caught.value.findings)
-
-
-class Tier:
-    """The pages of a request of TOKENS that has ended: their bytes by pool, and the canary's parcel."""
-
-    def __init__(self, engine: ToyEngine) -> None:
-        self.engine = engine
-        engine.start("away", TOKENS)
-        engine.draft()
-        row = engine.rows["away"]
-        self.slots = row.slots[:8].copy()
-        self.parcel = engine.canary.on_offload(row.pages[:2])
-        self.bytes = {name: pool.kv[:, self.slots].clone() for name, pool in engine.pools.items()}
-        engine.finish("away")
-
-    def bring_back(self, name: str = "back", tokens: list[int] = TOKENS) -> ToyRow:
-        """A request whose first two pages are these."""
-        engine = self.engine
-        engine.begin()
-        engine.admit(name, tokens)
-        row = engine.rows[name]
-        row.pages = engine.pages.take(2, engine.num_steps)
-        row.slots = engine._slots_of(row.pages)
-        engine.canary.on_alloc(name, row.pages, for_load=True)
-        for pool, kept in self.bytes.items():
-            engine.pools[pool].kv[:, row.slots] = kept
-        engine.canary.on_restore(name, row.pages, 8, self.parcel)
-        return row
-
-    def go_on(self, name: str = "back") -> None:
-        self.engine.rows[name].committed = 8
-        self.engine.canary.commit(name, 8)
-        self.engine.prefill({name: 10})
-        self.engine.draft()
 
 
 @pytest.mark.parametrize("content", ["full", "rolling", "write"])

@@ -103,7 +103,10 @@ def test_a_scale_that_flips_in_host_memory_is_told_when_it_comes_back(toy_model)
     with pytest.raises(KVCorruptionError) as caught:
         tokens_of(engine)
     finding = caught.value.findings[0]
-    assert (finding.code, finding.layers) == ("T1", (3,))
+    assert (finding.code, finding.layers, finding.part, finding.bit) == ("T1", (3,), "v_scale", 18)
+    assert finding.causes[0].text.startswith(
+        "one word: one bit, bit 18, of v_scale, head 0, dim 0, on page 0 of parcel 1"
+    )
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention"] * 2, ["sliding_attention", "full_attention"]])

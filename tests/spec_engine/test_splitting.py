@@ -187,6 +187,30 @@ def test_bytes_that_change_on_the_host_are_found_when_they_come_back():
     finding = found(engine)
     assert (finding.code, finding.pool, finding.position, finding.layers) == ("T1", "target", 3, (1,))
     assert (finding.page, finding.owner) == (page, request.request_id)
+    assert (finding.part, finding.head, finding.dim, finding.bit) == ("K", 0, 2, 40)
+    assert (finding.found["verdict"], finding.found["came_back_by"]) == ("one word", "swap in")
+
+
+def test_bytes_of_a_page_that_was_written_again_since_are_stale():
+    """A page that counts as saved after a forward has written it: T1 when it comes back, and when it was written."""
+    engine = split_engine(prefix_cache=False)
+
+    class Kept(dict):
+        def pop(self, page, *default):
+            return self.get(page, *default)  # it still counts as saved
+
+    engine.split._saved = Kept()
+    for prompt in PROMPTS:
+        engine.submit(prompt, GREEDY)
+    finding = found(engine)
+    assert (finding.code, finding.found["verdict"]) == ("T1", "stale")
+    cause = finding.causes[0]
+    assert (cause.family, cause.basis) == ("transfer", "derived")
+    number, page, left = (finding.expected[key] for key in ("parcel", "page_of_parcel", "left_in_step"))
+    text, _, written = cause.text.rpartition(" ")
+    came_back = f"stale: page {page} of parcel {number} came back as it was saved in step {left}"
+    assert text == f"{came_back}, and it was written again in step"
+    assert left < int(written) < finding.step
 
 
 def test_a_dump_of_pages_that_came_and_went_is_replayed(tmp_path):

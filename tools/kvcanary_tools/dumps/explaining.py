@@ -29,6 +29,23 @@ NEXT = {
 }
 
 
+#: The same where bytes came back wrong, by what the transfer did to them.
+NEXT_OF_TRANSFERS = {
+    "one word": "compare the bytes before they leave, where they wait, and when they are back; where the word first "
+    "differs is the fault, be it memory, a cable or a stray write",
+    "misrouted": "print the pages that were saved, the places between, and the pages that were loaded, each in its "
+    "order: the lists differ in order, or begin at different pages",
+    "short": "compare the bytes that were copied with those of the parcel: pages, layers and pools; look for a copy "
+    "that was cut, failed or was skipped, and for an error that nobody read",
+    "stale": "look at when the place of this parcel held the other one, and whether the last copy to it had ended "
+    "before it was read",
+    "other layout": "compare the layout on both sides: NHD or HND, order of heads, K before V, layers before tokens, "
+    "and which parts travel",
+    "unknown": "compare source, waiting copy and destination of the first wrong slot byte by byte; then look at who "
+    "else may write where the bytes waited",
+}
+
+
 def explain(dump: Dump, number: int) -> dict[str, Any]:
     """The story of one finding, plain JSON; IndexError where there is none of that number."""
     finding = dump.findings[number]
@@ -40,7 +57,7 @@ def explain(dump: Dump, number: int) -> dict[str, Any]:
         "story": [line._asdict() for line in story_of(dump, finding["pool"], finding["slot"])] if is_place else [],
         "causes": causes,
         "next": [
-            *[NEXT[cause["family"]] for cause in causes[:1] if cause["family"] in NEXT],
+            *_advice(finding),
             *_commands(dump, finding),
         ],
     }
@@ -50,6 +67,8 @@ def explain_lines(told: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
     finding = told["finding"]
     place = f"{finding['pool']} pool, slot {finding['slot']} (page {finding['page']})"
+    if finding["slot"] < 0 and "resource" in finding["found"]:
+        place = finding["found"]["resource"]
     yield f"{finding['name']} ({finding['code']}): {place}, step {finding['step']}, {site_name(*finding['site'])}"
     yield f"  {finding['sentence']}"
     if finding["readers"]:
@@ -68,6 +87,17 @@ def explain_lines(told: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "next"
     yield from (f"  - {text}" for text in told["next"])
+
+
+def _advice(finding: dict[str, Any]) -> list[str]:
+    """What to look at, by what was found, or else by the family of the first cause."""
+    family, found = next((cause["family"] for cause in finding["causes"]), None), finding["found"]
+    if family == "transfer" and found.get("verdict") in NEXT_OF_TRANSFERS:
+        return [NEXT_OF_TRANSFERS[found["verdict"]]]
+    if family == "order" and "waiting" in finding["expected"]:
+        due = finding["expected"]
+        return [f"let {due['waiting']} wait for the event of {due.get('behind')} before {found.get('reader')}"]
+    return [NEXT[family]] if family in NEXT else []
 
 
 def _commands(dump: Dump, finding: dict[str, Any]) -> list[str]:
