@@ -230,23 +230,32 @@ def test_a_tree_hangs_on_the_token_that_left(monkeypatch, way):
     assert "its tree was drafted behind token" in str(error)
 
 
-def survivor_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def within(method: str, operation: str, change: Callable) -> Break:
+    """``change`` is what a tensor's operation gives while a tree does this."""
+
+    def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+        own, work = getattr(torch.Tensor, operation), getattr(TreeGrowth, method)
+
+        def changed(growth, *told):
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.Tensor, operation, lambda tensor, *how, **more: change(own(tensor, *how, **more)))
+                return work(growth, *told)
+
+        monkeypatch.setattr(TreeGrowth, method, changed)
+
+    return break_it
+
+
+def survivor_beyond(found: tuple) -> tuple:
     """The likeliest survivor has a number that no candidate has."""
-    topk = torch.Tensor.topk
+    return found[0], found[1].index_fill(1, torch.tensor([0]), 1 << 40)
 
-    def beyond(scores, count, dim=-1):
-        values, chosen = topk(scores, count, dim=dim)
-        chosen[:, 0] += 1 << 40
-        return values, chosen
 
-    survive = TreeGrowth.survive
-
-    def astray(growth):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "topk", beyond)
-            return survive(growth)
-
-    monkeypatch.setattr(TreeGrowth, "survive", astray)
+def candidate_beyond(found: tuple) -> tuple:
+    """So has the last of the chosen candidates, when they are put in order."""
+    if not found[0].is_floating_point():
+        found[0][:, -1] += 1000
+    return found
 
 
 def building(change: Callable[[torch.Tensor, torch.Tensor], None]) -> Break:
@@ -281,8 +290,12 @@ def chosen_beyond(chosen: torch.Tensor, parents: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "break_it",
-    [survivor_out_of_range, *map(building, (parent_beyond, parent_below, chosen_beyond))],
-    ids=["survivor", "parent beyond", "parent below", "chosen"],
+    [
+        within("survive", "topk", survivor_beyond),
+        within("finish", "sort", candidate_beyond),
+        *map(building, (parent_beyond, parent_below, chosen_beyond)),
+    ],
+    ids=["survivor", "candidate", "parent beyond", "parent below", "chosen"],
 )
 @pytest.mark.parametrize("way", TREES)
 def test_indices_out_of_range_are_told_with_the_step(monkeypatch, way, break_it):
