@@ -10,7 +10,7 @@ import torch
 
 from kvcanary import CanaryConfig, PoolView
 from kvcanary.faults import arm_from_environment
-from kvcanary.invariants import check_page_sizes, check_pool_slots
+from kvcanary.invariants import check_page_sizes, check_pool_slots, check_row_width
 from spec_engine.acceptance.acceptor import Acceptor
 from spec_engine.config import EngineConfig
 from spec_engine.drafting.adaptive import AdaptivePolicy
@@ -200,11 +200,13 @@ class Assembly:
         return replace(view, vocab_size=self.model.config.vocab_size, role=role)
 
     def _check_sizes(self) -> None:
-        """Allocator, scheduler, request table and pools count the same pages."""
+        """Allocator, scheduler, request table and pools count the same pages, and its rows hold what was planned."""
+        check_row_width(self.request_table.width, self.sizes.row_width)
         sizes = {"scheduler": self.scheduler.page_size, "request table": self.request_table.page_size}
         check_page_sizes(sizes | {f"pool {name!r}": pool.page_size for name, pool in self.pools.items()})
         for name, pool in self.pools.items():
-            check_pool_slots(name, pool.kv.shape[1], self._num_pages(name), pool.page_size)
+            for part in pool.parts:
+                check_pool_slots(name, part.shape[1], self._num_pages(name), pool.page_size)
 
     def _pool(self, name: str, model: ModelConfig, token_offset: int = 0, ahead: int = 0) -> KVPool:
         return POOLS[self.config.kv_cache_dtype](

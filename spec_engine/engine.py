@@ -13,7 +13,7 @@ import torch
 
 from kvcanary.errors import KVCorruptionError
 from kvcanary.faults import seam
-from kvcanary.invariants import check_commit, check_known_tokens, check_progress, check_step_estimate
+from kvcanary.invariants import check_commit, check_known_tokens, check_progress, check_root, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
@@ -287,6 +287,8 @@ class Engine(Intake):
         before, num_accepted = request.committed_len, len(part.tokens)
         after = seam("lengths.rewound_by_another_count", part.committed_len)
         check_commit(request.request_id, before, after, num_accepted, self.sizes.max_accept)
+        if part.root is not None:
+            check_root(request.request_id, part.root, request.output_ids[-1])
         self.metrics.verify_forwards += 1
         return self._emit(request, part.committed_len, part)
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spec_engine.acceptance.walk import Acceptance
+from kvcanary.invariants import check_staging_room
+from spec_engine.drafting.tree import MADE_FOR
 from spec_engine.runner import Part, StepResult
 from spec_engine.streams import Event, Staging, StagingRing, Streams
-from spec_engine.verify import check_tree
+from spec_engine.verify import Owner, accepted_of, told_of
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from spec_engine.drafting.tree import Tree
 
 STREAM = "results"
 
@@ -35,7 +35,7 @@ class Landing:
 
 
 class Results:
-    """``max_bs`` requests a step, each with ``max_accept`` tokens of trees of ``max_nodes`` at most; see `told_of`."""
+    """``max_bs`` requests a step, each with ``max_accept`` tokens of trees of ``max_nodes`` at most; see `_told_of`."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Results:
         max_nodes: int = 0,
     ) -> None:
         self._streams, self._canary = streams, canary
-        most = max_bs * (1 + 2 * (max_accept + max_nodes))
+        most = max_bs * (1 + max_accept + (4 * max_nodes + MADE_FOR if max_nodes else 0))
         self._ring = StagingRing(streams, STREAM, lag + 2, (most,), torch.int64) if lag else None
 
     def send(self, result: StepResult) -> Landing:
         """The step is launched, and so is the copy of what it says."""
         if self._ring is None or result.accepted is None:
             return Landing(result, self._streams.launched())
-        told = told_of(result.accepted, result.drafted)
+        told = _told_of(result)
         copy = lambda target: _table(target, *told.shape).copy_(told, non_blocking=True)  # noqa: E731
         staging = self._ring.fetch("results", self._streams.side(STREAM), self._streams.main, copy)
         return Landing(result, staging.event, staging, told.shape[1])
@@ -75,8 +75,7 @@ class Results:
             doomed = doomed if self._canary is None else self._canary.judge_copies()
             self._ring.check(landing.staging)
             rows = iter(_table(landing.staging.tensor, len(speaking), landing.num_columns).tolist())
-            drafted = result.drafted
-            parts = tuple(_told(part, next(rows), drafted) if part.tokens else part for part in parts)
+            parts = tuple(_told(part, next(rows), result) if part.tokens else part for part in parts)
         if self._canary is not None and result.flight is not None:
             doomed |= self._canary.hear(result.flight)
         if self._canary is not None and not result.is_heard:
@@ -92,27 +91,29 @@ class Results:
 
 def _table(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """What a step says, [rows, columns], without gaps: for a copy into a part of each row the host would wait."""
+    check_staging_room(STREAM, num_rows * num_columns, buffer.numel())
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
-def told_of(accepted: Acceptance, drafted: Tree | None = None) -> Tensor:
+def _told_of(result: StepResult) -> Tensor:
     """``[bs, columns] int64``: how many tokens each request has, then the tokens, then padding.
 
-    Of trees that the host has not heard of, behind them: the accepted nodes, then token and parent of every node.
+    Of trees that the host has not heard of it is `told_of`.
     """
-    columns = [accepted.lens[:, None], accepted.tokens]
-    if drafted is not None:
-        columns += [accepted.nodes, drafted.tokens, drafted.parents]
-    return torch.cat(columns, 1)
+    accepted = result.accepted
+    if result.drafted is not None:
+        return told_of(result.drafted, accepted)
+    return torch.cat((accepted.lens[:, None], accepted.tokens), 1)
 
 
-def _told(part: Part, row: list[int], drafted: Tree | None) -> Part:
-    """The part with what its row in the buffer says. TreeShapeError for a tree that is none, or no path of it."""
-    count, *told = row
-    if drafted is None:
-        return replace(part, tokens=told[:count])
-    num_nodes = drafted.tokens.shape[1]
-    places = len(told) // 2 - num_nodes
-    tokens, nodes, proposed = told[:places], told[places : 2 * places], told[2 * places :]
-    check_tree(part.request.request_id, proposed[num_nodes:], proposed[:num_nodes], nodes[:count])
-    return replace(part, committed_len=part.request.committed_len + count, tokens=tokens[:count])
+def _told(part: Part, row: list[int], result: StepResult) -> Part:
+    """The part with what its row in the buffer says; errors as of `accepted_of`.
+
+    Who has ended meanwhile has no row of its own any more.
+    """
+    if result.drafted is None or result.accepted is None:
+        return replace(part, tokens=row[1 : 1 + row[0]])
+    request, shapes = part.request, (result.drafted.tokens.shape[1], result.accepted.nodes.shape[1])
+    place = (request.row, request.committed_len) if request.finish_reason is None else None
+    own = accepted_of(row, *shapes, Owner(request.request_id, place))
+    return replace(part, committed_len=request.committed_len + row[0], tokens=own.tokens, root=own.root)

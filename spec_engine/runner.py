@@ -30,7 +30,7 @@ from spec_engine.relay import Relay
 from spec_engine.request import Request
 from spec_engine.scheduler import Chunk
 from spec_engine.transfer import to_device
-from spec_engine.verify import Accepted, to_host
+from spec_engine.verify import Accepted, owners_of, to_host
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
@@ -44,12 +44,14 @@ class Part:
     A token that the device has not told yet is NO_TOKEN, until the landing of the step says what it is. Where it has
     not told how many they are there is one, and the length is the one that the host knew before.
     logprobs: those of ``tokens``, where the request asks for them.
+    root: the token behind which a tree was drafted.
     """
 
     request: Request
     committed_len: int
     tokens: list[int]
     logprobs: tuple[TokenLogProb, ...] | None = None
+    root: int | None = None
 
 
 class Verified(NamedTuple):
@@ -119,6 +121,8 @@ class Runner:
     def begin(self, row: int, committed_len: int) -> None:
         """A request takes this row with ``committed_len`` entries that are there already."""
         self.relay.seed(row, committed_len)
+        if self.drafter is not None:
+            self.drafter.begin(row)
         if self.states is not None:
             self.states.reset(row)
 
@@ -251,7 +255,8 @@ class Runner:
         self._publish(batch, lens, [new[-1] for new in tokens])
         requests = enumerate(batch.requests)
         logprobs = [decision.logprobs_of(b, request.params, len(tokens[b])) for b, request in requests]
-        return self._finish(True, batch, lens, tokens, logprobs, doomed, decision.accepted)
+        roots = [path.root for path in accepted]
+        return self._finish(True, batch, lens, tokens, logprobs, doomed, decision.accepted, roots=roots)
 
     def _extend(
         self,
@@ -342,7 +347,7 @@ class Runner:
         """Each request's accepted path; waits for the device."""
         if tree is None:
             return [Accepted([0], [token]) for token in decision.accepted.bonus.tolist()]
-        return to_host(tree, decision.accepted, batch.ids)
+        return to_host(tree, decision.accepted, owners_of(batch))
 
     def _publish(self, batch: Batch, lens: Sequence[int], bonus: Sequence[int]) -> None:
         """New committed lengths, and the tokens that follow them."""
@@ -372,15 +377,14 @@ class Runner:
         doomed: frozenset[str],
         accepted: Acceptance | None,
         is_ahead: bool = False,
+        roots: Sequence[int | None] | None = None,
     ) -> StepResult:
         """Truth advances with acceptance: the canary learns it now, the host when it reads the result.
 
-        ``is_ahead``: nobody has heard the tokens, the canary learns them when somebody does.
+        ``is_ahead``: nobody has heard the tokens, the canary learns them when somebody does; ``roots``: of trees.
         """
-        parts = tuple(
-            Part(request, length, new, listed)
-            for request, length, new, listed in zip(batch.requests, lens, tokens, logprobs, strict=True)
-        )
+        roots = [None] * len(batch) if roots is None else roots
+        parts = tuple(Part(*own) for own in zip(batch.requests, lens, tokens, logprobs, roots, strict=True))
         if self.canary is not None:
             going = [part for part in parts if part.request.request_id not in doomed]
             ids = [part.request.request_id for part in going]

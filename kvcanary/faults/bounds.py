@@ -30,8 +30,8 @@ SCRATCH_ROWS = 3
 OLD_HEADROOM = 4  # columns that a request-table row had past the context, besides the nodes of one tree
 
 
-def _width_of_one_branch(width: int, *, topk: int) -> int:
-    return width // topk
+def _of_one_branch(indices: Tensor, *, topk: int) -> Tensor:
+    return indices[: len(indices) // topk].clone()
 
 
 def _width_without_reserve(width: int, *, context_length: int, num_draft_tokens: int) -> int:
@@ -101,10 +101,14 @@ FAULTS = (
         story="The index buffer of the captured draft forwards was sized for one branch a request, and each of the "
         "topk branches names its whole prefix: long batches wrote into the memory behind it.",
         expected="IndexBufferError",
-        applies_to="topk > 1, prompts long enough that topk * sum of lengths exceeds the shorter buffer",
-        needs={"topk": 4, "num_draft_tokens": None, "batch": 6, "prompt_len": 44, "new_tokens": 16, "context": 72},
-        applies=lambda setup: setup.drafts and setup.page_size <= 4 and setup.num_steps > 1 and setup.model == "random",
-        perturb=_width_of_one_branch,
+        applies_to="topk > 1 and num_steps > 1, graphs on",
+        needs={"topk": 4, "num_draft_tokens": None, "graphs": True},
+        applies=lambda setup: (
+            setup.drafts
+            and setup.num_steps > 1
+            and (setup.model, setup.backend, setup.window) == ("random", "torch", None)
+        ),
+        perturb=_of_one_branch,
         quiet_needs={"topk": 1},
     ),
     Fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcanary.invariants.errors import (
+    AcceptanceError,
     BranchLayoutError,
     ChainConstantsError,
     IndexBufferError,
@@ -25,13 +26,19 @@ def check_branch_shape(shape: Sequence[int], bs: int, topk: int, num_steps: int)
         )
 
 
-def check_branches(request: str, start: int, stride: int, topk: int, num_steps: int, allocated_len: int) -> None:
-    """Branch b is row positions [start + b * stride, + num_steps): apart from the others, inside what is owned."""
+def check_branches(
+    request: str, start: int, stride: int, topk: int, num_steps: int, allocated_len: int, tail: int = 0
+) -> None:
+    """Branch b is row positions [start + b * stride, + num_steps): apart from the others, inside what is owned.
+
+    tail: entries of the prefix that are copied before each branch but the first, as whole pages are read.
+    """
     end = start + (topk - 1) * stride + num_steps
-    if (topk > 1 and stride < num_steps) or end > allocated_len:
+    if (topk > 1 and stride < num_steps + tail) or end > allocated_len:
         raise BranchLayoutError(
             f"{request}: {topk} branches of {num_steps} slots from {start}, {stride} apart, end at {end}: "
-            f"they must not overlap and end by {allocated_len}, what is allocated"
+            f"they must not overlap, nor the {tail} copied slots before the next one, and end by {allocated_len}, "
+            "what is allocated"
         )
 
 
@@ -43,18 +50,38 @@ def check_window(request: str, start: int, num_nodes: int, allocated_len: int) -
         )
 
 
-def check_draft_indices(lens: Sequence[int], topk: int, step: int, width: int) -> None:
+def check_draft_indices(step: int, topk: int, num_requests: int, committed: int, size: int) -> None:
     """Every branch of draft forward ``step`` names its request's prefix and its own ``step + 1`` slots.
 
-    lens: committed lengths; width: entries of the index buffer's row, which must count every branch's prefix
-    (sgl-project/sglang#27338).
+    committed: sum of the prefixes; size: entries of the very buffer that names them (sgl-project/sglang#27338).
     """
-    needed = topk * sum(lens) + len(lens) * topk * (step + 1)
-    if not needed <= width <= MAX_FLAT_INDEX:
+    needed = topk * (committed + num_requests * (step + 1))
+    if not needed <= size <= MAX_FLAT_INDEX:
         raise IndexBufferError(
-            f"draft[{step}]: topk {topk} * committed {sum(lens)} + requests {len(lens)} * topk {topk} * own slots "
-            f"{step + 1} = {needed} index entries <= row width {width} < {MAX_FLAT_INDEX + 1} is broken: the width is "
-            "max_running_requests * topk * columns of a request-table row"
+            f"draft[{step}]: topk {topk} * (committed {committed} + requests {num_requests} * own slots {step + 1}) = "
+            f"{needed} index entries <= size {size} of its buffer < {MAX_FLAT_INDEX + 1} is broken: every branch names "
+            "its request's whole prefix"
+        )
+
+
+def check_index_buffer(forward: str, topk: int, num_requests: int, row_width: int, num_own: int, size: int) -> None:
+    """A buffer that is filled in every run holds the longest rows: of the request table, and what they write."""
+    needed = topk * num_requests * (row_width + num_own)
+    if not needed <= size <= MAX_FLAT_INDEX:
+        raise IndexBufferError(
+            f"{forward}: topk {topk} * requests {num_requests} * (row width {row_width} + own slots {num_own}) = "
+            f"{needed} index entries <= size {size} of its buffer < {MAX_FLAT_INDEX + 1} is broken: every branch of "
+            "every request may name a whole row"
+        )
+
+
+def check_proposals(request: str, row: int, committed_len: int, made_for: Sequence[int]) -> None:
+    """What the device took from the relay was written for this row and length; pairs of both, one for each part."""
+    if list(made_for) != [row, committed_len] * (len(made_for) // 2):
+        pairs = zip(made_for[::2], made_for[1::2], strict=True)
+        found = ", ".join(f"row {other} at length {length}" for other, length in pairs)
+        raise RelayError(
+            f"{request} drafts in row {row} at length {committed_len}, but was given the proposals of {found}"
         )
 
 
@@ -71,6 +98,14 @@ def check_staging(buffer: str, generation: int, now: int, count: int) -> None:
         raise StagingError(
             f"host buffer {buffer!r} is read for its use {generation}, it is in its use {now}: a ring of {count} "
             "buffers is too short for the steps that the host is behind"
+        )
+
+
+def check_staging_room(buffer: str, needed: int, size: int) -> None:
+    """What is put into a buffer of fixed size ends within it."""
+    if needed > size:
+        raise StagingError(
+            f"{needed} numbers are put into {buffer!r}, which has room for {size}: size it by the largest"
         )
 
 
@@ -110,14 +145,48 @@ def check_chain_constants(max_bs: int, num_nodes: int, bs: int, num_drafts: int,
         )
 
 
+def check_chain(name: str, found: Sequence[object], needed: Sequence[object]) -> None:
+    """Parents, depths or mask of chain constants: node n continues node n - 1, and sees all before it."""
+    if list(found) != list(needed):
+        raise ChainConstantsError(
+            f"{name} of a chain of {len(needed)} nodes must be {list(needed)}, got {list(found)}: each node continues "
+            "the one before"
+        )
+
+
+def check_chain_views(num_nodes: int, used: Sequence[int], own: Sequence[int]) -> None:
+    """What a chain uses begins where its constants do: parents, depths and mask, by address."""
+    if list(used) != list(own):
+        raise ChainConstantsError(
+            f"parents, depths and mask of a chain of {num_nodes} nodes must be its constants, at {list(own)}, they lie "
+            f"at {list(used)}: copies and constants of another num_steps may be stale"
+        )
+
+
 def check_parents(request: str, parents: Sequence[int]) -> None:
-    """Parents come before their children; -1 is the root's, and that of a node that nothing reaches."""
+    """Parents come before their children, and -1 is the root's alone.
+
+    It is also that of a node that nothing reaches: a parent or a candidate was out of range, or was not chosen.
+    """
     for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
+        if not (0 <= parent < node or (parent == -1 and node == 0)):
+            allowed = f"lie in [0, {node})" if node else "be -1"
             raise TreeShapeError(
-                f"{request}: node {node} of {len(parents)} has parent {parent}, must lie in [-1, {node}); "
-                f"all parents are {list(parents)}"
+                f"{request}: node {node} of {len(parents)} has parent {parent}, must {allowed}: -1 is a node whose "
+                f"candidate or parent is out of range or not chosen; all parents are {list(parents)}"
             )
+
+
+def check_lineage(request: str, parents: Sequence[int], num_seen: Sequence[int]) -> None:
+    """Each node sees itself and what its parent sees; ``num_seen``: nodes in each row of the mask."""
+    needed: list[int] = []
+    for parent in parents:
+        needed.append(1 + needed[parent] if needed else 1)
+    if needed != num_seen:
+        raise TreeShapeError(
+            f"{request}: by the mask the nodes see {list(num_seen)} nodes, by their parents {list(parents)} it must be "
+            f"{needed}: themselves and their ancestors"
+        )
 
 
 def check_siblings(request: str, parents: Sequence[int], tokens: Sequence[int]) -> None:
@@ -144,6 +213,26 @@ def check_path(request: str, nodes: Sequence[int], parents: Sequence[int]) -> No
     if not nodes or nodes[0] != 0 or found[1:] != list(nodes[:-1]):
         raise TreeShapeError(
             f"{request}: accepted nodes {list(nodes)} are no path from the root, their parents are {found}"
+        )
+
+
+def check_emitted(
+    request: str, num_accepted: int, nodes: Sequence[int], drafted: Sequence[int], emitted: Sequence[int]
+) -> None:
+    """Accepted drafts are the tokens that leave, and a token of the target's own follows the last of them."""
+    accepted = [drafted[node] for node in nodes[1:]]
+    if not len(nodes) == num_accepted == len(emitted) or accepted != emitted[:-1] or min(emitted) < 0:
+        raise AcceptanceError(
+            f"{request}: {num_accepted} nodes accepted, {list(nodes)}, whose drafts {accepted} must be the tokens "
+            f"emitted before the last, got {list(emitted)}"
+        )
+
+
+def check_root(request: str, root: int, left: int) -> None:
+    """A tree hangs on the token that left last."""
+    if root != left:
+        raise AcceptanceError(
+            f"{request}: its tree was drafted behind token {root}, but the last token that left is {left}"
         )
 
 

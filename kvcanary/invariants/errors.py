@@ -94,7 +94,7 @@ class IndexOverflowError(InvariantError):
 
 
 class IndexBufferError(InvariantError):
-    """A draft forward names more entries than its index buffer holds, or the buffer more than 32 bits can count."""
+    """A forward may name more entries than its index buffer holds, or the buffer has more than 32 bits can count."""
 
 
 class IndexLengthError(InvariantError):
@@ -110,7 +110,11 @@ class TreeShapeError(InvariantError):
 
 
 class ChainConstantsError(InvariantError):
-    """Constants of a chain are used for another number of steps, or more requests, than they were made for."""
+    """Constants are no chain, or are used for another number of steps, or more requests, than they were made for."""
+
+
+class AcceptanceError(InvariantError):
+    """Tokens that leave are not the drafts that were accepted, or a tree hangs on another token than the last."""
 
 
 class CommitError(InvariantError):
@@ -126,7 +130,7 @@ class RelayError(InvariantError):
 
 
 class StagingError(InvariantError):
-    """A host buffer is read for what it held before it was taken again."""
+    """A host buffer is read for what it held before it was taken again, or has no room for what is put into it."""
 
 
 class RecurrentStateError(InvariantError):

@@ -26,6 +26,15 @@ def check_row_held(row: int, free_rows: Collection[int], num_rows: int) -> None:
         raise RowOwnershipError(f"row {row} of 1 to {num_rows} used, but no request holds it")
 
 
+def check_row_width(width: int, needed: int) -> None:
+    """Rows of the request table are as wide as the longest request was planned to need."""
+    if width < needed:
+        raise RowOverflowError(
+            f"rows of the request table have {width} columns, the longest request and its reserve, rounded to pages, "
+            f"need {needed}"
+        )
+
+
 def check_row_fits(row: int, start: int, end: int, width: int, page_size: int) -> None:
     if end > width:
         raise RowOverflowError(

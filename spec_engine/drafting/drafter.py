@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from kvcanary.faults import seam
-from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_flat_indices, check_relay
+from kvcanary.invariants import check_branch_shape, check_branches, check_draft_indices, check_relay
 from spec_engine.acceptance.distribution import greedy_tokens, likeliest_tokens
 from spec_engine.core import Batch, ForwardBatch, chain_forward, concat, indptr
 from spec_engine.drafting.chain import ChainConstants, ChainGrowth, new_growth
 from spec_engine.drafting.drawn import DrawnDrafts
-from spec_engine.drafting.growing import ancestor_path, grow, row_positions
+from spec_engine.drafting.growing import Proposals, ancestor_path, grow, row_positions
 from spec_engine.drafting.layout import branch_positions, branch_stride, longest_starts
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
 from spec_engine.hooks import Forwards
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.sizing import draft_index_width
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
 from spec_engine.request import Request
@@ -61,9 +60,6 @@ class Drafter:
         self.topk, self.num_steps, self.num_draft_tokens = topk, num_steps, num_draft_tokens
         self._attends_columns = attend == "columns"
         self._copies = forwards.backend.reads_pages and topk > 1 and table.page_size > 1
-        width = draft_index_width(table.num_rows, topk, table.width)
-        self._index_width = seam("bounds.kv_indices_without_topk", width, topk=topk)
-        check_flat_indices("draft index buffer", 1, self._index_width)
         num_rows, device = len(table.table), table.table.device
         self._chains = _chains(topk, step_choices or (num_steps,), table.num_rows, device)
         self._published: dict[int, tuple[str, int]] = {}  # by row: whose proposals, at which committed length
@@ -71,7 +67,7 @@ class Drafter:
         self._target_ids = _target_ids(head, device)
         self._sure = torch.ones(1, 1, device=device)
         self._probs = torch.zeros(num_rows, topk, device=device)
-        self._tokens = torch.zeros(num_rows, topk, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(num_rows, topk + 2, dtype=torch.int64, device=device)  # then row, committed length
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.dtype, device=device)
 
     @property
@@ -107,8 +103,14 @@ class Drafter:
             self._grow(growth, batch.shifted([self.head.ahead] * len(batch)), num_steps)
         return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)
 
+    def begin(self, row: int) -> None:
+        """A request takes this row: nobody has proposed anything for it."""
+        self._tokens[row].zero_()
+        if self._drawn is not None:
+            self._drawn.forget(row)
+
     def _grow(self, growth: TreeGrowth | ChainGrowth, batch: Batch, num_steps: int) -> None:
-        self.check_step(batch.requests, batch.lens, num_steps, self._index_width)
+        self.check_step(batch.requests, batch.lens, num_steps)
         slots, prefixes = self._branch_slots(batch, num_steps), self._prefixes(batch, num_steps)
 
         def forward(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,6 +120,8 @@ class Drafter:
             return after, *self._propose(after, batch, opened.positions, is_first=False)
 
         grow(growth, slots, self.proposals(batch.rows), forward, self._path)
+        if self._drawn is not None:
+            growth.made_for = torch.cat((growth.made_for, self._drawn.made_for), 1)
 
     def extend(
         self,
@@ -139,9 +143,10 @@ class Drafter:
         with self.forwards.open(forward) as attention:
             hidden = self.head(tokens, features, forward.positions, attention)
         last = to_device(written, tokens.device).cumsum(0) - 1
-        hidden = hidden.index_select(0, last)
-        proposed = self._propose(hidden, batch, forward.positions.index_select(0, last), is_first=True)
-        for kept, own in zip((self._probs, self._tokens, self._hidden), (*proposed, hidden), strict=True):
+        hidden, positions = hidden.index_select(0, last), forward.positions.index_select(0, last)
+        probs, proposed = self._propose(hidden, batch, positions, is_first=True)
+        proposed = self._stamped(proposed, batch.rows, positions + (1 - self.head.ahead))
+        for kept, own in zip((self._probs, self._tokens, self._hidden), (probs, proposed, hidden), strict=True):
             kept.index_copy_(0, batch.rows, own)
         self.publish(batch.requests, [length + new for length, new in zip(batch.lens, new_lens, strict=True)])
 
@@ -177,22 +182,21 @@ class Drafter:
         requests: Sequence[Request],
         lens: Sequence[int],
         num_steps: int,
-        index_width: int,
         least: Sequence[int] | None = None,
     ) -> None:
-        """Before a step is launched, eager or captured: branches lie in what is owned, indices fit into their buffer.
+        """Before a step is launched, eager or captured: branches lie in what is owned, with what is copied for them.
 
-        lens: final entries of each request in the draft pool; index_width: see `draft_index_width`.
+        lens: final entries of each request in the draft pool.
         least: where the host does not know these but that they are ``lens`` at most, and so many at least.
         """
         page_size = self.table.page_size
         for request, length, low in zip(requests, lens, lens if least is None else least, strict=True):
             allocated = len(request.pages) * page_size
             for start in longest_starts(low, length, page_size):
-                stride = branch_stride(start % page_size, num_steps, page_size)
-                check_branches(request.request_id, start, stride, self.topk, num_steps, allocated)
-        for step in range(num_steps - 1):
-            check_draft_indices(lens, self.topk, step, index_width)
+                tail = start % page_size
+                stride = branch_stride(tail, num_steps, page_size)
+                copied = tail if self._copies else 0
+                check_branches(request.request_id, start, stride, self.topk, num_steps, allocated, copied)
 
     def _propose(self, hidden: Tensor, batch: Batch, positions: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
         """K continuations of each row, the likeliest or drawn: probabilities and target-vocabulary ids, both [n, K].
@@ -220,19 +224,29 @@ class Drafter:
         """Those of a chain of ``num_steps``; None for trees."""
         return self._chains.get(self.num_steps)
 
-    def proposals(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What waits in the relay for ``rows [n]``: probabilities and tokens [n, K], the hidden state behind them."""
-        return self._probs[rows], self._tokens[rows], self._hidden[rows]
+    def proposals(self, rows: Tensor) -> Proposals:
+        """What waits in the relay for ``rows [n]``."""
+        tokens, made_for = self._tokens[rows].split((self.topk, 2), 1)
+        return Proposals(self._probs[rows], tokens, self._hidden[rows], made_for)
 
     def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The K likeliest continuations of each row of ``hidden [n, H]``: probabilities and tokens, both [n, K]."""
         return self._likeliest(self.head.logits(hidden))
 
-    def propose_from(self, rows: Tensor, hidden: Tensor, is_live: Tensor) -> None:
-        """Leave the likeliest continuations of ``hidden [n, H]`` in the relay; padding is row 0, and leaves zeros."""
+    def propose_from(self, rows: Tensor, lens: Tensor, hidden: Tensor, is_live: Tensor) -> None:
+        """Leave the likeliest continuations of ``hidden [n, H]`` in the relay; padding is row 0, and leaves zeros.
+
+        lens [n]: committed lengths, with what this hidden state stands for.
+        """
         probs, tokens = self.likeliest(hidden)
+        tokens = self._stamped(tokens, rows, lens)
         for relay, values in ((self._probs, probs), (self._tokens, tokens), (self._hidden, hidden)):
             relay[rows] = torch.where(is_live[:, None], values, 0)
+
+    @staticmethod
+    def _stamped(tokens: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
+        """Proposed ``tokens [n, K]``, then whose they are, ``rows, lens [n]``; who takes them tells the host."""
+        return torch.cat((tokens, rows[:, None], lens[:, None]), 1)
 
     def _branch_slots(self, batch: Batch, num_steps: int) -> Tensor:
         layout = {"topk": self.topk, "num_steps": num_steps, "page_size": self.table.page_size}
@@ -285,6 +299,8 @@ def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Ten
     """
     topk = path.shape[1]
     entries = [torch.cat((prefix, slots), 1).flatten() for prefix, slots in zip(prefixes, path, strict=True)]
+    indices = concat(entries)
+    check_draft_indices(step, topk, len(batch), sum(batch.lens), indices.numel())
     kv_lens = tuple(length + step + 1 for length in batch.lens for _ in range(topk))
     return ForwardBatch(
         kind="draft",
@@ -293,7 +309,7 @@ def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Ten
         rows_per_request=topk,
         prefix_lens=batch.lens_tensor,
         kv_indptr=indptr(kv_lens, tokens.device),
-        kv_indices=concat(entries),
+        kv_indices=indices,
         kv_lens=kv_lens,
         new_lens=(1,) * len(kv_lens),
         slots=path.select(2, -1).flatten(),

@@ -21,8 +21,9 @@ class DrawnDrafts:
     def __init__(self, head: Draft, num_rows: int, device: torch.device) -> None:
         self._vocab_size = head.config.vocab_size
         self._target_ids = head.to_target_ids(torch.arange(head.num_draft_vocab, device=device))
-        self._first = torch.zeros(num_rows, self._vocab_size, dtype=torch.float64, device=device)
+        self._first = torch.zeros(num_rows, self._vocab_size + 2, dtype=torch.float64, device=device)  # as of proposals
         self._steps: list[Tensor] = []
+        self.made_for: Tensor
 
     @property
     def probs(self) -> Tensor:
@@ -30,8 +31,13 @@ class DrawnDrafts:
         return torch.stack(self._steps, 1)
 
     def begin(self, batch: Batch) -> None:
-        """New chains, whose first drafts are those that wait."""
-        self._steps = [self._first[batch.rows]]
+        """New chains, whose first drafts are those that wait; ``made_for`` says for whom, as in `Proposals`."""
+        first, made_for = self._first[batch.rows].split((self._vocab_size, 2), 1)
+        self._steps, self.made_for = [first], made_for.long()
+
+    def forget(self, row: int) -> None:
+        """Nothing waits for who takes this row."""
+        self._first[row].zero_()
 
     def extend(self, logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One more draft a chain: ``logits [bs, draft vocabulary]``; ``positions [bs]`` are those of the drafts.
@@ -44,7 +50,9 @@ class DrawnDrafts:
 
     def first(self, logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The first draft of each request's next chain, as `extend` draws the later ones."""
-        probs, ids, self._first[batch.rows] = self._draw(logits, batch, positions)
+        probs, ids, drawn_from = self._draw(logits, batch, positions)
+        made_for = torch.stack((batch.rows, positions - 1), 1)
+        self._first[batch.rows] = torch.cat((drawn_from, made_for.to(drawn_from)), 1)
         return probs, ids
 
     def _draw(self, logits: Tensor, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from spec_engine.drafting.tree import TreeGrowth
 
 #: ``path(slots, path, parents, step)``: the slots that survivors read by, see `ancestor_path`.
 Path = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Proposals(NamedTuple):
+    """What follows each request's last entry, as it waited in the relay.
+
+    probs, tokens: [bs, K];  hidden: [bs, H], behind that entry
+    made_for: [bs, 2] int64, row and committed length for which they were written
+    """
+
+    probs: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    made_for: Tensor
 
 
 class Forward(Protocol):
@@ -42,16 +55,14 @@ def row_positions(lens: Tensor, step: int, topk: int) -> Tensor:
 def grow(
     growth: TreeGrowth | ChainGrowth,
     slots: Tensor,
-    proposed: tuple[Tensor, Tensor, Tensor],
+    proposed: Proposals,
     forward: Forward,
     path_of: Path = ancestor_path,
 ) -> None:
-    """Let a tree grow by as many steps as branches have ``slots [bs, K, T]``.
-
-    proposed: what follows each request's last entry: probabilities and tokens [bs, K], the hidden state behind [bs, H].
-    """
+    """Let a tree grow by as many steps as branches have ``slots [bs, K, T]``, from what was ``proposed``."""
     bs, topk, num_steps = slots.shape
-    probs, tokens, hidden = (one[:, None] for one in proposed)  # of one survivor, the root
+    growth.made_for = proposed.made_for
+    probs, tokens, hidden = (one[:, None] for one in proposed[:3])  # of one survivor, the root
     growth.add(probs, tokens)
     path = slots[:, :1, :0]
     for step in range(num_steps - 1):

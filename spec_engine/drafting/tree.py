@@ -6,7 +6,7 @@ step before is number q*K + k of its step. Children always come after their pare
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kvcanary.faults import seam
 from kvcanary.invariants import check_candidates, check_tree_array
 
 INDEX_DTYPE = torch.int64  # of chosen candidates and parent lists
+MADE_FOR = 4  # columns of `Tree.made_for` at most: of proposals, and of what they were drawn from
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +24,24 @@ class Tree:
 
     tokens, parents, depths: [bs, N] int64; parents of the root and of unreachable nodes are -1.
     mask: [bs, N, N] bool, ``mask[b, n, a]``: a is n itself or an ancestor of n.
+
+    For the host to judge, once it hears of the step:
+    num_seen: [bs, N] int64, nodes in each row of the mask; None: whoever asks counts them.
+    made_for: [bs, 2 or 4] int64, row and committed length for which the proposals were made that it grew from, and
+        what those were drawn from, as they lie in the relay; None where it grew from none.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     mask: Tensor
+    num_seen: Tensor | None = None
+    made_for: Tensor | None = None
+
+    def first(self, count: int) -> Tree:
+        """The trees of the first ``count`` requests."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return Tree(*(None if part is None else part[:count] for part in parts))
 
 
 class TreeGrowth:
@@ -39,6 +52,7 @@ class TreeGrowth:
 
     def __init__(self, topk: int) -> None:
         self.topk = topk
+        self.made_for: Tensor | None = None
         self.num_steps = 0
         self._scores: list[Tensor] = []  # cumulative probability of every candidate, step by step
         self._tokens: list[Tensor] = []
@@ -54,11 +68,15 @@ class TreeGrowth:
         self.num_steps += 1
 
     def survive(self) -> tuple[Tensor, Tensor]:
-        """The K likeliest of the last step's candidates: their tokens, and which survivor each descends from."""
+        """The K likeliest of the last step's candidates: their tokens, and which survivor each descends from.
+
+        A number out of range is none's: nothing is gathered by it, and no node hangs on it.
+        """
         scores, tokens = self._scores[-1], self._tokens[-1]
         self._path, chosen = scores.topk(self.topk, dim=-1)
         self._parents.append(chosen + self._num_candidates)
         self._num_candidates += scores.shape[1]
+        chosen = chosen.clamp(0, scores.shape[1] - 1)
         return tokens.gather(1, chosen), chosen.div(self.topk, rounding_mode="floor")
 
     def finish(self, root_tokens: Tensor, num_nodes: int) -> Tree:
@@ -70,10 +88,11 @@ class TreeGrowth:
         check_candidates(scores.shape[1], num_nodes)
         likeliest = scores.sort(dim=-1, descending=True, stable=True).indices[:, : num_nodes - 1]
         chosen = likeliest.sort(dim=-1).values
-        nodes = torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), 1)
+        nodes = torch.cat((root_tokens[:, None], tokens.gather(1, chosen.clamp(0, tokens.shape[1] - 1))), 1)
         root = chosen.new_full((len(chosen), int(self.num_steps > 1)), -1)
         parent_list = torch.cat((root, *self._parents), 1).to(parents_dtype(self.topk))
-        return build_tree(nodes, chosen, parent_list, self.topk, self.num_steps)
+        tree = build_tree(nodes, chosen, parent_list, self.topk, self.num_steps)
+        return replace(tree, made_for=self.made_for)
 
 
 def build_tree(nodes: Tensor, chosen: Tensor, parent_list: Tensor, topk: int, num_steps: int) -> Tree:
@@ -82,7 +101,8 @@ def build_tree(nodes: Tensor, chosen: Tensor, parent_list: Tensor, topk: int, nu
     parent_list [bs, K * (T - 1) + 1]: -1 for the root, then the flat index of every survivor, step by step;
     candidate c is a child of entry c // K. With T = 1 all are children of the root and the width is 0.
     An index that is out of range, or names a candidate that was not chosen or not before its child, leaves the
-    node unreachable: it costs acceptance. TreeShapeError for other widths, for strides, and for narrower integers.
+    node unreachable: its parent is -1, and the host refuses the tree when it hears of it. TreeShapeError for other
+    widths, for strides, and for narrower integers.
     """
     bs, width = len(nodes), parent_list_width(topk, num_steps)
     _check_indices("chosen", chosen, (bs, nodes.shape[1] - 1))

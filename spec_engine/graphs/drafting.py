@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kvcanary.invariants import check_draft_indices
 from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.acceptance.walk import Acceptance, match, match_chain
 from spec_engine.drafting.chain import new_growth
 from spec_engine.drafting.growing import grow
 from spec_engine.drafting.layout import branch_positions
-from spec_engine.drafting.tree import Tree
 from spec_engine.graphs.decision import Moves, compact
 from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward, slots_at
@@ -20,7 +20,7 @@ from spec_engine.graphs.hooks import Hooked, StaticForwards
 from spec_engine.graphs.results import Results
 from spec_engine.graphs.step import SECTIONS, StepProgram
 from spec_engine.models.decoder import DecoderOutput
-from spec_engine.verify import Accepted, to_host
+from spec_engine.verify import Accepted, accepted_of, owners_of, told_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcanary.seats import StaticAcceptance
     from spec_engine.core import Batch
     from spec_engine.drafting.drafter import Drafter
+    from spec_engine.drafting.tree import Tree
     from spec_engine.graphs.program import Recorder
     from spec_engine.models.decoder import Decoder
     from spec_engine.relay import Relay
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Path(NamedTuple):
     """Accepted paths of all rows of a program, padding's of no node.
 
-    lens: [size], final entries of the draft pool before;  counts: [size]
+    lens: [size], committed lengths before;  counts: [size]
     tokens: [size, most], that follow each node;  nodes: [size, most], as they lie in the program's `output`
     """
 
@@ -77,9 +78,8 @@ class DraftProgram(StepProgram):
         verify = StaticForward.allocate("verify", 0, self._table, requests=size, new=nodes, depth=depth, is_tree=True)
         self._verify = target.hook(verify, target.rows(self._feed, "verify", "live"))
         self._told = self._told_deciding = target.together(self._draft_forwards, [self._verify])
-        path = (size, depth + 1)
-        shapes = {"tokens": (size, nodes), "parents": (size, nodes), "predict": (size, nodes)}
-        self._results = Results(shapes | {"nodes": path, "lens": (size,)}, self._table.device)
+        self._num_places = depth + 1
+        self._results = Results({"told": (size, 1 + 4 * nodes + self._num_places + 2)}, self._table.device)
         self._move = self._target.hook_move(size * (depth + 1), self._feed) if self.compacts else None
         self._is_followed = is_followed
         self._moved: Moves | None = None
@@ -122,15 +122,21 @@ class DraftProgram(StepProgram):
 
     def tree(self, live: int) -> Tree:
         """The trees of the first ``live`` requests; gone with the next run."""
-        tree = self._tree
-        return Tree(tree.tokens[:live], tree.parents[:live], tree.depths[:live], tree.mask[:live])
+        return self._tree.first(live)
+
+    def check_indices(self, committed: int) -> None:
+        """IndexBufferError unless every draft forward can name ``committed`` entries of all prefixes, by each branch.
+
+        A row of padding names what it writes and null ancestors alone.
+        """
+        for step, hooked in enumerate(self._draft_forwards):
+            check_draft_indices(step, self._drafter.topk, self.size, committed, hooked.forward.indices.numel())
 
     def fetch(self, batch: Batch) -> list[Accepted]:
         """What each request accepts by argmax; waits for the device."""
-        found = {name: values[: len(batch)] for name, values in self._results.fetch().items()}
-        accepted = Acceptance(found["nodes"], found["lens"], found["predict"])
-        live = self.tree(len(batch))
-        return to_host(Tree(found["tokens"], found["parents"], live.depths, live.mask), accepted, batch.ids)
+        rows = self._results.fetch()["told"][: len(batch)].tolist()
+        shape = self._drafter.num_draft_tokens, self._num_places
+        return [accepted_of(row, *shape, owner) for row, owner in zip(rows, owners_of(batch), strict=True)]
 
     def path(self) -> Path:
         """What the requests have accepted, within a program behind this one."""
@@ -138,7 +144,7 @@ class DraftProgram(StepProgram):
         rows = torch.arange(self.size, device=self._table.device)
         counts = torch.where(rows < self._feed["live"], accepted.lens, 0)
         nodes = accepted.nodes[:, :size] + rows[:, None] * self._drafter.num_draft_tokens
-        return Path(self._lens + self._drafter.head.ahead, counts, accepted.tokens[:, :size], nodes)
+        return Path(self._lens, counts, accepted.tokens[:, :size], nodes)
 
     def windows(self, live: int) -> Tensor:
         """[live, N] int64: the slots of their nodes."""
@@ -146,21 +152,16 @@ class DraftProgram(StepProgram):
 
     def _body(self) -> None:
         rows, lens, bonus = self._load()
-        self._tree = tree = self._grow(rows, lens + self._drafter.head.ahead, bonus)
+        tree = self._grow(rows, lens + self._drafter.head.ahead, bonus)
         self._judge(rows, lens, tree)
+        self._tree = replace(tree, num_seen=self._verify.forward.tree_mask.sum(-1))
         accepted = self._accept(tree)
         is_decided = self._commit(accepted)
         if self.compacts:
             self._moved = compact(self._target.pool, self.windows(self.size), accepted, is_decided)
             if not self._is_followed:
                 self.record_moves()
-        self._results.put(
-            tokens=tree.tokens,
-            parents=tree.parents,
-            predict=accepted.predict,
-            nodes=accepted.nodes,
-            lens=accepted.lens,
-        )
+        self._results.put(told=told_of(self._tree, accepted))
         self._target.join()
 
     def record_moves(self) -> None:

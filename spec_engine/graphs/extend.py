@@ -70,19 +70,20 @@ class ExtendProgram:
             own = accepted[b]
             where = slice(row * width, row * width + len(own.tokens))
             tokens[where], nodes[where] = own.tokens, [b * num_nodes + node for node in own.nodes]
-        lens = [batch.lens[b] + self._drafter.head.ahead for b in going]
+        lens = [batch.lens[b] for b in going]
         counts = [len(accepted[b].tokens) for b in going]
         rows = [batch.requests[b].row for b in going]
         told = {"rows": rows, "live": [len(going)], "decided": [0]}
         self._feed.set(**told, lens=lens, counts=counts, tokens=tokens, nodes=nodes)
         ids = [batch.ids[b] for b in going]
-        self._told.launch(ids, counts, [sum(lens) + sum(counts)])
+        self._told.launch(ids, counts, [sum(lens) + len(going) * self._drafter.head.ahead + sum(counts)])
         self._feed.send()
         self._run()
 
     def _body(self) -> None:
         forward, drafter, rows = self._hooked.forward, self._drafter, self._feed["rows"]
-        lens, counts, tokens, nodes = path = self._path()
+        committed, counts, tokens, nodes = path = self._path()
+        lens = committed + drafter.head.ahead
         ends = forward.bounds[1:]
         torch.cumsum(counts, 0, out=ends)
         entries = torch.arange(forward.slots.numel(), device=rows.device)
@@ -101,7 +102,7 @@ class ExtendProgram:
         with self._drafts.open(self._hooked) as attention:
             hidden = drafter.head(forward.tokens, features, forward.positions, attention)
         self._record(rows, path)
-        drafter.propose_from(rows, hidden[(ends - 1).clamp_min(0)], counts > 0)
+        drafter.propose_from(rows, committed + counts, hidden[(ends - 1).clamp_min(0)], counts > 0)
         self._drafts.join()
 
     def _record(self, rows: Tensor, path: Path) -> None:

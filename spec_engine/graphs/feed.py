@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvcanary.invariants import check_staging_room
 from kvcanary_kernels.streams import current
 
 TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of the one that is being prepared
@@ -36,10 +37,11 @@ class Feed:
         return self._device[self._sections[name]]
 
     def set(self, **sections: Sequence[int]) -> None:
-        """What the next `send` brings to the device."""
+        """What the next `send` brings to the device; StagingError for more than a section holds."""
         for name, values in sections.items():
             where = self._sections[name]
             end = where.start + len(values)
+            check_staging_room(name, len(values), where.stop - where.start)
             self._numbers[where.start : end] = values
             self._numbers[end : where.stop] = 0
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
+from kvcanary.invariants import check_index_buffer
 from kvcanary_kernels.index import index_rows, index_rows_torch
 
 
@@ -52,19 +54,25 @@ class StaticForward:
         depth: int = 0,
         is_tree: bool = False,
     ) -> StaticForward:
-        """Buffers for so many requests of this request table, each row writing ``new`` entries at most."""
+        """Buffers for so many requests of this request table, each row writing ``new`` entries at most.
+
+        IndexBufferError unless every row may name a whole row of the table, its ancestors and what it writes.
+        """
         rows, device = requests * width, table.device
 
         def zeros(n: int) -> Tensor:
             return torch.zeros(n, dtype=torch.int64, device=device)
 
+        indices = zeros(rows * (table.shape[1] + ancestors + new))
+        indices = seam("bounds.kv_indices_without_topk", indices, topk=width)
+        check_index_buffer(f"{kind}[{index}]", width, requests, table.shape[1], ancestors + new, indices.numel())
         return cls(
             kind,
             index,
             width,
             new,
             zeros(rows + 1),
-            zeros(rows * (table.shape[1] + ancestors + new)),
+            indices,
             torch.arange(rows + 1, device=device) * new,
             zeros(rows * new),
             zeros(rows * new),

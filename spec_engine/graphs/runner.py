@@ -17,7 +17,6 @@ from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
-from spec_engine.memory.sizing import draft_index_width
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.runner import Part, Runner, StepResult, Verified
 from spec_engine.verify import Accepted
@@ -157,7 +156,7 @@ class GraphRunner(Runner):
         if self._bucket is None:
             return super()._verified(batch, drafter, num_steps)
         step, live = self._bucket.step, len(batch)
-        self._check(batch, drafter, step.size)
+        self._check(batch, drafter, step)
         drafter.consume(batch)
         hidden = step(batch, self._decides)
         return Verified(step.tree(live), step.windows(live), DecoderOutput(hidden, None))
@@ -194,14 +193,15 @@ class GraphRunner(Runner):
         lens = [batch.lens[b] + len(accepted[b].tokens) for b in going]
         drafter.publish([batch.requests[b] for b in going], lens)
 
-    def _check(self, batch: Batch, drafter: Drafter, size: int) -> None:
+    def _check(self, batch: Batch, drafter: Drafter, step: DraftProgram) -> None:
         """What the host knows of the step's slots before they are used: however much the last one has accepted."""
         page_size, most = self.table.page_size, drafter.most_accepted
         unheard = [self._unheard[request.row] for request in batch.requests]
         lens = [length + most * steps for length, steps in zip(batch.lens, unheard, strict=True)]
         for request, length in zip(batch.requests, lens, strict=True):
             check_window(request.request_id, length, drafter.num_draft_tokens, len(request.pages) * page_size)
-        width = draft_index_width(size, drafter.topk, self.table.width)
         ahead = drafter.head.ahead
         least = [length + steps + ahead for length, steps in zip(batch.lens, unheard, strict=True)]
-        drafter.check_step(batch.requests, [length + ahead for length in lens], drafter.num_steps, width, least)
+        lens = [length + ahead for length in lens]
+        drafter.check_step(batch.requests, lens, drafter.num_steps, least)
+        step.check_indices(sum(lens))

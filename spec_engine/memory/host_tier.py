@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcanary import KVCanaryError
-from kvcanary.invariants import check_host_block, check_host_capacity
+from kvcanary.invariants import check_host_block, check_host_capacity, check_pool_slots
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.host_rows import HostRows, slots_of
 from spec_engine.memory.pool import KVPool
@@ -97,6 +97,9 @@ class HostTier:
         self.num_pages = num_pages
         self._page_size = pools[0].page_size
         self._rows = [HostRows(pool, (num_pages + 1) * self._page_size) for pool in pools]
+        for pool, rows in zip(pools, self._rows, strict=True):
+            for part in rows.parts:
+                check_pool_slots(f"{pool.name} on the host", part.shape[0], num_pages, self._page_size)
         self._maps = [slot_maps.get(pool.name) for pool in pools]
         self._places = PageAllocator(num_pages)
         self._blocks: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first

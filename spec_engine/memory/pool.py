@@ -37,13 +37,17 @@ class KVPool:
         self.name = name
         self.page_size = page_size
         self.token_offset, self.ahead = token_offset, ahead
-        self.num_slots = (num_pages + 1) * page_size
-        self.kv = torch.zeros(num_layers, self.num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        num_slots = (num_pages + 1) * page_size
+        self.kv = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self.dtype = dtype
         self.parts: tuple[torch.Tensor, ...] = (self.kv,)
         self._rows = list(self.kv)
         self._k = [rows[:, 0] for rows in self._rows]
         self._v = [rows[:, 1] for rows in self._rows]
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv.shape[1]
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,6 @@ class RequestTable:
 
     def __init__(self, num_rows: int, width: int, page_size: int, device: torch.device) -> None:
         check_flat_indices("request table", num_rows + 1, width)
-        self.width = width
         self.page_size = page_size
         self.table = torch.zeros(num_rows + 1, width, dtype=torch.int64, device=device)
         self._free_rows = list(range(num_rows, 0, -1))
@@ -34,7 +33,12 @@ class RequestTable:
     @property
     def num_rows(self) -> int:
         """Rows that requests may hold; row 0 is one more."""
-        return len(self._filled) - 1
+        return self.table.shape[0] - 1
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return self.table.shape[1]
 
     def acquire(self) -> int:
         """A row that nobody uses; RowsExhaustedError when there is none."""

@@ -48,11 +48,6 @@ def row_width(context_length: int, reserve: int, page_size: int) -> int:
     return context_length + reserve + page_size - 1
 
 
-def draft_index_width(max_running: int, topk: int, row_width: int) -> int:
-    """Entries of the index buffer of one draft forward: every branch of every request names a whole row at most."""
-    return max_running * topk * row_width
-
-
 def pages_for(committed_len: Length, reserve: int, page_size: int) -> Length:
     """Pages a request must own before its next step."""
     return cdiv(committed_len + reserve, page_size)

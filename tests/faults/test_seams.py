@@ -16,29 +16,29 @@ from kvcanary import faults
 from kvcanary.faults.catalogue import UnknownFaultError, families, find
 from spec_engine import Engine, EngineConfig, SamplingParams
 
-NAME = "bounds.kv_indices_without_topk"
+NAME = "bounds.page_table_scatter"
 ENGINE = Path(__file__).resolve().parents[2] / "spec_engine"
 
 
 def test_a_seam_gives_back_its_value():
     """With nothing armed, and with another fault armed, it is the very object that came in."""
     value = [12]
-    assert faults.seam(NAME, value, topk=4) is value
-    with faults.arm("bounds.page_table_scatter"):
-        assert faults.seam(NAME, value, topk=4) is value
+    assert faults.seam(NAME, value, num_steps=4) is value
+    with faults.arm("bounds.row_width"):
+        assert faults.seam(NAME, value, num_steps=4) is value
 
 
 def test_an_armed_fault_changes_its_value_and_counts():
     """Only inside the block, also when arms are nested or the block ends in an error."""
     with faults.arm(NAME) as outer:
-        assert faults.seam(NAME, 12, topk=4) == 3
+        assert faults.seam(NAME, 3, num_steps=12) == 12
         with faults.arm(NAME) as inner:
-            assert faults.seam(NAME, 12, topk=1) == 12
-        assert faults.seam(NAME, 24, topk=4) == 6
+            assert faults.seam(NAME, 12, num_steps=12) == 12
+        assert faults.seam(NAME, 6, num_steps=24) == 24
     assert (outer.num_strikes, inner.num_strikes) == (2, 0)
     with suppress(TypeError), faults.arm(NAME):
-        faults.seam(NAME, 12, topk=None)
-    assert faults.seam(NAME, 12, topk=4) == 12
+        faults.seam(NAME, 12)
+    assert faults.seam(NAME, 12, num_steps=4) == 12
 
 
 def test_an_unknown_name_lists_the_closest():
@@ -63,10 +63,10 @@ def test_the_environment_arms_when_an_engine_starts(environment):
     """KVCANARY_REENACT stays armed for the process; one that is not set, or empty, arms nothing."""
     environment.setenv("KVCANARY_REENACT", "")
     Engine(EngineConfig(max_total_tokens=512))
-    assert faults.seam(NAME, 12, topk=4) == 12
+    assert faults.seam(NAME, 12, num_steps=4) == 12
     environment.setenv("KVCANARY_REENACT", NAME)
     Engine(EngineConfig(max_total_tokens=512))
-    assert faults.seam(NAME, 12, topk=4) == 3
+    assert faults.seam(NAME, 12, num_steps=4) == 4
     environment.setenv("KVCANARY_REENACT", "bounds.nothing")
     with pytest.raises(UnknownFaultError):
         Engine(EngineConfig(max_total_tokens=512))

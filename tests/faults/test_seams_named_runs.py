@@ -52,14 +52,23 @@ class Run:
 
 
 BUFFER, WIDTH, SCATTER = "bounds.kv_indices_without_topk", "bounds.row_width", "bounds.page_table_scatter"
-EAGLE3_P64_K8 = {"draft": "eagle3", "page_size": 64, "topk": 8, "schedule": "overlap", "context_length": 320}
-EAGLE_P4_K8 = {"draft": "eagle", "page_size": 4, "topk": 8, "schedule": "sync", "context_length": 320}
+EAGLE3_P64_K8 = {
+    "draft": "eagle3",
+    "page_size": 64,
+    "topk": 8,
+    "schedule": "overlap",
+    "context_length": 320,
+    "graphs": "on",
+}
+EAGLE_P4_K8 = {"draft": "eagle", "page_size": 4, "topk": 8, "schedule": "sync", "context_length": 320, "graphs": "on"}
 P512_TURNS = {"page_size": 512, "topk": 4, "max_total_tokens": 8192, "context_length": 1024}
 P256_END = {"page_size": 256, "topk": 4, "context_length": 768}
 RUNS = {
     "EAGLE-3, P 64, K 8, overlap": Run(EAGLE3_P64_K8, two_prompts, (BUFFER, WIDTH)),
     "EAGLE, P 4, K 8, sync": Run(EAGLE_P4_K8, two_prompts, (BUFFER, WIDTH)),
-    "EAGLE, P 4, K 8, sync, page tables": Run(EAGLE_P4_K8 | {"attention_backend": "paged"}, two_prompts, (SCATTER,)),
+    "EAGLE, P 4, K 8, sync, page tables": Run(
+        EAGLE_P4_K8 | {"attention_backend": "paged", "graphs": "off"}, two_prompts, (SCATTER,)
+    ),
     "P 512, multi-turn, prefix cache": Run(P512_TURNS, three_turns, (WIDTH,)),
     "P 256, long prompt to the row's end": Run(P256_END, to_the_end, (WIDTH,)),
 }

@@ -22,9 +22,9 @@ COMMON = {"dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 
 # By fault: settings under which it matters, lengths of the prompts, and settings under which it changes nothing.
 CASES = {
     "bounds.kv_indices_without_topk": (
-        {"page_size": 1, "topk": 4, "context_length": 128},
+        {"page_size": 1, "topk": 4, "context_length": 128, "graphs": "on"},
         (110, 100),
-        {"page_size": 1, "topk": 1, "context_length": 128},
+        {"page_size": 1, "topk": 1, "context_length": 128, "graphs": "on"},
     ),
     "bounds.row_width": (
         {"page_size": 16, "topk": 4, "context_length": 128},
@@ -38,10 +38,10 @@ CASES = {
     ),
     "draft.parents_dtype": ({"page_size": 4, "topk": 1}, (30, 21), {"page_size": 4, "topk": 2}),
 }
-# By fault: the check that finds it, where it is called, and who stops the run when that check is switched off: torch,
-# the canary, which refuses a plan that contradicts itself, or nobody.
+# By fault: the check that finds it, where it is called, and who stops the run when that check is switched off: torch, a
+# kernel's wrapper, the canary, which refuses a plan that contradicts itself, or nobody.
 CHECKS = {
-    "bounds.kv_indices_without_topk": ("spec_engine.drafting.drafter.check_draft_indices", None),
+    "bounds.kv_indices_without_topk": ("spec_engine.graphs.forward.check_index_buffer", ValueError),
     "bounds.row_width": ("spec_engine.memory.request_table.check_row_fits", RuntimeError),
     "bounds.page_table_scatter": ("spec_engine.hooks.check_index_lengths", PlanError),
     "draft.parents_dtype": ("spec_engine.drafting.tree.check_tree_array", None),

@@ -14,7 +14,6 @@ from spec_engine.attention.page_pass import PagePass
 from spec_engine.attention.paged import PagedAttention
 from spec_engine.drafting import drafter as drafter_module
 from spec_engine.hooks import Forwards
-from spec_engine.memory import sizing
 
 PROMPTS = ["def add(a, b):", "class Foo:\n    def __init__"]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -119,20 +118,16 @@ def test_attending_columns_changes_no_token(by_tokens, name):
     assert trees != by_tokens[4][1]
 
 
-def test_an_index_buffer_that_forgot_topk_is_refused_before_the_launch(toy_model, monkeypatch):
-    """Sized by requests times row width alone, four branches of a long row do not fit (sgl-project/sglang#27338)."""
-    monkeypatch.setattr(drafter_module, "draft_index_width", lambda max_running, topk, width: max_running * width)
+def test_an_index_array_that_forgot_topk_is_refused_before_the_launch(toy_model, monkeypatch):
+    """One branch a request does not name what four read (sgl-project/sglang#27338)."""
+    own = drafter_module.concat
+    monkeypatch.setattr(drafter_module, "concat", lambda entries: own([entry[: len(entry) // 4] for entry in entries]))
     launched, forward = [], Forwards.open
     monkeypatch.setattr(Forwards, "open", lambda self, batch: launched.append(batch.kind) or forward(self, batch))
     config = EngineConfig(model=str(toy_model), max_total_tokens=512, max_running_requests=1, page_size=1, topk=4)
     engine = Engine(replace(config, context_length=64))
     with pytest.raises(
-        IndexBufferError, match=r"draft\[0\]: topk 4 \* committed 40 .* = 164 index entries <= row width 8"
+        IndexBufferError, match=r"draft\[0\]: topk 4 \* \(committed 40 .* = 164 index entries <= size 41 of its buffer"
     ):
         engine.generate([[7] * 40], PARAMS)
     assert launched == ["prefill", "prefill"]
-
-
-def test_the_index_buffer_counts_every_branch():
-    """Four requests, three branches and rows of 256 columns need 3,072 entries."""
-    assert sizing.draft_index_width(4, 3, 256) == 3072

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError, Report
-from kvcanary.invariants import CommitError, StagingError
+from kvcanary.invariants import AcceptanceError, CommitError, StagingError
 from spec_engine import Engine, EngineConfig, SamplingParams
+from spec_engine import engine as engine_module
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
 from spec_engine.models.embedded import load_excerpts
 from spec_engine.streams import StagingRing
@@ -46,11 +47,27 @@ def shorten_ring(engine: Engine) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "raise"])
 @pytest.mark.parametrize("settings", [{}, {"draft": "none"}, {"topk": 1, "adaptive_steps": True}], ids=str)
-def test_tokens_come_out_of_the_ring(mode, settings):
-    """What leaves is what the copy brought: written over in the buffer, other tokens leave."""
+def test_tokens_come_out_of_the_ring(mode, settings, monkeypatch):
+    """What leaves is what the copy brought: written over in the buffer, other tokens leave, where nobody compares."""
     engine = make(mode, **settings)
     assert tokens_of(engine) == TRUTHS
     assert mode == "off" or engine.canary.certificate()["findings"] == []
+    monkeypatch.setattr(engine_module, "check_root", lambda *told: None)
+    outputs = tokens_of(with_a_changed_ring(**settings))
+    assert outputs == [tuple(min(token, 500) for token in truth) for truth in TRUTHS]
+
+
+@pytest.mark.parametrize("settings", [{}, {"topk": 1, "adaptive_steps": True}], ids=str)
+def test_tokens_that_changed_on_their_way_are_refused(settings):
+    """The next tree hangs on the token that the device has, not on the one that the host has heard."""
+    with pytest.raises(
+        AcceptanceError, match=r"tree was drafted behind token \d+, but the last token that left is 500"
+    ):
+        tokens_of(with_a_changed_ring(**settings))
+
+
+def with_a_changed_ring(**settings) -> Engine:
+    """No canary; tokens above 500 are 500 in the buffers of the ring."""
     engine = make("off", **settings)
     receive = engine.streams.host.receive
 
@@ -60,8 +77,7 @@ def test_tokens_come_out_of_the_ring(mode, settings):
             buffer.tensor.clamp_(max=500)
 
     engine.streams.host.receive = receive_and_change
-    outputs = tokens_of(engine)
-    assert outputs == [tuple(min(token, 500) for token in truth) for truth in TRUTHS]
+    return engine
 
 
 def test_a_host_that_waits_for_every_step_copies_nothing():

@@ -1,5 +1,7 @@
 """Selection, reselection and tree shape, against trees worked out by hand."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -7,12 +9,13 @@ from kvcanary.invariants import TreeShapeError, check_parents
 from spec_engine.acceptance.walk import match, sound_parents
 from spec_engine.drafting import tree as tree_module
 from spec_engine.drafting.tree import Tree, TreeGrowth, ancestor_mask, build_tree
-from spec_engine.verify import Accepted, to_host
+from spec_engine.verify import Accepted, Owner, to_host
 
 
-def accept(tree: Tree, chosen: torch.Tensor, requests: tuple[str, ...] = ()) -> list[Accepted]:
+def accept(tree: Tree, chosen: torch.Tensor, *requests: str) -> list[Accepted]:
     """The paths along which drafts equal what was chosen."""
-    return to_host(tree, match(tree.tokens, tree.parents, chosen, tree.tokens.shape[1] - 1), requests)
+    accepted = match(tree.tokens, tree.parents, chosen, tree.tokens.shape[1] - 1)
+    return to_host(tree, accepted, [Owner(request) for request in requests])
 
 
 def num_lost(tree: Tree) -> torch.Tensor:
@@ -135,16 +138,19 @@ def test_accept_follows_the_targets_choices():
     """A accepts node 2 and stops, B accepts two drafts; the last token is the new bonus."""
     _, tree = grown_tree()
     chosen = torch.tensor([[11, 77, 22, 78], [40, 50, 99, 60]])
-    assert accept(tree, chosen) == [Accepted([0, 2], [11, 22]), Accepted([0, 1, 2], [40, 50, 99])]
+    assert accept(tree, chosen) == [Accepted([0, 2], [11, 22], 9), Accepted([0, 1, 2], [40, 50, 99], 39)]
 
 
-def test_a_node_without_a_parent_is_never_accepted():
-    """A candidate whose parent was not chosen stays in the tree as a leaf that nothing reaches."""
+def test_a_node_without_a_parent_is_refused():
+    """A candidate whose parent was not chosen is a leaf that nothing reaches; the host says so when it hears of it."""
     chosen = torch.tensor([[0, 4]])  # K = 2: candidate 4 is a child of candidate 1, which was not chosen
     tree = build_tree(torch.tensor([[9, 10, 22]]), chosen, torch.tensor([[-1, 0, 1]]), 2, 2)
     assert tree.parents.tolist() == [[-1, 0, -1]]
     assert num_lost(tree).tolist() == [1]
-    assert accept(tree, torch.tensor([[10, 22, 5]])) == [Accepted([0, 1], [10, 22])]
+    with pytest.raises(
+        TreeShapeError, match=r"request 0 of the batch: node 2 of 3 has parent -1, must lie in \[0, 2\)"
+    ):
+        accept(tree, torch.tensor([[10, 22, 5]]))
 
 
 def test_ancestor_mask_is_bounded_on_a_cycle():
@@ -182,17 +188,17 @@ CHOSEN, PARENT_LIST = [0, 1, 2], [-1, 0, 1, 2, 4]  # the bush A
         pytest.param(CHOSEN, [7, 0, 1, 2, 4], [-1, 0, 0, 1], 0, id="root-with-a-parent"),
     ],
 )
-def test_a_malformed_tree_costs_acceptance_only(chosen, parent_list, expected, lost):
-    """K = 2, T = 3, N = 4: who has no parent before it is never accepted; the request beside it keeps its tree."""
+def test_a_malformed_tree_is_refused_by_name(chosen, parent_list, expected, lost):
+    """K = 2, T = 3, N = 4: who has no parent before it makes its own tree none; the one beside it is left as it is."""
     arrays = [[10, 11, 12, 13], [9, 10, 11, 20]], [chosen, CHOSEN], [parent_list, PARENT_LIST]
     tree = build_tree(*(torch.tensor(array) for array in arrays), 2, 3)
     assert tree.parents.tolist() == [expected, [-1, 0, 0, 1]]
     assert tree.depths[1].tolist() == [0, 1, 1, 2]
     assert num_lost(tree).tolist() == [lost, 0]
     after = tree.tokens.gather(1, torch.tensor(links_of(tree.parents)[0]).clamp_min(0))  # the first child of each
-    paths = accept(tree, after)
-    assert paths[1].nodes == [0, 1, 3]
-    assert all(expected[node] >= 0 for node in paths[0].nodes[1:])
+    with pytest.raises(TreeShapeError, match=r"req-7: node \d of 4 has parent -1") if lost else nullcontext():
+        assert accept(tree, after, "req-7", "req-8")[1].nodes == [0, 1, 3]
+    assert accept(Tree(*(part[1:] for part in (tree.tokens, tree.parents, tree.depths, tree.mask))), after[1:])
 
 
 def test_random_indices_never_make_a_cycle_or_leave_the_tree():
@@ -201,8 +207,9 @@ def test_random_indices_never_make_a_cycle_or_leave_the_tree():
     chosen = torch.randint(-3, 14, (2000, 5), generator=generator)
     parent_list = torch.randint(-3, 14, (2000, 5), generator=generator)
     tree = build_tree(torch.arange(6).repeat(2000, 1), chosen, parent_list, 2, 3)
-    for b in range(2000):
-        check_parents(f"tree {b}", tree.parents[b].tolist())
+    for parents, lost in zip(tree.parents.tolist(), num_lost(tree).tolist(), strict=True):
+        with pytest.raises(TreeShapeError, match="has parent -1") if lost else nullcontext():
+            check_parents("req-7", parents)
     assert 0 <= int(tree.depths.min()) <= int(tree.depths.max()) <= 3
     assert not tree.mask.triu(1).any()
     assert 0 < int(num_lost(tree).sum()) < 2000 * 5
@@ -267,16 +274,14 @@ def test_accept_refuses_siblings_with_one_token():
     chosen = torch.tensor([[0, 1]])
     tree = build_tree(torch.tensor([[9, 10, 10]]), chosen, torch.tensor([[-1, 0, 1]]), 2, 2)
     with pytest.raises(TreeShapeError, match=r"req-7: nodes 1 and 2 of 3, children of node 0, both propose token 10"):
-        accept(tree, torch.tensor([[10, 11, 12]]), ("req-7",))
+        accept(tree, torch.tensor([[10, 11, 12]]), "req-7")
 
 
 def test_accept_refuses_parents_outside_of_the_tree():
     """A parent beyond the tree is named before it is used as an index."""
     _, tree = grown_tree()
     tree.parents[1, 2] = 9
-    with pytest.raises(
-        TreeShapeError, match=r"request 1 of the batch: node 2 of 4 has parent 9, must lie in \[-1, 2\)"
-    ):
+    with pytest.raises(TreeShapeError, match=r"request 1 of the batch: node 2 of 4 has parent 9, must lie in \[0, 2\)"):
         accept(tree, torch.zeros(2, 4, dtype=torch.int64))
 
 

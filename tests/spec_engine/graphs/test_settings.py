@@ -12,7 +12,6 @@ import torch
 
 from kvcanary.invariants import IndexBufferError
 from spec_engine import ConfigError, EngineConfig, SamplingParams
-from spec_engine.graphs import runner as runner_module
 from spec_engine.graphs.settings import check_model
 from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.hybrid import HybridDecoder
@@ -49,11 +48,16 @@ def test_without_graphs_nothing_of_them_is_loaded():
 
 
 def test_what_would_not_fit_is_refused_before_a_captured_launch(make, monkeypatch):
-    """Branches and index entries are judged by the function of eager steps, by the width of the bucket."""
-    monkeypatch.setattr(runner_module, "draft_index_width", lambda size, topk, width: size * width)
+    """Index entries are judged by the very buffer of each draft forward: one that is too short by now is not filled."""
     engine = make(graphs="on", mode="off", page_size=1, topk=4, num_steps=3, num_draft_tokens=8, context_length=64)
-    launched = []
-    monkeypatch.setattr(engine.runner._buckets[0].step, "_run", lambda: launched.append("step"))
-    with pytest.raises(IndexBufferError, match=r"draft\[0\]: topk 4 \* committed 50 \+ .* = 204 index entries <= row"):
+    launched, step = [], engine.runner._buckets[0].step
+    hooked = step._draft_forwards[1]
+    size = step.size
+    short = replace(hooked.forward, indices=hooked.forward.indices[: 4 * (50 + 2 * size) - 1])
+    step._draft_forwards[1] = replace(hooked, forward=short)
+    monkeypatch.setattr(step, "_run", lambda: launched.append("step"))
+    counted = rf"topk 4 \* \(committed 50 \+ requests {size} \* own slots 2\)"
+    words = rf"draft\[1\]: {counted} = .* <= size {short.indices.numel()}"
+    with pytest.raises(IndexBufferError, match=words):
         engine.generate([[7] * 50], SamplingParams(max_new_tokens=4))
     assert launched == []

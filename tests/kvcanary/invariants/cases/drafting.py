@@ -18,16 +18,24 @@ CASES = [
         ("req-3", 7, 8, 2, 3, 17),
         ("req-3", 7, 8, 2, 3, 18),
         invariants.BranchLayoutError,
-        "req-3: 2 branches of 3 slots from 7, 8 apart, end at 18: they must not overlap and end by 17, "
-        "what is allocated",
+        "req-3: 2 branches of 3 slots from 7, 8 apart, end at 18: they must not overlap, nor the 0 copied slots before "
+        "the next one, and end by 17, what is allocated",
     ),
     (
         invariants.check_branches,
         ("req-3", 7, 2, 2, 3, 40),
         ("req-3", 7, 3, 2, 3, 40),
         invariants.BranchLayoutError,
-        "req-3: 2 branches of 3 slots from 7, 2 apart, end at 12: they must not overlap and end by 40, "
-        "what is allocated",
+        "req-3: 2 branches of 3 slots from 7, 2 apart, end at 12: they must not overlap, nor the 0 copied slots before "
+        "the next one, and end by 40, what is allocated",
+    ),
+    (
+        invariants.check_branches,
+        ("req-3", 7, 4, 2, 3, 40, 2),
+        ("req-3", 7, 5, 2, 3, 40, 2),
+        invariants.BranchLayoutError,
+        "req-3: 2 branches of 3 slots from 7, 4 apart, end at 14: they must not overlap, nor the 2 copied slots before "
+        "the next one, and end by 40, what is allocated",
     ),
     (
         invariants.check_window,
@@ -38,19 +46,41 @@ CASES = [
     ),
     (
         invariants.check_draft_indices,
-        ((10, 20, 30, 40), 2, 2, 223),
-        ((10, 20, 30, 40), 2, 2, 224),
+        (2, 2, 4, 100, 223),
+        (2, 2, 4, 100, 224),
         invariants.IndexBufferError,
-        "draft[2]: topk 2 * committed 100 + requests 4 * topk 2 * own slots 3 = 224 index entries <= row width 223 < "
-        "2147483648 is broken: the width is max_running_requests * topk * columns of a request-table row",
+        "draft[2]: topk 2 * (committed 100 + requests 4 * own slots 3) = 224 index entries <= size 223 of its buffer < "
+        "2147483648 is broken: every branch names its request's whole prefix",
     ),
     (
         invariants.check_draft_indices,
-        ((5,), 1, 0, 1 << 31),
-        ((5,), 1, 0, (1 << 31) - 1),
+        (0, 1, 1, 5, 1 << 31),
+        (0, 1, 1, 5, (1 << 31) - 1),
         invariants.IndexBufferError,
-        "draft[0]: topk 1 * committed 5 + requests 1 * topk 1 * own slots 1 = 6 index entries <= row width 2147483648 "
-        "< 2147483648 is broken: the width is max_running_requests * topk * columns of a request-table row",
+        "draft[0]: topk 1 * (committed 5 + requests 1 * own slots 1) = 6 index entries <= size 2147483648 of its "
+        "buffer < 2147483648 is broken: every branch names its request's whole prefix",
+    ),
+    (
+        invariants.check_index_buffer,
+        ("draft[1]", 2, 4, 50, 2, 415),
+        ("draft[1]", 2, 4, 50, 2, 416),
+        invariants.IndexBufferError,
+        "draft[1]: topk 2 * requests 4 * (row width 50 + own slots 2) = 416 index entries <= size 415 of its buffer < "
+        "2147483648 is broken: every branch of every request may name a whole row",
+    ),
+    (
+        invariants.check_proposals,
+        ("req-3", 2, 20, [1, 20]),
+        ("req-3", 2, 20, [2, 20, 2, 20]),
+        invariants.RelayError,
+        "req-3 drafts in row 2 at length 20, but was given the proposals of row 1 at length 20",
+    ),
+    (
+        invariants.check_proposals,
+        ("req-3", 2, 20, [2, 20, 2, 17]),
+        ("req-3", 2, 20, []),
+        invariants.RelayError,
+        "req-3 drafts in row 2 at length 20, but was given the proposals of row 2 at length 20, row 2 at length 17",
     ),
     (
         invariants.check_relay,
@@ -73,6 +103,28 @@ CASES = [
         invariants.StagingError,
         "host buffer 'results 0' is read for its use 3, it is in its use 4: a ring of 2 buffers is too short for the "
         "steps that the host is behind",
+    ),
+    (
+        invariants.check_staging_room,
+        ("results", 33, 32),
+        ("results", 32, 32),
+        invariants.StagingError,
+        "33 numbers are put into 'results', which has room for 32: size it by the largest",
+    ),
+    (
+        invariants.check_chain,
+        ("parents", [-1, -1, 0], [-1, 0, 1]),
+        ("parents", [-1, 0, 1], [-1, 0, 1]),
+        invariants.ChainConstantsError,
+        "parents of a chain of 3 nodes must be [-1, 0, 1], got [-1, -1, 0]: each node continues the one before",
+    ),
+    (
+        invariants.check_chain_views,
+        (3, [64, 128, 512], [64, 128, 256]),
+        (3, [64, 128, 256], [64, 128, 256]),
+        invariants.ChainConstantsError,
+        "parents, depths and mask of a chain of 3 nodes must be its constants, at [64, 128, 256], they lie at "
+        "[64, 128, 512]: copies and constants of another num_steps may be stale",
     ),
     (
         invariants.check_tree_array,
@@ -109,16 +161,34 @@ CASES = [
     (
         invariants.check_parents,
         ("req-3", [-1, 0, 2, 1]),
-        ("req-3", [-1, 0, -1, 1]),
+        ("req-3", [-1, 0, 1, 1]),
         invariants.TreeShapeError,
-        "req-3: node 2 of 4 has parent 2, must lie in [-1, 2); all parents are [-1, 0, 2, 1]",
+        "req-3: node 2 of 4 has parent 2, must lie in [0, 2): -1 is a node whose candidate or parent is out of range "
+        "or not chosen; all parents are [-1, 0, 2, 1]",
+    ),
+    (
+        invariants.check_parents,
+        ("req-3", [-1, 0, -1]),
+        ("req-3", [-1, 0, 0]),
+        invariants.TreeShapeError,
+        "req-3: node 2 of 3 has parent -1, must lie in [0, 2): -1 is a node whose candidate or parent is out of range "
+        "or not chosen; all parents are [-1, 0, -1]",
     ),
     (
         invariants.check_parents,
         ("req-3", [0, 0]),
         ("req-3", [-1, 0]),
         invariants.TreeShapeError,
-        "req-3: node 0 of 2 has parent 0, must lie in [-1, 0); all parents are [0, 0]",
+        "req-3: node 0 of 2 has parent 0, must be -1: -1 is a node whose candidate or parent is out of range or not "
+        "chosen; all parents are [0, 0]",
+    ),
+    (
+        invariants.check_lineage,
+        ("req-3", [-1, 0, 1], [1, 2, 2]),
+        ("req-3", [-1, 0, 1], [1, 2, 3]),
+        invariants.TreeShapeError,
+        "req-3: by the mask the nodes see [1, 2, 2] nodes, by their parents [-1, 0, 1] it must be [1, 2, 3]: "
+        "themselves and their ancestors",
     ),
     (
         invariants.check_siblings,
@@ -154,6 +224,34 @@ CASES = [
         ("req-3", [0], [-1, 0]),
         invariants.TreeShapeError,
         "req-3: accepted nodes [] are no path from the root, their parents are []",
+    ),
+    (
+        invariants.check_emitted,
+        ("req-3", 2, [0, 2], [9, 4, 5], [4, 7]),
+        ("req-3", 2, [0, 2], [9, 4, 5], [5, 7]),
+        invariants.AcceptanceError,
+        "req-3: 2 nodes accepted, [0, 2], whose drafts [5] must be the tokens emitted before the last, got [4, 7]",
+    ),
+    (
+        invariants.check_emitted,
+        ("req-3", 3, [0, 2], [9, 4, 5], [5, 7]),
+        ("req-3", 1, [0], [9, 4, 5], [0]),
+        invariants.AcceptanceError,
+        "req-3: 3 nodes accepted, [0, 2], whose drafts [5] must be the tokens emitted before the last, got [5, 7]",
+    ),
+    (
+        invariants.check_emitted,
+        ("req-3", 1, [0], [9], [-1]),
+        ("req-3", 1, [0], [9], [0]),
+        invariants.AcceptanceError,
+        "req-3: 1 nodes accepted, [0], whose drafts [] must be the tokens emitted before the last, got [-1]",
+    ),
+    (
+        invariants.check_root,
+        ("req-3", 9, 7),
+        ("req-3", 7, 7),
+        invariants.AcceptanceError,
+        "req-3: its tree was drafted behind token 9, but the last token that left is 7",
     ),
     (
         invariants.check_state_settled,

@@ -42,6 +42,13 @@ CASES = [
         "row 0 used for a request, it is padding's: rows begin at 1",
     ),
     (
+        invariants.check_row_width,
+        (619, 635),
+        (635, 635),
+        invariants.RowOverflowError,
+        "rows of the request table have 619 columns, the longest request and its reserve, rounded to pages, need 635",
+    ),
+    (
         invariants.check_row_fits,
         (2, 8, 16, 15, 4),
         (2, 8, 16, 16, 4),
