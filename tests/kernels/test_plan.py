@@ -17,6 +17,9 @@ from kvcanary_kernels.table import PageTable, as_table
 
 NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, LAYERS, POISON = 64, 4, 4, 3, -77
 NUM_PAGES = NUM_SLOTS // PAGE_SIZE
+CHAINS_BEFORE = torch.tensor(
+    [3, 5, 2**62 + 1, -7]
+)  # by row of the draft forward before; the last of two requests' rows
 both = pytest.mark.parametrize("operation", [plan, plan_torch], ids=["triton", "torch"])
 
 
@@ -68,7 +71,8 @@ def as_codes(forward: ForwardPlan) -> int:
 def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> None:
     options = {"site": 3, "width": 2, "page_size": PAGE_SIZE, "null_slots": NULL_SLOTS} | changes
     roots = 99 + torch.arange(forward.num_rows, device=world.records.device)
-    arrays = {"records": world.records, "claims": world.claims, "roots": roots}
+    before = None if forward.lineage is None else CHAINS_BEFORE.to(world.records.device)
+    arrays = {"records": world.records, "claims": world.claims, "roots": roots, "before": before}
     operation(forward, world.planned, **arrays, **world.truth, **options)
 
 
@@ -129,6 +133,7 @@ def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int
         uids=ints([draw.randrange(3) for _ in range(5)]),
         num_live=ints([draw.randrange(6) if live is None else live]),
         ancestors=draw.randrange(4),
+        lineage=ints([draw.choice([0, 1, 0, 1, -1, 2, 2**40, -(2**40)]) for _ in range(5)]) if seed % 2 else None,
     )
 
 
