@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from spec_engine.drafting.chain import ChainGrowth
 from spec_engine.drafting.tree import TreeGrowth
 
@@ -63,7 +64,8 @@ def grow(
             path = slots[:, :, : step + 1].contiguous()
         else:
             hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            path = path_of(slots, path, parents, step)
+            read = seam("draft.columns_never_regathered", parents, step=step, num_steps=num_steps)
+            path = path_of(slots, path, read, step)
         parents = parents if step else None  # all descend from the root
         hidden, probs, tokens = forward(step, tokens.flatten(), path, parents, hidden.flatten(0, 1))
         growth.add(probs.view(bs, topk, topk), tokens.view(bs, topk, topk))
