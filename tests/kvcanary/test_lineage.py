@@ -179,7 +179,8 @@ def test_a_replay_reaches_the_same_finding(content: str, tmp_path: Path) -> None
     dump = read_dump(broken_dump(tmp_path, content=content))
     assert dump.findings[0]["expected"] == {"branch": "7 of draft[1]"}
     outcome = replay(dump)
-    assert outcome.findings[0].code == "R5"
+    found = [(finding["code"], finding["slot"], tuple(finding["site"])) for finding in dump.findings]
+    assert [(finding.code, finding.slot, finding.site) for finding in outcome.findings] == found
     assert outcome.missing == []
 
 
