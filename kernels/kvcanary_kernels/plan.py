@@ -335,9 +335,9 @@ def _plan_kernel(
     continued = tl.load(records + slot_before * COLUMNS + CHAIN, mask=m_before, other=0)
     if HAS_LINEAGE:
         branch = tl.load(lineage + i_row)
-        parent = i_row // width * width + branch
-        m_parent = (prefix > 0) & (branch >= 0) & (branch < width) & (parent < num_before)
-        continued = tl.load(before + parent, mask=m_parent, other=0)
+        i_before = i_row // width * width + branch
+        m_branch = (prefix > 0) & (branch >= 0) & (branch < width) & (i_before < num_before)
+        continued = tl.load(before + i_before, mask=m_branch, other=0)
     seed = tl.where(judged & (prefix == 0), tl.load(roots + i_row), continued)
     if i_part == 0:
         tl.store(starts + i_row, tl.where(judged, start, 0))
