@@ -137,6 +137,8 @@ class SubstepBank:
             raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
         number = len(self._in_order)
         header, made = self._headers[number], Settings(**settings)
+        if inputs.lineage is not None:
+            made = replace(made, before=self._before(pool, kind, index, inputs.num_rows))
         if made.attends and self.compares_reads:
             made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
         substep = StaticSubstep(
@@ -294,6 +296,16 @@ class SubstepBank:
             return replace(self.shared, step=step)
         self._reads_step = True
         return self.shared
+
+    def _before(self, pool: str, kind: str, index: int, rows: int) -> StaticSubstep:
+        """The forward from whose entries rows with a lineage go on."""
+        before = self._substeps.get((pool, kind, index - 1, rows))
+        if before is None:
+            raise PlanError(
+                f"a lineage names branches of {site_name(kind, index - 1)} of the {pool} pool with {rows} rows: add() "
+                f"that before {site_name(kind, index)}"
+            )
+        return before
 
     def _keys_of(self, pool: PoolState) -> ReadKeys | None:
         """For attention over this pool; None where it does not read whole rows."""

@@ -28,6 +28,8 @@ class Batch:
     parents:     [entries], entry of the batch that each continues, -1 where it continues its row; None: chains
     truths:      [rows], chain value of the request's own tokens up to prefix_len; None where nobody feeds it
     roots:       [rows], chain value that position 0 continues; None: that of requests without salt and adapter
+    lineage:     [rows], branch of the request, in the draft forward before, whose entry the row goes on from, of rows
+                 that write one entry each; None: rows go on from the entry before their own, whoever wrote it
     """
 
     indptr: Tensor
@@ -41,6 +43,7 @@ class Batch:
     parents: Tensor | None = None
     truths: Tensor | None = None
     roots: Tensor | None = None
+    lineage: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -76,6 +79,7 @@ class StaticBuffers(Batch):
         is_tree: bool = False,
         has_truths: bool = False,
         has_roots: bool = False,
+        has_lineage: bool = False,
         ancestors: int = 0,
     ) -> StaticBuffers:
         """Buffers of this size, without a live row."""
@@ -84,7 +88,7 @@ class StaticBuffers(Batch):
         sizes |= dict.fromkeys(("prefix_lens", "uids"), max_rows)
         if is_tree:
             sizes["parents"] = max_entries
-        for name, is_fed in (("truths", has_truths), ("roots", has_roots)):
+        for name, is_fed in (("truths", has_truths), ("roots", has_roots), ("lineage", has_lineage)):
             if is_fed:
                 sizes[name] = max_rows
         with torch.inference_mode(False):
@@ -110,6 +114,7 @@ class StaticBuffers(Batch):
             self.num_live,
             self.ancestors,
             self.roots,
+            self.lineage,
         )
 
     def fits(self, batch: Batch) -> bool:
@@ -157,4 +162,5 @@ def empty_batch(buffers: StaticBuffers) -> Batch:
         parents=None if buffers.parents is None else none,
         truths=None if buffers.truths is None else none,
         roots=None if buffers.roots is None else none,
+        lineage=None if buffers.lineage is None else none,
     )

@@ -45,15 +45,18 @@ PIECE_FIELDS = 8
     STEP,
     SITE,
     HAS_PARENTS,
+    HAS_LINEAGE,  # it lies in the place of parents
     HAS_STARTS,
     IDS,
     NUM_IDS,
     MASK,  # 0: none
     NODES,
     LANES,  # 0: nobody compares the bytes
+    BEFORE,  # address of the chain values of the draft forward before, which the lineage names; 0: none
+    NUM_BEFORE,
     SEEN,  # what sealing it has seen
     HEAD,
-) = range(18)
+) = range(21)
 OTHER, GUESSES, LAGS = range(3)
 KINDS = {"draft": GUESSES, "extend": LAGS}
 

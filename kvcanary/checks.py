@@ -18,7 +18,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.content import find_changed
 from kvcanary.entries import Entries, join_entries, written_entries
 from kvcanary.flights import Flight, Marks
-from kvcanary.forward import Forward, Ints, on_host
+from kvcanary.forward import Drafted, Forward, Ints, on_host
 from kvcanary.graphs import StaticChecks, Told
 from kvcanary.groups import slots_in
 from kvcanary.hits import Hit
@@ -78,6 +78,7 @@ class StepChecks:
         self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
         self._pending: list[Forward] = []
+        self._drafted: dict[int, Drafted] = {}  # by pool, the last one
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
         self.publish_pages = partial(state.publish, ledger.pages)
         self._marks = Marks(state.records.device)
@@ -105,8 +106,19 @@ class StepChecks:
     def open(self, forward: Forward) -> None:
         """From now on it waits to be judged; only under content=full somebody compares a draft's bytes."""
         self._pending.append(forward)
+        if forward.kind == "draft":
+            self._follow(forward)
         if forward.num_entries and (forward.kind != "draft" or self._config.content == "full"):
             expect_values(forward)
+
+    def _follow(self, forward: Forward) -> None:
+        """A draft forward goes on from the last one of its pool, and the next one from it."""
+        last = self._drafted.get(forward.pool.pool_id)
+        if last is not None:
+            forward.go_on_from(last)
+        if forward.has_lineage and forward.chains_before is None:
+            self._coverage.skip("lineages of draft rows, without the draft forward before", forward.num_rows)
+        self._drafted[forward.pool.pool_id] = forward.drafted
 
     def settle(self, rewritten: Rewritten | None = None) -> None:
         """Seal and judge all pending forwards; `rewritten`: what a declared move has put other bytes into since."""

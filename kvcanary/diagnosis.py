@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvcanary import rules_branches as branches
 from kvcanary import rules_bytes as bytes_
 from kvcanary import rules_rows as rows
 from kvcanary import rules_transfers as transfers
@@ -68,6 +69,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R2",), rows.empty_entry),
     (("R2",), rows.padding),
     (("R2",), rows.wrong_entry),
+    (("R5",), branches.other_branch),
+    (("R5",), branches.copies_of_ancestors),
     (("R4", "R5", "R6"), rows.kept_other_nodes),
     (("R4", "R5"), rows.more_entries),
     (("R4",), rows.exchange),

@@ -15,7 +15,7 @@ from kvcanary.arrival_words import expected_of, found_of
 from kvcanary.arrivals import Arrival
 from kvcanary.groups import slots_in
 from kvcanary.history import PageEvent
-from kvcanary.hits import Hit
+from kvcanary.hits import NO_BRANCH, Hit
 from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord
 from kvcanary.sites import site_name, unpack_site
@@ -207,6 +207,11 @@ def _position(facts: Facts) -> tuple[Values, Values]:
 
 def _chain(facts: Facts) -> tuple[Values, Values]:
     found = _record(facts)
+    if facts.hit.lineage is not None:
+        _, parent, other = facts.hit.lineage
+        before = site_name(facts.hit.site[0], facts.hit.site[1] - 1)
+        read = "none" if other == NO_BRANCH else other
+        return {"branch": f"{parent} of {before}"}, {"branch": f"{read} of {before}", "chain": _hex(found.chain)}
     expected = _continued_chain(facts, found)
     # A branch continues another slot than the one that was granted before it.
     return {"chain": None if expected == found.chain else _hex(expected)}, {"chain": _hex(found.chain)}

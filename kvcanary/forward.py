@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.cards import ADDRESS, CONTRADICTS, HEAD, KINDS, OTHER, REFUSES
+from kvcanary.cards import ADDRESS, BEFORE, CONTRADICTS, HEAD, KINDS, NUM_BEFORE, OTHER, REFUSES
 from kvcanary.errors import PlanError
 from kvcanary.ledger import Request
 from kvcanary.sites import pack_site
@@ -45,6 +45,16 @@ class Planned(NamedTuple):
     positions: Ints
 
 
+class Drafted(NamedTuple):
+    """A draft forward whose branches the next one may name; number: its index; chains: [n], by row, once sealed."""
+
+    step: int
+    number: int
+    request_ids: tuple[str, ...]
+    width: int
+    chains: Ints
+
+
 SLOT_BYTES = 8  # of a slot id in an index array
 
 
@@ -54,14 +64,16 @@ class Forward:
     width:          rows a request: 1, or the tree width of a draft substep
     num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
     request_ids:    names of `requests`
-    memory:         int64, filled by `loops.take_plan`: HEAD numbers (cards.py), the plan, and of each request its uid
-                    and what acceptance had made final; `head`: its address
+    memory:         int64, filled by `loops.take_plan`: HEAD numbers (cards.py), the plan, of each request its uid and
+                    what acceptance had made final, and room for `chains`; `head`: its address
     plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
                     [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
                     lists of these names are made when somebody asks
     is_usable:      whether the loops saw nothing that must be refused
     dense_indices:  where loops read the plan's indices: those themselves, or a copy of them as they were
-    has_parents:    whether the entries are nodes of trees;  has_starts: whether rows may begin behind position 0
+    has_parents:    whether the entries are nodes of trees;  has_lineage: whether rows say of which branch of the draft
+                    forward before they go on, which stands in the place of parents
+    has_starts:     whether rows may begin behind position 0
     indices, slots: the plans' own, or copies in which refused ids are null slot 0
     pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
     tree_mask:      [requests, N, N] bool, or None
@@ -69,6 +81,7 @@ class Forward:
     refused_reads:  entries of `indices` that were refused (R1)
     lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
                     address
+    chains_before:  of the draft forward before, by row, where its lineage can be compared with them; None: it can not
     stored:         bitmap of the layers that have stored; `told`: whether one was stored by the engine itself
     names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
                     `host_names`, `host_ids`: where the loops read them
@@ -79,6 +92,7 @@ class Forward:
     lanes: Tensor | None = None
     lanes_at = stored = 0
     told = False
+    chains_before: Ints | None = None
     raw = b""
     names: Ints
     ids: Ints
@@ -100,11 +114,12 @@ class Forward:
         What only a rule asks for is made when one does.
         """
         width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
+        lineage = write.lineage
         n, num_rows, written = write.slots.shape[0], len(requests) * width, read.num_written
         who = array("q")
         for request in requests:
             who.extend((request.uid, request.committed_len))
-        memory = np.empty(HEAD + 4 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
+        memory = np.empty(HEAD + 5 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
         self.kind, self.index, self.pool, self.step, self.requests, self.width = (
             kind,
             index,
@@ -116,12 +131,14 @@ class Forward:
         self.num_entries, self.num_rows, self.memory = n, num_rows, memory
         self.request_ids, self.num_reads = tuple(read.requests), read.indices.shape[0]
         self.has_parents, self.has_starts, self.tree_mask = parents is not None, starts is not None, mask
+        self.has_lineage = lineage is not None
         self.indices, self.slots = read.indices, write.slots
         asked = read.indices, write.slots, write.tokens, write.positions, read.indptr, read.prefix_lens
         indices, slots, tokens, positions, indptr, prefixes = map(dense, asked)
         self.dense_indices = indices
         parents = None if parents is None else dense(parents)
         starts = None if starts is None else dense(starts)
+        lineage = None if lineage is None else dense(lineage)
         counts = dense(written) if isinstance(written, Tensor) else None
         seen = pool.loops.take_plan(
             pool.card_at,
@@ -133,6 +150,7 @@ class Forward:
             tokens.data_ptr(),
             positions.data_ptr(),
             0 if parents is None else parents.data_ptr(),
+            0 if lineage is None else lineage.data_ptr(),
             n,
             indptr.data_ptr(),
             0 if counts is None else counts.data_ptr(),
@@ -170,11 +188,32 @@ class Forward:
     @cached_property
     def committed(self) -> list[int]:
         """By request, what acceptance had made final."""
-        return self.memory[HEAD + len(self.plan) + 1 :: 2].tolist()
+        return self.memory[HEAD + len(self.plan) + 1 : -self.num_entries or None : 2].tolist()
 
     @cached_property
     def plan(self) -> Ints:
-        return self.memory[HEAD : len(self.memory) - 2 * len(self.requests)]
+        return self.memory[HEAD : len(self.memory) - 2 * len(self.requests) - self.num_entries]
+
+    @property
+    def chains(self) -> Ints:
+        """[n] chain value of each entry that it writes, from when it is sealed."""
+        return self.memory[len(self.memory) - self.num_entries :]
+
+    @property
+    def before(self) -> tuple[int, int]:
+        """Address and number of the chains of the draft forward before, where the lineage can be compared with them."""
+        return int(self.memory[BEFORE]), int(self.memory[NUM_BEFORE])
+
+    @property
+    def drafted(self) -> Drafted:
+        """What is kept of a draft forward for the one behind it."""
+        return Drafted(self.step, self.index, self.request_ids, self.width, self.chains)
+
+    def go_on_from(self, last: Drafted) -> None:
+        """Its lineage names branches of the last draft forward, where that is the one before it, of the same rows."""
+        if self.has_lineage and last[:-1] == (self.step, self.index - 1, self.request_ids, self.width):
+            self.chains_before = last.chains
+            self.memory[BEFORE], self.memory[NUM_BEFORE] = last.chains.ctypes.data, len(last.chains)
 
     @cached_property
     def pool_indices(self) -> Tensor:
@@ -206,6 +245,11 @@ class Forward:
     def slot_names(self) -> Ints:
         """[n] int64: what the plan calls these slots."""
         return self.planned.slots
+
+    @cached_property
+    def lineage(self) -> Ints | None:
+        """[n] by row, the branch of the draft forward before from whose entry it goes on; None: nobody says."""
+        return self.plan[3 * self.num_entries : 4 * self.num_entries] if self.has_lineage else None
 
     @cached_property
     def parents(self) -> list[int] | None:
@@ -289,6 +333,8 @@ def _check_sizes(forward: Forward) -> None:
         raise PlanError(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
     if sum(forward.written) != n:
         raise PlanError(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
+    if forward.has_lineage and set(forward.written) - {1}:
+        raise PlanError(f"a lineage belongs to rows that write one entry each, got rows that write {forward.written}")
     if min(forward.written, default=0) < 0:
         raise PlanError(f"num_written must not be negative, got {min(forward.written)}")
     mask = forward.tree_mask

@@ -49,6 +49,7 @@ from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
 from kvcanary.learning import Launch, Launched, Learned, runs_of, tokens_of
 from kvcanary.ledger import Ledger, Request
+from kvcanary.lineage import lineage_of
 from kvcanary.mirror import Mirror
 from kvcanary.once import OnceSubstep, Singles
 from kvcanary.outbox import LINES
@@ -376,7 +377,8 @@ class StaticChecks:
         self._cover(rows > 0 and not told.launches, entries, reads, entries > 0)
         hits = list[Hit]()
         with torch.inference_mode() if harvest.hits else nullcontext():
-            hits += [named for hit in harvest.hits for named in self._named(self._hit(hit))]
+            runs = told.forwards if harvest.hits else []
+            hits += [named for hit in harvest.hits for named in self._named(self._hit(hit, runs))]
         return hits + [self._gap(gap, told.step) for gap in harvest.gaps]
 
     def count_quiet(self) -> None:
@@ -411,12 +413,13 @@ class StaticChecks:
             one.others = hit.others
         return found or [hit]
 
-    def _hit(self, hit: StaticHit) -> Hit:
+    def _hit(self, hit: StaticHit, runs: Sequence[Launched]) -> Hit:
         pool = self._state.by_name[hit.pool]
         position = hit.place if hit.place >= 0 else None
         name = self._ledger.name(hit.uid) if hit.uid >= 0 else None
         others = tuple(other for uid in hit.others if (other := self._ledger.name(uid)) is not None)
-        return Hit(hit.code, pool, hit.slot, position, name, hit.site, hit.step, others=others)
+        own = hit.code, pool, hit.slot, position, name, hit.site, hit.step
+        return Hit(*own, lineage=lineage_of(hit, runs), others=others)
 
     def _gap(self, gap: CoverageGap, step: int) -> Hit:
         expected = {"rows": gap.planned_rows, "entries": gap.planned_entries, "reads": gap.planned_reads}

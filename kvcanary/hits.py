@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, RANK, SPEAK_FIRST, UNWRITTEN, Code
 from kvcanary.forward import Ints
@@ -15,6 +15,21 @@ from kvcanary.state import PoolState
 
 if TYPE_CHECKING:
     from kvcanary.arrivals import Arrival
+
+NO_BRANCH = -1
+
+
+class Lineage(NamedTuple):
+    """Of a row of a draft forward that does not read what it should go on from; branches of its request.
+
+    branch: the row's own
+    parent: of the draft forward before, that from which it descends, as the engine says
+    found:  that whose entry it reads instead; NO_BRANCH (-1): none's
+    """
+
+    branch: int
+    parent: int
+    found: int
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +45,7 @@ class Hit:
     until:     position of the last entry of an unbroken run of the row that this hit speaks for; None: itself alone
     parent_position: for W5, the position of the parent
     found_position:  for R4, the position that the record has
+    lineage:   for R5, where it contradicts what the engine says of a draft's branches
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
     is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
@@ -51,6 +67,7 @@ class Hit:
     until: int | None = None
     parent_position: int | None = None
     found_position: int | None = None
+    lineage: Lineage | None = None
     row_slots: Sequence[int] | Ints = ()
     fingerprint_hit: bool = False
     is_unwritten: bool = False

@@ -21,8 +21,8 @@ Geometry = tuple[Shape, Shape, torch.dtype, Shape, Shape, torch.dtype, bool]  # 
 MOST_GEOMETRIES = 256
 
 #: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
-#: a null slot, a page that is written for the first time.
-REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH = 1, 2, 4, 8
+#: a null slot, a page that is written for the first time, a row that does not read what its lineage goes on from.
+REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = 1, 2, 4, 8, 16
 
 
 class DensePart(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.hits import Hit
+from kvcanary.hits import Hit, Lineage
 from kvcanary.state import PoolState
 
 KEPT_HITS = 64  # of each code at each site, until they are taken
@@ -28,6 +28,7 @@ class HitBatch:
     last_good:        [n] int64, step in which the entry was last known good; -1: not known
     found_positions:  [n] int64, for R4
     parent_positions: [n] int64, for W5
+    lineages:         [n, 3] int64, for R5, the fields of each `Lineage`
     fingerprint_hits: [n] bool, for R3
     names:            [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
     is_unwritten:     for R9, nobody has written these slots, and what lies there is not finite (U1)
@@ -45,6 +46,7 @@ class HitBatch:
     last_good: Ints | None = None
     found_positions: Ints | None = None
     parent_positions: Ints | None = None
+    lineages: Ints | None = None
     fingerprint_hits: NDArray[np.bool_] | None = None
     names: Ints | None = None
     is_unwritten: bool = False
@@ -68,6 +70,7 @@ class HitBatch:
             until=until,
             parent_position=None if self.parent_positions is None else int(self.parent_positions[number]),
             found_position=_known(self.found_positions, number),
+            lineage=None if self.lineages is None else Lineage(*self.lineages[number].tolist()),
             fingerprint_hit=self.fingerprint_hits is not None and bool(self.fingerprint_hits[number]),
             named=None if self.names is None else int(self.names[number]),
             is_unwritten=self.is_unwritten,

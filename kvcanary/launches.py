@@ -63,6 +63,7 @@ class Settings:
                    what may be many entries
     attends:       the engine's attention fingerprints what it reads, layer by layer, with what `StaticSubstep.reads` is
     read_keys:     of that, the bank's own: where bytes are compared in every forward; None: nobody compares them
+    before:        the draft forward before it, from whose entries rows with a lineage go on, in the same program
     is_postponed:  where the forward may write is asked before it is opened (admit), and all else of it is found out
                    beside a later forward of the same program: nothing of the canary but stores stands in its body
     """
@@ -75,6 +76,7 @@ class Settings:
     puts: bool = False
     attends: bool = False
     read_keys: ReadKeys | None = None
+    before: StaticSubstep | None = None
     is_postponed: bool = False
 
 
@@ -177,6 +179,7 @@ class Launches:
         self.post = self._ops.post
 
     def _plan(self, site: tuple[str, int]) -> Launch:
+        before = self._settings.before
         return partial(
             self._ops.plan,
             self._forward,
@@ -186,6 +189,7 @@ class Launches:
             roots=self._work.root_seeds,
             site=pack_site(*site),
             width=self._settings.width,
+            before=None if before is None else before.work.chains,
             **self._truth,
         )
 

@@ -134,6 +134,7 @@ class Learned:
 
     slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
     ancestors: [rows, n], what each row reads between its prefix and what it writes
+    lineage:  [n], as `Forward` has it, or None
     accepted: by request, the tokens of which the forward writes the entries, where only the device knew them; else None
     has_read_hits: whether a check of what was read has fired, in this forward or an earlier one of its substep
     """
@@ -165,7 +166,9 @@ class Learned:
         self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
         self._live = live = slice(0, int(bounds[num_rows]))
         self.planned = Planned(slots[live], tokens[live], positions[live])
-        self._parents: Ints | None = parents[live] if len(parents) else None
+        has_lineage = substep.forward.lineage is not None
+        self._parents: Ints | None = parents[live] if len(parents) and not has_lineage else None
+        self.lineage: Ints | None = parents[live] if has_lineage else None
         safe = safe_slots[live]
         self.slots: Ints = safe[safe >= self.pool.view.null_slots]
         self.tree_mask = None
@@ -193,6 +196,10 @@ class Learned:
         return self._parents is not None
 
     @property
+    def has_lineage(self) -> bool:
+        return self.lineage is not None
+
+    @property
     def num_bytes(self) -> int:
         """Of the plans, where somebody keeps them: four numbers an entry, six a row."""
         mask = 0 if self.tree_mask is None else self.tree_mask.numel()
@@ -202,7 +209,7 @@ class Learned:
         """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""
         slots, tokens, positions = self.planned
         self.planned = Planned(slots.copy(), tokens.copy(), positions.copy())
-        self._parents = None if self._parents is None else self._parents.copy()
+        self._parents, self.lineage = (None if one is None else one.copy() for one in (self._parents, self.lineage))
         self.ancestors, self._bounds = self.ancestors.copy(), self._bounds.copy()
         self.tree_mask = None if self.tree_mask is None else self.tree_mask.clone()
         self.requests, self._indices = (), self._indices[:0]
@@ -214,7 +221,8 @@ class Learned:
         reads = np.zeros(self.num_rows + 1, np.int64)
         np.add(self._begins, self._counts).cumsum(out=reads[1:])
         prefixes = (self._begins - self._num_ancestors)[:: self.width]
-        parents = np.full(self.num_entries, -1) if self._parents is None else self._parents
+        known = (one for one in (self._parents, self.lineage) if one is not None)
+        parents = next(known, np.full(self.num_entries, -1))
         rows = self._counts, none, reads[:-1] + self._begins, self._begins, none
         return np.concatenate((*self.planned, parents, reads, *rows, prefixes))
 

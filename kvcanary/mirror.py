@@ -88,6 +88,8 @@ class Mirror:
             forward.num_rows,
             forward.width,
             forward.has_parents,
+            *forward.before,
+            forward.chains,
             names,
             ids.data_ptr(),
             ids.shape[0],

@@ -34,6 +34,7 @@ class RecordedForward:
 
     __slots__ = (
         "_forward",
+        "has_lineage",
         "has_parents",
         "has_starts",
         "index",
@@ -117,6 +118,7 @@ class RecordedForward:
         self.requests = request_ids
         self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
         self.has_parents, self.has_starts, self.stored = forward.has_parents, forward.has_starts, stored
+        self.has_lineage = forward.has_lineage
         self.mask: tuple[Ints, tuple[int, ...]] | None = None
         if forward.tree_mask is not None:
             bits = forward.tree_mask.cpu().numpy()
@@ -266,10 +268,10 @@ _NONE: Ints = np.empty(0, np.int32)
 
 
 def _plan_of(forward: Forward) -> Ints:
-    """`Forward.plan` with the slots that were asked for, and parents of -1 where there are no trees."""
+    """`Forward.plan` with the slots that were asked for, and parents of -1 where there are no trees and no lineage."""
     plan, n = forward.plan.copy(), forward.num_entries
     plan[:n] = forward.slot_names
-    if not forward.has_parents:
+    if not (forward.has_parents or forward.has_lineage):
         plan[3 * n : 4 * n] = -1
     if forward.refused is not None:
         plan[forward.refused.entries] = forward.refused.names

@@ -8,9 +8,10 @@ import numpy as np
 
 from kvcanary.entries import fired_writes
 from kvcanary.forward import Forward, Ints
-from kvcanary.host import MISPLACED, NULL_WRITTEN, PAGE_FRESH
+from kvcanary.host import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Ledger
+from kvcanary.lineage import judge_lineage
 from kvcanary.mirror import Mirror, Words
 
 
@@ -21,7 +22,9 @@ class Sealer:
         self._mirror, self._ledger = mirror, ledger
 
     def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
-        """Seal all entries in the order of their run; W5 where a position does not follow the parent's."""
+        """Seal all entries in the order of their run; W5 where a position does not follow the parent's, R5 where a row
+        does not read what its lineage goes on from.
+        """
         seen = [self._mirror.seal(forward, self._roots(forward), self._ledger.pages) for forward in forwards]
         return self.sealed(forwards, seen)
 
@@ -35,6 +38,8 @@ class Sealer:
                 self._mirror.forget_null_chains(forward)
             if found & MISPLACED:
                 hits.append(_misplaced(forward))
+            if found & ASTRAY:
+                hits += judge_lineage(forward, self._mirror.memory[forward.pool.base :])
         return hits
 
     def _roots(self, forward: Forward) -> Words:

@@ -37,6 +37,7 @@ class StaticSubstep:
     judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
     width:   rows a request
     is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
+    before:  the draft forward before it, whose branches the forward's lineage names; None: it has none
     depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
     written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
     num_kept: numbers of that which are kept where it is clean: all up to the masks
@@ -65,7 +66,7 @@ class StaticSubstep:
         self._claims, self._beside = shared.claims[pool.name], shared.beside
         self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
         self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
-        self.is_postponed = settings.is_postponed
+        self.is_postponed, self.before = settings.is_postponed, settings.before
         self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
         lines = 1 if number is None else LINES
         self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
@@ -287,7 +288,7 @@ class StaticSubstep:
 
     def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
         plan, planned = self.forward, self.work.planned
-        parents = plan.slots[:0] if plan.parents is None else plan.parents
+        parents = next((one for one in (plan.parents, plan.lineage) if one is not None), plan.slots[:0])
         own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
         words = plan.slots[:0] if self.masks is None else self.masks.words
         return *own, planned.safe_slots, planned.ancestors, words, planned.row_violations, header
@@ -298,6 +299,7 @@ def line_card(substep: StaticSubstep) -> array[int]:
     line = substep.written.line()
     where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
     bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
+    parents = parents if substep.forward.lineage is None else NOWHERE  # the part holds that
     nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
     kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
     header = line.where[HEADER_PART].start

@@ -189,12 +189,17 @@ class WritePlan:
     slots, tokens, positions: [n] int64; tokens are those the record names (position + token_offset)
     parents:   [n] int64, index in this plan of the predecessor, -1 where the entry continues its row; None where
                every row is a chain. Rows are consecutive, as long as the read plan's `num_written`
+    lineage:   [n] int64, of draft forwards whose rows write one entry each and whose requests are those of the draft
+               forward before (same pool and step, index one less): the branch there, of as many a request as here, from
+               whose entry the row goes on. It is compared with what the row reads, so it must not be derived from the
+               slots that attention is given. None: rows go on from the entry before their own, whoever wrote it
     """
 
     slots: Tensor
     tokens: Tensor
     positions: Tensor
     parents: Tensor | None = None
+    lineage: Tensor | None = None
 
     def __post_init__(self) -> None:
         slots, tokens, positions = self.slots, self.tokens, self.positions
@@ -207,6 +212,12 @@ class WritePlan:
             self._refuse()
         if self.parents is not None:
             _expect_int64("parents", self.parents, shape[0])
+        if self.lineage is not None:
+            _expect_int64("lineage", self.lineage, shape[0])
+            if self.parents is not None:
+                raise PlanError(
+                    "parents and lineage must not be given together: a row of a tree's nodes has no lineage"
+                )
 
     def _refuse(self) -> None:
         _expect_int64("slots", self.slots)

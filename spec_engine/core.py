@@ -84,6 +84,7 @@ class ForwardBatch:
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     parents: Tensor | None = None  # [n] int64, index of the tree parent in this forward or -1; None: chains
+    lineage: Tensor | None = None  # [rows] int64, row of the request in the draft forward before that each goes on from
     tree_mask: Tensor | None = None  # [requests, N, N] bool, node sees node; None: causal
     window: int | None = None  # tokens that a reader sees, itself included; None: all
     starts: Tensor | None = None  # [rows] int64, position of each row's first entry; None: 0

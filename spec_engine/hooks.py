@@ -134,4 +134,5 @@ def write_plan(batch: ForwardBatch) -> WritePlan:
         tokens=batch.tokens,
         positions=batch.positions,
         parents=batch.parents,
+        lineage=batch.lineage,
     )

@@ -32,6 +32,8 @@ class ForwardPlan:
     truths:      [rows], chain value of the row's own tokens up to its prefix_len; None: R6 is not judged
     uids:        [rows], request of each row
     roots:       [rows], chain value that position 0 of each row continues; None: the pool's own
+    lineage:     [rows], branch of the row's request, in the draft forward before, whose entry the row goes on from; of
+                 rows that write one entry each. None: a row goes on from the entry before its own, whoever wrote it
     num_live:    [1], rows at and after it are padding
     ancestors:   entries of a row between its prefix and what it writes
     """
@@ -50,12 +52,13 @@ class ForwardPlan:
     num_live: Tensor
     ancestors: int = 0
     roots: Tensor | None = None
+    lineage: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, entries = self.num_rows, self.num_entries
         expect_table(self.table, rows)
         expect_int64(rows, row_starts=self.row_starts, row_ends=self.row_ends, prefix_lens=self.prefix_lens)
-        expect_int64(rows, truths=self.truths, uids=self.uids, roots=self.roots)
+        expect_int64(rows, truths=self.truths, uids=self.uids, roots=self.roots, lineage=self.lineage)
         expect_int64(rows + 1, bounds=self.bounds)
         expect_int64(entries, slots=self.slots, tokens=self.tokens, positions=self.positions, parents=self.parents)
         expect_int64(1, num_live=self.num_live)
@@ -84,7 +87,8 @@ class Planned:
     starts:       [rows], where the row begins, 0 for rows that are not judged
     read_lengths: [rows], entries of the row that earlier forwards wrote
     row_lengths:  [rows], with those that this forward writes
-    seeds:        [rows], chain value that the row's own entries continue
+    seeds:        [rows], chain value that the row's own entries continue: with a lineage its parent's, else that of the
+                  entry that it reads before them
     entry_seeds:  [entries], the same by entry
     parents:      [entries], those of the forward, NO_PARENT where one is no earlier entry of the row
     safe_slots:   [entries], NO_SLOT where the write is refused: everything but W5 refuses

@@ -54,6 +54,7 @@ def plan(
     width: int,
     page_size: int,
     null_slots: int,
+    before: Tensor | None = None,
 ) -> None:
     """Judge the write plan (W1 to W5, W7 to W9, R2) and row lengths (R10); derive `planned`. May be captured.
 
@@ -64,8 +65,10 @@ def plan(
     roots:       [rows] int64, chain value that position 0 of each row continues
     site:        kind and index of the forward (a record's site without branch or node)
     width:       rows a request, which number the branches: 1, or the tree width of a draft forward
+    before:      [n] int64, chain value that each row of the draft forward before has written, with a lineage: rows go
+                 on from these, and not from what they read (settle compares); a branch that is none has chain 0
     """
-    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width)
+    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width, before)
     rows, entries, table = forward.num_rows, forward.num_entries, forward.table
     if entries:
         _claim_kernel[(triton.cdiv(entries, BLOCK),)](
@@ -106,6 +109,8 @@ def plan(
         owners,
         claims,
         roots,
+        roots if forward.lineage is None else forward.lineage,
+        roots if before is None else before,
         planned.starts,
         planned.read_lengths,
         planned.row_lengths,
@@ -134,12 +139,14 @@ def plan(
         forward.ancestors,
         site,
         width,
+        0 if before is None else before.numel(),
         records.shape[0],
         page_size,
         null_slots,
         PAGE=table.page_size,
         HAS_ROWS=table.rows is not None,
         IS_TREE=forward.parents is not None,
+        HAS_LINEAGE=forward.lineage is not None,
         BLOCK_N=BLOCK,
         **overlap_options(claims.device),
     )
@@ -159,9 +166,10 @@ def plan_torch(
     width: int,
     page_size: int,
     null_slots: int,
+    before: Tensor | None = None,
 ) -> None:
     """The torch reference of `plan`."""
-    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width)
+    _check(forward, planned, records, generations, states, owners, claims, roots, page_size, width, before)
     rows, entries, num_slots = forward.num_rows, forward.num_entries, records.shape[0]
     live = min(max(int(forward.num_live), 0), rows)
     live_entries = min(max(int(forward.bounds[live]), 0), entries)
@@ -171,6 +179,8 @@ def plan_torch(
     planned.row_violations.zero_()
     planned.ancestors.copy_(_ancestors(forward, planned))
     planned.seeds.copy_(_seeds(forward, planned, is_whole, live, records, roots, null_slots))
+    if before is not None:
+        _go_on_from_parents(forward, planned, before, width)
     if not live_entries:
         return
     written = forward.bounds.diff()[:live]
@@ -241,7 +251,9 @@ def _claim_kernel(
         tl.store(counted_lengths + 2 * num_rows, num_entries - live)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_entries", "num_table_rows", "table_width", "ancestors", "site"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_entries", "num_table_rows", "table_width", "ancestors", "site", "num_before"]
+)
 def _plan_kernel(
     pages,
     rows,
@@ -261,6 +273,8 @@ def _plan_kernel(
     owners,
     claims,
     roots,
+    lineage,
+    before,
     starts,
     read_lengths,
     row_lengths,
@@ -289,12 +303,14 @@ def _plan_kernel(
     ancestors,
     site,
     width,
+    num_before,
     num_slots,
     page_size,
     null_slots,
     PAGE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     IS_TREE: tl.constexpr,
+    HAS_LINEAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -314,10 +330,14 @@ def _plan_kernel(
     is_whole = (start >= 0) & (end - start >= written) & (end <= row_width * PAGE)
     judged = is_whole & is_live
     prefix = tl.where(judged, end - start - written, 0)
-    before = start + prefix - 1
-    slot_before = device_slot_at(row_pages, before, prefix > 0, row_width, PAGE)
+    slot_before = device_slot_at(row_pages, start + prefix - 1, prefix > 0, row_width, PAGE)
     m_before = (prefix > 0) & (slot_before >= null_slots) & (slot_before < num_slots)
     continued = tl.load(records + slot_before * COLUMNS + CHAIN, mask=m_before, other=0)
+    if HAS_LINEAGE:
+        branch = tl.load(lineage + i_row)
+        i_before = i_row // width * width + branch
+        m_branch = (prefix > 0) & (branch >= 0) & (branch < width) & (i_before < num_before)
+        continued = tl.load(before + i_before, mask=m_branch, other=0)
     seed = tl.where(judged & (prefix == 0), tl.load(roots + i_row), continued)
     if i_part == 0:
         tl.store(starts + i_row, tl.where(judged, start, 0))
@@ -477,6 +497,18 @@ def _seeds(
     return torch.where(is_whole & is_live & (prefixes == 0), roots, chains)
 
 
+def _go_on_from_parents(forward: ForwardPlan, planned: Planned, before: Tensor, width: int) -> None:
+    """Rows that read something go on from the entry of their branch's parent, whatever it is that they read."""
+    lineage = forward.lineage
+    if lineage is None:
+        return
+    row = torch.arange(len(lineage), device=lineage.device)
+    parents = row // width * width + lineage
+    is_branch = (lineage >= 0) & (lineage < width) & (parents < before.numel())
+    chains = torch.where(is_branch, before[parents.clamp(0, before.numel() - 1)], 0)
+    planned.seeds.copy_(torch.where(planned.read_lengths > 0, chains, planned.seeds))
+
+
 def _wanted_positions(
     forward: ForwardPlan, planned: Planned, row: Tensor, entry: Tensor, following: Tensor, prefix: Tensor
 ) -> Tensor:
@@ -501,6 +533,7 @@ def _check(
     roots: Tensor,
     page_size: int,
     width: int,
+    before: Tensor | None,
 ) -> None:
     rows, entries = forward.num_rows, forward.num_entries
     expect_records(records)
@@ -513,3 +546,7 @@ def _check(
     expect_int64(rows * forward.ancestors, ancestors=planned.ancestors.view(-1))
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}: a request has at least one row")
+    if (before is None) != (forward.lineage is None):
+        raise ValueError("a lineage and the chains of the forward before must be given together, got only one of them")
+    if before is not None:
+        expect_int64(before.numel(), before=before)

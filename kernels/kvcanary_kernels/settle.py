@@ -51,7 +51,8 @@ def settle(
     null_slots: int,
     stored: Tensor | None = None,
 ) -> None:
-    """Judge layers (R12, W4), own entries (R5) and row truths (R6) of live rows. May be captured; after verify.
+    """Judge layers (R12, W4), own entries and lineages (R5), and row truths (R6) of live rows. May be captured; after
+    verify.
 
     forward, planned: as `plan` left them; planned.codes: R12 where a layer stored nothing, W4 where one stored twice
     records:    [num_slots, 8] int64, sealed and stored
@@ -60,7 +61,8 @@ def settle(
     claims:     [num_slots] int64, claims of this forward are withdrawn
     twice:      [entries] int64, as attest left it; zero again afterwards
     codes:      [nnz] int64, read codes as verify left them. R5 is added where a row reads, as its own entry, a slot
-                with another chain; R6 at the last entry of a prefix that is not the row's truth
+                with another chain, and where what it reads before its own entries is not what its lineage goes on from
+                (planned.seeds); R6 at the last entry of a prefix that is not the row's truth
     runs:       [NUM_RUNS] int64, += rows, entries written, entries read of live rows
     stored:     [entries, 2] int64, bitmap of the layers that each entry stored, where the engine's own store is used;
                 it goes into the record. None: records say it
@@ -81,6 +83,7 @@ def settle(
         forward.num_live,
         planned.read_lengths,
         planned.row_lengths,
+        planned.seeds,
         planned.safe_slots,
         planned.asked,
         planned.places,
@@ -105,6 +108,7 @@ def settle(
         PAGE=table.page_size,
         HAS_ROWS=table.rows is not None,
         HAS_TRUTHS=forward.truths is not None,
+        HAS_LINEAGE=forward.lineage is not None,
         HAS_STORED=stored is not None,
         BLOCK_N=BLOCK,
     )
@@ -130,7 +134,11 @@ def settle_torch(
     n, num_slots = int(planned.live_entries), records.shape[0]
     runs += torch.stack((forward.num_live.new_tensor(live), planned.live_entries[0], planned.row_lengths[:live].sum()))
     if forward.truths is not None:
-        _judge_truths(forward, forward.truths, planned, live, records, codes, null_slots)
+        last = forward.prefix_lens[:live] - 1
+        _judge_chains(forward, planned, last, forward.truths[:live], "R6", records, codes, null_slots)
+    if forward.lineage is not None:
+        last = planned.read_lengths[:live] - 1
+        _judge_chains(forward, planned, last, planned.seeds[:live], "R5", records, codes, null_slots)
     asked, safe = planned.asked[:n], planned.safe_slots[:n]
     claims[asked[(asked >= 0) & (asked < num_slots)]] = NO_CLAIM
     planned.codes[:n] |= torch.where(twice[:n] != 0, CODE_BITS["W4"], 0)
@@ -165,6 +173,7 @@ def _settle_kernel(
     num_live,
     read_lengths,
     row_lengths,
+    seeds,
     safe_slots,
     asked,
     places,
@@ -189,6 +198,7 @@ def _settle_kernel(
     PAGE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_TRUTHS: tl.constexpr,
+    HAS_LINEAGE: tl.constexpr,
     HAS_STORED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -207,15 +217,22 @@ def _settle_kernel(
         tl.atomic_add(runs + DEVICE_RUN_ROWS, tl.full([], 1, tl.int64), sem="relaxed")
         tl.atomic_add(runs + DEVICE_RUN_WRITTEN, written, sem="relaxed")
         tl.atomic_add(runs + DEVICE_RUN_READ, tl.load(row_lengths + i_row), sem="relaxed")
+        start = tl.load(row_starts + i_row)
+        code_start = tl.load(code_starts + i_row)
+        read = tl.load(read_lengths + i_row)
         if HAS_TRUTHS:
             last = tl.load(prefix_lens + i_row) - 1
-            m_row = (last >= 0) & (last < tl.load(read_lengths + i_row))
-            slot = device_slot_at(row_pages, tl.load(row_starts + i_row) + last, m_row, row_width, PAGE)
-            where = tl.load(code_starts + i_row) + last
-            m_row &= (slot >= null_slots) & (slot < num_slots) & (where >= 0) & (where < num_codes)
-            chain = tl.load(records + slot * COLUMNS + CHAIN, mask=m_row, other=0)
-            m_row &= chain != tl.load(truths + i_row)
-            tl.store(codes + where, tl.load(codes + where, mask=m_row, other=0) | R6, mask=m_row)
+            m_row = (last >= 0) & (last < read)
+            slot = device_slot_at(row_pages, start + last, m_row, row_width, PAGE)
+            wanted = tl.load(truths + i_row)
+            _judge_chain(records, codes, slot, code_start + last, m_row, wanted, R6, num_slots, num_codes, null_slots)
+        if HAS_LINEAGE:
+            last = read - 1
+            slot = device_slot_at(row_pages, start + last, last >= 0, row_width, PAGE)
+            wanted = tl.load(seeds + i_row)
+            _judge_chain(
+                records, codes, slot, code_start + last, last >= 0, wanted, R5, num_slots, num_codes, null_slots
+            )
 
     low = tl.load(layers)
     high = tl.load(layers + 1)
@@ -260,18 +277,34 @@ def _settle_kernel(
             tl.store(expected + row + i_column, value, mask=m_sealed)
 
 
-def _judge_truths(
-    forward: ForwardPlan, truths: Tensor, planned: Planned, live: int, records: Tensor, codes: Tensor, null_slots: int
+@triton.jit
+def _judge_chain(records, codes, slot, where, m_row, wanted, code: tl.constexpr, num_slots, num_codes, null_slots):
+    """The code where the entry that a row reads in this slot has not the chain that is wanted there."""
+    m_row &= (slot >= null_slots) & (slot < num_slots) & (where >= 0) & (where < num_codes)
+    chain = tl.load(records + slot * COLUMNS + CHAIN, mask=m_row, other=0)
+    m_row &= chain != wanted
+    tl.store(codes + where, tl.load(codes + where, mask=m_row, other=0) | code, mask=m_row)
+
+
+def _judge_chains(
+    forward: ForwardPlan,
+    planned: Planned,
+    last: Tensor,
+    wanted: Tensor,
+    code: str,
+    records: Tensor,
+    codes: Tensor,
+    null_slots: int,
 ) -> None:
-    last = forward.prefix_lens[:live] - 1
-    table = forward.table
+    """A code where the entry that a live row reads at this place [live] has not the chain that is wanted there."""
+    table, live = forward.table, len(last)
     inside = (last >= 0) & (last < planned.read_lengths[:live])
     places = torch.where(inside, forward.row_starts[:live] + last, -1)
     slots = slot_at(table, None if table.rows is None else table.rows[:live], places)
     where = (forward.row_starts if table.code_starts is None else table.code_starts)[:live] + last
     judged = inside & (slots >= null_slots) & (slots < records.shape[0]) & (where >= 0) & (where < codes.numel())
-    wrong = judged & (records[:, record.CHAIN][slots.clamp(0, records.shape[0] - 1)] != truths[:live])
-    codes[where[wrong]] |= CODE_BITS["R6"]
+    wrong = judged & (records[:, record.CHAIN][slots.clamp(0, records.shape[0] - 1)] != wanted)
+    codes[where[wrong]] |= CODE_BITS[code]
 
 
 def _check(

@@ -14,6 +14,7 @@ _FORWARD = {
     "entries": "int",
     "rows": "int",
     "has_parents": "flag",
+    "has_lineage": "flag?",  # it lies in the place of parents; older dumps have none
     "has_starts": "flag",
     "stored": "int",
     "plan": "ints",
@@ -123,6 +124,7 @@ SAFE_VALUES = frozenset(
         "writes_in_forward",
         "layers",
         "position",
+        "branch",
         "owner",
         "generation",
         "missing",

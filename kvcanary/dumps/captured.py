@@ -44,6 +44,7 @@ def captured_batch(substep: StaticSubstep, event: Call, read: ReadPlan, write: W
         parents=write.parents,
         truths=by_row[2] if substep.forward.truths is not None else None,
         roots=by_row[3] if substep.forward.roots is not None else None,
+        lineage=write.lineage,
     )
 
 

@@ -193,8 +193,8 @@ class _Reader:
         fits = one["kind"] in SUBSTEP_KINDS and one["rows"] % one["width"] == 0
         fits &= one["nodes"] is None or one["rows"] * one["nodes"] ** 2 <= MOST_SLOTS
         self._expect(fits and one["rows"] * one["ancestors"] <= MOST_SLOTS, "a captured forward has no such sizes")
-        for key in ("has_parents", "has_truths", "has_roots", "judges_bytes"):
-            is_new = key in ("has_roots", "judges_bytes")  # which older dumps do not name
+        for key in ("has_parents", "has_truths", "has_roots", "has_lineage", "judges_bytes"):
+            is_new = key in ("has_roots", "has_lineage", "judges_bytes")  # which older dumps do not name
             flag = one.get(key, False) if is_new else one[key]
             self._expect(isinstance(flag, bool), f"{key} of a captured forward is no flag")
 
@@ -305,6 +305,7 @@ class _Reader:
         own = captured[event["number"]]
         n, rows = event["entries"], event["rows"]
         fits = all(event[key] == own[key] for key in ("pool", "kind", "index", "width", "has_parents"))
+        fits &= event.get("has_lineage", False) == own.get("has_lineage", False)
         fits &= n <= own["entries"] and rows <= own["rows"] and len(event["counts"]) == len(event["requests"])
         reads = event["plan"][4 * n : 4 * n + rows + 1]
         fits &= reads[0] == 0 and bool((np.diff(reads) >= 0).all()) and reads[-1] <= own["indices"]

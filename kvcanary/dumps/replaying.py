@@ -333,7 +333,8 @@ class Replayer:
             tree_mask=read_mask(event),
             starts=_tensor(starts) if event["has_starts"] else None,
         )
-        return read, WritePlan(slots, tokens, positions, parents if event["has_parents"] else None)
+        parts = parents if event["has_parents"] else None, parents if event.get("has_lineage") else None
+        return read, WritePlan(slots, tokens, positions, *parts)
 
     def _indices(self, event: Call, bounds: Ints, starts: Ints, prefixes: Ints) -> Ints:
         """What every row read: as granted up to its prefix, unless the dump has the row whole."""

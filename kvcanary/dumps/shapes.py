@@ -45,6 +45,7 @@ def shape_of_forward(substep: StaticSubstep) -> dict[str, Any]:
         "depth": substep.depth,
         "ancestors": forward.ancestors,
         "has_parents": forward.parents is not None,
+        "has_lineage": forward.lineage is not None,
         "has_truths": forward.truths is not None,
         "has_roots": forward.roots is not None,
         "judges_bytes": substep.judges_bytes,

@@ -263,7 +263,8 @@ def _check_size(dump: Dump, is_exact: bool) -> None:
 def _captured(bank: SubstepBank, one: dict[str, Any]) -> StaticSubstep:
     """A forward over buffers as large as those that it ran over."""
     sizes, nodes = (one["rows"], one["entries"], one["indices"]), one["nodes"]
-    feeds = {"is_tree": one["has_parents"], "has_truths": one["has_truths"], "has_roots": one.get("has_roots", False)}
+    feeds = {"is_tree": one["has_parents"], "has_truths": one["has_truths"]}
+    feeds |= {name: one.get(name, False) for name in ("has_roots", "has_lineage")}
     buffers = StaticBuffers.allocate(*sizes, ancestors=one["ancestors"], **feeds)
     mask = None if nodes is None else torch.zeros(one["rows"] // one["width"], nodes, nodes, dtype=torch.bool)
     settings = {"width": one["width"], "max_depth": one["depth"], "tree_mask": mask}

@@ -303,6 +303,7 @@ class Writer:
             "entries": n,
             "rows": forward.num_rows,
             "has_parents": forward.has_parents,
+            "has_lineage": forward.has_lineage or None,
             "has_starts": forward.has_starts,
             "stored": forward.stored,
             "plan": plan,

@@ -148,6 +148,18 @@ def read_other_parents(target: Target, column_of: Callable[[int, int], int]) -> 
     return True
 
 
+def _own_columns(parents: Any, *, step: int, num_steps: int) -> Any:
+    """Every survivor goes on from its column, from the second draft forward on: before that there is one path."""
+    import torch
+
+    return torch.arange(parents.shape[1], device=parents.device).expand_as(parents) if step else parents
+
+
+def _forwards_from(parents: Any, columns: Any, *, step: int, num_steps: int) -> dict[str, Any]:
+    """Of the request with the shorter row the first one may be right still."""
+    return {"pool": "draft", "site": frozenset(("draft", later) for later in range(step, num_steps - 1))}
+
+
 def _feed_a_placeholder(target: Target) -> bool:
     """A request's newest token is fed as the placeholder that stood for it."""
 
@@ -319,6 +331,21 @@ FAULTS = (
         applies=has_deep_branches,
         strike=_read_by_column,
         quiet=partial(lengthen_plans, pool="draft", kind="draft"),
+    ),
+    Fault(
+        name="draft.columns_never_regathered",
+        k="K09",
+        bugs=("sgl-project/sglang#8409",),
+        story="The same as it was published: nothing is ever gathered, in no forward, so that every row reads what was "
+        "written for its column and no chain contradicts another. Only the drafter knows whose child a row is. An "
+        "engine may mean to do so, and says so then.",
+        expected="R5",
+        applies_to="topk > 1, drafts of three steps and more",
+        needs={"num_steps": 5, "topk": 4, "num_draft_tokens": None},
+        applies=lambda setup: has_deep_branches(setup) and setup.attend == "ancestors",
+        perturb=_own_columns,
+        place=_forwards_from,
+        quiet_needs={"attend": "columns"},
     ),
     Fault(
         name="draft.placeholder_token",

@@ -161,8 +161,16 @@ class Armed:
 
 
 def _differ(changed: Any, value: Any) -> bool:
-    """Of numbers, lists and tensors."""
-    if getattr(changed, "shape", None) != getattr(value, "shape", None):
+    """Of numbers, lists and tensors. What a graph is captured with nobody may look at: it counts as changed."""
+    if getattr(changed, "shape", None) != getattr(value, "shape", None) or _is_captured(changed):
         return True
     differs = changed != value
     return bool(differs.any() if hasattr(differs, "any") else differs)
+
+
+def _is_captured(value: Any) -> bool:
+    if not getattr(value, "is_cuda", False):
+        return False
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()

@@ -8,8 +8,10 @@ A loop says only whether all is well; what is wrong is named by the rules that i
 from __future__ import annotations
 
 from kvcanary.cards import (
+    BEFORE,
     CONTRADICTS,
     ENTRIES,
+    HAS_LINEAGE,
     HAS_PARENTS,
     HAS_STARTS,
     HEAD,
@@ -20,6 +22,7 @@ from kvcanary.cards import (
     MASK,
     NODES,
     NULL_SLOTS,
+    NUM_BEFORE,
     NUM_IDS,
     PAGE_SIZE,
     POOL,
@@ -78,7 +81,7 @@ def _may_use(pool, indices, num_indices, slots, written, width, who):
 
 @loop(
     "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, "
-    "int64, int64, int64, int64, int64, int64, int64, int64, int64[::1])"
+    "int64, int64, int64, int64, int64, int64, int64, int64, int64, int64[::1])"
 )
 def take_plan(
     card,
@@ -90,6 +93,7 @@ def take_plan(
     tokens,
     positions,
     parents,
+    lineage,
     n,
     indptr,
     written,
@@ -117,17 +121,17 @@ def take_plan(
     pool, who = longs_at(card, POOL_CARD), longs_at(who_at, 2 * requests)
     memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
     memory[ENTRIES], memory[ROWS], memory[WIDTH], memory[REQUESTS] = n, rows, width, requests
-    memory[HAS_PARENTS], memory[HAS_STARTS] = parents != 0, starts != 0
+    memory[HAS_PARENTS], memory[HAS_LINEAGE], memory[HAS_STARTS] = parents != 0, lineage != 0, starts != 0
     memory[IDS], memory[NUM_IDS], memory[MASK], memory[NODES] = indices, num_indices, mask, nodes
-    memory[LANES] = memory[SEEN] = 0
-    plan = memory[HEAD : memory.shape[0] - who.shape[0]]
+    memory[LANES] = memory[BEFORE] = memory[NUM_BEFORE] = memory[SEEN] = 0
+    plan = memory[HEAD : memory.shape[0] - who.shape[0] - n]
     for i in range(who.shape[0]):
         memory[HEAD + plan.shape[0] + i] = who[i]
     at = _copy(slots, n, plan, 0)
     at = _copy(tokens, n, plan, at)
     at = _copy(positions, n, plan, at)
     own_parents = plan[at : at + n]
-    at = _copy(parents, n, plan, at)
+    at = _copy(lineage if lineage else parents, n, plan, at)
     bounds = plan[at : at + rows + 1]
     at = _copy(indptr, rows + 1, plan, at)
     own_written, own_starts = plan[at : at + rows], plan[at + rows : at + 2 * rows]
@@ -146,6 +150,7 @@ def take_plan(
         prefix = lengths[row // width]
         wrong |= not (0 <= prefix <= begin and 0 <= own_starts[row] <= begin) or own_written[row] < 0
         wrong |= nodes >= 0 and own_written[row] != nodes
+        wrong |= lineage != 0 and own_written[row] != 1
         if parents and not wrong:
             for entry in range(first, min(first + own_written[row], n)):
                 wrong |= not (own_parents[entry] == -1 or first <= own_parents[entry] < entry)

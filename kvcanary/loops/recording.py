@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from kvcanary.cards import ENTRIES, HAS_PARENTS, HEAD, IDS, NUM_IDS, REQUESTS, ROWS, WIDTH
+from kvcanary.cards import ENTRIES, HAS_LINEAGE, HAS_PARENTS, HEAD, IDS, NUM_IDS, REQUESTS, ROWS, WIDTH
 from kvcanary.loops.memory import longs_at, loop
 from kvcanary_kernels.record import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
 
@@ -41,7 +41,7 @@ def keep_plans(heads, values, ends):
         n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
         size, _ = _measured(heads[number])
         plan, ids = longs_at(heads[number] + 8 * HEAD, size), longs_at(forward[IDS], forward[NUM_IDS])
-        has_parents, fits = forward[HAS_PARENTS] != 0, True
+        has_parents, fits = (forward[HAS_PARENTS] | forward[HAS_LINEAGE]) != 0, True
         for i in range(size):
             value = plan[i] if has_parents or not 3 * n <= i < 4 * n else -1
             fits &= -(1 << 31) <= value < 1 << 31

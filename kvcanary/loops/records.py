@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.cards import BASE, CONTENT_A, LAYERS, NULL_SLOTS, POOL_CARD, SEAL_TERM, SLOTS
-from kvcanary.host import MISPLACED, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary.host import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
 from kvcanary.loops.memory import longs_at, loop
 from kvcanary_kernels.record import (
     CHAIN,
@@ -86,6 +86,8 @@ def seal_entries(
     rows,
     width,
     has_parents,
+    drafted,
+    chains,
     names,
     reads,
     uids,
@@ -105,18 +107,24 @@ def seal_entries(
     live,
     judged,
 ):
-    """`seal_plan`; reads: the slots that it reads."""
+    """`seal_plan`; drafted: chains of the draft forward before, [0] where there is no lineage; reads: the slots that it
+    reads.
+    """
     at = 4 * n + rows + 1
     tokens, positions, parents = plan[n : 2 * n], plan[2 * n : 3 * n], plan[3 * n : 4 * n]
     bounds, written, owns = plan[4 * n : at], plan[at : at + rows], plan[at + 2 * rows : at + 3 * rows]
     begins = plan[at + 3 * rows : at + 4 * rows]
-    chains = np.empty(n, np.int64)
     record = np.zeros(COLUMNS, np.int64)
     seen = first = 0
     for row in range(rows):
         above, begin = roots[row], begins[row]
         if owns[row] > bounds[row] and 0 <= reads[owns[row] - 1] < num_slots:
             above = table[base + reads[owns[row] - 1], CHAIN]
+        if drafted.shape[0]:
+            branch, read, is_read = parents[row], above, owns[row] > bounds[row]
+            above = drafted[row // width * width + branch] if 0 <= branch < width else np.int64(0)
+            if above != read and is_read and null_slots <= reads[owns[row] - 1] < num_slots:
+                seen |= ASTRAY
         for entry in range(first, first + written[row]):
             parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
             before = above if parent < 0 else chains[parent]
@@ -148,9 +156,9 @@ def seal_entries(
 
 
 @loop(
-    "int64(int64[::1], int64, int64, int64, boolean, int64[::1], int64, int64, int64[::1], int64[::1], int64[::1], "
-    "uint8[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], int64[:, ::1], int64[:, ::1], "
-    "boolean[::1])"
+    "int64(int64[::1], int64, int64, int64, boolean, int64, int64, int64[::1], int64[::1], int64, int64, int64[::1], "
+    "int64[::1], int64[::1], uint8[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], "
+    "int64[:, ::1], int64[:, ::1], boolean[::1])"
 )
 def seal_plan(
     plan,
@@ -158,6 +166,9 @@ def seal_plan(
     rows,
     width,
     has_parents,
+    before,
+    num_before,
+    chains,
     names,
     ids,
     num_ids,
@@ -180,7 +191,8 @@ def seal_plan(
 ):
     """Seal all entries of one forward, each chained to its parent; what was seen (host.py).
 
-    plan:  Forward.plan;  names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
+    plan:  Forward.plan;  chains: [n] out;  before: address of chains [num_before] of the draft forward before, or 0
+    names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
     roots: [rows] chain that a row continues where it reads nothing
     base:  of the pool in the rows of `table`
     Null slots get a chain and no record.
@@ -191,6 +203,8 @@ def seal_plan(
         rows,
         width,
         has_parents,
+        longs_at(before, num_before),
+        chains,
         names,
         longs_at(ids, num_ids),
         uids,

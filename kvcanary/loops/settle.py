@@ -17,6 +17,7 @@ import numpy as np
 from kvcanary.cards import (
     AHEAD,
     BASE,
+    BEFORE,
     COMMITTED,
     CONTENT_A,
     ENTRIES,
@@ -39,6 +40,7 @@ from kvcanary.cards import (
     MASK,
     NODES,
     NULL_SLOTS,
+    NUM_BEFORE,
     NUM_GRANTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -207,7 +209,7 @@ def _rows_are_right(heads, number, forward, pool, plan, at, who, facts):
 def _seal(head, pool, plan, who, facts, generations, states, constants, table, live, judged):
     """Records of all entries of one forward, as `seal_plan`."""
     forward = longs_at(head, HEAD)
-    roots, uids = np.empty(forward[ROWS], np.int64), np.empty(forward[REQUESTS], np.int64)
+    n, roots, uids = forward[ENTRIES], np.empty(forward[ROWS], np.int64), np.empty(forward[REQUESTS], np.int64)
     for place in range(forward[REQUESTS]):
         uids[place] = who[place, 0]
         request = _find(facts, who[place, 0], place)
@@ -215,11 +217,13 @@ def _seal(head, pool, plan, who, facts, generations, states, constants, table, l
             roots[row] = facts[request, pool[POOL_ID], ROOT]
     return seal_entries(
         plan,
-        forward[ENTRIES],
+        n,
         forward[ROWS],
         forward[WIDTH],
         forward[HAS_PARENTS] != 0,
-        plan[: forward[ENTRIES]],
+        longs_at(forward[BEFORE], forward[NUM_BEFORE]),
+        longs_at(head + 8 * (HEAD + plan.shape[0] + 2 * forward[REQUESTS]), n),
+        plan[:n],
         longs_at(forward[IDS], forward[NUM_IDS]),
         uids,
         roots,

@@ -66,6 +66,7 @@ class Drafter:
         self._drawn = DrawnDrafts(head, num_rows, device) if draws else None
         self._target_ids = _target_ids(head, device)
         self._sure = torch.ones(1, 1, device=device)
+        self._columns = torch.arange(topk, device=device)
         self._probs = torch.zeros(num_rows, topk, device=device)
         self._tokens = torch.zeros(num_rows, topk + 2, dtype=torch.int64, device=device)  # then row, committed length
         self._hidden = torch.zeros(num_rows, head.config.hidden_size, dtype=forwards.pool.dtype, device=device)
@@ -113,8 +114,10 @@ class Drafter:
         self.check_step(batch.requests, batch.lens, num_steps)
         slots, prefixes = self._branch_slots(batch, num_steps), self._prefixes(batch, num_steps)
 
-        def forward(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            opened = draft_forward(batch, step, prefixes, path, tokens)
+        def forward(
+            step: int, tokens: Tensor, path: Tensor, parents: Tensor | None, hidden: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            opened = draft_forward(batch, step, prefixes, path, tokens, self._lineage(parents))
             with self.forwards.open(opened) as attention:
                 after = self.head(opened.tokens, hidden, opened.positions, attention)
             return after, *self._propose(after, batch, opened.positions, is_first=False)
@@ -277,6 +280,12 @@ class Drafter:
             return slots[:, :, : seam("bounds.page_table_scatter", step + 1, num_steps=self.num_steps)]
         return ancestor_path(slots, path, parents, step)
 
+    def _lineage(self, parents: Tensor | None) -> Tensor | None:
+        """``[bs * K] int64``: whose entries survivors are to read, for the canary; None: nobody asks."""
+        if parents is None or self.forwards.canary is None:
+            return None
+        return (self._columns.expand_as(parents) if self._attends_columns else parents).flatten()
+
 
 def _target_ids(head: Draft, device: torch.device) -> Tensor | None:
     """[num_draft_vocab] int64, what the target calls each of the draft's tokens; None where both say the same."""
@@ -292,10 +301,12 @@ def _chains(topk: int, step_choices: Sequence[int], max_bs: int, device: torch.d
     return {steps: ChainConstants(max_bs, steps, steps + 1, device) for steps in step_choices}
 
 
-def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor) -> ForwardBatch:
+def draft_forward(
+    batch: Batch, step: int, prefixes: Sequence[Tensor], path: Tensor, tokens: Tensor, lineage: Tensor | None = None
+) -> ForwardBatch:
     """Row (b, k) reads ``prefixes[b][k]``, then the slots of its node's ancestors, ``path[b, k]``, with its own last.
 
-    prefixes: by request [K, S] int64; path: [bs, K, step + 1] int64; tokens: [bs * K] int64.
+    prefixes: by request [K, S] int64; path: [bs, K, step + 1] int64; tokens, lineage: [bs * K] int64.
     """
     topk = path.shape[1]
     entries = [torch.cat((prefix, slots), 1).flatten() for prefix, slots in zip(prefixes, path, strict=True)]
@@ -315,4 +326,5 @@ def draft_forward(batch: Batch, step: int, prefixes: Sequence[Tensor], path: Ten
         slots=path.select(2, -1).flatten(),
         tokens=tokens,
         positions=row_positions(batch.lens_tensor, step, topk),
+        lineage=lineage,
     )

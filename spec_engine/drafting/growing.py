@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from spec_engine.drafting.chain import ChainGrowth
 from spec_engine.drafting.tree import TreeGrowth
 
@@ -31,10 +32,13 @@ class Proposals(NamedTuple):
 class Forward(Protocol):
     """One draft forward over the survivors of every request, request-major rows."""
 
-    def __call__(self, step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, step: int, tokens: Tensor, path: Tensor, parents: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [rows, H] after these tokens [rows] behind ``hidden``, and what they propose, [rows, K] both.
 
         path: [bs, K, step + 1] int64, the slots that each row reads behind its prefix; it writes the last.
+        parents: [bs, K] int64, row of its request in the forward before whose child each is; None: of one at most.
         """
 
 
@@ -71,7 +75,9 @@ def grow(
             path = slots[:, :, : step + 1].contiguous()
         else:
             hidden = hidden.gather(1, parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            path = path_of(slots, path, parents, step)
-        hidden, probs, tokens = forward(step, tokens.flatten(), path, hidden.flatten(0, 1))
+            read = seam("draft.columns_never_regathered", parents, step=step, num_steps=num_steps)
+            path = path_of(slots, path, read, step)
+        parents = parents if step else None  # all descend from the root
+        hidden, probs, tokens = forward(step, tokens.flatten(), path, parents, hidden.flatten(0, 1))
         growth.add(probs.view(bs, topk, topk), tokens.view(bs, topk, topk))
         hidden = hidden.view(bs, topk, -1)

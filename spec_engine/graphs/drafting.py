@@ -94,8 +94,9 @@ class DraftProgram(StepProgram):
 
     def _make_draft(self, step: int) -> Hooked:
         topk = self._drafter.topk
+        asks = self._drafts.canary is not None and topk > 1 and step > 0
         forward = StaticForward.allocate(
-            "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step
+            "draft", step, self._table, requests=self.size, width=topk, new=1, ancestors=step, has_lineage=asks
         )
         forward = replace(forward, slots=self._slots[step].view(-1), positions=self._positions[step].view(-1))
         return self._drafts.hook(forward, self._rows, is_postponed=True)
@@ -190,10 +191,12 @@ class DraftProgram(StepProgram):
         self._drafts.admit(self._draft_forwards)
         growth = new_growth(topk, self.size, drafter.chain_constants)
 
-        def run(step: int, tokens: Tensor, path: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def run(
+            step: int, tokens: Tensor, path: Tensor, parents: Tensor | None, hidden: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
             hooked = self._draft_forwards[step]
             forward = hooked.forward
-            forward.tokens.copy_(tokens)
+            forward.take(tokens, parents)
             forward.read(self._table, rows, lens, path.flatten(0, 1), self._drafts.pool.num_slots)
             with self._drafts.open(hooked) as attention:
                 after = drafter.head(forward.tokens, hidden, forward.positions, attention)

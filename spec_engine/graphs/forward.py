@@ -22,6 +22,7 @@ class StaticForward:
     new:       most entries that a row writes;  depth: of its trees, in steps from the root
     ancestors: entries of a row between its prefix and what it writes
     parents:   entry of the forward, -1 where an entry continues its row; None: every row is a chain
+    lineage:   [rows], row of the request in the draft forward before whose entry each goes on from; None: nobody asks
     tree_mask: [requests, N, N] bool, node sees node; None: causal
     """
 
@@ -36,6 +37,7 @@ class StaticForward:
     tokens: Tensor
     positions: Tensor
     parents: Tensor | None = None
+    lineage: Tensor | None = None
     tree_mask: Tensor | None = None
     ancestors: int = 0
     depth: int = 0
@@ -53,6 +55,7 @@ class StaticForward:
         ancestors: int = 0,
         depth: int = 0,
         is_tree: bool = False,
+        has_lineage: bool = False,
     ) -> StaticForward:
         """Buffers for so many requests of this request table, each row writing ``new`` entries at most.
 
@@ -78,6 +81,7 @@ class StaticForward:
             zeros(rows * new),
             zeros(rows * new),
             zeros(rows * new) - 1 if is_tree else None,
+            zeros(rows) if has_lineage else None,
             torch.zeros(requests, new, new, dtype=torch.bool, device=device) if is_tree else None,
             ancestors,
             depth,
@@ -91,6 +95,13 @@ class StaticForward:
     def max_kv_len(self) -> int:
         """Entries of the longest row."""
         return self.indices.numel() // self.num_rows
+
+    def take(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """The tokens of a draft's rows [rows], and [requests, width] whose children these are, where somebody asks."""
+        if self.lineage is None or parents is None:
+            self.tokens.copy_(tokens)
+        else:
+            torch._foreach_copy_([self.tokens, self.lineage], [tokens, parents.flatten()])  # in one launch
 
     def read(
         self,

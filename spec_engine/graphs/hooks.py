@@ -167,6 +167,7 @@ class StaticForwards:
             rows.feed[rows.live],
             forward.ancestors,
             roots,
+            forward.lineage,
         )
         substep = self.canary.bank.add(
             self.pool.name,

@@ -17,6 +17,9 @@ from kvcanary_kernels.table import PageTable, as_table
 
 NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, LAYERS, POISON = 64, 4, 4, 3, -77
 NUM_PAGES = NUM_SLOTS // PAGE_SIZE
+CHAINS_BEFORE = torch.tensor(
+    [3, 5, 2**62 + 1, -7]
+)  # by row of the draft forward before; the last of two requests' rows
 both = pytest.mark.parametrize("operation", [plan, plan_torch], ids=["triton", "torch"])
 
 
@@ -68,8 +71,9 @@ def as_codes(forward: ForwardPlan) -> int:
 def run_plan(operation, forward: ForwardPlan, world: World, **changes: int) -> None:
     options = {"site": 3, "width": 2, "page_size": PAGE_SIZE, "null_slots": NULL_SLOTS} | changes
     roots = 99 + torch.arange(forward.num_rows, device=world.records.device)
-    arrays = {"records": world.records, "claims": world.claims, "roots": roots}
-    operation(forward, world.planned, **arrays, **world.truth, **options)
+    before = None if forward.lineage is None else CHAINS_BEFORE.to(world.records.device)
+    arrays = {"records": world.records, "claims": world.claims, "roots": roots, "before": before}
+    operation(forward, world.planned, **(arrays | world.truth | options))
 
 
 def run_settle(operation, forward: ForwardPlan, world: World, stored: Tensor | None = None) -> None:
@@ -129,6 +133,7 @@ def make_forward(device: str, seed: int, is_tree: bool, page: int = 0, live: int
         uids=ints([draw.randrange(3) for _ in range(5)]),
         num_live=ints([draw.randrange(6) if live is None else live]),
         ancestors=draw.randrange(4),
+        lineage=ints([draw.choice([0, 1, 0, 1, -1, 2, 2**40, -(2**40)]) for _ in range(5)]) if seed % 2 else None,
     )
 
 
@@ -296,6 +301,85 @@ def test_what_a_row_names_in_front_of_what_it_writes(operation, device, count: i
     forward.row_ends.fill_(5)
     run_plan(operation, forward, world)
     assert world.planned.ancestors.tolist() == [[NO_SLOT] * count]
+
+
+def branches(device: str, **changes) -> tuple[ForwardPlan, World]:
+    """Two requests of two rows each in the second draft forward: row r reads slot 8 + r and writes slot 16 + r."""
+    arrays = {
+        "row_starts": [0, 2, 4, 6],
+        "row_ends": [2, 4, 6, 8],
+        "bounds": [0, 1, 2, 3, 4],
+        "slots": [16, 17, 18, 19],
+        "tokens": [50, 51, 52, 53],
+        "positions": [1, 1, 1, 1],
+        "parents": None,
+        "prefix_lens": [0, 0, 0, 0],
+        "truths": None,
+        "uids": [7, 7, 7, 7],
+        "num_live": [4],
+        "lineage": [0, 1, 0, 1],
+    } | {name: values for name, values in changes.items() if name != "ids"}
+    tensors = {name: None if v is None else torch.tensor(v, device=device) for name, v in arrays.items()}
+    ids = changes.get("ids", [8, 16, 9, 17, 10, 18, 11, 19])
+    forward = ForwardPlan(as_table(torch.tensor(ids, device=device)), **tensors, ancestors=1)
+    world = make_world(forward, device)
+    world.truth["states"].fill_(5)
+    world.truth["owners"].fill_(7)
+    world.records[:, 1] = torch.arange(NUM_SLOTS, device=device) + 1000
+    world.records[8:12, 1] = CHAINS_BEFORE.to(device)
+    return forward, world
+
+
+FIRST, SECOND, THIRD, FOURTH = CHAINS_BEFORE.tolist()
+LINEAGES = {  # what is wrong, the chains that rows go on from, and which of them do not read that
+    "clean": ({}, [FIRST, SECOND, THIRD, FOURTH], []),
+    "survivors of other branches": (
+        {"lineage": [1, 1, 1, 0], "ids": [9, 16, 9, 17, 11, 18, 10, 19]},
+        [SECOND, SECOND, FOURTH, THIRD],
+        [],
+    ),
+    "columns": ({"lineage": [1, 1, 0, 0]}, [SECOND, SECOND, THIRD, THIRD], [0, 3]),
+    "a copy of the parent's entry": ({"ids": [20, 16, 9, 17, 10, 18, 11, 19]}, [FIRST, SECOND, THIRD, FOURTH], []),
+    "no branch": ({"lineage": [-1, 2, 2**40, -(2**40)]}, [0, 0, 0, 0], [0, 1, 2, 3]),
+    "a branch of the other request": ({"lineage": [2, 1, -1, 1]}, [0, SECOND, 0, FOURTH], [0, 2]),
+    "a null slot is another check's": ({"ids": [1, 16, 9, 17, 10, 18, 11, 19]}, [FIRST, SECOND, THIRD, FOURTH], []),
+    "so is one outside": ({"ids": [NUM_SLOTS, 16, 9, 17, -1, 18, 11, 19]}, [FIRST, SECOND, THIRD, FOURTH], []),
+    "padding is not judged": ({"lineage": [1, 0, 1, 0], "num_live": [2]}, [SECOND, FIRST, None, None], [0, 1]),
+    "rows without a parent": (
+        {"row_starts": [1, 3, 5, 7], "lineage": [1, 0, 1, 0]},
+        [99, 100, 101, 102],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("planner", "settler"), [(plan, settle), (plan_torch, settle_torch)], ids=["triton", "torch"])
+@pytest.mark.parametrize("case", LINEAGES)
+def test_rows_go_on_from_what_their_lineage_names(planner, settler, device, case: str) -> None:
+    """From its chain, whatever they read; R5 where they read an entry of another chain, wherever that one lies."""
+    changes, seeds, astray = LINEAGES[case]
+    forward, world = branches(device, **changes)
+    world.records[20, 1] = FIRST
+    run_plan(planner, forward, world)
+    live = len([seed for seed in seeds if seed is not None])
+    assert world.planned.seeds.tolist()[:live] == seeds[:live]
+    assert world.planned.entry_seeds.tolist()[:live] == seeds[:live]
+    world.codes.zero_()
+    world.records[16:20, 1] = torch.arange(4, device=device)
+    run_settle(settler, forward, world)
+    starts = forward.row_starts.tolist()
+    assert world.codes.nonzero().flatten().tolist() == [starts[row] for row in astray]
+    assert set(world.codes.tolist()) <= {0, CODE_BITS["R5"]}
+
+
+def test_a_lineage_and_the_chains_before_belong_together(device) -> None:
+    """One without the other says nothing."""
+    forward, world = branches(device)
+    words = "a lineage and the chains of the forward before must be given together, got only one of them"
+    with pytest.raises(ValueError, match=words):
+        run_plan(plan, forward, world, before=None)
+    with pytest.raises(ValueError, match=words):
+        run_plan(plan, replace(forward, lineage=None), world, before=world.claims)
 
 
 settles = pytest.mark.parametrize("operation", [settle, settle_torch], ids=["triton", "torch"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcanary.facts import Facts, expected_and_found, tokens_of
-from kvcanary.hits import Hit
+from kvcanary.hits import NO_BRANCH, Hit, Lineage
 from kvcanary.locate import ChangedWord
 from kvcanary.sites import pack_site
 from kvcanary.whose import Whose
@@ -207,6 +207,16 @@ SIDES = [
     ),
     ("R4", {}, {"record": a_record(position=3)}, {"position": 5}, {"position": 3, "chain": "0x8000000000000005"}),
     ("R5", {}, {"record": a_record()}, {"chain": None}, {"chain": "0x8000000000000005"}),
+    *(
+        (
+            "R5",
+            {"lineage": Lineage(1, 0, found), "site": ("draft", 2)},
+            {"record": a_record(), "reader": a_reader()},
+            {"branch": "0 of draft[1]"},
+            {"branch": f"{whose} of draft[1]", "chain": "0x8000000000000005"},
+        )
+        for found, whose in ((2, "2"), (NO_BRANCH, "none"))
+    ),
     (
         "R5",
         {},

@@ -75,14 +75,15 @@ class World:
             self.ledger.admit(name, range(10, 20), 0)
             self.ledger.grant(name, pages, 0)
 
-    def run(self, kind: str, line: Line, is_tree: bool) -> Launched:
+    def run(self, kind: str, line: Line, is_tree: bool, has_lineage: bool = False) -> Launched:
+        forward = {"num_entries": 9, "num_rows": ROOM, "ancestors": 0, "table": SimpleNamespace(pages=[None])}
         substep = SimpleNamespace(
             site=(kind, 0),
             number=0,
             pool=self.state.pools[0],
             width=1,
             masks=PackedMask(torch.zeros(ROOM, NODES, NODES, dtype=torch.bool)) if is_tree else None,
-            forward=SimpleNamespace(num_entries=9, num_rows=ROOM, ancestors=0, table=SimpleNamespace(pages=[None])),
+            forward=SimpleNamespace(lineage=torch.zeros(ROOM) if has_lineage else None, **forward),
             written=SimpleNamespace(line=lambda: line),
             num_kept=line.where[MASKS].stop,
         )
@@ -103,7 +104,7 @@ class World:
         return seen
 
 
-def random_line(rng: random.Random, is_tree: bool) -> Line:
+def random_line(rng: random.Random, is_tree: bool, has_lineage: bool = False) -> Line:
     """Of two rows that are right, but for what is sometimes changed."""
     counts = [NODES if is_tree else rng.randrange(4) for _ in "ab"]
     begins = [rng.randrange(9) for _ in "ab"]
@@ -136,7 +137,10 @@ def random_line(rng: random.Random, is_tree: bool) -> Line:
         values[part][place] += rng.choice([-60, -3, -1, 1, 2, 60])
     elif is_tree and rng.random() < 0.3:
         mask[rng.randrange(2), rng.randrange(NODES), rng.randrange(NODES)] ^= True
-    rooms = dict.fromkeys(("slots", "tokens", "positions", "safe"), 9) | {"parents": 9 if is_tree else 0}
+    if has_lineage:
+        values["parents"] = [rng.choice([-9, 0, 1, 60]) for _ in range(n)]
+    rooms = dict.fromkeys(("slots", "tokens", "positions", "safe"), 9)
+    rooms["parents"] = 9 if is_tree or has_lineage else 0
     words = np.zeros(4 if is_tree else 0, np.int64)
     if is_tree:
         words.view(np.bool_)[: mask.size] = mask.ravel()
@@ -148,13 +152,13 @@ def random_line(rng: random.Random, is_tree: bool) -> Line:
     return Line(np.concatenate(parts), list(map(slice, ends, ends[1:])))
 
 
-@pytest.mark.parametrize("kind", ["decode", "verify", "draft"])
-def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "has_lineage"), [("decode", 0), ("verify", 0), ("draft", 0), ("draft", 1)])
+def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str, has_lineage: bool) -> None:
     """The compiled look, and the rules that name what is wrong, are of one mind; what was kept of it is the same."""
     world, rng, seen = World(), random.Random(3), {"clean": 0, "no plan": 0, "named": 0}
     for _ in range(1500):
-        line = random_line(rng, kind == "verify")
-        run = world.run(kind, line, kind == "verify")
+        line = random_line(rng, kind == "verify", has_lineage)
+        run = world.run(kind, line, kind == "verify", has_lineage)
         told = world.hear(run)
         forward = Learned(run.substep, 1, 2, line.parts(), None, run.batch.requests)
         is_plan = forward.is_plan
@@ -164,6 +168,7 @@ def test_a_line_is_left_to_the_rules_exactly_where_they_find_something(kind: str
         if is_plan and not hits:
             assert told >> LINE_BITS == forward.num_entries
             kept, plan = Heard.of(run), forward.plan.tolist()
+            assert (forward.has_lineage, forward.has_parents) == (has_lineage, kind == "verify")
             line.numbers[:] = 0
             again = kept.learned()
             assert again.plan.tolist() == plan

@@ -318,6 +318,60 @@ def test_nothing_but_stores_stands_in_a_postponed_body(rig, decode, static_row, 
         drafts[0].open()
 
 
+def drafted(rig, static_row, lineage: list[int], ancestors: list[int], live: int = 4) -> list[tuple]:
+    """What fires where Ann's two rows and Bob's two draft twice, and the second forward reads these slots of the first.
+
+    live: of the rows, in buckets of six
+    """
+    rig.grant(ANN, 5)
+    drafts = [rig.add("draft", i, rows=6, ancestors=i, width=2, is_postponed=True, has_lineage=i > 0) for i in range(2)]
+    heads = [(ANN, [4, 5, 6, 7, 8])] * 2 + [(BOB, [12, 13, 14])] * 2
+    first = [static_row(uid, [*head, own], [60 + own]) for (uid, head), own in zip(heads, (9, 10, 15, 16), strict=True)]
+    second = [
+        static_row(uid, [*head, before, own], [60 + own], prefix_len=len(head))
+        for (uid, head), before, own in zip(heads, ancestors, (20, 21, 17, 18), strict=True)
+    ]
+    rig.bank.begin_step(2)
+    rig.bank.load(drafts[0], rig.batch(first[:live]))
+    rig.bank.load(drafts[1], rig.batch(second[:live], lineage=lineage[:live]))
+    for draft in drafts:
+        rig.body(draft)
+    rig.bank.join()
+    return told(rig.bank.harvest())
+
+
+@pytest.mark.parametrize(
+    ("lineage", "ancestors", "astray"),
+    [
+        ([0, 1, 0, 1], [9, 10, 15, 16], []),
+        ([1, 1, 1, 0], [10, 10, 16, 15], []),
+        ([1, 1, 0, 0], [9, 10, 15, 16], [(0, 5, 9), (3, 3, 16)]),
+        ([0, 2, -1, 1], [9, 10, 15, 16], [(1, 5, 10), (2, 3, 15)]),
+    ],
+)
+def test_rows_that_do_not_read_what_they_descend_from(rig, decode, static_row, lineage, ancestors, astray):
+    """R5 in front of their own entries, and nothing else."""
+    expected = [("R5", row, -1, place, slot) for row, place, slot in astray]
+    assert drafted(rig, static_row, lineage, ancestors) == expected
+
+
+def test_lineages_of_live_rows_alone(rig, decode, static_row):
+    """Padding rows have lineages too, and nobody judges these."""
+    assert drafted(rig, static_row, [1, 0, 1, 0], [9, 10, 15, 16], live=2) == [
+        ("R5", 0, -1, 5, 9),
+        ("R5", 1, -1, 5, 10),
+    ]
+
+
+def test_a_lineage_needs_the_forward_before(rig):
+    """Of as many rows, in the bank: what it wrote is compared."""
+    rig.add("draft", 0, rows=2)
+    with pytest.raises(PlanError) as caught:
+        rig.add("draft", 1, rows=4, has_lineage=True)
+    words = "a lineage names branches of draft[0] of the target pool with 4 rows: add() that before draft[1]"
+    assert str(caught.value) == words
+
+
 def test_padding_outside_null_slots(rig, decode, rows):
     """W9: a padding row that reads, and a padding entry that would write, what is no null slot."""
     batch = clean(rig, rows)

@@ -143,11 +143,13 @@ class FakeEngine:
     # the forwards
 
     def _draft(self, index: int, rows: dict[str, Row]) -> None:
-        """Survivors may descend from other branches: ancestors are shuffled between branches."""
-        reads, slots, tokens, positions = [], [], [], []
+        """Survivors may descend from other branches: ancestors are shuffled between these, and it says how."""
+        reads, slots, tokens, positions, lineage = [], [], [], [], []
         for name, row in rows.items():
             if index:
-                row.branches = [list(self.random.choice(row.branches)) for _ in row.branches]
+                parents = [self.random.choice(range(self.topk)) for _ in row.branches]
+                row.branches = [list(row.branches[parent]) for parent in parents]
+                lineage += parents
             for branch, ancestors in enumerate(row.branches):
                 slot = self.slot(name, row.committed + branch * self.num_steps + index)
                 reads.append([*self._prefix(name), *ancestors, slot])
@@ -156,7 +158,8 @@ class FakeEngine:
                 positions.append(row.committed + index)
                 ancestors.append(slot)
         read = self._read(reads, rows, self.topk, 1)
-        self._forward("draft", index, "draft", read, WritePlan(_ints(slots), _ints(tokens), _ints(positions)))
+        write = WritePlan(_ints(slots), _ints(tokens), _ints(positions), lineage=_ints(lineage) if index else None)
+        self._forward("draft", index, "draft", read, write)
 
     def _verify(self, rows: dict[str, Row]) -> dict[str, list[tuple[int, int]]]:
         """One tree a request; gives for each the path accepted, as (slot, token that follows) pairs."""

@@ -23,7 +23,16 @@ def a_hit(**told) -> SimpleNamespace:
     pool = SimpleNamespace(view=SimpleNamespace(**view), name="target", full_layers=0b111, pool_id=0)
     hit = {"code": "R9", "slot": 21, "position": 5, "request_id": "me", "site": ("verify", 0), "step": 9, "layers": ()}
     hit |= {"last_good": None, "until": None, "parent_position": None, "found_position": None, "row_slots": ()}
-    hit |= {"fingerprint_hit": False, "named": None, "found": None, "run": 1, "row": (0, "me"), "pool": pool, "page": 5}
+    hit |= {
+        "fingerprint_hit": False,
+        "lineage": None,
+        "named": None,
+        "found": None,
+        "run": 1,
+        "row": (0, "me"),
+        "pool": pool,
+        "page": 5,
+    }
     return SimpleNamespace(**hit | told)
 
 

@@ -46,9 +46,8 @@ class StaticRig:
 
     def add(self, kind: str, index: int = 0, rows: int = 4, entries: int = 8, indices: int = 64, **settings: object):
         """A substep over buffers of its own; settings of both pass through."""
-        own = {
-            name: settings.pop(name) for name in ("is_tree", "has_truths", "has_roots", "ancestors") if name in settings
-        }
+        names = ("is_tree", "has_truths", "has_roots", "has_lineage", "ancestors")
+        own = {name: settings.pop(name) for name in names if name in settings}
         buffers = StaticBuffers.allocate(rows, entries, indices, device=self.device, **own)
         return self.bank.add("target", kind, index, buffers, **settings)
 

@@ -10,6 +10,7 @@ import pytest
 from kvcanary import CanaryConfig
 from kvcanary.dumps.reading import read_dump
 from kvcanary.dumps.replaying import replay
+from kvcanary.faults import arm
 from kvcanary_kernels.record import CHAIN
 from kvcanary_tools.dumps.explaining import explain
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -191,3 +192,18 @@ def test_a_lagging_host_ends_all_rows_of_a_fault_that_passes(make):
     reasons = {event.request_id: event.finish_reason for event in events if event.finish_reason is not None}
     assert reasons == dict(zip(names, ["length", "kv_corruption", "kv_corruption"], strict=True))
     assert {finding.step for finding in engine.canary.findings} == {6}
+
+
+def test_whose_ancestors_a_branch_should_read_is_recorded(make, tmp_path):
+    """A dump of captured drafts has what the device compared: the same chain breaks, and both branches of each."""
+    with arm("draft.columns_never_regathered"):
+        engine = make(ring=16, topk=3, num_steps=4, num_draft_tokens=8)
+    dump = read_dump(engine.canary.dump(tmp_path / "found.kvdump"))
+    outcome = replay(dump)
+    found, reached = (
+        [(f.code, f.slot, f.site, f.expected) for f in findings]
+        for findings in (engine.canary.findings, outcome.findings)
+    )
+    assert {code for code, *_ in found} == {"R5"}
+    assert reached == found
+    assert outcome.missing == []
