@@ -102,8 +102,9 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     NUM_ROW_SLOTS,
     ROW_ROOM,  # slots that have room there
     OWNED_LEN,  # entries that are the request's own; ALL
+    ROW_HAS_HOLES,  # 1 where pages before its end were given back
     REQUEST_CARD,
-) = range(22)
+) = range(23)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
@@ -116,6 +117,7 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     TAIL_GRANT,
     CHAIN_CARD,
 ) = range(10)
+LACKING_BITS = 32  # above numbers of lengths that are UNKNOWN: whether rows lack pages of what is to be read
 UNKNOWN = -1  # length of a row that the host does not know, or of a chain one of whose tokens it does not
 #: Of a step that the engine has not told of: tokens, committed length before it, and after it.
 UNHEARD_TOKENS, UNHEARD_BEFORE, UNHEARD_AFTER, UNHEARD_CARD = range(4)
