@@ -9,11 +9,6 @@ from two_ways import SIZE, TwoWays
 PROMPT, OTHER = list(range(100, 110)), list(range(200, 210))
 
 
-@pytest.fixture(params=["eager", "captured"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def two(way: str, other: list[int] = OTHER, **settings: object) -> TwoWays:
     """Two requests of two full pages and a half, 'a' on pages 1 to 3 and 'b' on pages 4 to 6."""
     rows = TwoWays(way, **settings)
@@ -34,18 +29,8 @@ def fork(rows: TwoWays) -> None:
         rows.fork(name, f"{name} again")
         copy = {"a": 7, "b": 8}[name]
         rows.canary.on_copy(name, rows.tables[name][2], copy)
-        move(rows, rows.tables[name][2], copy, 2)
+        rows.copy(rows.tables[name][2], copy)
         rows.tables[name][2] = copy
-
-
-def move(rows: TwoWays, page: int, copy: int, count: int) -> None:
-    """The first so many slots of a page are copied to another."""
-    import torch
-
-    src, dst = (torch.arange(count) + SIZE * number for number in (page, copy))
-    for tensor in (*rows.rig.pool.view.k, *rows.rig.pool.view.v):
-        tensor[dst] = tensor[src]
-    rows.canary.on_move("target", src, dst)
 
 
 @pytest.mark.parametrize("share", [publish, fork])
@@ -138,7 +123,7 @@ def test_what_a_row_may_read_is_silent(way, is_late):
     rows.decode("a", "b", "twin")
     rows.fork("b", "c")
     rows.canary.on_copy("c", 4, 8)
-    move(rows, 4, 8, 2)
+    rows.copy(4, 8)
     rows.tables["c"][2] = 8
     rows.decode("a", "c", "twin", "b")
     rows.end("a")

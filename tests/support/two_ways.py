@@ -77,6 +77,13 @@ class TwoWays:
         if len(self.waiting) > 1:
             self.canary.hear(self.waiting.pop(0))
 
+    def copy(self, page: int, copy: int, count: int = SIZE) -> None:
+        """The first so many slots of a page are copied to another, and declared as moved."""
+        src, dst = (torch.arange(count) + SIZE * number for number in (page, copy))
+        for tensor in (*self.rig.pool.view.k, *self.rig.pool.view.v):
+            tensor[dst] = tensor[src]
+        self.canary.on_move("target", src, dst)
+
     def found(self) -> list[tuple[str, int, int | None, str | None, str]]:
         """Code, slot, position, reader and family of the first cause of every finding."""
         self.canary.check()
