@@ -102,7 +102,7 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     NUM_ROW_SLOTS,
     ROW_ROOM,  # slots that have room there
     OWNED_LEN,  # entries that are the request's own; ALL
-    ROW_HAS_HOLES,  # 1 where pages before its end were given back
+    ROW_LACKS,  # 1 where pages of what is final were given back, and it has not begun anew
     REQUEST_CARD,
 ) = range(23)
 (

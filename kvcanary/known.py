@@ -24,7 +24,7 @@ from kvcanary.cards import (
     NUM_UNHEARD,
     OWNED_LEN,
     REQUEST_CARD,
-    ROW_HAS_HOLES,
+    ROW_LACKS,
     ROW_ROOM,
     ROW_SLOTS,
     TAIL_PAGE,
@@ -94,7 +94,8 @@ class Known:
         slots = np.frombuffer(row, np.int64)
         self.make_row_room(len(slots))
         self._row[: len(slots)] = slots
-        self.card[NUM_ROW_SLOTS], self.card[ROW_HAS_HOLES] = len(slots), bool((slots < 0).any())
+        self.card[NUM_ROW_SLOTS] = len(slots)
+        self.card[ROW_LACKS] |= bool((slots < 0).any())
 
     def make_row_room(self, count: int) -> None:
         """For so many slots."""

@@ -54,8 +54,7 @@ from kvcanary.cards import (
     RANGES_TO_SPARE,
     REQUEST_CARD,
     ROW_COMMITTED,
-    ROW_HAS_HOLES,
-    ROW_LENGTHS,
+    ROW_LACKS,
     ROW_NUMBERS,
     ROW_SLOTS,
     RUN_CARD,
@@ -134,12 +133,12 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     """
     unknown = tell_rows(n, cards, pool, most, rows)
     own, told, accepts = longs_at(cards, n), longs_at(rows, ROW_NUMBERS * n + 1), written == 0
-    heard, is_behind, is_lacking = 0, accepts, False
+    heard, is_behind, is_lacking = 0, accepts, 0
     for number in range(n):
         request = longs_at(own[number], REQUEST_CARD)
         is_behind |= request[NUM_UNHEARD] > 0 or request[NUM_UNLANDED] > 0
         heard += _heard_len(request)
-        is_lacking |= request[ROW_HAS_HOLES] != 0 or request[NUM_ROW_SLOTS] < told[ROW_LENGTHS * n + number]
+        is_lacking |= request[ROW_LACKS]
         told[ROW_COMMITTED * n + number] = request[COMMITTED_LEN]
         request[NUM_IN_THE_AIR] += forwards
         request[NUM_UNLANDED] += accepts

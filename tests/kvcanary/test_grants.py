@@ -80,6 +80,17 @@ def test_a_published_page_that_was_given_back_is_read_on(way, place):
     assert "released by 'a' at step 3" in rows.canary.findings[0].causes[0].evidence
 
 
+def test_the_last_page_of_a_row_that_goes_on_behind_it(way):
+    """R7 though the next page that the row was granted takes its place in the row."""
+    rows = TwoWays(way)
+    rows.begin("a", PROMPT[: 2 * SIZE], [1, 2])
+    rows.canary.on_share("a", [1, 2])
+    rows.canary.on_free("a", [2])
+    rows.canary.append("a", [9])
+    rows.forward({"a": [9]}, commits=False)
+    assert ("R7", 2 * SIZE, SIZE, "a", "lifetime") in rows.found()
+
+
 @pytest.mark.parametrize("reader", ["a", "b"])
 def test_a_page_of_two_rows_that_one_has_given_back(way, reader):
     """R7 for the one that gave it back, be it the one that wrote the page or the one that acquired it."""
