@@ -17,7 +17,7 @@ from kvcanary.captured_move import StaticMove
 from kvcanary.cards import RUN_CARD
 from kvcanary.errors import HookOrderError, PlanError
 from kvcanary.forward import Ints
-from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits
+from kvcanary.harvest import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits, rows_of
 from kvcanary.launches import HEADER, Settings, Shared
 from kvcanary.learning import Launch, runs_of
 from kvcanary.once import OnceSubstep
@@ -368,7 +368,9 @@ class SubstepBank:
     def _collect(
         self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
     ) -> None:
-        harvest.hits += read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
+        hits = read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
+        harvest.hits += hits
+        harvest.rows += rows_of(substep, hits)
         for bit, count in enumerate(new_counts.sum(0).tolist()):
             if count:
                 what = CODES_BY_BIT[bit], substep.pool.name, substep.site

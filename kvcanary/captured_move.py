@@ -31,6 +31,7 @@ class StaticMove:
         with torch.inference_mode(False):
             self.src, self.dst = (torch.full((size,), NOWHERE, dtype=torch.int64, device=device) for _ in range(2))
             self._pages, self._generations, self._owners = (torch.zeros_like(self.src) for _ in range(3))
+            self._arrived = torch.full_like(self.dst, NOWHERE)
             self._nowhere = self.src.new_full((1,), NOWHERE)
             columns = pool.records.shape[1]
             scratch = (
@@ -54,7 +55,7 @@ class StaticMove:
             if self._compares_content:
                 self._mismatch.zero_()
                 pool = self.pool
-                self._ops.check_content(pool.rows, self.dst, pool.keys, pool.content_a, mismatch=self._mismatch)
+                self._ops.check_content(pool.rows, self._arrived, pool.keys, pool.content_a, mismatch=self._mismatch)
             self.moved.pack()
 
     def _record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
@@ -76,6 +77,9 @@ class StaticMove:
                 step=self._shared.step,
                 sites=self._site,
                 requests=self._owners,
+                page_generations=state.generations,
+                page_size=state.page_size,
+                arrived=self._arrived,
                 pool_id=pool.pool_id,
                 keys=pool.keys,
                 scratch=scratch,

@@ -105,8 +105,9 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     NUM_ROW_SLOTS,
     ROW_ROOM,  # slots that have room there
     OWNED_LEN,  # entries that are the request's own; ALL
+    ROW_LACKS,  # 1 where pages of what is final were given back, and it has not begun anew
     REQUEST_CARD,
-) = range(22)
+) = range(23)
 (
     CHAIN_VALUES,  # their address, with as much room
     CHAIN_COUNT,
@@ -119,6 +120,7 @@ CONTRADICTS, REFUSES, ADDRESS = 1, 2, ~7
     TAIL_GRANT,
     CHAIN_CARD,
 ) = range(10)
+LACKING_BITS = 32  # above numbers of lengths that are UNKNOWN: whether rows lack pages of what is to be read
 UNKNOWN = -1  # length of a row that the host does not know, or of a chain one of whose tokens it does not
 #: Of a step that the engine has not told of: tokens, committed length before it, and after it.
 UNHEARD_TOKENS, UNHEARD_BEFORE, UNHEARD_AFTER, UNHEARD_CARD = range(4)

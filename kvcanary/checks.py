@@ -233,6 +233,8 @@ class StepChecks:
         if len(self._flights) == IN_THE_AIR:
             self.land(self._flights[0])
         static = self.static
+        if static is not None:
+            hits = [*static.judge_lacking(self.step), *hits]
         if static is None:
             flight = Flight(self.step, None, hits)
         else:

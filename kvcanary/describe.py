@@ -27,6 +27,7 @@ MOST_LOCATED = 32  # of these, those in which the one changed word is looked for
 MOST_SEARCHED = 4  # and those of whose bytes it is asked whose they are
 NO_SLOT = -1  # of hits that have no place, such as H1
 _CONTENT = frozenset({"R9", "R12", "P1", "T1"})
+_OF_GRANTS = frozenset({"R7", "R8"})
 _UNDECLARED = frozenset({"R3", "R9", "P1", "T1"})
 
 
@@ -126,6 +127,8 @@ class Describer:
             source=None if named is None else record.read_record(hit.pool.records, named),
             source_is_damaged=named is not None and not holds_its_own(hit.pool, hit.layers[0], named),
             owner=ledger.owner_of(hit.page),
+            holders=ledger.holders(hit.page) if hit.code in _OF_GRANTS else (),
+            is_shared=int(ledger.states[hit.page]) == record.SHARED,
             granted=int(ledger.generations[hit.page]),
             events=tuple(ledger.history.of(hit.page)),
             reader=reader,

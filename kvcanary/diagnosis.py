@@ -81,6 +81,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R4", "R5"), rows.later_write),
     (("R6",), rows.row_mixed_up),
     (("R7",), rows.read_after_free),
+    (("R7",), rows.given_back),
     (("R7",), rows.never_granted),
     (("R8",), rows.freed_too_early),
     (("R8",), rows.place_of_two),

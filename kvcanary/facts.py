@@ -35,7 +35,8 @@ class Facts:
     word:    the one word that changed, where the two lanes name one
     whose:   whose bytes lie there now
     source:  record of the slot whose bytes these are; source_is_damaged: that slot does not hold its own
-    owner:   request that the page is granted to
+    owner:   request that the page is granted to;  holders: those whose rows name it, for R7 and R8
+    is_shared: rows or a prefix cache may read the page, and nobody may write it
     granted: generation of the page
     events:  grants and frees of the page, oldest first
     reader:  request whose row it is, while it lives
@@ -50,6 +51,8 @@ class Facts:
     source: Record | None = None
     source_is_damaged: bool = False
     owner: str | None = None
+    holders: tuple[str, ...] = ()
+    is_shared: bool = False
     granted: int | None = None
     events: tuple[PageEvent, ...] = ()
     reader: Request | None = None
@@ -91,6 +94,12 @@ class Facts:
         if self.hit.position is None:
             return None
         return self._slot_of(self.hit.position)
+
+    @property
+    def held_by(self) -> str:
+        """Who has the page, in words."""
+        names = (self.owner,) if self.owner is not None else self.holders
+        return " and ".join(map(repr, names[:2])) + (" and others" if names[2:] else "") or "a prefix cache"
 
     @property
     def is_own_place(self) -> bool:
@@ -200,6 +209,16 @@ def _owner(facts: Facts) -> tuple[Values, Values]:
     return {"owner": facts.hit.request_id}, {"owner": facts.owner, "generation": facts.granted}
 
 
+def _page(facts: Facts) -> tuple[Values, Values]:
+    """As `_owner`; of a page that has none, but holders, with what the row was granted for this position."""
+    expected, found = _owner(facts)
+    if not facts.is_shared:
+        return expected, found
+    granted = -1 if facts.granted_slot is None else facts.granted_slot
+    page = granted // facts.hit.pool.view.page_size if granted >= 0 else None
+    return expected | {"page": page}, found | {"page": facts.hit.page, "held_by": facts.held_by}
+
+
 def _position(facts: Facts) -> tuple[Values, Values]:
     found = _record(facts)
     return {"position": facts.hit.position}, {"position": found.position, "chain": _hex(found.chain)}
@@ -282,8 +301,8 @@ _WITHOUT_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
 }
 _WITH_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
     "R3": _seal,
-    "R7": _owner,
-    "R8": _owner,
+    "R7": _page,
+    "R8": _page,
     "W2": _owner,
     "W3": _owner,
     "W7": _owner,

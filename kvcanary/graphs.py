@@ -18,6 +18,7 @@ from kvcanary.cards import (
     HAS_MORE,
     HAS_RUN,
     IS_SHORT,
+    LACKING_BITS,
     NOT_QUIET,
     NOWHERE,
     PLACE_BITS,
@@ -44,9 +45,11 @@ from kvcanary.content import find_changed
 from kvcanary.entries import Entries
 from kvcanary.errors import PageStateError
 from kvcanary.forward import Ints
-from kvcanary.harvest import CoverageGap, StaticHit
+from kvcanary.grants import judge_read_rows
+from kvcanary.harvest import CoverageGap, StaticHit, read_rows
 from kvcanary.hearing import Hearing
 from kvcanary.hits import Hit
+from kvcanary.intake import HitBatch
 from kvcanary.learning import Launch, Launched, Learned, runs_of, tokens_of
 from kvcanary.ledger import Ledger, Request
 from kvcanary.lineage import lineage_of
@@ -56,7 +59,7 @@ from kvcanary.outbox import LINES
 from kvcanary.requests import Batch
 from kvcanary.series import Series
 from kvcanary.state import CanaryState, PoolState
-from kvcanary.static import HEADER_PART
+from kvcanary.static import HEADER_PART, StaticSubstep
 from kvcanary.views import ReadPlan, WritePlan
 
 Unwritten = Callable[[Sequence[Request], int], None]
@@ -171,6 +174,7 @@ class StaticChecks:
         self._num_kept = 0  # of them
         self._has_singles = False  # among these
         self.num_unlanded = 0
+        self._lacking: list[tuple[StaticSubstep, Batch]] = []  # launched over rows whose requests lack pages of them
         self.moves: list[StaticMove] = []
 
     def launch(
@@ -194,7 +198,7 @@ class StaticChecks:
         turn, rows, first = bank.turn, batch.no_rows * num_parts, len(cards)
         cards += series.cards[turn % LINES]
         cards[first + RUN_READS :: RUN_CARD] = array("q", reads)
-        if unknown := self._loops.launch_runs(
+        if said := self._loops.launch_runs(
             n,
             cards_at,
             cards.buffer_info()[0] + 8 * first,
@@ -209,7 +213,10 @@ class StaticChecks:
             record is not None,
             where,
         ):
-            self._coverage.skip("truth not known to the host", unknown)
+            if unknown := said & (1 << LACKING_BITS) - 1:
+                self._coverage.skip("truth not known to the host", unknown)
+            if said >> LACKING_BITS:
+                self._lacking += [(substep, batch) for substep in series]
         if series.places:
             self.num_unlanded += 1
         if record is not None:
@@ -236,6 +243,15 @@ class StaticChecks:
         """This move runs next."""
         move.moved.turn = self.bank.turn
         self.moves.append(move)
+
+    def judge_lacking(self, step: int) -> list[Hit | HitBatch]:
+        """R7 and R8 of forwards whose requests lack pages, where rows name others in spite of that; waits for them."""
+        lacking, self._lacking = self._lacking, []
+        if not lacking:
+            return []
+        with torch.inference_mode():
+            rows = [row for substep, batch in lacking for row in read_rows(substep, range(substep.width * len(batch)))]
+        return [*judge_read_rows(self._ledger, rows, step)]
 
     def send(self, step: int) -> Told:
         """What has run since the last time is on its way to the host."""
@@ -366,7 +382,7 @@ class StaticChecks:
         finally:
             ledger.tell_landed(told.step)
 
-    def harvest(self, told: Told) -> list[Hit]:
+    def harvest(self, told: Told) -> list[Hit | HitBatch]:
         """Hits and gaps of the step."""
         harvest = self.bank.harvest(told.snapshot, told.step)
         for substep, _ in told.snapshot.once:
@@ -375,7 +391,7 @@ class StaticChecks:
             self.listener.noticed(hit)
         rows, entries, reads = harvest.runs
         self._cover(rows > 0 and not told.launches, entries, reads, entries > 0)
-        hits = list[Hit]()
+        hits: list[Hit | HitBatch] = [*judge_read_rows(self._ledger, harvest.rows, told.step)]
         with torch.inference_mode() if harvest.hits else nullcontext():
             runs = told.forwards if harvest.hits else []
             hits += [named for hit in harvest.hits for named in self._named(self._hit(hit, runs))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ from torch import Tensor
 from kvcanary.launches import PLANNED, READ, is_later
 from kvcanary.ledger import Request
 from kvcanary.outbox import Line
+from kvcanary.state import PoolState
 from kvcanary.static import HEADER_PART, ROW_STARTS, VIOLATIONS, StaticSubstep
 from kvcanary_kernels.count import ENTRY, ROW, SLOT, STEP
 from kvcanary_kernels.record import CODE_BITS, MASK_32, signed
 from kvcanary_kernels.table import slot_at
 
+MOST_ROWS = 16  # of a forward in which something fired
 HITS_PER_CHECK = 64  # of each side of a forward; the others are counted
 CHUNK = 1 << 16  # codes looked at together, until every check has its hits
 NOWHERE = -1
@@ -75,18 +77,29 @@ class CoverageGap:
         return "H1"
 
 
+class ReadRow(NamedTuple):
+    """What a row named, as it lies on the device now: [n] slots from position 0 on, before what its forward writes."""
+
+    pool: PoolState
+    site: tuple[str, int]
+    uid: int
+    slots: tuple[int, ...]
+
+
 @dataclass
 class Harvest:
     """What fired and what did not run since the last harvest.
 
     totals: entries by (code, pool, site), exact, also where `hits` holds only the first of them
     runs:   rows, entries written and entries read that have run
+    rows:   in which a read fired, the first of each substep
     """
 
     hits: list[StaticHit] = field(default_factory=list)
     gaps: list[CoverageGap] = field(default_factory=list)
     totals: dict[tuple[str, str, tuple[str, int]], int] = field(default_factory=dict)
     runs: tuple[int, int, int] = (0, 0, 0)
+    rows: list[ReadRow] = field(default_factory=list)
 
 
 class Ran(NamedTuple):
@@ -136,6 +149,24 @@ def read_hits(substep: StaticSubstep, new_counts: Tensor, step: int, ran: Ran | 
             hits += [replace(hit, is_exact=False) for hit in others]
     substep.work.forget_firsts(step)
     return _with_all_rows(substep, hits, ran)
+
+
+def read_rows(substep: StaticSubstep, numbers: Iterable[int]) -> list[ReadRow]:
+    """Rows of the last run of a forward, by number."""
+    forward, planned = substep.forward, substep.work.planned
+    lengths, uids, rows = planned.read_lengths.tolist(), forward.uids.tolist(), list[ReadRow]()
+    for row in numbers:
+        places = torch.arange(max(lengths[row] - forward.ancestors, 0))
+        slots = _slots(substep, torch.full_like(places, row), places)
+        rows.append(ReadRow(substep.pool, substep.site, uids[row], tuple(slots.tolist())))
+    return rows
+
+
+def rows_of(substep: StaticSubstep, hits: Sequence[StaticHit]) -> list[ReadRow]:
+    """Those of hits that a read has made, as long as their requests are still in them."""
+    uids = {hit.row: hit.uid for hit in hits if hit.code.startswith("R") and hit.row != NOWHERE}
+    rows = read_rows(substep, list(uids)[:MOST_ROWS])
+    return [row for row, uid in zip(rows, uids.values(), strict=False) if row.uid == uid]
 
 
 def _with_all_rows(substep: StaticSubstep, hits: list[StaticHit], ran: Ran | None) -> list[StaticHit]:

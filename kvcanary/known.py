@@ -24,6 +24,7 @@ from kvcanary.cards import (
     NUM_UNHEARD,
     OWNED_LEN,
     REQUEST_CARD,
+    ROW_LACKS,
     ROW_ROOM,
     ROW_SLOTS,
     TAIL_PAGE,
@@ -94,6 +95,7 @@ class Known:
         self.make_row_room(len(slots))
         self._row[: len(slots)] = slots
         self.card[NUM_ROW_SLOTS] = len(slots)
+        self.card[ROW_LACKS] |= bool((slots < 0).any())
 
     def make_row_room(self, count: int) -> None:
         """For so many slots."""

@@ -57,7 +57,9 @@ class Ledger(RowBook):
         self._expect_held("freed", request, where)
         shared = self.states[where] == SHARED
         self.pages.free("freed", where[~shared], step, request_id)
-        self._replace(request, where, [NO_PAGE] * len(where))
+        places = self._replace(request, where, [NO_PAGE] * len(where))
+        if self.page_size * min(places, default=request.committed_len) < request.committed_len:
+            request.lacks_pages = 1
         self._release(request, where[shared], step)
         if not request.pages:
             request.start_anew()

@@ -158,7 +158,10 @@ class Lifecycle:
 
     @recorded
     def on_acquire(self, request_id: str, pages: Sequence[int]) -> None:
-        """A cache hit: published pages become the head of the row, and their bytes are read again."""
+        """A cache hit: published pages become the head of the row, and their bytes are read again.
+
+        Before `on_alloc`, of a request that was admitted with its whole prompt; entries on these pages are committed.
+        """
         self._checks.settle()
         request = self._ledger.request(request_id)
         self._ledger.acquire(request_id, pages, self.step)
@@ -167,7 +170,10 @@ class Lifecycle:
 
     @recorded
     def on_fork(self, request_id: str, child_id: str, pages: Sequence[int]) -> None:
-        """The head of one row becomes the head of another, empty one; neither may write it before `on_copy`."""
+        """The head of one row becomes the head of another, empty one; neither may write it before `on_copy`.
+
+        Admit the child first, with all tokens of the row so far: the committed length is inherited.
+        """
         self._checks.settle()
         parent, child = self._ledger.request(request_id), self._ledger.request(child_id)
         self._ledger.fork(request_id, child_id, pages, self.step)
@@ -180,7 +186,10 @@ class Lifecycle:
 
     @recorded
     def on_copy(self, request_id: str, page: int, copy: int) -> None:
-        """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards."""
+        """A shared page of the row is replaced by a private copy; move its bytes, and tell of it, afterwards.
+
+        `on_move` may name all slots of the page: those that nobody has written arrive unwritten.
+        """
         self._checks.settle()
         self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self.step)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcanary.forward import Forward
-from kvcanary.host import REWRITTEN
+from kvcanary.host import BLANK, MOVED_BITS, REWRITTEN
 from kvcanary.pages import Pages
 from kvcanary.sites import pack_site
 from kvcanary.state import CanaryState, PoolState, stored_columns
@@ -114,11 +114,11 @@ class Mirror:
 
     def move(
         self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, grants: Rows, owners: Rows
-    ) -> int:
+    ) -> tuple[int, bool]:
         """Records follow moved entries, in host memory fingerprints and damage too; `loops.move_records`.
 
-        The furthest position of an entry; NOT_ALL, and nothing is written, where slots of some are none or null, or
-        where one stays.
+        The furthest position of an entry, and whether some were never written; NOT_ALL, and nothing is written, where
+        slots of some are none or null, or where one stays.
         """
         seen = self._loops.move_records(
             origin.card_at,
@@ -132,11 +132,11 @@ class Mirror:
             *self.memory_of_loops,
         )
         if seen < 0:
-            return NOT_ALL
+            return NOT_ALL, False
         self._note(seen & REWRITTEN)
         if not self._is_host:
             self.fresh.append(pool.base + move.dst)
-        return seen >> 1
+        return seen >> MOVED_BITS, bool(seen & BLANK)
 
     @property
     def flags_of_loops(self) -> tuple[int, int]:

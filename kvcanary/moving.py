@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.errors import PlanError
@@ -13,7 +14,7 @@ from kvcanary.lanes import lanes_of_slots, numbers_are_right, slots_are_right
 from kvcanary.ledger import Ledger
 from kvcanary.mirror import NOT_ALL, Mirror, Move
 from kvcanary.state import CanaryState, PoolState
-from kvcanary_kernels.record import CONTENT_B, TOKEN_POSITION
+from kvcanary_kernels.record import CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
 
 
 class Mover:
@@ -36,12 +37,15 @@ class Mover:
     ) -> list[Hit]:
         """T1 where bytes that arrived are not those that were written at the source; R9 where they lay there so.
 
-        Every source was read before any destination was written; destinations are distinct.
+        What nobody has written at the source, such as the end of a last page, arrives as never written, whatever lies
+        there. Every source was read before any destination was written; destinations are distinct.
         has_lanes: the content of the sources was kept when they were written
         lengthens: rows at whose end entries have arrived are written so far
         PlanError for slots that the pools do not have: nothing is written then.
         """
-        furthest = self._follow(origin, pool, move, step, has_lanes) if pool.host is not None else NOT_ALL
+        furthest, has_blanks = NOT_ALL, False
+        if pool.host is not None:
+            furthest, has_blanks = self._follow(origin, pool, move, step, has_lanes)
         if furthest == NOT_ALL:
             move = move.of_entries(origin, pool)
         if not len(move.dst):
@@ -50,7 +54,9 @@ class Mover:
         if furthest == NOT_ALL:
             moved = move.at(move.src != move.dst) if origin is pool else move
             if len(moved.dst):
-                self._carry(origin, pool, moved, step, has_lanes)
+                has_blanks = self._carry(origin, pool, moved, step, has_lanes)
+        if has_blanks:
+            move, moved = (own.at(self._are_written(pool, own)) for own in (move, moved))
         if lengthens and (furthest == NOT_ALL or not self._ledger.rows_reach(pool.pool_id, furthest)):
             positions = self._mirror.table[pool.base + move.dst, TOKEN_POSITION] >> 32
             self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
@@ -61,11 +67,16 @@ class Mover:
         slots = destination[destination >= 0]
         return self._arrived(pool, slots, slots, step)
 
-    def _follow(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> int:
+    def _are_written(self, pool: PoolState, move: Move) -> NDArray[np.bool_]:
+        """[n] bool, of entries that have moved."""
+        grants = self._ledger.generations[move.dst_names // self._state.page_size].view(np.uint64)
+        return self._mirror.table[pool.base + move.dst, REQUEST_GENERATION] >> 32 == grants
+
+    def _follow(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> tuple[int, bool]:
         return self._mirror.move(origin, pool, move, step, has_lanes, self._ledger.generations, self._ledger.owners)
 
-    def _carry(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> None:
-        """Entries that move, none of them of a null slot."""
+    def _carry(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> bool:
+        """Entries that move, none of them of a null slot; whether nobody has written some of them."""
         on_device = pool.host is None
         with torch.inference_mode():
             if on_device:
@@ -73,7 +84,8 @@ class Mover:
                 from_rows, to_rows = torch.from_numpy(move.src).to(device), torch.from_numpy(move.dst).to(device)
                 found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
                 content_a = origin.content_a.index_select(1, from_rows)
-            if self._follow(origin, pool, move, step, has_lanes) == NOT_ALL:
+            furthest, has_blanks = self._follow(origin, pool, move, step, has_lanes)
+            if furthest == NOT_ALL:
                 raise PlanError(
                     f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
                     f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
@@ -81,9 +93,12 @@ class Mover:
             if on_device:
                 self._mirror.flush()
                 if has_lanes:
-                    pool.write_lanes(to_rows, content_a, expected.select(1, CONTENT_B))
+                    kept = torch.from_numpy(self._are_written(pool, move)).to(device)
+                    lanes = content_a[:, kept], expected.select(1, CONTENT_B)[kept]
+                    pool.write_lanes(to_rows[kept], *lanes)
                 damage = found - expected  # a damaged source stays damaged
                 pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
+        return has_blanks
 
     def _arrived(
         self, pool: PoolState, places: Ints, names: Ints, step: int, sent: tuple[PoolState, Move] | None = None

@@ -158,7 +158,8 @@ class Pages:
         if min(listed) < self.null_pages or max(listed) >= len(self.states):
             wrong = next(page for page in listed if not self.null_pages <= page < len(self))
             raise LifetimeError(
-                f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or freed"
+                f"page must be in [{self.null_pages}, {len(self)}), got {wrong}: null pages are never granted or "
+                "freed, take them out of the engine's free list"
             )
         if len(set(listed)) < len(listed):
             twice = next(page for page in listed if listed.count(page) > 1)

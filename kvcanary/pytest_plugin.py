@@ -175,6 +175,8 @@ def _expected(error: KVCanaryError, code: str, fields: Mapping[str, Any]) -> Fin
         for name, value in fields.items()
     }
     if found != expected:
+        if any(line.startswith(f"{code} ") for line in getattr(cause, "evidence", ())):
+            text += f"\n{code} is in its evidence: faults of a write speak first, then the first entry of a row"
         pytest.fail(f"expected {expected}, found {found}:\n{text}", pytrace=False)
     return cause
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvcanary.entries import Entries, fired_writes
 from kvcanary.forward import SLOT_BYTES, Forward, Ints, on_host
+from kvcanary.grants import grant_codes
 from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.lanes import joined
@@ -196,13 +197,19 @@ class Reader:
                 own[refused[segment.start : segment.start + segment.length]] = 0  # R1 was reported at open
             if segment.first_written >= 0:
                 hits += self._judge_own(segment, own)
-            elif segment.predecessor == ROOT and segment.length and not own.any():
-                hits += self._judge_truth(segment)
+            elif segment.predecessor == ROOT and segment.length:
+                self._judge_grants(segment, own)
+                if not own.any():
+                    hits += self._judge_truth(segment)
         fired = int(np.bitwise_or.reduce(bits))
         if fired:
             entries = read_entries(forward.pool, segments)
             hits += [_batch(code, forward, entries, bits & bit) for code, bit in self._active.items() if fired & bit]
         return hits
+
+    def _judge_grants(self, segment: Segment, bits: Ints) -> None:
+        """R7 and R8 at entries on shared pages that the row does not hold."""
+        bits |= grant_codes(self._ledger, segment.request, segment.first_position, segment.names) & self._active_bits
 
     def _judge_truth(self, segment: Segment) -> list[Hit]:
         """R6: the record at S - 1 is not the end of this request's own tokens."""

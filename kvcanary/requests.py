@@ -19,6 +19,7 @@ from kvcanary.cards import (
     NUM_IN_THE_AIR,
     NUM_UNLANDED,
     OWNED_LEN,
+    ROW_LACKS,
     ROW_NUMBERS,
 )
 from kvcanary.errors import LifetimeError
@@ -81,6 +82,7 @@ class Request:
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
     commit_step:   step of the last commit
     in_the_air:    captured forwards with its rows of which the host has not learned yet
+    lacks_pages:   1 where pages of what is final were given back, while the request goes on
     unlanded:      captured steps with its rows that accept what the host has not learned yet
     """
 
@@ -99,6 +101,7 @@ class Request:
     commit_step = _OfCard(COMMIT_STEP)
     in_the_air = _OfCard(NUM_IN_THE_AIR)
     unlanded = _OfCard(NUM_UNLANDED)
+    lacks_pages = _OfCard(ROW_LACKS)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -176,6 +179,7 @@ class Request:
         self.judged = [Judged()] * len(self.judged)
         self.unheard = []
         self.is_damaged = False
+        self.lacks_pages = 0
 
     @property
     def growth(self) -> list[tuple[int, int]]:

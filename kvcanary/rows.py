@@ -79,6 +79,10 @@ class RowBook(StepBook):
         """The requests whose rows name the page; looks through all rows, so for reports only."""
         return tuple(name for name, request in self.requests.items() if page in request.pages)
 
+    def had(self, page: int, request_id: str) -> bool:
+        """Whether the request was given the page once, as far as the page's history goes back."""
+        return any(event.request_id == request_id for event in self.history.of(page))
+
     def holder(self, page: int) -> Request | None:
         """A request whose row names the page; None where a cache alone has it."""
         owner = self.owner_of(page)

@@ -168,6 +168,18 @@ def read_after_free(facts: Facts) -> Cause | None:
     return Cause("lifetime", "the page was given back while the row still pointed at it", "derived", tuple(evidence))
 
 
+def given_back(facts: Facts) -> Cause | None:
+    """The reader had the page with others, and was the one to release it: whether it lives on is theirs to say."""
+    own = [event for event in facts.events if event.request_id == facts.hit.request_id]
+    released = [event for event in own if event.kind == "released"]
+    if not released:
+        return None
+    evidence = [f"released by {facts.hit.request_id!r} at step {released[-1].step}", "the reader had it before"]
+    if facts.is_shared:
+        evidence.append(f"held by {facts.held_by}, so that it lives on")
+    return Cause("lifetime", "the page was given back while the row still pointed at it", "derived", tuple(evidence))
+
+
 def never_granted(facts: Facts) -> Cause | None:
     if facts.granted or facts.owner is not None:
         return None
@@ -185,8 +197,8 @@ def neighbours_row(facts: Facts) -> Cause | None:
     is_whole = facts.reader is not None and last >= facts.reader.committed_len - 1
     if entries <= facts.hit.pool.view.page_size and not (is_whole and entries > 1):
         return None
-    evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.owner!r}")
-    return Cause("identity", f"the row of {facts.owner!r} was read in the place of this one", "inferred", evidence)
+    evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.held_by}")
+    return Cause("identity", f"the row of {facts.held_by} was read in the place of this one", "inferred", evidence)
 
 
 def neighbours_prefix(facts: Facts) -> Cause | None:
@@ -218,8 +230,12 @@ def place_of_two(facts: Facts) -> Cause | None:
 
 
 def foreign_page(facts: Facts) -> Cause | None:
-    evidence = () if _had_it(facts, facts.hit.request_id) else ("the reader never had this page",)
-    return Cause("addressing", f"the row points at a page of {facts.owner!r}", "derived", evidence)
+    evidence: tuple[str, ...] = ()
+    if not _had_it(facts, facts.hit.request_id):
+        evidence = ("the reader never had this page",)
+    if facts.is_shared and facts.hit.run <= facts.hit.pool.view.page_size:  # one entry of the table
+        evidence += _granted(facts)
+    return Cause("addressing", f"the row points at a page of {facts.held_by}", "derived", evidence)
 
 
 def freed_too_early(facts: Facts) -> Cause | None:

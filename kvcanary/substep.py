@@ -47,7 +47,8 @@ class SubstepCanary:
     def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         """Judge both plans before the body runs; give (indices, slots) that are safe to use.
 
-        Ids outside the pool are refused: they are replaced by null slot 0, and reported as R1 or W1.
+        What is refused is replaced by null slot 0 and reported: ids outside the pool (R1, W1), and slots that the
+        entry's request must not write (W2, W3, W7, W8).
         """
         if self._phase != NEW:
             raise HookOrderError(f"open() comes once: {self} is {self._phase}")

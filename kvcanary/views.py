@@ -31,7 +31,7 @@ class PoolView:
                   token p in the slot of position p and has been fed the newest token when the next step begins
     vocab_size:   token ids are below it; None: not known, and not judged
     null_slots:   slots [0, null_slots) are where padding may write and read; page 0 unless stated
-    layout:       "NHD" or "HND"
+    layout:       "NHD" or "HND"; which of them it is cannot be told apart where there are as many heads as slots a page
     extras:       side buffers that are protected as well (scales, index keys), by name or in order: each one tensor a
                   layer of any type, laid out like K with its own heads and dim, or without dim, or without both
     group:        pools of one group share slot ids. "full", or a group whose slots are its own
@@ -252,7 +252,10 @@ def _check_numbers(view: PoolView) -> None:
     if view.vocab_size is not None and view.vocab_size < 1:
         raise PlanError(f"vocab_size must be at least 1, got {view.vocab_size}: leave it out where it is not known")
     if view.null_slots == 0:
-        raise PlanError("null_slots must be at least 1, got 0: refused ids and padding need a slot that nobody owns")
+        raise PlanError(
+            "null_slots must be at least 1, got 0: refused ids and padding need a slot that nobody owns, take page 0 "
+            "out of the engine's free list where it has no null page"
+        )
 
 
 def _rows(view: PoolView) -> PoolRows:

@@ -18,6 +18,7 @@ from kvcanary_kernels.device import (
     SEAL,
     STEP_SITE,
     TOKEN_POSITION,
+    high_word,
     live_count,
     low_word,
     pair,
@@ -26,7 +27,7 @@ from kvcanary_kernels.device import (
     tl,
     triton,
 )
-from kvcanary_kernels.record import Keys
+from kvcanary_kernels.record import MASK_32, Keys
 from kvcanary_kernels.seal import identity_words, pair_columns, seal_values, take
 
 
@@ -40,6 +41,9 @@ def move(
     step: Tensor,
     sites: Tensor,
     requests: Tensor | None = None,
+    page_generations: Tensor | None = None,
+    page_size: int = 1,
+    arrived: Tensor | None = None,
     pool_id: int,
     keys: Keys,
     scratch: Tensor | None = None,
@@ -48,15 +52,18 @@ def move(
     """Let records follow moved bytes; every source is read before any destination is written.
 
     Token, position, chain and content stay; generation, step, site (and request, if given) are new. The seal is
-    carried over by difference, so that a damaged source stays damaged. May be captured.
+    carried over by difference, so that a damaged source stays damaged. A source that nobody has written since its page
+    was granted arrives blank, as a slot that was never written. May be captured.
 
     records:     [num_slots, 8] int64;  content_a: [layers, num_slots] int64
     src, dst:    [n] int64, each distinct, they may overlap; an entry with either outside the pool writes nothing
     generations, step, sites, requests: [n] or [1] int64; requests None keeps the writer
+    page_generations: [num_pages] int64, current grant of the pages of the sources; None: all of them are current
+    arrived:     [n] int64 out: `dst`, or -1 where nothing is written or a blank has arrived
     scratch:     [>= n, 8 + layers] int64, needed by the kernel, not by the reference
     num_live:    [1] int64, entries at and after it write nothing; None: all live
     """
-    _check(records, content_a, src, dst, generations, step, sites, requests, scratch, num_live)
+    _check(records, content_a, src, dst, generations, step, sites, requests, arrived, scratch, num_live)
     if scratch is None:
         raise ValueError(f"scratch must be [{src.numel()}, {record.COLUMNS + content_a.shape[0]}] int64, got None")
     n = src.numel()
@@ -83,13 +90,18 @@ def move(
         step,
         sites,
         generations if requests is None else requests,
+        generations if page_generations is None else page_generations,
+        src if arrived is None else arrived,
         keys.constants,
         stride_of(generations),
         stride_of(step),
         stride_of(sites),
         1 if requests is None else stride_of(requests),
         pool_id,
+        page_size,
         HAS_REQUESTS=requests is not None,
+        HAS_PAGES=page_generations is not None,
+        HAS_ARRIVED=arrived is not None,
         **flags,
     )
 
@@ -104,25 +116,37 @@ def move_torch(
     step: Tensor,
     sites: Tensor,
     requests: Tensor | None = None,
+    page_generations: Tensor | None = None,
+    page_size: int = 1,
+    arrived: Tensor | None = None,
     pool_id: int,
     keys: Keys,
     scratch: Tensor | None = None,
     num_live: Tensor | None = None,
 ) -> None:
     """The torch reference of `move`."""
-    _check(records, content_a, src, dst, generations, step, sites, requests, scratch, num_live)
+    _check(records, content_a, src, dst, generations, step, sites, requests, arrived, scratch, num_live)
     inside = (dst >= 0) & (dst < records.shape[0])
     entries = live_indices(torch.where(inside, src, -1), records.shape[0], num_live)
+    own = slice(None) if entries is None else entries
+    if arrived is not None:
+        arrived.fill_(-1)
     if entries is not None:
         src, dst, generations = src[entries], dst[entries], take(generations, entries)
         step, sites = take(step, entries), take(sites, entries)
         requests = None if requests is None else take(requests, entries)
     rows, lanes = records.index_select(0, src), content_a.index_select(1, src)
     seals = rows[:, record.SEAL] - seal_values(identity_words(rows), src, pool_id, keys)
+    held = rows[:, record.REQUEST_GENERATION] >> 32 & MASK_32
     if requests is None:
         requests = rows[:, record.REQUEST_GENERATION]
     rows[:, record.REQUEST_GENERATION] = pair_columns(requests, generations)
     rows[:, record.STEP_SITE] = pair_columns(step, sites)
+    if page_generations is not None:
+        is_blank = held != page_generations[src // page_size] & MASK_32
+        rows[is_blank, : record.SEAL], lanes[:, is_blank] = 0, 0
+    if arrived is not None:
+        arrived[own] = dst if page_generations is None else torch.where(is_blank, -1, dst)
     rows[:, record.SEAL] = seals + seal_values(identity_words(rows), dst, pool_id, keys)
     records.index_copy_(0, dst, rows)
     content_a.index_copy_(1, dst, lanes)
@@ -173,17 +197,23 @@ def _put_kernel(
     step,
     sites,
     requests,
+    page_generations,
+    arrived,
     constants,
     generation_stride,
     step_stride,
     site_stride,
     request_stride,
     pool_id,
+    page_size,
     HAS_REQUESTS: tl.constexpr,
+    HAS_PAGES: tl.constexpr,
+    HAS_ARRIVED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_all = o_n < n
     m_n = o_n < live_count(num_live, n, HAS_LIVE)
     source = tl.load(src + o_n, mask=m_n, other=-1)
     target = tl.load(dst + o_n, mask=m_n, other=-1)
@@ -199,8 +229,14 @@ def _put_kernel(
     owner = pair(request, tl.load(generations + o_n * generation_stride, mask=m_n, other=0))
     b_step = tl.load(step + o_n * step_stride, mask=m_n, other=0)
     site = pair(b_step, tl.load(sites + o_n * site_stride, mask=m_n, other=0))
+    is_blank = o_n < 0  # none
+    if HAS_PAGES:
+        current = tl.load(page_generations + source // page_size, mask=m_n, other=0)
+        is_blank = high_word(old_owner) != low_word(current)
     value = tl.load(held + SEAL, mask=m_n, other=0)
     value -= seal_of(token_position, chain, old_owner, old_site, source, pool_id, constants)
+    token_position, chain = tl.where(is_blank, 0, token_position), tl.where(is_blank, 0, chain)
+    owner, site = tl.where(is_blank, 0, owner), tl.where(is_blank, 0, site)
     value += seal_of(token_position, chain, owner, site, target, pool_id, constants)
     row = records + target * COLUMNS
     tl.store(row + TOKEN_POSITION, token_position, mask=m_n)
@@ -209,11 +245,14 @@ def _put_kernel(
     tl.store(row + STEP_SITE, site, mask=m_n)
     tl.store(row + SEAL, value, mask=m_n)
     for i_column in range(CONTENT_B, SEAL):
-        tl.store(row + i_column, tl.load(held + i_column, mask=m_n), mask=m_n)
+        tl.store(row + i_column, tl.where(is_blank, 0, tl.load(held + i_column, mask=m_n, other=0)), mask=m_n)
     content = content_a + target
     for i_layer in range(num_layers):
-        tl.store(content, tl.load(held + COLUMNS + i_layer, mask=m_n), mask=m_n)
+        lane = tl.load(held + COLUMNS + i_layer, mask=m_n, other=0)
+        tl.store(content, tl.where(is_blank, 0, lane), mask=m_n)
         content += content_stride
+    if HAS_ARRIVED:
+        tl.store(arrived + o_n, tl.where(m_n & (is_blank == 0), target, -1), mask=m_all)
 
 
 def _check(
@@ -225,12 +264,13 @@ def _check(
     step: Tensor,
     sites: Tensor,
     requests: Tensor | None,
+    arrived: Tensor | None,
     scratch: Tensor | None,
     num_live: Tensor | None,
 ) -> None:
     n = src.numel()
     expect_records(records)
-    expect_int64(n, src=src, dst=dst)
+    expect_int64(n, src=src, dst=dst, arrived=arrived)
     expect_int64(n, may_broadcast=True, generations=generations, step=step, sites=sites, requests=requests)
     expect_int64(1, num_live=num_live)
     expect_layered(content_a.shape[0], records.shape[0], content_a=content_a)

@@ -31,13 +31,11 @@ def _cascade_over_what_is_not_common(target: Target) -> bool:
     """The first pages of one request are taken for the common prefix of all."""
 
     def cascade(call: Call) -> Place | None:
-        owner, size = call.read.requests[0], target.setup.page_size
-        owner_of = target.canary._ledger.owner_of
-        place = redirect_row(call, 1, 0, lambda slot: owner_of(slot // size) == owner)
+        place = redirect_row(call, 1, 0)
         if place is None:
             return None
         position, slot = place
-        return {"writer": owner, "reader": call.read.requests[1], "position": position, "slot": slot}
+        return {"reader": call.read.requests[1], "position": position, "slot": slot}
 
     return strike_forward(target, cascade, requests=2)
 

@@ -122,9 +122,7 @@ def _walk_the_table_with_old_rows(target: Target) -> bool:
     def walk(call: Call) -> Place | None:
         lens = call.read.prefix_lens.tolist()
         shorter, longer = sorted(range(2), key=lambda number: lens[number])
-        owner = call.read.requests[longer]
-        size, owner_of = target.setup.page_size, target.canary._ledger.owner_of
-        place = redirect_row(call, shorter, longer, lambda slot: owner_of(slot // size) == owner)
+        place = redirect_row(call, shorter, longer)
         if place is None:
             return None
         position, slot = place

@@ -167,8 +167,8 @@ def redirect(call: Call, entry: int, slot: int) -> None:
     call.read = replace(call.read, indices=indices)
 
 
-def redirect_row(call: Call, reader: int, other: int, is_private: Callable[[int], bool]) -> tuple[int, int] | None:
-    """The prefix of one request is read by the row of another; the first position and slot that are the other's alone.
+def redirect_row(call: Call, reader: int, other: int) -> tuple[int, int] | None:
+    """The prefix of one request is read by the row of another; the first position and slot that are not its own.
 
     None: all that they have is shared.
     """
@@ -177,12 +177,12 @@ def redirect_row(call: Call, reader: int, other: int, is_private: Callable[[int]
     indices = call.read.indices.clone()
     mine = slice(starts[reader], starts[reader] + length)
     theirs = indices[starts[other] : starts[other] + length].clone()
-    private = [(position, slot) for position, slot in enumerate(theirs.tolist()) if is_private(slot)]
-    if not private:
+    differs = (theirs != indices[mine]).nonzero().flatten()
+    if not len(differs):
         return None
     indices[mine] = theirs
     call.read = replace(call.read, indices=indices)
-    return private[0]
+    return int(differs[0]), int(theirs[differs[0]])
 
 
 def leave_a_map_entry(target: Target) -> bool:

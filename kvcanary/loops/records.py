@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcanary.cards import BASE, CONTENT_A, LAYERS, NULL_SLOTS, POOL_CARD, SEAL_TERM, SLOTS
-from kvcanary.host import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary.host import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
 from kvcanary.loops.memory import longs_at, loop
 from kvcanary_kernels.record import (
     CHAIN,
@@ -247,13 +247,13 @@ def move_records(
     live,
     judged,
 ):
-    """Records and fingerprints follow n moved entries: the furthest position of any, and in the lowest bit REWRITTEN.
+    """Records and fingerprints follow n moved entries: the furthest position of any, below it what was seen (host.py).
 
     -1, and nothing, where a slot is none or a null slot, or an entry stays where it is.
     origin, target:                 addresses of the pools' cards
     src, dst, src_names, dst_names: [n], all sources are read before a destination is written
-    Token, position, chain and layers stay, under the grant and owner of the destination's page; a move makes nothing
-    current that was not, and a damaged source stays damaged.
+    Token, position, chain and layers stay, under the grant and owner of the destination's page. A source that nobody
+    has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
     """
     n, num_pages = src.shape[0], generations.shape[0]
     source, pool = longs_at(origin, POOL_CARD), longs_at(target, POOL_CARD)
@@ -276,21 +276,25 @@ def move_records(
             damage[i, column] = live[src_base + src[i], column] - records[i, column]
         for layer in range(layers):
             lanes[i, layer] = src_content[layer * src_slots + src[i]]
-    rewritten, furthest = False, np.int64(0)
+    seen, furthest = 0, np.int64(0)
     for i in range(n):
         record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
-        furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
-        is_stale = (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]
-        uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
-        record[REQUEST_GENERATION] = uid & MASK_32 | (0 if is_stale else generations[page]) << 32
-        record[STEP_SITE] = step_site
-        record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
-        rewritten |= _write(row, record, pool[SEAL_TERM], constants, table, live, judged)
+        if (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
+            record[:], lanes[i] = 0, 0
+            seen |= BLANK
+        else:
+            furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
+            uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
+            record[REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
+            record[STEP_SITE] = step_site
+            record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
+        if _write(row, record, pool[SEAL_TERM], constants, table, live, judged):
+            seen |= REWRITTEN
         for column in range(COLUMNS):
             live[row, column] += damage[i, column]
         for layer in range(layers if has_lanes else 0):
             dst_content[layer * dst_slots + dst[i]] = lanes[i, layer]
-    return furthest << 1 | (REWRITTEN if rewritten else 0)
+    return furthest << MOVED_BITS | seen
 
 
 @loop("boolean(int64, int64, int64[:, ::1], int64[:, ::1])")

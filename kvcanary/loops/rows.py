@@ -23,6 +23,7 @@ from kvcanary.cards import (
     FINAL_UIDS,
     GUESSES,
     IS_LIVE,
+    LACKING_BITS,
     LAGS,
     LEFT_TO_BOOKS,
     LINE_CARD,
@@ -53,6 +54,7 @@ from kvcanary.cards import (
     RANGES_TO_SPARE,
     REQUEST_CARD,
     ROW_COMMITTED,
+    ROW_LACKS,
     ROW_NUMBERS,
     ROW_SLOTS,
     RUN_CARD,
@@ -121,7 +123,8 @@ def write_rows(n, cards, pool, kind, before, written):
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
 def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
-    """So many forwards of one kind run next over rows of a pool; how many of their lengths are UNKNOWN.
+    """So many forwards of one kind run next over rows of a pool; how many of their lengths are UNKNOWN, and above
+    LACKING_BITS whether requests lack pages of rows that they are about to read.
 
     Where all rows are as the engine knows them, and these write what it says, they are as long as that from now on.
     most:    steps that may have accepted what the host has not learned yet
@@ -130,18 +133,19 @@ def launch_rows(n, cards, pool, most, forwards, kind, written, rows):
     """
     unknown = tell_rows(n, cards, pool, most, rows)
     own, told, accepts = longs_at(cards, n), longs_at(rows, ROW_NUMBERS * n + 1), written == 0
-    heard, is_behind = 0, accepts
+    heard, is_behind, is_lacking = 0, accepts, 0
     for number in range(n):
         request = longs_at(own[number], REQUEST_CARD)
         is_behind |= request[NUM_UNHEARD] > 0 or request[NUM_UNLANDED] > 0
         heard += _heard_len(request)
+        is_lacking |= request[ROW_LACKS]
         told[ROW_COMMITTED * n + number] = request[COMMITTED_LEN]
         request[NUM_IN_THE_AIR] += forwards
         request[NUM_UNLANDED] += accepts
     told[ROW_NUMBERS * n] = heard if is_behind else UNKNOWN
     if not is_behind:
         write_rows(n, cards, pool, kind, 0, written)
-    return unknown
+    return unknown | is_lacking << LACKING_BITS
 
 
 @loop("void(int64, int64, int64, int64)")
@@ -162,7 +166,7 @@ def spread_rows(n, rows, where, step):
 
 @loop("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
 def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, most, is_kept, where):
-    """Forwards run next, one behind the other, in parts; how many lengths of their rows are UNKNOWN.
+    """Forwards run next, one behind the other, in parts; what `launch_rows` gives, of all of them.
 
     runs:    address of their cards, of which a `Series` has told what stays, and the host what each reads
     sizes:   address of [parts], forwards of each, of one kind and pool
@@ -171,12 +175,15 @@ def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, mo
     is_kept: somebody keeps what is heard of them
     where:   address of [parts] addresses of places to which rows are spread; 0: nobody asks
     """
-    counts, places, unknown = longs_at(sizes, parts), longs_at(where, parts if where else 0), 0
+    counts, places = longs_at(sizes, parts), longs_at(where, parts if where else 0)
+    unknown = is_lacking = 0
     for part in range(parts):
         run = longs_at(runs, RUN_CARD)
         line, told = longs_at(run[RUN_LINE_CARD], LINE_CARD), 0 if run[RUN_PLACES] else written
         pool = longs_at(line[LINE_POOL], POOL_CARD)[POOL_ID]
-        unknown += counts[part] * launch_rows(n, cards, pool, most, counts[part], line[LINE_KIND], told, rows)
+        said = launch_rows(n, cards, pool, most, counts[part], line[LINE_KIND], told, rows)
+        unknown += counts[part] * (said & (1 << LACKING_BITS) - 1)
+        is_lacking |= said >> LACKING_BITS
         for _ in range(counts[part]):
             run = longs_at(runs, RUN_CARD)
             run[RUN_REQUESTS], run[RUN_CARDS], run[RUN_ROWS] = n, cards, rows
@@ -187,7 +194,7 @@ def launch_runs(n, cards, runs, parts, sizes, rows, written, turn, step, now, mo
         if where:
             spread_rows(n, rows, places[part], now)
         rows, written = rows + 8 * (ROW_NUMBERS * n + 1), written + 8 * n
-    return unknown
+    return unknown | is_lacking << LACKING_BITS
 
 
 @loop("int64(int64, int64)")

@@ -53,4 +53,4 @@ def test_the_tests_of_the_page_pass(docs: Path, tmp_path: Path) -> None:
     (tmp_path / "test_page.py").write_text(code)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
     child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "3 passed" in child.stdout, child.stdout
+    assert "4 passed" in child.stdout, child.stdout

@@ -108,6 +108,34 @@ def test_move_writes_nothing_for_padding_and_bad_slots(operation, device: str, t
     assert (records.tolist(), content_a.T.tolist()) == expected
 
 
+@both
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_was_not_written_since_its_grant_arrives_blank(operation, is_damaged: bool, device: str, tensor) -> None:
+    """All but damage is zero there, under a seal that holds; the others follow, and are told."""
+    keys = make_keys(2, LAYERS, 4, device)
+    records, content_a = sealed_pool(keys, device)
+    src, dst, new = [4, 9, 12, -1, 7], [20, 21, 1, 2, 3], {"generation": 1, "step": 2, "site": 3}
+    grants = [read_record(records, slot).generation for slot in src if slot >= 0]
+    pages = [2**33] * 12  # of two slots
+    for slot, grant in zip((4, 12, 7), (grants[0], grants[2], grants[3] + 1), strict=True):
+        pages[slot // 2] = grant + 2**34
+    pages[9 // 2] = grants[1] - 1
+    expected, lanes = oracle(records, content_a, [4, 12], [20, 1], [new, new], keys)
+    for slot in (21, 3):
+        expected[slot], lanes[slot] = [0] * 8, [0] * LAYERS
+        expected[slot][7] = signed(seal_host(read_record(torch.tensor([expected[slot]]), 0), slot, POOL_ID, keys))
+    if is_damaged:
+        records[9, 7] += 5
+        expected[9][7] = int(records[9, 7])
+        expected[21][7] = signed(expected[21][7] + 5)
+    one, arrived = tensor([1]), tensor([POISON] * 5)
+    given = {"generations": one, "step": tensor([2]), "sites": tensor([3]), "arrived": arrived}
+    given |= {"page_generations": tensor(pages), "page_size": 2}
+    run(operation, records, content_a, tensor(src), tensor(dst), keys, **given)
+    assert arrived.tolist() == [20, -1, 1, -1, -1]
+    assert (records.tolist(), content_a.T.tolist()) == (expected, lanes)
+
+
 def test_move_needs_scratch(device: str, tensor) -> None:
     """The kernel allocates nothing, so the buffer must be given."""
     keys = make_keys(2, LAYERS, 4, device)

@@ -51,6 +51,12 @@ def static_row() -> type[StaticRow]:
     return StaticRow
 
 
+@pytest.fixture(params=["eager", "captured"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Each way of a forward (`TwoWays`)."""
+    return request.param
+
+
 @pytest.fixture
 def tree(make_static, static_row) -> StaticTree:
     made = StaticTree(make_static(), static_row)

@@ -185,6 +185,19 @@ SIDES = [
         (
             code,
             {},
+            {"record": a_record(), "granted": 4, "is_shared": True, "reader": reader, "holders": holders},
+            {"owner": "me", "page": page},
+            {"owner": None, "generation": 4, "page": 2, "held_by": held_by},
+        )
+        for code, reader, page, holders, held_by in (
+            ("R7", None, None, (), "a prefix cache"),
+            ("R8", a_reader(), 2, ("a", "b", "c"), "'a' and 'b' and others"),
+        )
+    ),
+    *(
+        (
+            code,
+            {},
             {"record": a_record(), "owner": "you", "granted": 4},
             {"owner": "me"},
             {"owner": "you", "generation": 4},

@@ -262,7 +262,8 @@ def test_a_page_outside_the_pool_is_refused(page):
     ledger = make_ledger()
     ledger.admit("only", [1], 0)
     assert refused(ledger.grant, "only", [page], 0) == (
-        f"page must be in [1, 10), got {page}: null pages are never granted or freed"
+        f"page must be in [1, 10), got {page}: null pages are never granted or freed, "
+        "take them out of the engine's free list"
     )
 
 

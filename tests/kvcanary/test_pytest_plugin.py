@@ -77,6 +77,12 @@ CASES = {
         0,
         "expected {'code': 'R3'}, found {'code': 'R9'}:",
     ),
+    "a code that is only evidence is pointed out": (
+        "engine = Engine(kv_canary); run(engine); "
+        "kv_fault(lambda: engine.canary.on_free('only', [2, 1]), engine.step, 'R7')",
+        0,
+        "R7 is in its evidence: faults of a write speak first, then the first entry of a row",
+    ),
     "another place than expected fails": (
         "engine = Engine(kv_canary, content='full'); run(engine); kv_fault(engine.damage, engine.step, 'R9', slot=6)",
         0,

@@ -17,6 +17,7 @@ LOAD = "a load failed, still runs or brought less, and its hit was counted"
 OWN_GRANT = "the entry is of this grant, layer {} is not marked as stored"
 TWO_ROWS = (a_hit(position=8, found_position=9), a_hit(position=9, found_position=10))
 WINDOW = {"view": {"window": 8}, "until": 15}
+A_SHARED = (PageEvent("granted", 1, "old"), PageEvent("published", 2, "old"), PageEvent("released", 5, "old"))
 R8_AT_4 = a_hit(code="R8", position=4, until=5)
 HALF = "entries {} to {} are, and {}, which is on the same page of the row, is not"
 GONE = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
@@ -237,6 +238,30 @@ SAID = [
         )
     ),
     (rows.freed_too_early, shown(a_hit(code="R8"), events=A_FREE), None),
+    (rows.given_back, shown(a_hit(code="R7"), events=A_SHARED), None),
+    *(
+        (
+            rows.given_back,
+            shown(a_hit(code="R7", request_id="old"), events=A_SHARED, is_shared=is_shared, owner=None),
+            Cause(
+                "lifetime",
+                GIVEN_BACK,
+                "derived",
+                ("released by 'old' at step 5", "the reader had it before", *more),
+            ),
+        )
+        for is_shared, more in ((False, ()), (True, ("held by a prefix cache, so that it lives on",)))
+    ),
+    (
+        rows.foreign_page,
+        shown(a_hit(code="R8"), events=A_SHARED, is_shared=True, granted_slot=9),
+        Cause(
+            "addressing",
+            "the row points at a page of a prefix cache",
+            "derived",
+            ("the reader never had this page", "position 5 was granted slot 9, the row looks in 21"),
+        ),
+    ),
     (rows.never_granted, shown(granted=2), None),
     (rows.never_granted, shown(granted=0, owner="you"), None),
     (

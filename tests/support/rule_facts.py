@@ -41,10 +41,12 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     facts = {"record": None, "writer": None, "word": None, "source": None, "source_is_damaged": False, "owner": None}
     facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "whose": ()}
     facts |= {"last_write": "nobody", "was_never_right": False, "is_first_look": False, "granted_slot": None}
+    facts |= {"is_shared": False}
     facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}
     facts |= {"incident": incident or (a_hit(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
     seen = SimpleNamespace(**facts | read)
     seen.hit = seen.incident[0]
+    seen.held_by = repr(seen.owner) if seen.owner is not None else "a prefix cache"
     seen.whose_is = lambda *kinds: next((answer for answer in seen.whose if answer.kind in kinds), None)
     return seen
 

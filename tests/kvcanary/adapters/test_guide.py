@@ -1,4 +1,4 @@
-"""The guide's adapter, run as it stands there: clean, and around an engine that is broken in six ways."""
+"""The guide's adapters, run as they stand there: clean, and around engines that are broken in several ways."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary import CanaryConfig, KVCorruptionError, LifetimeError
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "write_an_adapter.md"
 FULL = CanaryConfig(content="full", seed=7)
@@ -23,7 +23,7 @@ def block(name: str) -> str:
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    for part in ("engine", "adapter"):
+    for part in ("engine", "adapter", "sharing", "sharing_adapter"):
         exec(compile(block(part), f"{GUIDE.name}: {part}", "exec"), names)
     return names
 
@@ -114,3 +114,89 @@ def test_a_broken_engine_is_found_out(names, harm, code: str, place: dict[str, A
     found = raised.value.findings[0]
     assert found.code == code, raised.value
     assert {name: getattr(found, name) for name in place} == place
+
+
+def share_pages(engine: Any) -> list[float]:
+    """Two requests of one prefix, forks with and without a last page to copy, and what the cache gives up."""
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    outputs = [engine.begin("a", prompt), engine.begin("b", [*prompt[:8], 1, 2])]
+    outputs += [engine.forward({"a": [token], "b": [token + 1]}) for token in range(20, 23)]
+    engine.fork("b", "c")
+    outputs += [engine.forward({"c": [token], "a": [token], "b": [token + 1]}) for token in range(30, 36)]
+    engine.fork("a", "d")
+    engine.end("a")
+    outputs += [engine.forward({"d": [40], "b": [41]}), engine.forward({"c": [42]})]
+    for name in ("b", "d", "c"):
+        engine.end(name)
+    engine.evict()
+    outputs.append(engine.begin("e", prompt))
+    engine.end("e")
+    return [float(value) for output in outputs for value in output.values()]
+
+
+@pytest.mark.parametrize("content", ["full", "rolling", "write"])
+def test_an_engine_that_shares_pages_has_no_finding(names, content: str) -> None:
+    """Outputs are equal with and without the canary, through hits, forks, copies and evictions."""
+    expected, engine = share_pages(names["SharingEngine"](pages=24)), names["SharingEngine"](pages=24)
+    watched = names["SharingWatched"](engine, CanaryConfig(content=content, seed=7))
+    assert share_pages(engine) == expected
+    certificate = watched.manager.certificate()
+    assert (certificate["findings"], certificate["slots_checked"] > 200) == ([], True)
+    watched.detach()
+
+
+def test_the_calls_of_shared_pages_are_listed() -> None:
+    """Each with a line, and all but one of them in the example."""
+    calls = {"on_share", "on_acquire", "on_fork", "on_copy", "on_move", "on_deduplicate", "on_free", "on_evict"}
+    table = GUIDE.read_text(encoding="utf-8").split("## Shared pages")[1].split("```")[0]
+    assert set(re.findall(r"`(on_[a-z]+)\(", table)) == calls
+    used = set(re.findall(r"manager\.(on_[a-z]+)\(", block("adapter") + block("sharing_adapter")))
+    assert calls - used == {"on_deduplicate"}
+
+
+def names_anothers_page(engine: Any, manager: Any) -> None:
+    engine.tables["a"][0] = engine.tables["b"][0]
+
+
+def gives_a_page_back(engine: Any, manager: Any) -> None:
+    manager.on_free("a", [engine.tables["a"][0]])
+
+
+def copies_nothing(engine: Any, manager: Any) -> None:
+    engine.copy_last = lambda name: None
+
+
+@pytest.mark.parametrize(
+    ("harm", "code", "family"),
+    [(names_anothers_page, "R8", "addressing"), (gives_a_page_back, "R7", "lifetime"), (copies_nothing, "W3", None)],
+)
+def test_an_engine_that_shares_wrongly_is_found_out(names, harm, code: str, family: str | None) -> None:
+    """Shared pages of others, pages that others still hold, and writes into shared pages."""
+    engine = names["SharingEngine"](pages=24)
+    watched = names["SharingWatched"](engine, FULL)
+    engine.begin("a", [5, 6, 7, 8, 9])
+    engine.begin("b", [15, 16, 17, 18, 19])
+    engine.fork("a", "c")
+    harm(engine, watched.manager)
+    with pytest.raises(KVCorruptionError) as raised:
+        engine.forward({"a": [1], "b": [2]})
+    found = raised.value.findings[0]
+    assert (found.code, family in (None, found.causes[0].family)) == (code, True), raised.value
+    assert len(raised.value.findings) == 1
+
+
+def test_an_engine_without_a_null_page_gives_page_0_up(names) -> None:
+    """Told that it was granted, the canary says what to do; done so, nothing is found."""
+    engine = names["ToyEngine"]()
+    engine.free.insert(0, 0)
+    names["Watched"](engine, FULL)
+    with pytest.raises(
+        LifetimeError, match="got 0: null pages are never granted or freed, take them out of the engine"
+    ):
+        engine.begin("a", [1])
+    engine = names["ToyEngine"]()
+    engine.free.insert(0, 0)
+    watched = names["Watched"](engine, FULL)
+    engine.free.remove(0)
+    drive(engine)
+    assert watched.manager.findings == []
