@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvcanary.faults.branches import first_child, move_untold, not_copied, of_the_row_beside, where_it_was_due
 from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.harmless import lengthen_plans, move_in_another_order
 from kvcanary.faults.reach import row_of, submit_prompt, written_of
@@ -399,6 +400,51 @@ FAULTS = (
         strike=_lose_the_move("draft", late=False),
         cause="transfer",
         quiet=partial(move_in_another_order, pool="draft"),
+    ),
+    Fault(
+        name="draft.tail_not_copied",
+        k="K04",
+        story="The same copy, left out: nobody was told of one, and branches but the first read slots that nobody had "
+        "written.",
+        expected="R12",
+        applies_to="topk > 1 with page_size > 1, attention by whole pages",
+        needs={"backend": "paged"},
+        applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1 and setup.page_size > 1,
+        perturb=not_copied,
+        place=where_it_was_due,
+        quiet=partial(move_in_another_order, pool="draft"),
+    ),
+    Fault(
+        name="draft.move_untold",
+        story="Accepted entries were moved to the front of their window by a path that does not declare its moves.",
+        expected="R9",
+        also=("R6", "R4", "R5"),
+        applies_to="topk > 1",
+        applies=lambda setup: setup.drafts and setup.topk > 1,
+        strike=move_untold,
+        cause="transfer",
+        quiet=partial(move_in_another_order, pool="target"),
+    ),
+    Fault(
+        name="draft.proposals_of_another_row",
+        story="A request drafted from what was proposed to the row beside it in the batch. Every byte was right and so "
+        "was the output, and next to nothing was accepted.",
+        expected="RelayError",
+        applies_to="several requests in a batch",
+        applies=lambda setup: setup.drafts and setup.batch > 1 and setup.pages is None,
+        perturb=of_the_row_beside,
+        alone="what was proposed to a row is that row's alone",
+    ),
+    Fault(
+        name="draft.child_not_chosen",
+        story="The walk down the tree went to a child that the target had not chosen: a draft left as if it had been "
+        "verified.",
+        expected="AcceptanceError",
+        applies_to="drafts",
+        applies=lambda setup: setup.drafts,
+        perturb=first_child,
+        late=True,
+        alone="a draft that is accepted is the token that leaves",
     ),
     Fault(
         name="draft.approximate_features",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvcanary.faults.branches import page_of_another
 from kvcanary.faults.fault import Fault
-from kvcanary.faults.harmless import lengthen_plans
+from kvcanary.faults.harmless import hit_and_give_back, lengthen_plans
 from kvcanary.faults.reach import Place, redirect_row, strike_forward
 from kvcanary.faults.target import Call, Setup, Target
 
@@ -82,6 +83,18 @@ FAULTS = (
         applies=lambda setup: setup.drafts and _shares(setup) and 12 % setup.page_size == 0,
         perturb=_whatever_is_behind,
         quiet_needs={"shared": 0},
+    ),
+    Fault(
+        name="identity.page_of_another_prompt",
+        story="A hit in the prefix cache gave one page of another prompt: the list of its pages was built from two "
+        "entries of the table.",
+        expected="R5",
+        also=("R4", "R6"),
+        applies_to="a prefix cache with several prompts",
+        needs={"shared": 12, "batch": 4, "chunk": 512, "new_tokens": 20},
+        applies=_shares,
+        perturb=page_of_another,
+        quiet=hit_and_give_back,
     ),
     Fault(
         name="identity.common_prefix",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
 from kvcanary.invariants import check_accepted
 
 NO_TOKEN = -1  # of a node that the walk did not visit
@@ -62,7 +63,7 @@ def match(tokens: Tensor, parents: Tensor, chosen: Tensor, num_steps: int) -> Ac
     decoding with the same coins, whatever was drafted.
     """
     walk = match_on_host if tokens.device.type == "cpu" else match_on_device
-    return walk(tokens, parents, chosen, num_steps)
+    return seam("draft.child_not_chosen", walk(tokens, parents, chosen, num_steps), parents=parents)
 
 
 def match_chain(tokens: Tensor, chosen: Tensor) -> Acceptance:

@@ -229,6 +229,7 @@ class Drafter:
 
     def proposals(self, rows: Tensor) -> Proposals:
         """What waits in the relay for ``rows [n]``."""
+        rows = seam("draft.proposals_of_another_row", rows)
         tokens, made_for = self._tokens[rows].split((self.topk, 2), 1)
         return Proposals(self._probs[rows], tokens, self._hidden[rows], made_for)
 
@@ -266,6 +267,7 @@ class Drafter:
             return [table[row, :length].expand(self.topk, -1) for row, length in lens]
         layout = {"topk": self.topk, "num_steps": num_steps, "page_size": self.table.page_size}
         tails, copies = tail_copies(table, batch.rows, batch.lens_tensor, **layout)
+        copies = seam("draft.tail_not_copied", copies)
         self.forwards.move(tails.flatten(), copies.flatten())
         return [branch_prefix(table[row], length, **layout) for row, length in lens]
 

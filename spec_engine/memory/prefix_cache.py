@@ -63,6 +63,7 @@ class PrefixCache:
         usable = self.allocator.usable_pages(match.pages)
         if usable < len(match.pages):  # what is seen from the end of the others has left their window
             match = self.tree.match(tokens[: usable * self.tree.page_size + self.tree.bigram], salt, adapter)
+        match = seam("identity.page_of_another_prompt", match, tree=self.tree)
         self.allocator.share(match.pages)
         self.tree.lock(match.node)
         self.table.append_pages(request.row, 0, match.pages)
