@@ -95,6 +95,7 @@ BREAKS = (
             CHAIN_KNOWN,
         ),
         ends=("W6",),
+        off=("AcceptanceError",),
         cause=("order", "identity"),
     ),
     Break(
@@ -112,8 +113,8 @@ BREAKS = (
             CHAIN_KNOWN,
             GRAPH,
         ),
-        ends=("TreeShapeError",),
-        off=("TreeShapeError",),
+        ends=("AcceptanceError",),
+        off=("AcceptanceError",),
     ),
     Break(
         "compaction_one_place_off",

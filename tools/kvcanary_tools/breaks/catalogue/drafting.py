@@ -217,8 +217,8 @@ BREAKS = (
             Case(topk=1, num_steps=4, draft="self", engine={"graphs": "on"}),
             ADAPTIVE,
         ),
-        ends=("ChainConstantsError", "TreeShapeError"),
-        off=("ChainConstantsError", "TreeShapeError"),
+        ends=("ChainConstantsError",),
+        off=("ChainConstantsError",),
     ),
     Break(
         "chain_mask_of_shorter",
@@ -235,7 +235,8 @@ BREAKS = (
             ADAPTIVE,
             Case(topk=1, num_steps=4, draft="self", engine={"graphs": "on"}),
         ),
-        ends=("ChainConstantsError", "TreeShapeError", "R13"),
+        ends=("ChainConstantsError",),
+        off=("ChainConstantsError",),
     ),
     Break(
         "chain_parents_of_another_length",
@@ -251,8 +252,8 @@ BREAKS = (
             CHAIN,
             ADAPTIVE,
         ),
-        ends=("ChainConstantsError", "TreeShapeError", "W5"),
-        off=("ChainConstantsError", "TreeShapeError"),
+        ends=("ChainConstantsError",),
+        off=("ChainConstantsError",),
     ),
     Break(
         "chain_fallback",
@@ -297,8 +298,8 @@ BREAKS = (
             ),
         ),
         (Case(topk=1, num_steps=5, new=70, engine={"adaptive_steps": {1: [1, 3, 5]}}),),
-        ends=("TreeShapeError", "ChainConstantsError"),
-        off=("TreeShapeError", "ChainConstantsError"),
+        ends=("ChainConstantsError",),
+        off=("ChainConstantsError",),
     ),
     Break(
         "parent_list_out_of_range",
@@ -343,7 +344,8 @@ BREAKS = (
             CHAIN,
             GRAPH,
         ),
-        ends=("R13", "W5", "TreeShapeError"),
+        ends=("W5", "ChainConstantsError"),
+        off=("TreeShapeError", "ChainConstantsError"),
         cause="draft",
     ),
 )
