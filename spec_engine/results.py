@@ -80,10 +80,9 @@ class Results:
         if self._canary is not None and result.flight is not None:
             doomed |= self._canary.hear(result.flight)  # a report says more than that a tree is none
         if said:
-            rows = [None if part.request.request_id in doomed else said.get(part.request.request_id) for part in parts]
-            parts = tuple(
-                part if row is None else _told(part, row, result) for part, row in zip(parts, rows, strict=True)
-            )
+            heard = said.keys() - doomed  # who ends by a finding has no tree to check
+            own = ((part.request.request_id, part) for part in parts)
+            parts = tuple(_told(part, said[name], result) if name in heard else part for name, part in own)
         if self._canary is not None and not result.is_heard:
             going = [part for part in parts if part.request.finish_reason is None]
             if doomed:
