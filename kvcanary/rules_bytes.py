@@ -140,9 +140,9 @@ def never_cleared(facts: Facts) -> Cause | None:
     freed = [event for event in facts.events if event.kind == "freed"]
     before = f"freed by {freed[-1].request_id!r} at step {freed[-1].step}, not poisoned" if freed else "never used"
     text = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
-    if grant is None or at_grant:
+    if grant is None or at_grant or grant.step == facts.hit.step:
         return Cause("uninitialised", text, "derived", (f"the page was {before} before its grant in this step",))
-    evidence = f"the page was {before} before its grant at step {grant.step}", "nobody had looked at it since"
+    evidence = f"the page was {before} before its grant at step {grant.step}", "nobody has found it finite since then"
     return Cause("uninitialised", text, "inferred", evidence)
 
 

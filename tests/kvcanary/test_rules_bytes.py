@@ -256,9 +256,14 @@ SAID = [
             "inferred",
             (
                 "the page was freed by 'old' at step 4, not poisoned before its grant at step 6",
-                "nobody had looked at it since",
+                "nobody has found it finite since then",
             ),
         ),
+    ),
+    (
+        bytes_.never_cleared,
+        shown(a_hit(site=("sweep", 2)), events=(PageEvent("granted", 9, "me"),)),
+        Cause("uninitialised", CLEARED_NEVER, "derived", ("the page was never used before its grant in this step",)),
     ),
     (
         bytes_.never_cleared,
