@@ -100,6 +100,8 @@ def inactive_classes(config: CanaryConfig, fed: Set[str] = FED) -> dict[str, str
             reasons[code] = "disabled"
         elif code == "H2":
             reasons[code] = "an error at once, in every mode"
+        elif code == "L1" and code in fed and config.mode == "raise":
+            reasons[code] = "an error at once, in mode raise"
         elif code not in fed:
             reasons[code] = "not fed"
         elif code in CONTENT_CODES and config.content == "write":

@@ -36,6 +36,7 @@ from kvcanary.reading import Reader, Verdict
 from kvcanary.requests import Batch
 from kvcanary.sealing import Sealer
 from kvcanary.segments import read_entries, sort_rows
+from kvcanary.set_aside import SetAside
 from kvcanary.settling import Settled, Settler
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.static import StaticSubstep
@@ -65,7 +66,9 @@ class StepChecks:
     publish_pages: what has happened to pages since the last time is true on the device before anything is judged
     """
 
-    def __init__(self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage) -> None:
+    def __init__(
+        self, state: CanaryState, ledger: Ledger, config: CanaryConfig, coverage: Coverage, aside: SetAside
+    ) -> None:
         self._state, self._ledger, self._config, self._coverage = state, ledger, config, coverage
         self.mirror = Mirror(state)
         self._sealer = Sealer(self.mirror, ledger)
@@ -77,6 +80,7 @@ class StepChecks:
         moves = config.content != "write" and "T1" not in config.disable
         self._mover = Mover(state, self.mirror, ledger, moves, tells_sources=compares_content)
         self._parcels = Parcels(state, self.mirror, ledger, compares_content=moves)
+        self.expect_own = self._parcels.expect_own
         self._pending: list[Forward] = []
         self._drafted: dict[int, Drafted] = {}  # by pool, the last one
         self._leaver = Leaver(state, ledger, self.mirror, coverage)
@@ -86,7 +90,7 @@ class StepChecks:
         self.tails = Tails(state, ledger, self.mirror, config, coverage, self.looks)
         self.sweeper = Sweeper(state, ledger, config.budget, self.looks)
         self.cached = CachedSweep(state, ledger, self.looks, is_on=self._rereads)
-        self.hits = HitLog(config.disable)
+        self.hits = HitLog(config.disable, aside.judged if config.mode != "raise" else None)
         self.oracle: Oracle | None = None
         self.judged: Callable[[Sequence[Forward], Verdict], None] = _nobody
         self.proved: Callable[[Sequence[Forward]], None] = _nobody
@@ -469,6 +473,10 @@ class StepChecks:
         coverage.forwards += len(forwards)
         for forward in forwards:
             coverage.slots_checked += forward.num_reads
+            if forward.short_rows:
+                short = sum(forward.bounds[row + 1] - forward.bounds[row] for row in forward.short_rows)
+                coverage.slots_checked -= short
+                coverage.skip("entries of rows that are too short", short)
             if forward.num_entries:
                 coverage.slots_sealed += forward.num_entries
                 coverage.unproved_stores += not forward.is_proved

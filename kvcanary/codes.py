@@ -15,6 +15,7 @@ class Code:
 
 
 _ALL = (
+    Code("L1", "contradiction", "an engine's event or plan contradicts what the canary knows of a page or a request"),
     Code("W1", "write out of range", "a forward was told to write a slot that the pool does not have"),
     Code("W7", "write into quarantine", "a forward writes a page that was freed and is not to be used yet"),
     Code("W2", "write not owned", "a forward writes a page that its request does not own"),
@@ -70,4 +71,4 @@ CONTENT_CODES = frozenset({"R9"})
 #: Checks that something feeds in this version; the others can not fire, and the certificate says so.
 _WRITES = (f"W{number}" for number in range(1, 9))
 _READS = (f"R{number}" for number in range(1, 14))
-FED = frozenset({*_WRITES, *_READS, "T1", "O1", "P1", "H1"})
+FED = frozenset({*_WRITES, *_READS, "T1", "O1", "P1", "H1", "L1"})

@@ -71,7 +71,7 @@ class Describer:
         return Finding(
             code=hit.code,
             name=hit.meaning.name,
-            sentence=hit.meaning.sentence,
+            sentence=hit.sentence,
             pool=hit.pool.name,
             page=hit.page,
             slot=hit.slot,
@@ -131,6 +131,7 @@ class Describer:
             is_shared=int(ledger.states[hit.page]) == record.SHARED,
             granted=int(ledger.generations[hit.page]),
             events=tuple(ledger.history.of(hit.page)),
+            finite_since=ledger.pages.finite_since(hit.page),
             reader=reader,
         )
 

@@ -45,6 +45,8 @@ def _wrong_plan(facts: Facts) -> Cause:
 
 #: For which codes each rule is asked.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("L1",), rows.contradicting_plan),
+    (("L1",), rows.contradicting_event),
     (("R9",), bytes_.scale),
     (("R9",), bytes_.flipped_bit),
     (("R9",), bytes_.changed_word),

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.errors import ContradictionError, HookOrderError
 from kvcanary.once import OnceSubstep
 from kvcanary.state import PoolState
-from kvcanary.substep import CLOSED, NEW, OPEN, SubstepCanary
+from kvcanary.substep import CLOSED, OPEN, SubstepCanary
 from kvcanary.views import ReadPlan, WritePlan
 
 if TYPE_CHECKING:
@@ -29,22 +29,23 @@ class EagerSubstep(SubstepCanary):
         super().__init__(manager, kind, index, pool)
         self._run: OnceSubstep | None = None
 
-    def open(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
-        """As `SubstepCanary.open`; what is refused is known to the device alone, and reported when the step is heard.
+    def _take(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
+        """What is refused is known to the device alone, and reported when the step is heard.
 
         A refused id is null slot 0 in the indices, and -1 in the slots, where `put` stores nothing.
         """
         requests = self._manager.requests_of(read.requests)
-        if self._phase != NEW or self._kind == "draft" or not is_chains(read, write):
-            return super().open(read, write)
+        if self._kind == "draft" or not is_chains(read, write):
+            return super()._take(read, write)
         written = counts_of(read)
         if sum(written) != write.slots.shape[0]:
-            raise PlanError(f"the rows write {sum(written)} entries, the write plan has {write.slots.shape[0]}")
+            raise ContradictionError(
+                f"the rows write {sum(written)} entries, the write plan has {write.slots.shape[0]}"
+            )
         where = self._kind, self._index
         self._run = run = self._manager.launch_eager(self, where, self._pool, read, write, requests, written)
         run.open()
-        self._phase, self.put = OPEN, self._put
-        self._slots = run.slots
+        self.put, self._slots = self._put, run.slots
         return run.indices, self._slots
 
     def store(self, layer: int, k: Tensor, v: Tensor | None = None, *extras: Tensor) -> None:

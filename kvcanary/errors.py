@@ -31,8 +31,31 @@ class PlanError(KVCanaryError, ValueError):
     """A pool view, a read plan or a write plan contradicts itself; the message has the numbers."""
 
 
+class ContradictionError(PlanError):
+    """Numbers that an engine gave in the run contradict each other, or what they belong to.
+
+    request_ids: of the rows in which they do; empty where nobody can tell
+    """
+
+    def __init__(self, message: str, *, request_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
+
+
+class ForeignParcelError(ContradictionError):
+    """A parcel of other keys, or of pools of another layout: what it knows says nothing of these bytes."""
+
+    def __init__(self, message: str, *, expected: str, found: str) -> None:
+        super().__init__(message)
+        self.expected, self.found = expected, found
+
+
 class AdapterError(KVCanaryError, RuntimeError):
     """An adapter does not know the engine that is installed, or what it is asked to follow; nothing was attached."""
+
+
+class CanaryNotRunningError(KVCanaryError, RuntimeError):
+    """A model ran, and nothing of it was watched: silence would be no sign of health."""
 
 
 class HookOrderError(KVCanaryError, RuntimeError):
@@ -41,6 +64,14 @@ class HookOrderError(KVCanaryError, RuntimeError):
 
 class LifetimeError(KVCanaryError, RuntimeError):
     """A request or page event contradicts what the ledger knows: unknown, twice, or someone else's."""
+
+
+class UnknownRequestError(LifetimeError):
+    """An event names a request that is not admitted: it never was, or it has ended."""
+
+    def __init__(self, message: str, *, request_id: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class PageStateError(LifetimeError):
@@ -77,3 +108,9 @@ class RepairRefusedError(KVCanaryError, ValueError):
 
 class DumpError(KVCanaryError, ValueError):
     """A dump cannot be read: truncated, foreign, of a newer version, or made to harm."""
+
+
+#: Errors out of hooks that say what an engine did: in modes `log` and `abort` they are findings (L1). All others are
+#: misuse by whoever wrote the adapter, and are raised in every mode: hooks in a wrong order, shapes, types, names of
+#: pools, kinds and groups, settings; and so is an UnknownRequestError for a request that was never admitted.
+ENGINES_DOING = LifetimeError, ContradictionError

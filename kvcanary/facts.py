@@ -39,6 +39,7 @@ class Facts:
     is_shared: rows or a prefix cache may read the page, and nobody may write it
     granted: generation of the page
     events:  grants and frees of the page, oldest first
+    finite_since: step in which what lay in the page when it was granted was found finite; None: nobody has looked
     reader:  request whose row it is, while it lives
     """
 
@@ -55,6 +56,7 @@ class Facts:
     is_shared: bool = False
     granted: int | None = None
     events: tuple[PageEvent, ...] = ()
+    finite_since: int | None = None
     reader: Request | None = None
 
     @property

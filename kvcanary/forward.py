@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcanary.cards import ADDRESS, BEFORE, CONTRADICTS, HEAD, KINDS, NUM_BEFORE, OTHER, REFUSES
-from kvcanary.errors import PlanError
+from kvcanary.errors import ContradictionError
 from kvcanary.ledger import Request
 from kvcanary.sites import pack_site
 from kvcanary.state import PoolState
@@ -294,6 +294,17 @@ class Forward:
         """By request, entries of its rows that earlier forwards wrote and acceptance made final, says the plan."""
         return self.plan[len(self.plan) - len(self.requests) :].tolist()
 
+    @cached_property
+    def short_rows(self) -> frozenset[int]:
+        """Rows that have fewer entries than their prefix and what they write (R10)."""
+        if self.is_usable:
+            return frozenset()
+        rows = zip(self.bounds, self.bounds[1:], self.starts, self.written, strict=False)
+        reach = [(start + end - first - written, start) for first, end, start, written in rows]
+        return frozenset(
+            row for row, (own, start) in enumerate(reach) if own < max(start, self.prefixes[row // self.width])
+        )
+
     def read_rows(self) -> None:
         """Take the slot ids of all rows to the host."""
         self.host_names = self.host_ids = dense(self.indices)
@@ -322,7 +333,7 @@ def on_host(values: Tensor) -> Ints:
 
 
 def refuse_contradiction(forward: Forward) -> None:
-    """PlanError for what `loops.take_plan` has seen."""
+    """ContradictionError for what `loops.take_plan` has seen."""
     _check_sizes(forward)
     _check_parents(forward)
 
@@ -330,28 +341,32 @@ def refuse_contradiction(forward: Forward) -> None:
 def _check_sizes(forward: Forward) -> None:
     bounds, entries, n = forward.bounds, forward.indices.shape[0], forward.num_entries
     if bounds[0] != 0 or bounds[-1] != entries:
-        raise PlanError(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
+        raise _contradiction(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
+    for row, written in enumerate(forward.written):
+        if written < 0:
+            who = forward.request_of(row).request_id
+            raise _contradiction(f"num_written must not be negative, got {written} for row {row} of {who!r}", who)
     if sum(forward.written) != n:
-        raise PlanError(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
+        raise _contradiction(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
     if forward.has_lineage and set(forward.written) - {1}:
-        raise PlanError(f"a lineage belongs to rows that write one entry each, got rows that write {forward.written}")
-    if min(forward.written, default=0) < 0:
-        raise PlanError(f"num_written must not be negative, got {min(forward.written)}")
+        raise _contradiction(
+            f"a lineage belongs to rows that write one entry each, got rows that write {forward.written}"
+        )
     mask = forward.tree_mask
     if mask is not None and (len(mask) != len(forward.written) or set(forward.written) - {mask.shape[1]}):
-        raise PlanError(
+        raise _contradiction(
             f"tree_mask must be [{len(forward.written)}, N, N] for rows that write N entries each, got "
             f"{list(mask.shape)} for rows of {forward.written}"
         )
-    for row, begin in enumerate(forward.begins):
-        prefix = forward.prefixes[row // forward.width]
-        start = forward.starts[row]
-        if not 0 <= prefix <= begin or not 0 <= start <= begin:
-            since = f" from position {start} on" if start else ""
-            raise PlanError(
-                f"row {row} of {forward.kind} has {bounds[row + 1] - bounds[row]} entries{since}, "
-                f"fewer than its prefix of {prefix} and the {forward.written[row]} it writes"
+    for row, start in enumerate(forward.starts):
+        who = forward.request_of(row).request_id
+        if bounds[row + 1] < bounds[row]:
+            raise _contradiction(
+                f"indptr must not fall, row {row} of {who!r} runs from {bounds[row]} to {bounds[row + 1]}", who
             )
+        for name, number in (("prefix_lens", forward.prefixes[row // forward.width]), ("starts", start)):
+            if number < 0:
+                raise _contradiction(f"{name} must not be negative, got {number} for row {row} of {who!r}", who)
 
 
 def _check_parents(forward: Forward) -> None:
@@ -359,8 +374,14 @@ def _check_parents(forward: Forward) -> None:
     if forward.parents is None:
         return
     first = 0
-    for written in forward.written:
+    for row, written in enumerate(forward.written):
         for entry, parent in enumerate(forward.parents[first : first + written], first):
             if parent != -1 and not first <= parent < entry:
-                raise PlanError(f"parents[{entry}] must be -1 or in [{first}, {entry}), got {parent}")
+                who = forward.request_of(row).request_id
+                raise _contradiction(f"parents[{entry}] must be -1 or in [{first}, {entry}), got {parent}", who)
         first += written
+
+
+def _contradiction(message: str, *request_ids: str) -> ContradictionError:
+    """`request_ids`: of the row that contradicts itself; none where nobody can tell which does."""
+    return ContradictionError(message, request_ids=request_ids)

@@ -52,6 +52,7 @@ class Hit:
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
     arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
     others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
+    told:      for L1, what the typed error says
     expected, found: what the report should say, where the code alone does not tell it
     """
 
@@ -77,6 +78,7 @@ class Hit:
     found: dict[str, Any] | None = None
     arrival: Arrival | None = None
     arrived_as: int = 0
+    told: str = ""
 
     @property
     def meaning(self) -> Code:
@@ -91,6 +93,11 @@ class Hit:
         if self.arrival is not None:
             return ARRIVED
         return UNWRITTEN if self.is_unwritten else self.code
+
+    @property
+    def sentence(self) -> str:
+        """The same in words, and of a contradiction what contradicts what."""
+        return f"{self.meaning.sentence}: {self.told}" if self.told else self.meaning.sentence
 
     @property
     def page(self) -> int:
@@ -153,7 +160,7 @@ def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
     """Pairs of hits, by number, that belong to one incident."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, hit in enumerate(hits):
-        if not hit.code.startswith("H"):  # these are about the canary and have no slot
+        if not hit.code.startswith("H") and (hit.code != "L1" or hit.slot >= 0):  # those have no slot
             groups.setdefault(("slot", *hit.place), []).append(number)
             groups.setdefault(("page", hit.page, hit.step), []).append(number)
         if hit.arrival is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,10 @@ from kvcanary.state import PoolState
 KEPT_HITS = 64  # of each code at each site, until they are taken
 PORTION = 1 << 16  # entries that are looked at together
 Ints = NDArray[np.int64]
+_BY_ENTRY = (
+    *("slots", "positions", "rows", "layers", "last_good"),
+    *("found_positions", "parent_positions", "fingerprint_hits", "names"),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +57,12 @@ class HitBatch:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def at(self, which: Ints) -> HitBatch:
+        """These entries alone, [n] int64."""
+        arrays = {name: getattr(self, name) for name in _BY_ENTRY}
+        kept: dict[str, Any] = {name: None if own is None else own[which] for name, own in arrays.items()}
+        return replace(self, **kept)
 
     def hit(self, number: int, until: int | None = None) -> Hit:
         """One entry as an object."""
@@ -94,8 +104,13 @@ class HitLog:
     watch:  is told of every hit as it comes
     """
 
-    def __init__(self, disabled: Set[str] = frozenset()) -> None:
-        self._disabled = disabled
+    def __init__(
+        self,
+        disabled: Set[str] = frozenset(),
+        judged: Callable[[Hit | HitBatch], Hit | HitBatch | None] | None = None,
+    ) -> None:
+        """`judged`: what is left of a hit when nothing is judged that was set aside; None: all of every one."""
+        self._disabled, self._judged = disabled, judged
         self.watch: Callable[[Hit | HitBatch], None] = _nobody
         self.groups: dict[tuple[str, tuple[str, int]], HitGroup] = {}
 
@@ -105,7 +120,10 @@ class HitLog:
 
     def __iadd__(self, hits: Iterable[Hit | HitBatch]) -> Self:
         """`log += hits`: single hits, and batches of any number of entries, in any order."""
-        for hit in hits:
+        for fired in hits:
+            hit = fired if self._judged is None else self._judged(fired)
+            if hit is None:
+                continue
             if isinstance(hit, HitBatch):
                 self.add_batch(hit)
             else:

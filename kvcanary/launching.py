@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvcanary.bank import SubstepBank
 from kvcanary.captured_move import StaticMove
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.errors import ContradictionError, HookOrderError
 from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
@@ -148,10 +148,12 @@ class Launching(Lifecycle):
         return self._static
 
 
-def _not_one_each(series: Series, num_requests: int, reads: Sequence[int], written: Sequence[int] | None) -> PlanError:
+def _not_one_each(
+    series: Series, num_requests: int, reads: Sequence[int], written: Sequence[int] | None
+) -> ContradictionError:
     of_parts = f" in each of {series.num_told} parts" if series.num_told > 1 else ""
     given = None if written is None else len(written)
-    return PlanError(
+    return ContradictionError(
         f"reads and written must be a number for each of {len(series)} forwards and of {num_requests} requests"
         f"{of_parts}, no written where a step says what it accepts, got {len(reads)} and {given}: give one each"
     )

@@ -186,6 +186,19 @@ class Ledger(RowBook):
         """Bytes and records that were put away are back, at once."""
         self._advance_held("restored", request_id, pages, step)
 
+    # what contradicts all this
+
+    def take_away(self, pages: Sequence[int], step: int) -> set[str]:
+        """Pages are nobody's, whatever they were: an engine uses them for something else. Whose rows named them."""
+        where, robbed = self.pages.numbers(pages), set[str]()
+        for page in where.tolist():
+            for name in self.holders(page):
+                self._replace(self.requests[name], where[where == page], [NO_PAGE])
+                robbed.add(name)
+        self.quarantined.remove(where)
+        self.pages.free("taken away", where, step)
+        return robbed
+
     # quarantine
 
     def quarantine(self, pages: Sequence[int], step: int) -> None:

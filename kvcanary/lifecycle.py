@@ -18,9 +18,10 @@ from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
-from kvcanary.parcels import Parcel, expect_fits
+from kvcanary.parcels import Parcel
 from kvcanary.poisoning import Poisoner
 from kvcanary.recorder import Recorder, recorded
+from kvcanary.set_aside import SetAside
 from kvcanary.state import CanaryState, PoolState
 from kvcanary.step_book import in_a_row
 from kvcanary.substep import SubstepCanary
@@ -47,7 +48,8 @@ class Lifecycle:
         )
         state.bind(self._ledger.pages)
         self._coverage = Coverage()
-        self._checks = StepChecks(state, self._ledger, config, self._coverage)
+        self._aside = SetAside(self._coverage)
+        self._checks = StepChecks(state, self._ledger, config, self._coverage, self._aside)
         told = config.poison, self._coverage, self._checks.looks, self._checks.tails
         self._poisoner = Poisoner(state, state.pools_of(None), *told)
         groups = {pool.view.group for pool in state.pools if pool.view.slot_map is not None}
@@ -79,7 +81,7 @@ class Lifecycle:
                 f"request {request_id!r} is admitted by a canary that was never armed: "
                 "call arm() after warm-up and capture, before the first request"
             )
-        self._ledger.admit(request_id, tokens.tolist(), self.step, salt, adapter)
+        self._admit(request_id, tokens.tolist(), salt, adapter)
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Tokens that were accepted for this request; where the device has told of them, the same are expected."""
@@ -141,10 +143,7 @@ class Lifecycle:
         self.tickets.freed(pages)
         is_damaged = request.is_damaged
         self._ledger.free(request_id, pages, self.step)
-        self._leave(pages, is_damaged)
-        request.judged = [Judged()] * len(request.judged)
-        if request.released and not request.pages:
-            self._ledger.forget(request_id)
+        self._gone(request, pages, is_damaged)
 
     # pages of many
 
@@ -193,6 +192,8 @@ class Lifecycle:
         self._checks.settle()
         self._release_early([copy])
         self._ledger.copy_on_write(request_id, page, copy, self.step)
+        if self._aside:
+            self._aside.granted((request_id,), ((copy,),))
         self._checks.report(self._poisoner.granted([copy], self.step))
         request = self._ledger.request(request_id)
         request.judged = [Judged()] * len(request.judged)
@@ -248,7 +249,7 @@ class Lifecycle:
         """
         self._of_group(group)
         if parcels is not None:
-            expect_fits(parcels, pages)
+            self._checks.expect_own(parcels, pages, group)
         self._checks.settle()
         if parcels is None:
             self._adopt_again(group, pages)
@@ -282,7 +283,7 @@ class Lifecycle:
         were damaged on their way.
         """
         if parcel is not None:
-            expect_fits([parcel], pages)
+            self._checks.expect_own([parcel], pages)
         self._checks.settle()
         self._ledger.load_end(request_id, pages, self.step)
         if parcel is None:
@@ -302,7 +303,7 @@ class Lifecycle:
 
         As `on_load_begin` and `on_load_end` with a parcel, where nothing can read the pages in between.
         """
-        expect_fits([parcel], pages)
+        self._checks.expect_own([parcel], pages)
         self._checks.settle()
         self._ledger.restore(request_id, pages, self.step)
         self._checks.unpack("restore", parcel, self._ledger.request(request_id), pages, length, self.step)
@@ -329,11 +330,18 @@ class Lifecycle:
 
     # helpers
 
+    def _admit(self, request_id: str, token_ids: Sequence[int], salt: str, adapter: str) -> None:
+        self._ledger.admit(request_id, token_ids, self.step, salt, adapter)
+        if self._aside:
+            self._aside.forget(request_id)
+
     def _grant(self, request_ids: Sequence[str], pages: Sequence[Sequence[int]], for_load: bool = False) -> None:
         granted = [*chain.from_iterable(pages)]
         self._checks.settle_writes_into(granted)
         self._release_early(granted)
         self._ledger.grant_all(request_ids, pages, self.step, for_load)
+        if self._aside:
+            self._aside.granted(request_ids, pages)
         if for_load:
             self._checks.expect_load(self._poisoner.poisoned.intersection(granted))
         self._checks.report(self._poisoner.granted(granted, self.step))
@@ -392,12 +400,23 @@ class Lifecycle:
         if waiting:
             self._ledger.leave_quarantine(self.step, self._quarantine, waiting, HELD_BACK_STEPS)
 
+    def _gone(self, request: Request, pages: Sequence[int], is_damaged: bool = False) -> None:
+        """Pages have left the row; `is_damaged`: as of `_leave`."""
+        self._leave(pages, is_damaged)
+        request.judged = [Judged()] * len(request.judged)
+        if request.released and not request.pages:
+            self._ledger.forget(request.request_id)
+            self._aside.forget(request.request_id)
+
     def _leave(self, pages: Sequence[int], is_damaged: bool = False) -> None:
         """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten.
 
         `is_damaged`: something was found in what their owner held; what the last look at them found says so too
+        What was set aside may be somebody's all the same, and stays as it is.
         """
         freed = [page for page in pages if page != NO_PAGE and self._ledger.states[page] == FREE]
+        if self._aside.pages:
+            freed = [page for page in freed if page not in self._aside.pages]
         self._checks.forget(freed)
         self._poisoner.freed(freed, is_damaged or len(self._checks.hits) > 0)
         if self._mapped and self.config.poison != "off":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from kvcanary.accounting import audit
 from kvcanary.answering import Answering
 from kvcanary.attachment import Attachment
 from kvcanary.config import CanaryConfig
+from kvcanary.contradictions import Contradictions
 from kvcanary.eager import EagerSubstep
-from kvcanary.errors import CanaryConfigError, HookOrderError, LifetimeError, PlanError
+from kvcanary.errors import CanaryConfigError, ContradictionError, HookOrderError, LifetimeError, PlanError
 from kvcanary.flights import Flight
 from kvcanary.forward import Forward
 from kvcanary.intake import HitBatch
@@ -22,7 +25,7 @@ from kvcanary.state import CanaryState, PoolState
 from kvcanary.stats import Stats
 from kvcanary.substep import SubstepCanary, WarmupSubstep
 from kvcanary.tokens import Oracle, TokenOf
-from kvcanary.views import PoolView
+from kvcanary.views import PoolView, ReadPlan, WritePlan
 
 
 class CanaryManager(Answering):
@@ -40,6 +43,7 @@ class CanaryManager(Answering):
         super().__init__(config, CanaryState(pools, seed), holds_back)
         self._stats = Stats()
         self._judges_there = judges_on_device(self._state)
+        self._contradictions = None if config.mode == "raise" else Contradictions(self)
 
     def arm(self) -> None:
         """After warm-up and capture, before the first request: from now on everything is checked."""
@@ -254,11 +258,23 @@ class CanaryManager(Answering):
         if hits:
             self.report_hits(hits)
 
+    def refused_plan(
+        self, substep: SubstepCanary, error: LifetimeError | ContradictionError, read: ReadPlan, write: WritePlan
+    ) -> tuple[Tensor, Tensor] | None:
+        """The error in mode raise; else what a forward that nobody judges may use, None: open it again."""
+        if self._contradictions is None:
+            raise error
+        safe = self._contradictions.refused_plan(error, substep.site, substep.pool_name, read, write)
+        if safe is not None:
+            self._open.append(substep)
+        return safe
+
     def report_hits(self, hits: Sequence[HitBatch]) -> None:
         self._checks.report(hits)
 
-    def closed(self, substep: SubstepCanary, pool: PoolState) -> None:
-        self.recorder.closed(pool.name)
+    def closed(self, substep: SubstepCanary, pool: PoolState, is_judged: bool = True) -> None:
+        if is_judged:
+            self.recorder.closed(pool.name)
         self._open.remove(substep)
 
     # helpers

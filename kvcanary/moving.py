@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcanary.errors import PlanError
+from kvcanary.errors import ContradictionError
 from kvcanary.forward import Ints
 from kvcanary.hits import Hit
 from kvcanary.lanes import lanes_of_slots, numbers_are_right, slots_are_right
@@ -41,7 +41,7 @@ class Mover:
         there. Every source was read before any destination was written; destinations are distinct.
         has_lanes: the content of the sources was kept when they were written
         lengthens: rows at whose end entries have arrived are written so far
-        PlanError for slots that the pools do not have: nothing is written then.
+        ContradictionError for slots that the pools do not have: nothing is written then.
         """
         furthest, has_blanks = NOT_ALL, False
         if pool.host is not None:
@@ -86,7 +86,7 @@ class Mover:
                 content_a = origin.content_a.index_select(1, from_rows)
             furthest, has_blanks = self._follow(origin, pool, move, step, has_lanes)
             if furthest == NOT_ALL:
-                raise PlanError(
+                raise ContradictionError(
                     f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
                     f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
                 )

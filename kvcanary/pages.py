@@ -80,6 +80,7 @@ EVENTS: dict[str, Event] = {
         "free a page once, and never while it loads",
     ),
     "evicted": Event({SHARED: FREE}, "evict only what was published"),
+    "taken away": Event(dict.fromkeys(range(SHARED + 1), FREE), "name a page of the pool"),  # granted to another
     "quarantined": Event({FREE: QUARANTINED}, "free it first"),
     "left quarantine": Event({QUARANTINED: FREE}, "quarantine it first"),
 }
@@ -115,6 +116,7 @@ class Pages:
     refcounts:   int64, rows that name the page; a cache's own hold on a published page does not count
     published:   bool, a prefix cache holds the page
     writers:     int64, the uid whose forwards may write the page now; else a value that is no uid
+    looked_at:   int64 [2, num_pages], generation and step in which what lay in the page at its grant was found finite
 
     changed: pages to which something has happened since the last `changes`, event by event
     book:    [PAGE_BOOK] (cards.py), where loops find all this;  book_at: its address
@@ -131,6 +133,7 @@ class Pages:
         self.published = np.zeros(num_pages, dtype=np.bool_)
         self.writers = np.full(num_pages, NOT_A_WRITER, dtype=np.int64)
         self.writers[:null_pages] = NO_OWNER  # padding may write here
+        self.looked_at = np.zeros((2, num_pages), dtype=np.int64)
         self.history = History(num_pages)
         self.changed: list[Array] = []
         self.holder_sums = np.zeros(num_pages, dtype=np.int64)  # uids of the rows that name a page, added up
@@ -246,6 +249,15 @@ class Pages:
         room = self._fresh[self.final_card[NUM_FRESH] :]  # in front are those of which nobody was told yet
         if found := self._loops.write_pages(self.book_at, slots, page_size, room):
             self._note_changes(room[:found].copy())
+
+    def found_finite(self, pages: Array, step: int) -> None:
+        """What lies in these pages, [n] int64, was looked at under the grant that they have."""
+        self.looked_at[0, pages], self.looked_at[1, pages] = self.generations[pages], step
+
+    def finite_since(self, page: int) -> int | None:
+        """The step in which somebody found finite what lay there when it was granted; None: nobody has."""
+        generation, step = self.looked_at[:, page].tolist()
+        return step if generation and generation == self.generations[page] else None
 
     def write_codes(self, pages: Array, uids: Array | np.int64) -> dict[int, str]:
         """By entry the code of a write that is not its row's to make; empty when all is well.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcanary.arrivals import Arrival, Landed, Trip, judge
 from kvcanary.departures import Departed, Departures, Lanes, Sent
-from kvcanary.errors import PlanError
+from kvcanary.errors import ContradictionError, ForeignParcelError
 from kvcanary.groups import Ints, slots_in, slots_of_pages, window_start
 from kvcanary.hits import Hit, speaks_first
 from kvcanary.lanes import lanes_of_slots
@@ -51,10 +51,13 @@ class Parcel:
     """Identity and fingerprints of whole pages, by pool. They name content, so they hold wherever it comes back.
 
     sent: what left together;  first: number of the first of these pages among them
+    seed_id: of the keys that made the fingerprints;  layouts: by pool its name, and what its rows are
     """
 
     num_pages: int
     contents: tuple[Contents, ...]
+    seed_id: str
+    layouts: tuple[str, ...]
     sent: Sent
     first: int = 0
 
@@ -70,7 +73,7 @@ class Parcel:
         sizes = (len(contents.lane_b) // self.num_pages for contents in self.contents)
         parts = zip(self.contents, sizes, strict=True)
         contents = tuple(one.part(slice(first * size, end * size)) for one, size in parts)
-        return Parcel(end - first, contents, self.sent, self.first + first)
+        return Parcel(end - first, contents, self.seed_id, self.layouts, self.sent, self.first + first)
 
 
 class Parcels:
@@ -81,6 +84,7 @@ class Parcels:
         self._compares_content = compares_content
         self._departures, self.left = Departures(), LeftRecords(state, mirror, ledger)
         self.poisoned: set[int] = set()  # pages that wait for a load, for which their poison vouched
+        self._layouts: dict[str | None, tuple[str, ...]] = {}  # by group, None: of all pools
 
     def pack(self, pages: Sequence[int], step: int, group: str | None = None) -> Parcel:
         """What is known of these pages now, in all pools or in those of a group."""
@@ -89,11 +93,42 @@ class Parcels:
         if group is not None:
             self.left.save(group, pages)
         sent = self._departures.number(step, tuple(pages))
-        parcel = Parcel(len(pages), tuple(self._contents(pool, names) for pool in pools), sent)
+        contents = tuple(self._contents(pool, names) for pool in pools)
+        parcel = Parcel(len(pages), contents, self._state.keys.seed_id, self._layouts_of(group), sent)
         if self._compares_content:
             lanes = (Lanes(contents.lane_a, contents.current) for contents in parcel.contents)
             self._departures.remember(Departed(sent, {p.pool_id: own for p, own in zip(pools, lanes, strict=True)}))
         return parcel
+
+    def _layouts_of(self, group: str | None) -> tuple[str, ...]:
+        layouts = self._layouts.get(group)
+        if layouts is None:
+            pools = self._state.pools if group is None else self._state.pools_of(group)
+            layouts = self._layouts[group] = tuple(map(_layout, pools))
+        return layouts
+
+    def expect_own(self, parcels: Sequence[Parcel], pages: Sequence[int], group: str | None = None) -> None:
+        """ContradictionError unless parcels come back into as many pages as left; ForeignParcelError for other keys or
+        pools, with both sides.
+        """
+        expect_fits(parcels, pages)
+        seed_id, layouts = self._state.keys.seed_id, self._layouts_of(group)
+        for parcel in parcels:
+            if parcel.seed_id != seed_id:
+                raise ForeignParcelError(
+                    f"a parcel must come back under the seed that made its fingerprints, got one of seed id "
+                    f"{parcel.seed_id} for {seed_id}: give both canaries one seed, or load without a parcel",
+                    expected=seed_id,
+                    found=parcel.seed_id,
+                )
+            if parcel.layouts != layouts:
+                expected, found = ("; ".join(own) or "no pool" for own in (layouts, parcel.layouts))
+                raise ForeignParcelError(
+                    f"a parcel must come back into pools like those that it left, got one of {found} for {expected}: "
+                    "load without a parcel",
+                    expected=expected,
+                    found=found,
+                )
 
     def unpack(
         self, how: str, parcel: Parcel, request: Request, pages: Sequence[int], length: int, step: int
@@ -260,11 +295,17 @@ class Parcels:
         return self._slots(np.array([request.pages.index(page) for page in pages], dtype=np.int64))
 
 
+def _layout(pool: PoolState) -> str:
+    """`target: 2 layers of 32 words, pages of 4`: what a pool's contents fit into."""
+    view = pool.view
+    return f"{view.name}: {view.num_layers} layers of {pool.rows.words_per_row} words, pages of {view.page_size}"
+
+
 def expect_fits(parcels: Sequence[Parcel], pages: Sequence[int]) -> None:
-    """PlanError unless parcels come back into as many pages as left."""
+    """ContradictionError unless parcels come back into as many pages as left."""
     num_pages = sum(parcel.num_pages for parcel in parcels)
     if num_pages != len(pages):
-        raise PlanError(
+        raise ContradictionError(
             f"a parcel must come back into as many pages as it left, got {len(pages)} for {num_pages}: "
             "pack and load the same pages, in row order"
         )

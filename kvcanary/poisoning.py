@@ -112,6 +112,10 @@ class Poisoner:
             return []
         self.poisoned.difference_update(poisoned)
         names = None if full is None else self._names(poisoned, full)
+        first = (
+            np.array(poisoned, np.int64) if names is None else names[:: self._state.page_size] // self._state.page_size
+        )
+        self._tails.found_finite(first, step)  # poison is, or is zeroed now
         hits = [hit for pool in self._pools for hit in self._check(pool, poisoned, step, names)]
         if self._nan:
             self._zero(poisoned)
@@ -135,7 +139,18 @@ class Poisoner:
             return []
         mismatch = self._looks.room(2 * len(slots)).view(-1, 2)
         self._ops.poison_check(pool.rows, slots, mismatch=mismatch, nan=self._nan)
-        return self._looks.ask(mismatch, partial(_damaged, pool, slots, mismatch, step, names))
+        return self._looks.ask(mismatch, partial(self._damaged, pool, slots, mismatch, step, names))
+
+    def _damaged(
+        self, pool: PoolState, slots: Tensor, mismatch: Tensor, step: int, names: Ints | None
+    ) -> list[HitBatch]:
+        damaged = np.flatnonzero(mismatch.any(1))
+        layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.numpy()
+        nobody = np.full(len(damaged), -1)
+        named = None if names is None else names[damaged]
+        where = on_host(slots)[damaged]
+        self._tails.found_otherwise(where if named is None else named)
+        return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]
 
     def _names(self, pages: Sequence[int], full: Mapping[int, int]) -> Ints:
         """What plans call the slots of these pages, where that is not what the pools call them."""
@@ -152,12 +167,3 @@ class Poisoner:
     def _slots(self, pages: Sequence[int]) -> Tensor:
         slots = slots_of_pages(pages, self._state.page_size)
         return to_device(torch.from_numpy(slots), self._state.records.device)
-
-
-def _damaged(pool: PoolState, slots: Tensor, mismatch: Tensor, step: int, names: Ints | None) -> list[HitBatch]:
-    damaged = np.flatnonzero(mismatch.any(1))
-    layers = mismatched_layers(mismatch[damaged], pool.view.num_layers).T.numpy()
-    nobody = np.full(len(damaged), -1)
-    named = None if names is None else names[damaged]
-    where = on_host(slots)[damaged]
-    return [HitBatch("P1", pool, ("grant", 0), step, where, nobody, nobody, (), layers=layers, names=named)]

@@ -35,6 +35,11 @@ class Quarantine:
         if len(pages):
             self.waiting.append((pages, step))
 
+    def remove(self, pages: Array) -> None:
+        """These wait no longer, if they did."""
+        left = ((waiting[~np.isin(waiting, pages)], since) for waiting, since in self.waiting)
+        self.waiting = deque((waiting, since) for waiting, since in left if len(waiting))
+
     def leave(self, step: int, steps: int, wanted: int = 0, least: int = 0) -> Array:
         """[n] int64: the pages that may go now, longest waiting first.
 

@@ -71,12 +71,12 @@ class RecordedForward:
         bounds, starts = forward.plan[4 * n : first], forward.plan[first + rows : first + 2 * rows]
         prefixes = forward.plan[first + 5 * rows :].repeat(forward.width)
         begins = bounds[:-1] + (prefixes - starts).clip(0)
-        lengths = bounds[1:] - begins
+        lengths = (bounds[1:] - begins).clip(0)
         ends = lengths.cumsum()
         total = int(ends[-1]) if rows else 0
         self.tails = _small(names[np.arange(total) + (begins - ends + lengths).repeat(lengths)])
         self.plan = _small(plan)
-        for row in suspects:
+        for row in {*suspects, *forward.short_rows}:
             self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
         self._keep_rest(forward, forward.stored, forward.request_ids)
 

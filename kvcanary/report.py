@@ -64,7 +64,7 @@ def _headline(finding: Finding) -> str:
     places = [f"{finding.pool} pool"]
     if finding.slot < 0 and "resource" in finding.found:
         return f"{finding.name} ({finding.code}): {finding.found['resource']}"
-    if finding.code not in PLACELESS:
+    if not _is_placeless(finding):
         places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
     if finding.layer is not None:
         places.append(f"layer {finding.layer}" if len(finding.layers) == 1 else f"layers {_few(finding.layers)}")
@@ -72,6 +72,11 @@ def _headline(finding: Finding) -> str:
         places += [finding.part, f"head {finding.head}", f"dim {finding.dim}"]
         places.append(f"bit {finding.bit}" if finding.bit is not None else f"byte {finding.byte}")
     return f"{finding.name} ({finding.code}): {', '.join(places)}"
+
+
+def _is_placeless(finding: Finding) -> bool:
+    """An event may name requests alone."""
+    return finding.code in PLACELESS or (finding.code == "L1" and finding.slot < 0)
 
 
 def _finding_lines(finding: Finding, colour: bool) -> list[str]:

@@ -22,7 +22,7 @@ from kvcanary.cards import (
     ROW_LACKS,
     ROW_NUMBERS,
 )
-from kvcanary.errors import LifetimeError
+from kvcanary.errors import LifetimeError, UnknownRequestError
 from kvcanary.known import Known, TruthChain, Unheard
 from kvcanary.queues import ReadQueue
 from kvcanary.uids import Uids
@@ -323,6 +323,10 @@ class RequestBook:
         """The request that had this uid, before anybody was told of it here."""
         self._uids.remember(uid, name)
 
+    def has_ended(self, request_id: str) -> bool:
+        """Whether a request of this name was admitted, and has ended."""
+        return self._uids.has_ended(request_id)
+
     def name(self, uid: int) -> str | None:
         """The request that has this uid, or had it last."""
         return self._uids.name(uid)
@@ -343,5 +347,5 @@ class RequestBook:
 def _named(requests: Mapping[str, Request], request_id: str) -> Request:
     request = requests.get(request_id)
     if request is None:
-        raise LifetimeError(f"request {request_id!r} is not admitted: call admit() first")
+        raise UnknownRequestError(f"request {request_id!r} is not admitted: call admit() first", request_id=request_id)
     return request

@@ -33,6 +33,7 @@ class Response:
         self._dump = dump
         self._config, self._ledger, self._describer = config, ledger, describer
         self._incidents: dict[tuple[int, int], int] = {}
+        self._num_contradictions = 0
         self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
 
@@ -84,7 +85,11 @@ class Response:
     def _number(self, incident: Sequence[Hit]) -> int:
         """The number of an incident; a slot that was seen before keeps its number."""
         known = [self._incidents[hit.place] for hit in incident if hit.place in self._incidents]
-        number = known[0] if known else len(self._incidents) + 1
+        new = len(self._incidents) + self._num_contradictions + 1
+        if incident[0].code == "L1":  # what an engine does twice are two events
+            self._num_contradictions += 1
+            return new
+        number = known[0] if known else new
         for hit in incident:
             if len(self._incidents) < REMEMBERED_INCIDENTS:
                 self._incidents.setdefault(hit.place, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
+from kvcanary.history import PageEvent
 
 PARTS = ("K", "V")
 LATE_STEPS = 8  # in which a copy that was in flight when its page was freed has surely landed
@@ -131,22 +132,34 @@ def padding_not_finite(facts: Facts) -> Cause | None:
 
 
 def never_cleared(facts: Facts) -> Cause | None:
-    """Found in the step in which the page was granted, where nobody has written."""
-    if facts.hit.site[0] != "grant":
+    """Found by the first look since the page was granted, where nobody has written."""
+    at_grant = any(hit.site[0] == "grant" for hit in facts.incident)
+    grant = _last_grant(facts)
+    if not at_grant and (grant is None or facts.finite_since is not None):
         return None
     freed = [event for event in facts.events if event.kind == "freed"]
     before = f"freed by {freed[-1].request_id!r} at step {freed[-1].step}, not poisoned" if freed else "never used"
     text = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
-    return Cause("uninitialised", text, "derived", (f"the page was {before} before its grant in this step",))
+    if grant is None or at_grant or grant.step == facts.hit.step:
+        return Cause("uninitialised", text, "derived", (f"the page was {before} before its grant in this step",))
+    evidence = f"the page was {before} before its grant at step {grant.step}", "nobody has found it finite since then"
+    return Cause("uninitialised", text, "inferred", evidence)
 
 
 def not_finite_since(facts: Facts) -> Cause | None:
-    """Behind the end of a row: what lay there at the grant was finite."""
-    granted = [event for event in facts.events if event.kind == "granted"]
-    if facts.hit.site[0] == "grant" or not granted:
+    """Behind the end of a row: what lay there at the grant was found finite."""
+    if facts.finite_since is None or any(hit.site[0] == "grant" for hit in facts.incident):
         return None
-    evidence = (f"finite when the page was granted at step {granted[-1].step}", "no forward has stored there since")
+    evidence = (f"finite when the page was granted at step {facts.finite_since}", "no forward has stored there since")
     return Cause("bits", "a stray write behind the end of the row", "derived", evidence)
+
+
+def _last_grant(facts: Facts) -> PageEvent | None:
+    """Of a page that is granted to somebody."""
+    if facts.hit.slot < facts.hit.pool.view.null_slots:
+        return None
+    granted = [event for event in facts.events if event.kind in ("granted", "set aside", "copied")]
+    return granted[-1] if granted else None
 
 
 def late_write(facts: Facts) -> Cause | None:

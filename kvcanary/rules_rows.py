@@ -6,7 +6,7 @@ from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 from kvcanary.groups import window_start
 from kvcanary.hits import Hit
-from kvcanary.sites import TREE_KINDS, site_name, unpack_site
+from kvcanary.sites import SUBSTEP_KINDS, TREE_KINDS, site_name, unpack_site
 from kvcanary_kernels.record import LOAD_FAILED, LOADING, NEVER_WRITTEN
 
 UNLOADED = (NEVER_WRITTEN, LOADING, LOAD_FAILED)  # states of a page
@@ -313,3 +313,20 @@ def old_record(facts: Facts) -> Cause | None:
     if facts.owner is None:
         return Cause("lifetime", "stale: the page was freed, and the row still points at it", "derived", evidence)
     return Cause("lifetime", "stale: the record is from before the page was granted again", "derived", evidence)
+
+
+def contradicting_plan(facts: Facts) -> Cause | None:
+    """A plan's numbers do not add up."""
+    if facts.hit.site[0] not in SUBSTEP_KINDS:
+        return None
+    return Cause("lengths", "the arrays of this forward do not belong together", "derived", (facts.hit.told,))
+
+
+def contradicting_event(facts: Facts) -> Cause | None:
+    """What an engine tells of a page or a request it tells twice, too late, of another, or not at all."""
+    if facts.hit.site[0] in SUBSTEP_KINDS:
+        return None
+    last = facts.events[-1:]
+    evidence = tuple(f"the last event of page {facts.hit.page}: {event} ({event.place})" for event in last)
+    text = "the engine's books of pages and requests are wrong, or an event before this one was not told"
+    return Cause("lifetime", text, "inferred", evidence)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.errors import ENGINES_DOING, HookOrderError, PlanError
 from kvcanary.forward import Forward
 from kvcanary.sites import site_name
 from kvcanary.state import PoolState
@@ -27,18 +27,29 @@ class SubstepCanary:
     put: between open and close `storing.Store.put`, by which the canary stores a layer instead of the engine
     """
 
-    __slots__ = ("_forward", "_index", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes", "put")
+    __slots__ = (
+        *("_forward", "_index", "_is_judged", "_kind", "_manager", "_num_layers", "_phase", "_pool", "_shapes"),
+        "put",
+    )
 
     def __init__(self, manager: CanaryManager, kind: str, index: int, pool: PoolState) -> None:
         self._manager, self._kind, self._index, self._pool = manager, kind, index, pool
         self._num_layers = pool.full_layers.bit_length()
-        self._phase = NEW
+        self._phase, self._is_judged = NEW, True
         self._forward: Forward
         self._shapes: list[tuple[int, ...]] | None = None
         self.put: Callable[..., bool] = leave_it
 
     def __str__(self) -> str:
         return f"{site_name(self._kind, self._index)} of the {self._pool.name} pool"
+
+    @property
+    def site(self) -> tuple[str, int]:
+        return self._kind, self._index
+
+    @property
+    def pool_name(self) -> str:
+        return self._pool.name
 
     def is_beside(self, kind: str, index: int, pool: PoolState) -> bool:
         """Whether that is the same forward in a pool of another group: both may be open at once."""
@@ -48,15 +59,27 @@ class SubstepCanary:
         """Judge both plans before the body runs; give (indices, slots) that are safe to use.
 
         What is refused is replaced by null slot 0 and reported: ids outside the pool (R1, W1), and slots that the
-        entry's request must not write (W2, W3, W7, W8).
+        entry's request must not write (W2, W3, W7, W8). Plans that contradict themselves are a ContradictionError, in
+        modes that end nobody for it an L1, and the forward is not judged.
         """
         if self._phase != NEW:
             raise HookOrderError(f"open() comes once: {self} is {self._phase}")
+        try:
+            safe = self._take(read, write)
+        except ENGINES_DOING as error:
+            told = self._manager.refused_plan(self, error, read, write)
+            if told is None:
+                return self.open(read, write)
+            safe, self._is_judged = told, False
+        self._phase = OPEN
+        return safe
+
+    def _take(self, read: ReadPlan, write: WritePlan) -> tuple[Tensor, Tensor]:
         manager, pool = self._manager, self._pool
         requests = manager.requests_of(read.requests)
         forward = Forward(self._kind, self._index, pool, manager.step, requests, read, write)
         manager.opened(self, forward)
-        self._forward, self._phase = forward, OPEN
+        self._forward = forward
         self.put = Store(forward).put
         return forward.indices, forward.slots
 
@@ -67,6 +90,8 @@ class SubstepCanary:
         """
         if self._phase != OPEN:
             raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is {self._phase}")
+        if not self._is_judged:
+            return
         if not 0 <= layer < self._num_layers:
             raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
         if v is not None and not extras:  # most pools, and faster than the loop
@@ -93,7 +118,7 @@ class SubstepCanary:
         if self._phase != OPEN:
             raise HookOrderError(f"close() follows open(): {self} is {self._phase}")
         self._phase, self.put = CLOSED, leave_it
-        self._manager.closed(self, self._pool)
+        self._manager.closed(self, self._pool, self._is_judged)
 
 
 class WarmupSubstep:

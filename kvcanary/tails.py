@@ -117,9 +117,18 @@ class Tails:
             for first, own in renamed:
                 names[first : first + len(own)] = own
             grants = self._ledger.generations[names // size]
+        self.found_finite(names[::size] // size, step)  # until something fires
         which = self._unwritten(pool, slots, names)
         slots, names = slots[which], names[which]
         self._look(pool, slots, partial(_of_nobody, pool, slots, names), GRANT_SITE, step, grants[which])
+
+    def found_finite(self, pages: Ints, step: int) -> None:
+        """These pages, as plans call them, were looked at when they were granted; `found_otherwise` takes it back."""
+        self._ledger.pages.found_finite(pages, step)
+
+    def found_otherwise(self, names: Ints) -> None:
+        """In pages of these slots, as plans call them, lay something else."""
+        self._ledger.pages.looked_at[0, names // self._state.page_size] = 0
 
     def _look_at_null_slots(self, pool: PoolState, step: int, stride: int, whole: bool) -> None:
         """So many that all of them are read in a rotation, and no fewer than one a step; which ones, the step says.
@@ -188,8 +197,18 @@ class Tails:
             self._coverage.finite_bytes_checked += len(slots) * pool.view.slot_bytes
         if pool.host is not None and pool.loops.are_finite(pool.card_at, slots, self._formats[pool.pool_id]):
             return
-        part = slots, grants, partial(_fired, pool, entries_of, site, step)
+        part = slots, grants, partial(self._fired, pool, entries_of, site, step)
         self._parts.setdefault(pool.pool_id, []).append(part)
+
+    def _fired(
+        self, pool: PoolState, entries_of: Callable[[], Entries], site: tuple[str, int], step: int, mismatch: Tensor
+    ) -> list[HitBatch]:
+        which = np.flatnonzero(mismatch.any(1))
+        layers = mismatched_layers(mismatch, pool.view.num_layers).T.numpy()
+        batch = entries_of().fired("R9", pool, site, step, which, layers=layers)
+        if len(batch) and site == GRANT_SITE:
+            self.found_otherwise(batch.slots if batch.names is None else batch.names)
+        return [replace(batch, is_unwritten=True)] if len(batch) else []
 
     def _launch(self) -> list[Hit | HitBatch]:
         """One look a pool at all that was asked for; what it has found, where that is known at once."""
@@ -204,12 +223,3 @@ def _of_nobody(pool: PoolState, slots: Ints, names: Ints) -> Entries:
     """Slots that are of no row, as plans call them."""
     nobody = np.full(len(slots), -1)
     return Entries(slots, nobody, nobody, (), names=named(pool, names))
-
-
-def _fired(
-    pool: PoolState, entries_of: Callable[[], Entries], site: tuple[str, int], step: int, mismatch: Tensor
-) -> list[HitBatch]:
-    which = np.flatnonzero(mismatch.any(1))
-    layers = mismatched_layers(mismatch, pool.view.num_layers).T.numpy()
-    batch = entries_of().fired("R9", pool, site, step, which, layers=layers)
-    return [replace(batch, is_unwritten=True)] if len(batch) else []

@@ -36,6 +36,9 @@ def judge_lengths(forward: Forward) -> list[Hit]:
             hits.append(_wrong_length(forward, rows[0], position, {"length": truth}, {"length": prefix}))
             continue
         for row in rows:
+            if row in forward.short_rows:
+                hits.append(_too_short(forward, row, prefix + ancestors))
+                continue
             if (begin := forward.begins[row]) != (wanted := prefix + ancestors):
                 hits.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
     return hits
@@ -50,6 +53,18 @@ def judge_starts(forward: Forward) -> list[Hit]:
         if start > (wanted := window_start(forward.pool.view, forward.begins[row])):
             hits.append(_wrong_length(forward, row, start, {"first_position": wanted}, {"first_position": start}))
     return hits
+
+
+def _too_short(forward: Forward, row: int, before: int) -> Hit:
+    """At the row's last entry, or where it has none at the first that it writes; `before`: entries before those."""
+    first, end, start = forward.bounds[row], forward.bounds[row + 1], forward.starts[row]
+    expected, found = {"entries": before - start + forward.written[row]}, {"entries": end - first}
+    hit = _wrong_length(forward, row, start + end - first - 1, expected, found)
+    if end == first and forward.written[row]:
+        own = sum(forward.written[:row])
+        hit.slot, hit.position = int(forward.planned.slots[own]), before
+        hit.named = None if hit.named is None else int(forward.slot_names[own])
+    return hit
 
 
 def _wrong_length(forward: Forward, row: int, position: int, expected: Values, found: Values) -> Hit:

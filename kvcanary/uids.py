@@ -42,6 +42,10 @@ class Uids:
         while len(self._ended) > REMEMBERED_UIDS:
             self._ended.popitem(last=False)
 
+    def has_ended(self, name: str) -> bool:
+        """Whether a request of this name ended lately."""
+        return name in self._ended.values()
+
     def remember(self, uid: int, name: str) -> None:
         """A request that ended earlier; a live one keeps its uid."""
         if uid not in self.live:

@@ -63,9 +63,10 @@ class Results:
     def hear(self, landing: Landing) -> StepResult:
         """What the step says, once it is there and the canary has judged it.
 
-        KVCorruptionError or StagingError for what is not there, or not any more, and for what fired.
+        KVCorruptionError or StagingError for what is not there, or not any more, and for what fired; behind these
+        TreeShapeError for what is no tree.
         """
-        result, parts = landing.result, landing.result.parts
+        result, parts, said = landing.result, landing.result.parts, dict[str, list[int]]()
         doomed: frozenset[str] = frozenset()
         if self._ring is None or landing.staging is None or landing.event is None:
             self._streams.heard(landing.event)
@@ -74,18 +75,22 @@ class Results:
             self._streams.host.receive(landing.event, "results", speaking)
             doomed = doomed if self._canary is None else self._canary.judge_copies()
             self._ring.check(landing.staging)
-            rows = iter(_table(landing.staging.tensor, len(speaking), landing.num_columns).tolist())
-            parts = tuple(_told(part, next(rows), result) if part.tokens else part for part in parts)
+            told = _table(landing.staging.tensor, len(speaking), landing.num_columns).tolist()
+            said = dict(zip(speaking, told, strict=True))
         if self._canary is not None and result.flight is not None:
-            doomed |= self._canary.hear(result.flight)
+            doomed |= self._canary.hear(result.flight)  # a report says more than that a tree is none
+        if said:
+            heard = said.keys() - doomed  # who ends by a finding has no tree to check
+            own = ((part.request.request_id, part) for part in parts)
+            parts = tuple(_told(part, said[name], result) if name in heard else part for name, part in own)
         if self._canary is not None and not result.is_heard:
-            told = [part for part in parts if part.request.finish_reason is None]
+            going = [part for part in parts if part.request.finish_reason is None]
             if doomed:
-                told = [part for part in told if part.request.request_id not in doomed]
-            ids = [part.request.request_id for part in told]
-            self._canary.append_all(ids, [part.tokens for part in told])
+                going = [part for part in going if part.request.request_id not in doomed]
+            ids = [part.request.request_id for part in going]
+            self._canary.append_all(ids, [part.tokens for part in going])
             if result.drafted is not None:
-                self._canary.commit_all(ids, [part.committed_len for part in told])
+                self._canary.commit_all(ids, [part.committed_len for part in going])
         return replace(result, parts=parts, doomed=result.doomed | doomed, is_heard=True)
 
 

@@ -24,8 +24,9 @@ from kvcanary.adapters.batching import Batching
 from kvcanary.adapters.dense import DenseRows
 from kvcanary.adapters.drift import Needed, missing
 from kvcanary.adapters.judging import DENSE_FED, NOT_KNOWN, DenseCanary
+from kvcanary.adapters.unwatched import Unwatched, cache_argument
 from kvcanary.config import CanaryConfig
-from kvcanary.errors import AdapterError, CanaryConfigError, HookOrderError
+from kvcanary.errors import AdapterError, CanaryConfigError, HookOrderError, PlanError
 from kvcanary.findings import Finding
 
 try:
@@ -84,8 +85,8 @@ def attach(model: Any, config: CanaryConfig | None = None) -> Handle:
 
     config: modes `log` and `raise`; content `rolling` re-reads a slice of every layer at each step and everything when
             rows move and when `generate` ends, `full` everything at each step. None: CanaryConfig.from_env()
-    AdapterError, with nothing attached, where transformers or the model are not as known; HookOrderError for a second
-    canary. An assistant model is another model: attach to it as well.
+    AdapterError, with nothing attached, where transformers or the model are not as known, or the model takes no cache
+    that is; HookOrderError for a second canary. An assistant model is another model: attach to it as well.
     """
     if model in _attached:
         raise HookOrderError("this model has a canary already: detach() it first, or use that one")
@@ -116,8 +117,13 @@ class CanaryCache:
             )
         new = key_states, value_states
         read = super().update(*new, layer_idx, *args, **kwargs)  # type: ignore[misc]
-        _expect_followed(self.layers[layer_idx])
-        self.kv_rows.stored(layer_idx, new, read, self._said(layer_idx))
+        try:
+            _expect_followed(self.layers[layer_idx])
+            self.kv_rows.stored(layer_idx, new, read, self._said(layer_idx))
+        except (AdapterError, PlanError):
+            if self.kv_rows.canary.config.mode == "raise":
+                raise
+            _leave(self)  # the next forward tells of it
         return read
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -159,12 +165,13 @@ class Handle:
     """The canary of one model, until `detach()`; also a context manager."""
 
     def __init__(self, model: Any, canary: DenseCanary) -> None:
-        self._model, self._canary = model, canary
+        self._model, self._canary, self._cache = model, canary, cache_argument(model)
         canary.num_layers = max(canary.num_layers, int(getattr(model.config, "num_hidden_layers", 0) or 0))
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._in_use: list[Any] | None = None  # caches of the generate() that runs
         self._row_tokens: Tensor | None = None
         self._before = 0
+        self._unwatched = Unwatched(model, canary.config, canary.coverage)
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -184,7 +191,9 @@ class Handle:
 
     def certificate(self) -> dict[str, Any]:
         """What was checked, what was not and why; plain JSON."""
-        return self._canary.certificate(sum(cache.kv_rows.live_bytes for cache in self._caches))
+        return self._canary.certificate(
+            sum(cache.kv_rows.live_bytes for cache in self._caches if isinstance(cache, CanaryCache))
+        )
 
     def detach(self) -> None:
         """Undo everything: hooks, methods, and the classes of the caches that are still there. Twice is harmless."""
@@ -198,8 +207,8 @@ class Handle:
             del self._model.__dict__[name]
         self._model.__dict__.update(self._own)
         for cache in list(self._caches):
-            cache.__class__ = type(cache).__mro__[2]
-            del cache.kv_rows
+            if isinstance(cache, CanaryCache):
+                _leave(cache)
 
     def __enter__(self) -> Handle:
         return self
@@ -219,14 +228,21 @@ class Handle:
 
     def _generate(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         outer, self._in_use = self._in_use, []
+        before, entries = self._unwatched.num_forwards, self._num_entries
         try:
             output = method(*args, **kwargs)
+            self._unwatched.ended(before, self._num_entries - entries)
             for cache in self._in_use:
-                if self._canary.config.content != "write":
+                if self._canary.config.content != "write" and isinstance(cache, CanaryCache):
                     cache.kv_rows.look_at_all(cache._held, ("release", 0))
             return output
         finally:
             self._in_use, self._row_tokens = outer, None
+
+    @property
+    def _num_entries(self) -> int:
+        """Written and read so far."""
+        return self._canary.coverage.slots_sealed + self._canary.coverage.slots_checked
 
     def _generate_batch(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._batching.failure, self._canary.fed = None, FED
@@ -244,15 +260,20 @@ class Handle:
 
     def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named, row_tokens = self._by_name(args, kwargs), self._row_tokens
-        cache, tokens = named.get("past_key_values"), named.get("input_ids")
+        cache, tokens = named.get(self._cache), named.get("input_ids")
         self._row_tokens = None
         if self._batching.before_forward(named):
             return
+        self._unwatched.num_forwards += 1
         if cache is None:
-            self._canary.coverage.skip("forwards without a cache that is watched", 1)
+            self._unwatched.skip(f"a forward was given no {self._cache}")
             return
         if not isinstance(cache, CanaryCache):
-            _watch(cache, self._canary)
+            try:
+                _watch(cache, self._canary)
+            except (AdapterError, PlanError) as error:
+                self._unwatched.refuse(error)
+                return
             self._caches.add(cache)
         if self._in_use is not None and not any(cache is known for known in self._in_use):
             self._in_use.append(cache)
@@ -262,7 +283,7 @@ class Handle:
 
     def _after_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         named = self._by_name(args, kwargs)
-        cache, tokens = named.get("past_key_values"), named.get("input_ids")
+        cache, tokens = named.get(self._cache), named.get("input_ids")
         if isinstance(cache, CanaryCache):
             if tokens is None:
                 tokens = torch.full(named["inputs_embeds"].shape[:2], NOT_KNOWN)
@@ -297,6 +318,12 @@ def _watch(cache: Any, canary: DenseCanary) -> Any:
     cache.__class__ = _watched(type(cache))  # type: ignore[arg-type]
     cache.kv_rows = rows
     return cache
+
+
+def _leave(cache: Any) -> None:
+    """Nobody watches it any more."""
+    cache.__class__ = type(cache).__mro__[2]
+    del cache.kv_rows
 
 
 @functools.cache

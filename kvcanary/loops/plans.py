@@ -11,6 +11,7 @@ from kvcanary.cards import (
     BEFORE,
     CONTRADICTS,
     ENTRIES,
+    GUESSES,
     HAS_LINEAGE,
     HAS_PARENTS,
     HAS_STARTS,
@@ -116,7 +117,8 @@ def take_plan(
     nodes: entries that every row must write, as many as its tree mask says; -1: any
     who_at: address of [requests * 2] uids and committed lengths
     CONTRADICTS by the rules of `forward.refuse_contradiction`; else REFUSES where `refusing` would refuse something or
-    `writing.judge_slots` would name a slot that is written twice, and where the loops do not know the pages.
+    `writing.judge_slots` would name a slot that is written twice, where a row is too short for what it must read and
+    write, and where the loops do not know the pages. What a short row writes stands where its prefix says (R10).
     """
     pool, who = longs_at(card, POOL_CARD), longs_at(who_at, 2 * requests)
     memory[POOL], memory[KIND], memory[INDEX], memory[STEP], memory[SITE] = card, kind, index, step, site
@@ -142,13 +144,17 @@ def take_plan(
     owns, begins, skipped = plan[at : at + rows], plan[at + rows : at + 2 * rows], plan[at + 2 * rows : at + 3 * rows]
     lengths, window = plan[at + 3 * rows :], pool[WINDOW]
     _copy(prefixes, lengths.shape[0], plan, at + 3 * rows)
-    wrong, first = bounds[0] != 0 or bounds[rows] != num_indices, 0
+    wrong, short, first = bounds[0] != 0 or bounds[rows] != num_indices, False, 0
+    ancestors = index if kind == GUESSES else 0
     for row in range(rows):
-        owns[row] = bounds[row + 1] - own_written[row]
-        begin = begins[row] = own_starts[row] + owns[row] - bounds[row]
-        skipped[row] = max(0, begin + 1 - window - own_starts[row]) if window and begin + 1 > window else 0
-        prefix = lengths[row // width]
-        wrong |= not (0 <= prefix <= begin and 0 <= own_starts[row] <= begin) or own_written[row] < 0
+        prefix, before = lengths[row // width], bounds[row + 1] - bounds[row] - own_written[row]
+        wrong |= prefix < 0 or own_starts[row] < 0 or own_written[row] < 0 or bounds[row + 1] < bounds[row]
+        owns[row], begin = bounds[row] + max(before, 0), own_starts[row] + before
+        if before < 0 or begin < prefix:
+            short, begin = True, max(begin, prefix + ancestors)
+        begins[row] = begin
+        hidden = max(0, begin + 1 - window - own_starts[row]) if window and begin + 1 > window else 0
+        skipped[row] = min(hidden, max(before, 0))
         wrong |= nodes >= 0 and own_written[row] != nodes
         wrong |= lineage != 0 and own_written[row] != 1
         if parents and not wrong:
@@ -158,7 +164,7 @@ def take_plan(
     if wrong or first != n:
         return memory.ctypes.data | CONTRADICTS
     return memory.ctypes.data | (
-        0 if _may_use(pool, indices, num_indices, plan[:n], own_written, width, who) else REFUSES
+        0 if not short and _may_use(pool, indices, num_indices, plan[:n], own_written, width, who) else REFUSES
     )
 
 

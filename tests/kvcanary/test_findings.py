@@ -250,8 +250,9 @@ def test_reads_speak_in_the_order_of_the_design():
 
 
 def test_no_code_is_missing():
-    """R1 to R13, W1 to W9, P1, T1, O1, H1 and H2."""
-    numbered = [*(f"R{n}" for n in range(1, 14)), *(f"W{n}" for n in range(1, 10)), "P1", "T1", "O1", "H1", "H2"]
+    """R1 to R13, W1 to W9, L1, P1, T1, O1, H1 and H2."""
+    singles = ["L1", "P1", "T1", "O1", "H1", "H2"]
+    numbered = [*(f"R{n}" for n in range(1, 14)), *(f"W{n}" for n in range(1, 10)), *singles]
     assert sorted(CODES) == sorted(numbered)
 
 
@@ -264,7 +265,9 @@ def test_what_nothing_feeds_is_inactive_and_says_so():
     assert (inactive.pop("R13"), inactive.pop("R9")) == ("disabled", "content is not compared")
     assert inactive.pop("H2") == "an error at once, in every mode"
     assert inactive == {code: "not fed" for code in CODES if code not in fed | {"H2"}}
-    assert active_classes(CanaryConfig()) == [code for code in CODES if code in FED]
+    assert inactive_classes(CanaryConfig())["L1"] == "an error at once, in mode raise"
+    assert active_classes(CanaryConfig(mode="log")) == [code for code in CODES if code in FED]
+    assert active_classes(CanaryConfig()) == [code for code in CODES if code in FED - {"L1"}]
 
 
 def test_every_code_can_be_disabled():

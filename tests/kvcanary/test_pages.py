@@ -35,6 +35,7 @@ released              - - - - - - - - 8
 taken back            - - - - - - - - 6
 freed                 - - 0 - 0 0 0 0 0
 evicted               - - - - - - - - 0
+taken away            0 0 0 0 0 0 0 0 0
 quarantined           1 - - - - - - - -
 left quarantine       - 0 - - - - - - -
 """

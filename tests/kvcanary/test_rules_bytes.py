@@ -245,11 +245,37 @@ SAID = [
             ("the page was freed by 'old' at step 4, not poisoned before its grant in this step",),
         ),
     ),
-    (bytes_.not_finite_since, shown(events=A_FREE[1:]), None),
-    (bytes_.not_finite_since, shown(a_hit(site=("grant", 0)), events=A_FREE), None),
+    (bytes_.never_cleared, shown(events=(PageEvent("granted", 6, "me"),), finite_since=6), None),
+    (bytes_.never_cleared, shown(a_hit(slot=3), events=(PageEvent("granted", 6, "me"),)), None),
+    (
+        bytes_.never_cleared,
+        shown(events=(*A_FREE, PageEvent("granted", 6, "me"))),
+        Cause(
+            "uninitialised",
+            CLEARED_NEVER,
+            "inferred",
+            (
+                "the page was freed by 'old' at step 4, not poisoned before its grant at step 6",
+                "nobody has found it finite since then",
+            ),
+        ),
+    ),
+    (
+        bytes_.never_cleared,
+        shown(a_hit(site=("sweep", 2)), events=(PageEvent("granted", 9, "me"),)),
+        Cause("uninitialised", CLEARED_NEVER, "derived", ("the page was never used before its grant in this step",)),
+    ),
+    (
+        bytes_.never_cleared,
+        shown(a_hit(site=("sweep", 2)), a_hit(site=("grant", 0)), events=(PageEvent("granted", 9, "me"),)),
+        Cause("uninitialised", CLEARED_NEVER, "derived", ("the page was never used before its grant in this step",)),
+    ),
+    (bytes_.not_finite_since, shown(events=(*A_FREE, PageEvent("granted", 6, "me"))), None),
+    (bytes_.not_finite_since, shown(a_hit(site=("grant", 0)), finite_since=9), None),
+    (bytes_.not_finite_since, shown(a_hit(), a_hit(site=("grant", 0)), finite_since=9), None),
     (
         bytes_.not_finite_since,
-        shown(events=(*A_FREE, PageEvent("granted", 6, "me"))),
+        shown(finite_since=6),
         Cause(
             "bits",
             "a stray write behind the end of the row",

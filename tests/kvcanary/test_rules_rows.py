@@ -463,6 +463,23 @@ SAID = [
             ("me", "stale: the record is from before the page was granted again"),
         )
     ),
+    (rows.contradicting_plan, shown(a_hit(code="L1", site=("event", 0), told="why")), None),
+    (
+        rows.contradicting_plan,
+        shown(a_hit(code="L1", site=("decode", 0), told="why")),
+        Cause("lengths", "the arrays of this forward do not belong together", "derived", ("why",)),
+    ),
+    (rows.contradicting_event, shown(a_hit(code="L1", site=("decode", 0), told="why")), None),
+    (
+        rows.contradicting_event,
+        shown(a_hit(code="L1", site=("event", 0), told="why"), events=A_FREE),
+        Cause(
+            "lifetime",
+            "the engine's books of pages and requests are wrong, or an event before this one was not told",
+            "inferred",
+            ("the last event of page 5: freed by 'old' at step 4 (unknown place)",),
+        ),
+    ),
 ]
 
 

@@ -229,6 +229,37 @@ def test_a_page_must_be_finite_when_it_is_granted(make_engine, poison):
     assert "never used" in finding.causes[0].evidence[0]
 
 
+@pytest.mark.parametrize("content", ["rolling", "full"])
+@pytest.mark.parametrize("num_pages", [8, 128])  # more NaN than the intake keeps
+def test_what_lay_in_a_page_before_its_grant_is_not_called_a_stray_write(make_engine, content, num_pages):
+    """Behind the end of a row in a new page: whichever look speaks first, nobody has seen it finite."""
+    engine = make_engine(page_size=16, content=content, num_pages=num_pages)
+    for page in engine.free_pages:
+        for offset in (11, 15):
+            put(engine, "target", page * 16 + offset)
+    with pytest.raises(KVCorruptionError) as caught:
+        engine.start("two", 5 if num_pages == 8 else 16 * 100 + 5)
+    for finding in caught.value.findings:
+        assert finding.causes[0].family == "uninitialised"
+        assert not any("finite when" in line for cause in finding.causes for line in cause.evidence)
+    assert engine.canary._ledger.pages.finite_since(engine.rows["two"].pages[-1]) is None
+
+
+def test_a_page_that_is_granted_again_was_not_seen_under_its_new_grant(make_engine):
+    """What was looked at in an earlier life of the page proves nothing."""
+    engine = make_engine(page_size=16, poison="off")
+    engine.start("one", 5)
+    pages, page = engine.canary._ledger.pages, engine.rows["one"].pages[0]
+    assert pages.finite_since(page) == 1
+    engine.finish("one")
+    engine._begin()
+    engine.canary.admit("two", [1, 2, 3])
+    engine.canary.on_alloc("two", [page])
+    assert pages.finite_since(page) is None
+    engine.canary.check()
+    assert pages.finite_since(page) == 2
+
+
 def test_poison_vouches_for_a_page_that_it_fills(make_engine):
     """It is finite, and compared bit for bit at the grant: P1 speaks, and nothing is read twice."""
     engine = make_engine(page_size=16)

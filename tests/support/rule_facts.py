@@ -40,6 +40,7 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     """What a rule sees of an incident: nothing but `read`."""
     facts = {"record": None, "writer": None, "word": None, "source": None, "source_is_damaged": False, "owner": None}
     facts |= {"granted": None, "events": (), "reader": None, "write_site": None, "write_step": None, "whose": ()}
+    facts |= {"finite_since": None}
     facts |= {"last_write": "nobody", "was_never_right": False, "is_first_look": False, "granted_slot": None}
     facts |= {"is_shared": False}
     facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}

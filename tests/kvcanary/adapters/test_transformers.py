@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import structlog
 import torch
 
 from kvcanary import CanaryConfig, CanaryConfigError, HookOrderError, KVCorruptionError
@@ -17,7 +18,8 @@ from transformers import cache_utils  # noqa: E402
 
 from kvcanary.adapters import transformers as adapter  # noqa: E402
 from kvcanary.adapters.transformers import CanaryCache, attach  # noqa: E402
-from kvcanary.errors import AdapterError  # noqa: E402
+from kvcanary.adapters.unwatched import cache_argument  # noqa: E402
+from kvcanary.errors import AdapterError, CanaryNotRunningError  # noqa: E402
 from kvcanary_tools.bench import transformers_clean  # noqa: E402
 
 FULL = CanaryConfig(content="full", seed=7)
@@ -356,6 +358,90 @@ def test_detach_leaves_nothing_behind(models, generate) -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not {"generate", "prepare_inputs_for_generation"} & set(model.__dict__)
+
+
+def _mamba(kind: str = "Mamba") -> transformers.PreTrainedModel:
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def _rwkv() -> transformers.PreTrainedModel:
+    config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    return transformers.RwkvForCausalLM(config).eval()
+
+
+class _Takes(torch.nn.Module):
+    """A model whose forward has these names."""
+
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.forward = forward
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+@pytest.mark.parametrize("make", [_mamba, lambda: _mamba("FalconMamba"), _rwkv])
+def test_a_model_of_which_nothing_can_be_watched_is_refused(make, mode: str) -> None:
+    """Its state comes under a name that is no cache's: an error with the names, and nothing is attached."""
+    model = make()
+    with pytest.raises(
+        AdapterError, match=r"ForCausalLM must take its cache as past_key_values or cache, it takes .*run"
+    ):
+        attach(model, CanaryConfig(mode=mode))
+    assert "generate" not in model.__dict__
+    assert not model._forward_hooks
+
+
+def test_a_cache_is_found_by_either_name() -> None:
+    """As releases call it; a wrapper that names no cache and passes everything on is taken at its word."""
+    assert cache_argument(_Takes(lambda input_ids, past_key_values=None, use_cache=True: None)) == "past_key_values"
+    assert cache_argument(_Takes(lambda input_ids, cache=None, use_cache=True: None)) == "cache"
+    assert cache_argument(_Takes(lambda *args, **kwargs: None)) == "past_key_values"
+    with pytest.raises(AdapterError):
+        cache_argument(_Takes(lambda input_ids, use_cache=True, **kwargs: None))
+    with pytest.raises(AdapterError):
+        cache_argument(_Takes(lambda input_ids: None))
+
+
+def test_a_generate_that_nobody_watched_says_so(models) -> None:
+    """Without a cache: an error at its end, in mode log an event; with one nothing is said."""
+    model = models()
+    prompt = torch.arange(3, 10)[None]
+    with attach(model, FULL) as handle:
+        with pytest.raises(
+            CanaryNotRunningError, match=r"generate\(\) of LlamaForCausalLM ran 3 forwards, and no cache"
+        ):
+            model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False)
+        with structlog.testing.capture_logs() as events:
+            model.generate(prompt, max_new_tokens=3, do_sample=False)
+        assert not events
+        assert handle.certificate()["slots_checked"]
+    with attach(model, CanaryConfig(mode="log")), structlog.testing.capture_logs() as events:
+        model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False)
+    assert {event["event"] for event in events} == {"kvcanary.not_watching"}
+    assert events[0]["model"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_log_goes_on_without_a_cache_that_is_not_followed(models, is_lazy: bool) -> None:
+    """A layer that is not known, there from the beginning or made in the forward: told, counted, and no error."""
+    model = models()
+    prompt = torch.arange(3, 10)[None]
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+
+    class Other(cache_utils.DynamicLayer):
+        """Unknown here."""
+
+    cache = transformers.DynamicCache()
+    cache.layer_class_to_replicate = Other
+    if not is_lazy:
+        cache.layers += [Other() for _ in range(model.config.num_hidden_layers)]
+    with attach(model, CanaryConfig(mode="log")) as handle, structlog.testing.capture_logs() as events:
+        tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, past_key_values=cache)
+        assert handle.certificate()["unchecked"]["forwards without a cache that is watched"] >= 3
+    assert torch.equal(tokens, expected)
+    assert type(cache) is transformers.DynamicCache
+    assert "got Other" in events[0]["reason"]
 
 
 def test_what_is_not_known_is_refused_whole(models, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -285,6 +286,30 @@ def test_a_path_that_is_none_of_its_tree(make, monkeypatch) -> None:
     monkeypatch.setattr(engine.results, "send", changed)
     with pytest.raises(TreeShapeError, match="has parent 5"):
         run(engine, {})
+
+
+@pytest.mark.parametrize("mode", ["raise", "abort"])
+def test_the_canary_is_heard_before_a_tree_is_checked(make, monkeypatch, mode) -> None:
+    """Damage and a tree that is none in one step: the report comes first, and who ends by it has no tree to check."""
+    engine = started(make, mode=mode)
+    send, request = engine.results.send, engine.running[0]
+
+    def changed(result):
+        if engine.canary.step >= step and result.drafted is not None:
+            result.drafted.parents[:, 1] = 5
+        return send(result)
+
+    monkeypatch.setattr(engine.results, "send", changed)
+    step = engine.canary.step + 1
+    for one in engine.running:
+        slot = int(engine.request_table.table[one.row, 2])
+        engine.canary._state.by_name["target"].records[slot, CHAIN] ^= 1 << 40
+    events: list = []
+    error = KVCorruptionError if mode == "raise" else None
+    with pytest.raises(error) if error else nullcontext():
+        while engine.has_work and request in engine.running:
+            events += engine.step()
+    assert engine.canary.findings[0].code == "R3"
 
 
 def test_pages_reach_as_far_as_an_unheard_step_may(make, monkeypatch) -> None:
