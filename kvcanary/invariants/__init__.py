@@ -79,7 +79,6 @@ from kvcanary.invariants.lengths import (
     check_commit,
     check_index_lengths,
     check_known_tokens,
-    check_progress,
     check_run_pages,
     check_running,
 )
@@ -96,6 +95,7 @@ from kvcanary.invariants.pages import (
     check_prefix_lock,
     check_references,
 )
+from kvcanary.invariants.progress import Pressure, Standstill, check_progress
 from kvcanary.invariants.rows import (
     check_row_continues,
     check_row_covers,
@@ -153,6 +153,7 @@ __all__ = [
     "PoolExhaustedError",
     "PoolSizeError",
     "PrefixLockError",
+    "Pressure",
     "RecurrentStateError",
     "ReferenceCountError",
     "RelayError",
@@ -165,6 +166,7 @@ __all__ = [
     "StagingError",
     "StalePageError",
     "StalledError",
+    "Standstill",
     "TreeShapeError",
     "WindowMapError",
     "WritablePageError",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcanary.invariants.errors import ChunkError, CommitError, IndexLengthError, NotRunningError, StalledError
-
-MOST_STILL_STEPS = 256  # pages that come back, from a quarantine or the host, are waited for in a few
+from kvcanary.invariants.errors import ChunkError, CommitError, IndexLengthError, NotRunningError
 
 
 def check_index_lengths(forward: str, array: str, found: int, lens: Sequence[int]) -> None:
@@ -70,12 +68,3 @@ def check_known_tokens(request: str, committed_len: int, prompt_len: int, output
 def check_running(request: str, is_running: bool, num_running: int) -> None:
     if not is_running:
         raise NotRunningError(f"{request} finished, but it is none of the {num_running} running requests")
-
-
-def check_progress(still_steps: int, running: Sequence[str], num_waiting: int) -> None:
-    """Steps in which no forward had a request, one after another, are few."""
-    if still_steps > MOST_STILL_STEPS:
-        raise StalledError(
-            f"no forward has had a request for {still_steps} steps, at most {MOST_STILL_STEPS} may pass so: "
-            f"{', '.join(running) or 'nobody'} running, {num_waiting} waiting"
-        )
