@@ -12,7 +12,7 @@ from kvcanary.faults.fault import Fault
 from kvcanary.faults.harmless import come_and_go, lengthen_plans
 from kvcanary.faults.reach import root_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
-from kvcanary.invariants.progress import MOST_STILL_STEPS
+from kvcanary.invariants.lengths import MOST_STILL_STEPS
 
 if TYPE_CHECKING:
     from kvcanary.views import ReadPlan

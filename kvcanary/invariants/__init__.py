@@ -79,6 +79,7 @@ from kvcanary.invariants.lengths import (
     check_commit,
     check_index_lengths,
     check_known_tokens,
+    check_progress,
     check_run_pages,
     check_running,
 )
@@ -95,7 +96,6 @@ from kvcanary.invariants.pages import (
     check_prefix_lock,
     check_references,
 )
-from kvcanary.invariants.progress import Pressure, Standstill, check_progress
 from kvcanary.invariants.rows import (
     check_row_continues,
     check_row_covers,
@@ -115,6 +115,7 @@ from kvcanary.invariants.sizes import (
     check_reserve,
     check_step_estimate,
 )
+from kvcanary.invariants.standstill import Pressure, Standstill
 from kvcanary.invariants.tiers import (
     check_device_pages,
     check_device_room,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -99,6 +100,15 @@ def test_a_room_tells_and_shows(kvcanary) -> None:
         assert text in result.stdout
     assert "found       W5, as expected" in result.stdout
     assert "ERROR: write position (W5): draft pool" in result.stdout
+
+
+def test_a_room_shows_retractions(kvcanary) -> None:
+    """What an estimate costs without a canary, and the error in which it ends with one."""
+    result = kvcanary("faults", "show", "lengths.worst_case_estimate")
+    assert result.exit_code == 0
+    assert re.search(r"unwatched +0 of 9 answers differ, and no error; .*; retractions 1, now \d\d", result.stdout)
+    assert "found       StalledError, as expected" in result.stdout
+    assert "otherwise   needless retractions and the same tokens" in result.stdout
 
 
 def test_a_room_as_json(kvcanary) -> None:

@@ -1,13 +1,10 @@
-"""Progress: tokens leave and requests end, or something is computed for the first time since."""
+"""Who stands still where requests run and none of them would ever end, and what each needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcanary.invariants.errors import StalledError
-
-MOST_STILL_STEPS = 256  # pages that come back, from a quarantine or the host, are waited for in a few
 MOST_NAMES = 8  # in a message
 
 
@@ -49,8 +46,8 @@ class Standstill:
     kept: Sequence[str] = ()
 
     def __str__(self) -> str:
-        waiting = _listed(f"{name} for {count} pages" for name, count in self.waiting.items())
-        parts = [f"running: {_listed(self.running)}; waiting: {waiting}"]
+        waiting = _listed(f"{name} {count}" for name, count in self.waiting.items())
+        parts = [f"running: {_listed(self.running)}; waiting for pages: {waiting}"]
         if self.retracted:
             given_up = _listed(f"{name} {count} times" for name, count in self.retracted.items())
             parts.append(f"gave up their pages: {given_up}, last for {_listed(self.kept)}")
@@ -66,21 +63,6 @@ class Standstill:
         if sum(self.pressure.needs.values()) <= self.pressure.available:
             return "what they need is there, so that no setting helps: the estimate, or who admits by it, is wrong"
         return "raise max_total_tokens or new_token_ratio, or lower max_running_requests"
-
-
-def check_progress(still_steps: int, standstill: Callable[[], Standstill]) -> None:
-    """Steps without progress, one after another, are few.
-
-    A step makes progress where a token leaves, a request ends, or something is computed that had not been since the
-    last token or end: a long prompt does in each of its chunks, and so does, once, what is computed again after a
-    retraction. Requests that are computed, retracted and computed again do not.
-    """
-    if still_steps > MOST_STILL_STEPS:
-        stands = standstill()
-        raise StalledError(
-            f"no token has left, no request has ended and nothing new was computed for {still_steps} steps, at most "
-            f"{MOST_STILL_STEPS} may pass so; {stands}: {stands.remedy}"
-        )
 
 
 def _listed(names: Iterable[str]) -> str:
