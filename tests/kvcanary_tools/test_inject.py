@@ -13,6 +13,7 @@ KEYS = {
     "config",
     "runs",
     "found",
+    "not_ended",
     "first_code",
     "expected_code",
     "place_right",
@@ -31,8 +32,8 @@ def test_a_fault_that_is_found_exits_0(kvcanary, tmp_path) -> None:
     result = kvcanary("inject", "bits.flip", "--workers", "1", "--json", str(matrix), "--junit", str(junit))
     assert result.exit_code == 0
     head, line = result.stdout.splitlines()
-    assert head.split()[:4] == ["fault", "runs", "found", "by"]
-    assert line.split()[:4] == ["bits.flip", "3", "3", "R9"]
+    assert head.split()[:6] == ["fault", "runs", "found", "not", "ended", "by"]
+    assert line.split()[:5] == ["bits.flip", "3", "3", "0", "R9"]
     written = json.loads(matrix.read_text())
     assert written["meta"]["config"] == "quick"
     assert [row["runs"] for row in written["rows"]] == [1, 1, 1]
