@@ -118,9 +118,15 @@ class EngineConfig:
         _require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _require_one_of("schedule", self.schedule, SCHEDULES)
         if not isinstance(self.host_pages, int) or self.host_pages < 0:
-            raise ConfigError(f"host_pages must be a whole number, 0 or more, got {self.host_pages!r}")
+            raise ConfigError(
+                f"host_pages must be a whole number, 0 or more, got {self.host_pages!r}",
+                "0 keeps nothing on the host: what a retracted request had computed is computed again",
+            )
         if not 0.0 <= self.new_token_ratio <= 1.0:
-            raise ConfigError(f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}")
+            raise ConfigError(
+                f"new_token_ratio must lie in [0, 1], got {self.new_token_ratio}",
+                "1 admits by whole answers, and nobody is retracted; 0 admits by prompts alone",
+            )
         _require_one_of("acceptance", self.acceptance, ACCEPTANCES)
         self._check_acceptance()
         if self.draft != "none":

@@ -13,7 +13,7 @@ import torch
 
 from kvcanary.errors import KVCorruptionError
 from kvcanary.faults import seam
-from kvcanary.invariants import check_commit, check_known_tokens, check_progress, check_root, check_step_estimate
+from kvcanary.invariants import check_commit, check_known_tokens, check_root, check_step_estimate
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
@@ -25,6 +25,7 @@ from spec_engine.metrics import Metrics
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
+from spec_engine.progress import Progress
 from spec_engine.request import Output, Refusal, Request, TokenEvent
 from spec_engine.results import Landing
 from spec_engine.runner import Part, StepResult
@@ -53,7 +54,7 @@ class Engine(Intake):
         self.metrics = Metrics(adaptive=None if self.adaptive is None else self.adaptive.metrics)
         self._step_number = 0
         self._pending: deque[Landing] = deque()  # steps of which the host has not heard yet
-        self._still_steps = 0  # since a forward was heard of that had a request
+        self.progress = Progress(self.scheduler)
         self._corruption: KVCorruptionError | None = None  # to be raised when what left before it has been returned
 
     # -- what callers use
@@ -66,10 +67,15 @@ class Engine(Intake):
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._pending) or self._corruption is not None
 
+    @property
+    def _still_steps(self) -> int:
+        return self.progress.still_steps
+
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now and free all that it holds; its last event, or None when it is not there any more."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             if request.request_id == request_id:
+                self.progress.moved()
                 return self._end(request, "cancelled")
         return None
 
@@ -105,7 +111,6 @@ class Engine(Intake):
         """
         self._raise_corruption()
         self._step_number += 1
-        self._still_steps += 1
         self.metrics.num_steps += 1
         self.allocator.begin_step(self._step_number)
         if self.canary is not None:
@@ -128,7 +133,7 @@ class Engine(Intake):
         self.memory.drop_damaged()
         self.metrics.add_seconds(time.perf_counter() - started, is_prefill=bool(chunks))
         self.memory.check_accounting(self.running)
-        check_progress(self._still_steps, [request.request_id for request in self.running], len(self.scheduler.waiting))
+        self.progress.end_step(bool(events) or not self.has_work)
         if not self.has_work:
             self._idle()
         return events
@@ -162,9 +167,11 @@ class Engine(Intake):
 
     def _retract(self) -> list[TokenEvent]:
         """Some requests give up their pages, and resume later with the tokens that they have."""
+        pressure = self.scheduler.pressure()
         plan = self.scheduler.retract()
         for request in plan.retracted:
             self.memory.retract(request)
+        self.progress.retracted(plan.retracted, plan.kept, pressure)
         self.metrics.num_retractions += len(plan.retracted)
         return [] if plan.aborted is None else [self._end(plan.aborted, "out_of_pages")]
 
@@ -219,6 +226,7 @@ class Engine(Intake):
         except LoadFailedError:
             self.memory.release(request, publish=False)
             self.scheduler.send_back(request)
+            self.progress.load_failed(request)
             self.metrics.num_retractions += 1
             return False
         self.runner.begin(request.row, request.committed_len)
@@ -231,6 +239,7 @@ class Engine(Intake):
         result = self.runner.prefill(chunks)
         for chunk in chunks:
             chunk.request.committed_len = chunk.end
+            self.progress.computed(chunk.request, chunk.end)
         self.metrics.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
         return result
 
@@ -256,8 +265,6 @@ class Engine(Intake):
                 self.adaptive.observe(result.num_steps, [len(part.tokens) - 1 for part in result.parts])
             doomed = [request for request in self.running if request.request_id in result.doomed]
             events += [self._end(request, KV_CORRUPTION) for request in doomed]  # whoever else the step was of
-            if result.parts:
-                self._still_steps = 0
             heard: list[TokenEvent] = []  # they leave together: a finding as some end takes back what others have
             for part in result.parts:
                 if part.request.finish_reason is None:

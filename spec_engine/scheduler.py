@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcanary.faults import seam
-from kvcanary.invariants import check_running
+from kvcanary.invariants import Pressure, check_running
 from spec_engine.config import ConfigError
 from spec_engine.memory.kv_memory import KVMemory
 from spec_engine.memory.sizing import pages_for, step_pages, worst_case_step_pages
@@ -175,6 +175,22 @@ class Scheduler:
     def decode_estimate(self, requests: Sequence[Request]) -> int:
         """Pages, to the last one, that a decode step of these requests takes."""
         return sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests)
+
+    def pressure(self) -> Pressure:
+        """Pages of the next forward, and what each of its requests needs."""
+        requests = self.turn(self.running)
+        ends = [(chunk.request, chunk.end, self.ahead) for chunk in self.next_chunks(requests)]
+        ends = ends or [(request, request.committed_len, self.reserve) for request in requests]
+        return Pressure(
+            asked=self._pages_needed(requests),
+            available=self.memory.num_available,
+            quarantined=self.memory.cache.accounting(self.running).quarantined,
+            needs={request.request_id: self._missing_pages(request, *end) for request, *end in ends},
+        )
+
+    def expected_pages(self, requests: Iterable[Request]) -> dict[str, int]:
+        """By request, pages that admission counts with."""
+        return {request.request_id: self._expected_pages(request) for request in requests}
 
     def _missing_pages(self, request: Request, end: int, reserve: int) -> int:
         return step_pages(end, len(request.pages), reserve, self.page_size)

@@ -45,6 +45,8 @@ class Fault:
     quiet_needs: fields of a Setup, beside `needs`, with which the armed formula does no harm.
     alone: why there can be none.
 
+    otherwise: what it comes to, in words, in settings or traffic in which it need not be found; no soak makes it then.
+    spares_tokens: whether every token is the right one even so: then none is exposed to it.
     exposes: whether tokens leave before any check can see it, also where all bytes are read in each forward.
     within: engine steps from the strike to the finding, the strike's own included; one may be the prefill of others,
         and where more of them prefill others these are not counted.
@@ -68,6 +70,8 @@ class Fault:
     applies: Callable[[Setup], bool] = everywhere
     needs: Mapping[str, Any] = field(default_factory=dict)
     late: bool = False
+    otherwise: str = ""
+    spares_tokens: bool = False
     exposes: bool = False
     within: int = 2
     cause: str = ""
@@ -113,6 +117,7 @@ class Fault:
             "bugs": list(self.bugs),
             "expected_code": self.expected,
             "applies_to": self.applies_to,
+            "otherwise": self.otherwise,
             "alone": self.alone,
             "story": self.story,
         }

@@ -12,6 +12,7 @@ from kvcanary.faults.fault import Fault
 from kvcanary.faults.harmless import come_and_go, lengthen_plans
 from kvcanary.faults.reach import root_forward, submit_prompt, written_of
 from kvcanary.faults.target import Call, Setup, Target
+from kvcanary.invariants.lengths import MOST_STILL_STEPS
 
 if TYPE_CHECKING:
     from kvcanary.views import ReadPlan
@@ -84,22 +85,31 @@ def _with_rejected(call: Call, number: int, count: int) -> ReadPlan:
     return replace(read, indptr=indptr, indices=indices)
 
 
-def _retracts(setup: Setup) -> bool:
-    return setup.model == "random" and setup.prompt_len == 24 and setup.topk <= 2
+def _stands_still(setup: Setup) -> bool:
+    """Whether this pool holds requests by admission's estimate, and not by a whole reserve of a tree for each."""
+    is_pressed = setup.model == "random" and (setup.prompt_len, setup.new_tokens) == (24, 20)
+    return is_pressed and setup.drafts and setup.topk == 2
 
 
-PRESSED = {"page_size": 16, "pages": 30, "batch": 4, "new_token_ratio": 0.1}
+PRESSED = {"page_size": 16, "pages": 40, "batch": 8, "new_token_ratio": 0.0}
 FAULTS = (
     Fault(
         name="lengths.worst_case_estimate",
         bugs=("sgl-project/sglang#22406",),
         story="The pages of the next decode step were estimated as a whole reserve for every request, although most "
-        "own their pages already: under pressure requests gave up pages that nobody needed.",
-        expected="needless retractions",
-        applies_to="a pool under pressure: new_token_ratio below 1",
+        "own their pages already: under pressure requests gave up pages that nobody needed. Where pages that come back "
+        "wait in a quarantine, as with any canary, the step that retracts cannot decode; the next one admits the same "
+        "request again and computes it, the one behind it retracts it, and so on for ever.",
+        expected="StalledError",
+        otherwise="needless retractions and the same tokens: always where freed pages do not wait (no canary, or its "
+        "quarantine 0), and else where enough others were free",
+        applies_to="a pool under pressure, draft trees and a quarantine: new_token_ratio below 1",
         needs=PRESSED,
-        applies=_retracts,
+        applies=_stands_still,
         perturb=_worst_case,
+        quiet_needs={"quarantine": 0},
+        spares_tokens=True,
+        within=2 * MOST_STILL_STEPS,  # it strikes in the first decode step, and most of the answers may come before
     ),
     Fault(
         name="lengths.watermark_not_raised",

@@ -115,6 +115,7 @@ from kvcanary.invariants.sizes import (
     check_reserve,
     check_step_estimate,
 )
+from kvcanary.invariants.standstill import Pressure, Standstill
 from kvcanary.invariants.tiers import (
     check_device_pages,
     check_device_room,
@@ -153,6 +154,7 @@ __all__ = [
     "PoolExhaustedError",
     "PoolSizeError",
     "PrefixLockError",
+    "Pressure",
     "RecurrentStateError",
     "ReferenceCountError",
     "RelayError",
@@ -165,6 +167,7 @@ __all__ = [
     "StagingError",
     "StalePageError",
     "StalledError",
+    "Standstill",
     "TreeShapeError",
     "WindowMapError",
     "WritablePageError",

@@ -154,7 +154,7 @@ class HostBlockError(InvariantError):
 
 
 class StalledError(InvariantError):
-    """Requests run, and no forward has had one of them for many steps: none of them would ever end."""
+    """Requests are there, and for many steps no token has left and none has ended: none of them would ever end."""
 
 
 class NotRunningError(InvariantError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcanary.invariants.errors import ChunkError, CommitError, IndexLengthError, NotRunningError, StalledError
+from kvcanary.invariants.standstill import Standstill
 
 MOST_STILL_STEPS = 256  # pages that come back, from a quarantine or the host, are waited for in a few
 
@@ -72,10 +73,16 @@ def check_running(request: str, is_running: bool, num_running: int) -> None:
         raise NotRunningError(f"{request} finished, but it is none of the {num_running} running requests")
 
 
-def check_progress(still_steps: int, running: Sequence[str], num_waiting: int) -> None:
-    """Steps in which no forward had a request, one after another, are few."""
+def check_progress(still_steps: int, standstill: Callable[[], Standstill]) -> None:
+    """Steps without progress, one after another, are few.
+
+    A step makes progress where a token leaves, a request ends, or something is computed that had not been since the
+    last token or end: a long prompt does in each of its chunks, and so does, once, what is computed again after a
+    retraction. Requests that are computed, retracted and computed again do not.
+    """
     if still_steps > MOST_STILL_STEPS:
+        stands = standstill()
         raise StalledError(
-            f"no forward has had a request for {still_steps} steps, at most {MOST_STILL_STEPS} may pass so: "
-            f"{', '.join(running) or 'nobody'} running, {num_waiting} waiting"
+            f"no token has left, no request has ended and nothing new was computed for {still_steps} steps, at most "
+            f"{MOST_STILL_STEPS} may pass so; {stands}: {stands.remedy}"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,7 +17,7 @@ from kvcanary.faults.target import Setup
 from kvcanary_tools.campaign import runner, runs, traffic
 from kvcanary_tools.campaign.configurations import FULL, PLANS, QUICK, Plan, setup_for
 from kvcanary_tools.campaign.matrix import rows_of, totals_of
-from kvcanary_tools.campaign.report import failures, is_right
+from kvcanary_tools.campaign.report import as_junit, failures, is_right, matrix_lines
 from kvcanary_tools.campaign.runs import perform
 from kvcanary_tools.campaign.switches import checks_of, switched_off
 from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, KINDS, QUIET, Run
@@ -135,7 +137,7 @@ def test_a_host_check_is_switched_off_where_it_is_called():
     from kvcanary import invariants
     from spec_engine.memory import request_table
 
-    assert checks_of("RowOverflowError") == {"check_row_fits"}
+    assert checks_of("RowOverflowError") == {"check_row_fits", "check_row_width"}
     before = request_table.check_row_fits
     with switched_off("RowOverflowError"):
         request_table.check_row_fits(1, 0, 99, 4, 4)
@@ -265,6 +267,72 @@ def test_an_untried_run_in_which_something_fires_is_an_alarm(monkeypatch):
     untried = runs.Result(run, struck=False, code="R9")
     assert not is_right(untried)
     assert totals_of([untried])[0].twin_findings == 1
+
+
+def cut_short(monkeypatch, name: str, steps: int, **more) -> runs.Result:
+    """One run of a fault that its cap ends after so many steps."""
+    monkeypatch.setattr(traffic, "MOST_STEPS", steps)
+    return perform(Run(name, NAME, setup_for(catalogue.find(name), SETUP), 1, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "more"),
+    [
+        ("lengths.worst_case_estimate", 90, {}),  # goes round for ever
+        ("windows.window_on_a_global_layer", 4, {"mode": "abort"}),  # nothing is to be found
+        ("bits.flip", 7, {"mode": "abort"}),  # found, and then the traffic goes on
+    ],
+)
+def test_a_run_that_its_cap_ends_is_no_hit(monkeypatch, name, steps, more):
+    """Whatever its entry says, and whatever spoke before: it has not ended, and matrix and report say so."""
+    result = cut_short(monkeypatch, name, steps, **more)
+    assert (result.not_ended, result.found, is_right(result)) == (True, False, False)
+    assert result.text.startswith(f"not ended: cut after {steps - 1} steps, the last token left in step ")
+    [total] = totals_of([result])
+    assert total.not_ended == 1
+    assert not total.is_right
+    assert "1 runs and twins did not end" in [told for told, is_held in total.bars() if not is_held]
+    assert "not ended" in next(failures([result]))
+    [case] = ElementTree.fromstring(as_junit([total], [result])).iter("failure")
+    assert (case.get("type"), "1 not ended" in case.get("message")) == ("not ended", True)
+    head, line = matrix_lines([total])
+    assert line[head.index("not ended") :].split()[0] == "1"
+
+
+@pytest.mark.parametrize("kind", [CLEAN, QUIET])
+def test_a_twin_that_its_cap_ends_is_not_clean(monkeypatch, kind):
+    """It says nothing of what a longer run would find."""
+    result = cut_short(monkeypatch, "bits.flip", 6, kind=kind)
+    assert (result.not_ended, result.found, is_right(result)) == (True, False, False)
+
+
+def test_without_its_check_a_run_may_go_on_for_ever(monkeypatch):
+    """Nobody stops what only that check would: the switch works, and no bar is missed."""
+    result = cut_short(monkeypatch, "lengths.worst_case_estimate", 300, kind=DISABLED)
+    assert (result.struck, result.not_ended, result.found, is_right(result)) == (True, True, False, True)
+    assert totals_of([result])[0].not_ended == 0
+
+
+def test_every_worker_has_something_to_do(monkeypatch):
+    """A few runs are shared out, in smaller parts than those of a whole campaign."""
+    sizes = []
+
+    class Pool:
+        def __init__(self, workers, *settings):
+            sizes.append(workers)
+
+        def submit(self, perform_all, batch):
+            sizes.append(len(batch))
+            done = Future()
+            done.set_result([])
+            return done
+
+        def shutdown(self, **settings): ...
+
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(runner, "perform", lambda run: run)
+    list(runner.campaign([Run("", NAME, SETUP, seed) for seed in range(33)], workers=16))
+    assert sizes == [16, *[2] * 16]
 
 
 def test_an_interrupted_campaign_ends_its_workers():

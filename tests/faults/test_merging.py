@@ -38,6 +38,18 @@ def test_rows_of_the_named_faults_are_replaced():
     assert [row.runs for row in totals] == [2, 2, 2, 2]
 
 
+def test_an_older_record_takes_in_runs_that_did_not_end():
+    """Its own rows did not count them; those that come in do, and the bars see it."""
+    record, later = campaign("x"), campaign("y")
+    for row in (*record["rows"], *record["totals"]):
+        del row["not_ended"]
+    for row in later["totals"]:
+        row["not_ended"] = 3
+    _, totals = rows_and_totals(json.loads(json.dumps(merged(record, later))))
+    assert [row.not_ended for row in totals] == [0, 3]
+    assert [row.is_right for row in totals] == [True, False]
+
+
 def test_the_record_says_what_was_run_again():
     """With version, seed, runs and seconds; time and findings in twins are those of all that was run."""
     record, later = campaign("x", "y"), campaign("y", cpu_seconds=7, seed=3)

@@ -28,10 +28,11 @@ def campaign() -> dict:
 def test_a_line_a_fault_and_the_sums(campaign):
     """Counts as they are, shares in percent, minutes on two cores."""
     _, _, line = pages.matrix_lines(campaign["totals"])
-    assert line == "| `hooks.wrong_substep` | 3 | 3 | HookOrderError | - | - | 1, 1 | 0 | 0 | 0 of 4 | 0 of 0 | - |"
+    assert line == "| `hooks.wrong_substep` | 3 | 3 | 0 | HookOrderError | - | - | 1, 1 | 0 | 0 | 0 of 4 | 0 of 0 | - |"
     sums = dict(text.strip("| ").split(" | ") for text in list(pages.summary_lines(campaign, DUMPS))[2:])
     assert sums["faults, each in up to 3 configurations"] == "1"
     assert sums["findings in clean twins; in quiet ones"] == "0 of 3; 0 of 1"
+    assert sums["runs and twins that their cap ended, none of them a hit"] == "0"
     assert sums["minutes on 2 cores"] == "5"
     assert sums["dumps that were scored, fewest and most a fault"] == "19 and 20"
     assert sums["dumps in which `explain` names the right cause first"] == "1,990 of 2,000"

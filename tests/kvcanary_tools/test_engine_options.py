@@ -30,7 +30,7 @@ FLAGS = {
     *("--stop", "--stop-token-id", "--logprobs", "--acceptance", "--threshold-single", "--threshold-acc"),
     *("--adaptive-steps", "--attend", "--attention-backend", "--graphs", "--schedule", "--max-total-tokens"),
     *("--max-running-requests", "--context-length", "--host-pages", "--max-window-tokens", "--max-device-tokens"),
-    "--device-turn",
+    *("--device-turn", "--new-token-ratio"),
     *("--kv-canary", "--kv-canary-content", "--kv-canary-budget", "--kv-canary-seed"),
     *("--kv-canary-poison", "--kv-canary-quarantine", "--kv-canary-show-tokens"),
     *("--kv-canary-ring", "--kv-canary-dump", "--kv-canary-dump-content"),

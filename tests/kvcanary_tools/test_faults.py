@@ -63,7 +63,7 @@ def test_a_fault_that_changes_nothing_says_so(kvcanary) -> None:
 
 
 def test_needless_retractions_are_counted(kvcanary) -> None:
-    """The worst-case estimate ends in no error: retractions stand in the summary and in the JSON, 0 without it."""
+    """The worst-case estimate ends in no error without a canary: retractions stand in the JSON, 0 without it."""
     settings = ("--page-size", "16", "--topk", "4", "--max-total-tokens", "512", "--max-new-tokens", "40", "--json")
     prompts = [part for text in ("def f(x):", "class A:", "import os") for part in ("--prompt", text)]
     clean = kvcanary("generate", *prompts, *settings)
@@ -73,7 +73,18 @@ def test_needless_retractions_are_counted(kvcanary) -> None:
     assert clean_run["num_retractions"] == 0
     assert faulty_run["num_retractions"] > 0
     assert clean_run["outputs"] == faulty_run["outputs"]
-    assert "look for needless retractions" in faulty.stderr
+    assert "look for StalledError, or needless retractions and the same tokens" in faulty.stderr
+
+
+def test_an_endless_run_ends_in_a_sentence(kvcanary) -> None:
+    """The same estimate under a canary goes round for ever, and the command says who retracts whom."""
+    prompts = [part for text in ("a", "class A:", "import os", "def g") for part in ("--prompt", text)]
+    pressed = ("--max-new-tokens", "40", "--max-total-tokens", "576", "--new-token-ratio", "0", "--kv-canary", "--json")
+    result = kvcanary("generate", *prompts, *pressed, "--reenact", "lengths.worst_case_estimate")
+    assert result.exit_code == 1
+    ended = json.loads(result.stdout)
+    assert ended["error"] == "StalledError"
+    assert "gave up their pages: req-" in ended["message"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,53 @@ def test_generate_refuses_a_file_that_is_no_text(kvcanary, tmp_path: Path) -> No
     result = kvcanary("generate", "--prompt-file", str(tmp_path / "x.bin"))
     assert result.exit_code == 2
     assert "it is not UTF-8 text" in result.stderr
+
+
+PRESSED = ("--max-total-tokens", "448", "--new-token-ratio", "0", "--host-pages", "64")
+
+
+@pytest.mark.parametrize("canary", [(), ("--kv-canary",)], ids=["off", "raise"])
+def test_generate_retracts_and_restores(kvcanary, canary: tuple[str, ...]) -> None:
+    """Options for a pool that cannot hold everybody: texts as of one that can, and the JSON says what it took."""
+    prompts = [part for text in ("def f(x):", "class A:", "import os") for part in ("--prompt", text)]
+    wide = kvcanary("generate", *prompts, "--max-new-tokens", "40", "--json")
+    tight = kvcanary("generate", *prompts, "--max-new-tokens", "40", *PRESSED, *canary, "--json")
+    assert (wide.exit_code, tight.exit_code) == (0, 0)
+    wide_run, tight_run = json.loads(wide.stdout), json.loads(tight.stdout)
+    assert (wide_run["num_retractions"], wide_run["restored_tokens"]) == (0, 0)
+    assert tight_run["num_retractions"] > 0
+    assert tight_run["restored_tokens"] > 0
+    assert tight_run["outputs"] == wide_run["outputs"]
+
+
+def test_generate_takes_pressure_from_the_environment(kvcanary) -> None:
+    """KVCANARY_NEW_TOKEN_RATIO and KVCANARY_HOST_PAGES stand for the options; the summary has both counts."""
+    prompts = [part for text in ("def f(x):", "class A:", "import os") for part in ("--prompt", text)]
+    settings = {"KVCANARY_NEW_TOKEN_RATIO": "0", "KVCANARY_HOST_PAGES": "64", "KVCANARY_MAX_TOTAL_TOKENS": "448"}
+    result = kvcanary("generate", *prompts, "--max-new-tokens", "40", env=settings)
+    assert result.exit_code == 0
+    assert re.search(r"[1-9]\d* retractions? for want of pages, [1-9]\d* tokens restored from the host", result.stderr)
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("serve",)], ids=["generate", "serve"])
+@pytest.mark.parametrize(
+    ("option", "said", "hint"),
+    [
+        (("--new-token-ratio", "1.5"), "new_token_ratio must lie in [0, 1], got 1.5", "0 admits by prompts alone"),
+        (("--new-token-ratio", "nan"), "new_token_ratio must lie in [0, 1], got nan", "0 admits by prompts alone"),
+        (("--host-pages", "-2"), "host_pages must be a whole number, 0 or more, got -2", "0 keeps nothing on the host"),
+    ],
+)
+def test_wrong_pressure_is_wrong_usage(kvcanary, command, option, said: str, hint: str) -> None:
+    """Value, rule and remedy, before a model is loaded."""
+    result = kvcanary(*command, *option)
+    assert result.exit_code == 2
+    assert f"kvcanary: {said}" in result.stderr
+    assert f"hint: {hint}" in result.stderr or hint in result.stderr.partition("hint: ")[2]
+
+
+def test_host_pages_that_nobody_can_use_are_told_of(kvcanary) -> None:
+    """Where nobody is retracted they stay empty; with a lower ratio nothing is said."""
+    arguments = ("generate", "--prompt", PROMPT, *SHORT, "--host-pages", "8")
+    assert "host_pages 8 will stay empty: with new_token_ratio 1 nobody is" in kvcanary(*arguments).stderr
+    assert "stay empty" not in kvcanary(*arguments, "--new-token-ratio", "0.5").stderr

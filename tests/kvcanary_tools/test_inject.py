@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ KEYS = {
     "config",
     "runs",
     "found",
+    "not_ended",
     "first_code",
     "expected_code",
     "place_right",
@@ -30,8 +32,8 @@ def test_a_fault_that_is_found_exits_0(kvcanary, tmp_path) -> None:
     result = kvcanary("inject", "bits.flip", "--workers", "1", "--json", str(matrix), "--junit", str(junit))
     assert result.exit_code == 0
     head, line = result.stdout.splitlines()
-    assert head.split()[:4] == ["fault", "runs", "found", "by"]
-    assert line.split()[:4] == ["bits.flip", "3", "3", "R9"]
+    assert head.split()[:6] == ["fault", "runs", "found", "not", "ended", "by"]
+    assert line.split()[:5] == ["bits.flip", "3", "3", "0", "R9"]
     written = json.loads(matrix.read_text())
     assert written["meta"]["config"] == "quick"
     assert [row["runs"] for row in written["rows"]] == [1, 1, 1]
@@ -99,6 +101,15 @@ def test_a_room_tells_and_shows(kvcanary) -> None:
         assert text in result.stdout
     assert "found       W5, as expected" in result.stdout
     assert "ERROR: write position (W5): draft pool" in result.stdout
+
+
+def test_a_room_shows_retractions(kvcanary) -> None:
+    """What an estimate costs without a canary, and the error in which it ends with one."""
+    result = kvcanary("faults", "show", "lengths.worst_case_estimate")
+    assert result.exit_code == 0
+    assert re.search(r"unwatched +0 of 9 answers differ, and no error; .*; retractions 1, now \d\d", result.stdout)
+    assert "found       StalledError, as expected" in result.stdout
+    assert "otherwise   needless retractions and the same tokens" in result.stdout
 
 
 def test_a_room_as_json(kvcanary) -> None:

@@ -189,7 +189,7 @@ OK = torch.tensor([[-1, 0, 0, 0, 0, 0, 0, 0]] * 2)  # what the forward is given,
         (
             launch_nothing,
             invariants.StalledError,
-            "no forward has had a request for 257 steps, ",
+            "no token has left, no request has ended and nothing new was computed for 257 steps, ",
         ),
         (break_the_tree, invariants.TreeShapeError, "req-1: node 3 of 8 has parent 5, must lie in [0, 3)"),
     ],

@@ -192,6 +192,7 @@ def _joined(runs: Sequence[Generation]) -> Generation:
         verify_forwards=sum(run.verify_forwards for run in runs),
         decode_seconds=sum(run.decode_seconds for run in runs),
         num_retractions=sum(run.num_retractions for run in runs),
+        restored_tokens=sum(run.restored_tokens for run in runs),
         certificate=runs[-1].certificate,
         report=next((run.report for run in runs if run.report is not None), None),
     )

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from kvcanary import CanaryConfig, KVCanaryError
 from kvcanary.config import parse_bytes
+from kvcanary_tools import console
 from kvcanary_tools.console import UsageFailure
 from kvcanary_tools.files import OutFolder
 from spec_engine.config import DEFAULT_NODES, EngineConfig
@@ -187,6 +188,12 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         )
         config = EngineConfig(**settings, canary=canary)
     _expect_canary_for_its_options()
+    if config.host_pages and config.new_token_ratio == 1:
+        console.say(
+            f"kvcanary: host_pages {config.host_pages} will stay empty: with new_token_ratio 1 nobody is retracted; "
+            "lower it, or leave host_pages out",
+            fg="yellow",
+        )
     return config
 
 
@@ -336,7 +343,18 @@ def _model_options() -> list[Callable[[AnyFunction], AnyFunction]]:
             help="With --max-device-tokens: steps before waiting requests take their turn on the device.",
         ),
         _engine_option(
-            "--host-pages", type=int, metavar="N", help="Pages of host memory for preempted requests; 0: none."
+            "--new-token-ratio",
+            type=float,
+            metavar="X",
+            help="Share of --max-new-tokens for which a request is admitted; below 1 more run, and some may be "
+            "retracted for want of pages and resume later.",
+        ),
+        _engine_option(
+            "--host-pages",
+            type=int,
+            metavar="N",
+            help="Pages of host memory for what retracted requests had computed; 0: none. Needs --new-token-ratio "
+            "below 1.",
         ),
         _engine_option("--max-running-requests", type=int, metavar="N", help="Most requests that run at a time."),
         _engine_option(

@@ -56,6 +56,7 @@ class Generation:
     refusals: of prompts that could never run; their completions are there too.
     tokens_emitted, verify_forwards, decode_seconds: of this run alone, prefill excluded.
     num_retractions: times that a request gave up its pages for want of others, and resumed.
+    restored_tokens: that then came back from the host, and were not computed again.
     adaptive: which numbers of steps the engine chose since it was made, None where it may not choose.
     """
 
@@ -64,6 +65,7 @@ class Generation:
     verify_forwards: int
     decode_seconds: float
     num_retractions: int
+    restored_tokens: int
     certificate: dict[str, Any] | None
     report: Report | None
     refusals: list[ConfigError] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Generation:
             "tokens_per_second": self.tokens_per_second,
             "adaptive": None if self.adaptive is None else self.adaptive.as_dict(),
             "num_retractions": self.num_retractions,
+            "restored_tokens": self.restored_tokens,
             "canary": self.certificate,
         }
 
@@ -132,6 +135,7 @@ def generate(
         verify_forwards=engine.metrics.verify_forwards - before.verify_forwards,
         decode_seconds=engine.metrics.decode_seconds - before.decode_seconds,
         num_retractions=engine.metrics.num_retractions - before.num_retractions,
+        restored_tokens=engine.metrics.restored_tokens - before.restored_tokens,
         certificate=None if engine.canary is None else engine.canary.certificate(),
         report=report,
         refusals=refusals,

@@ -57,11 +57,12 @@ class Reenactment:
         """What came of it, where the run went to its end."""
         if self.fault is None:
             return ""
+        look_for = ", or ".join(filter(None, (self.fault.expected, self.fault.otherwise)))
         count = 0 if self.armed is None else self.armed.num_strikes
         if count:
-            return f"{self.fault.name} changed {console.numbered(count, 'value')}, look for {self.fault.expected}"
+            return f"{self.fault.name} changed {console.numbered(count, 'value')}, look for {look_for}"
         if self.target is not None and self.target.strike is not None:
-            return f"{self.fault.name} struck in step {self.target.strike.step}, look for {self.fault.expected}"
+            return f"{self.fault.name} struck in step {self.target.strike.step}, look for {look_for}"
         return f"{self.fault.name} changed nothing here: it applies to {self.fault.applies_to}"
 
 

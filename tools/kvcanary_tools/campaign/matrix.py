@@ -21,6 +21,7 @@ class Row:
     """A fault in one configuration, or in all; counts are of runs unless they say otherwise.
 
     runs: in which the fault struck; untried: in which it never could.
+    not_ended: runs and twins that the cap on their steps ended, which none may; those without the check do not count.
     model: on which they ran.
     first_code: what spoke first most often; found: runs in which that was the expected check.
     place_right, writer_right: of the found runs that state one (`places`, `writers`).
@@ -58,6 +59,7 @@ class Row:
     verdict_first: int
     verdict_top3: int
     verdicts: int
+    not_ended: int = 0
 
     @property
     def is_right(self) -> bool:
@@ -67,6 +69,7 @@ class Row:
     def bars(self) -> Iterator[tuple[str, bool]]:
         """What is said of the fault, and whether that is enough."""
         yield f"{self.found} of {self.runs} runs were found as they should be", self.found == self.runs
+        yield f"{self.not_ended} runs and twins did not end", not self.not_ended
         yield f"the place is right in {self.place_right} of {self.places}", self.place_right == self.places
         writers_due = WRITERS * self.writers
         yield f"the writer is right in {self.writer_right} of {self.writers}", self.writer_right >= writers_due
@@ -142,6 +145,7 @@ def _row(key: tuple[str, str], group: Sequence[Result], clean: Sequence[Result])
         verdict_first=sum(rank == 1 for rank in ranks),
         verdict_top3=sum(1 <= rank <= BEST for rank in ranks),
         verdicts=len(ranks),
+        not_ended=sum(result.not_ended for result in (*kinds[FAULTY], *clean, *kinds[QUIET])),
     )
 
 

@@ -56,10 +56,14 @@ def _room(fault: Fault, result: Result) -> Room:
 
 def _effect(run: Run) -> str:
     """The same traffic with every finding ignored, compared with what it should have been."""
-    clean = play(replace(run, fault="", kind=CLEAN), None)
+    clean = play(replace(run, fault="", kind=CLEAN), None, unheeded=True)
     faulty = play(run, find(run.fault), unheeded=True)
     if faulty.error is not None:
         return f"the run ends in {type(faulty.error).__name__}: {str(faulty.error).partition(chr(10))[0]}"
+    if faulty.is_cut:
+        return f"the run does not end, and no error: {faulty.num_retractions} retractions in {faulty.num_steps} steps"
     wrong = sum(tokens != faulty.tokens.get(request) for request, tokens in clean.tokens.items())
     lengths = f"accepted length {clean.accepted_len:.2f}, now {faulty.accepted_len:.2f}"
-    return f"{wrong} of {len(clean.tokens)} answers differ, and no error; {lengths}"
+    retractions = f"; retractions {clean.num_retractions}, now {faulty.num_retractions}"
+    more = retractions if clean.num_retractions or faulty.num_retractions else ""
+    return f"{wrong} of {len(clean.tokens)} answers differ, and no error; {lengths}{more}"

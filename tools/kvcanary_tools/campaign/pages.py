@@ -15,20 +15,25 @@ from kvcanary_tools.campaign.matrix import BEST
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).parent / "results"
+COLUMNS = (
+    *("fault", "runs", "found", "not ended", "first by", "place", "writer", "steps", "leaked", "exposed"),
+    *("twins", "off", "cause 1st"),
+)
 BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
 Totals = Sequence[Mapping[str, Any]]
 
 
 def matrix_lines(totals: Totals) -> Iterator[str]:
     """A line a fault, as Markdown."""
-    yield "| fault | runs | found | first by | place | writer | steps | leaked | exposed | twins | off | cause 1st |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
     for row in totals:
         steps = row["steps_to_detection"]
         cells = (
             f"`{row['fault']}`",
             row["runs"],
             row["found"],
+            row.get("not_ended", "-"),
             row["first_code"] or "nobody",
             _share(row["place_right"], row["places"]),
             _share(row["writer_right"], row["writers"]),
@@ -55,6 +60,9 @@ def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iter
     counts = [row["runs"] for row in totals]
     yield f"| faulty runs a fault, fewest and most | {min(counts)} and {max(counts)} |"
     yield f"| faulty runs that ended as their entry says, by the check that it names | {of('found', 'runs')} |"
+    known = [row for row in totals if "not_ended" in row]  # a record of before does not say
+    of_faults = "" if len(known) == len(totals) else f", counted for {len(known)} of {len(totals)} faults"
+    yield f"| runs and twins that their cap ended, none of them a hit{of_faults} | {_sum(known, 'not_ended')} |"
     yield f"| place right; writer right | {of('place_right', 'places')}; {of('writer_right', 'writers')} |"
     yield f"| tokens that left in or after the step of the finding | {_sum(totals, 'tokens_leaked'):,} |"
     yield f"| runs with tokens exposed where none may be | {of('too_exposed', 'runs')} |"

@@ -11,10 +11,13 @@ from xml.etree import ElementTree
 import kvcanary
 from kvcanary_tools.campaign.matrix import Row
 from kvcanary_tools.campaign.runs import Result
-from kvcanary_tools.campaign.traffic import CLEAN, FAULTY, QUIET
+from kvcanary_tools.campaign.traffic import CLEAN, DISABLED, FAULTY, QUIET
 
 MOST_FAILURES = 20
-COLUMNS = ("fault", "runs", "found", "by", "place", "writer", "steps", "leaked", "exposed", "twins", "off", "cause 1st")
+COLUMNS = (
+    *("fault", "runs", "found", "not ended", "by", "place", "writer", "steps", "leaked", "exposed"),
+    *("twins", "off", "cause 1st"),
+)
 
 
 def matrix_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -31,6 +34,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.fault,
         str(row.runs),
         str(row.found),
+        str(row.not_ended),
         row.first_code or "-",
         _share(row.place_right, row.places),
         _share(row.writer_right, row.writers),
@@ -58,7 +62,12 @@ def failures(results: Sequence[Result]) -> Iterator[str]:
 
 
 def is_right(result: Result) -> bool:
-    """Whether a run ended as its kind says; one in which the fault never struck is a clean one."""
+    """Whether a run ended as its kind says; one in which the fault never struck is a clean one.
+
+    One that its cap ended has not ended at all; without the check that would stop it, it need not.
+    """
+    if result.not_ended and result.run.kind != DISABLED:
+        return False
     if not result.struck and result.run.kind == FAULTY:
         return not result.code
     if result.run.kind == FAULTY:
@@ -99,7 +108,9 @@ def as_junit(rows: Sequence[Row], results: Sequence[Result]) -> str:
         family, _, what = row.fault.partition(".")
         case = ElementTree.SubElement(suite, "testcase", classname=f"kvcanary.faults.{family}", name=what)
         if not row.is_right:
-            told = [result for result in results if result.run.fault == row.fault and not result.found]
-            failure = ElementTree.SubElement(case, "failure", message=f"{row.found} of {row.runs} found as it says")
+            told = [result for result in results if result.run.fault == row.fault and not is_right(result)]
+            kind = "not ended" if row.not_ended else "not as it says"
+            message = f"{row.found} of {row.runs} found as it says, {row.not_ended} not ended"
+            failure = ElementTree.SubElement(case, "failure", type=kind, message=message)
             failure.text = "\n".join(f"{r.run.kind} {r.run.config} seed {r.run.seed}: {r.text}" for r in told[:3])
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

@@ -106,7 +106,8 @@ def campaign(runs: Sequence[Run], workers: int) -> Iterator[Result]:
     """
     alone = 1 if workers > 1 else len(runs)
     yield from map(perform, runs[:alone])
-    batches = [runs[start : start + BATCH] for start in range(alone, len(runs), BATCH)]
+    size = max(1, min(BATCH, len(runs) // workers))  # no worker is left without
+    batches = [runs[start : start + size] for start in range(alone, len(runs), size)]
     if not batches:
         return
     context = get_context("spawn")

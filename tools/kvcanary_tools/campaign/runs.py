@@ -23,6 +23,7 @@ class Result:
 
     struck: whether the fault was made; found: whether its check spoke first, or nobody where no check can see it (a
         clean or quiet run: whether anything spoke that was not due; disabled: whether the disabled check spoke).
+    not_ended: whether the cap on its steps ended it: then nothing is found, whatever spoke before.
     code: of the first finding, or name of the error; "" for none.
     place_right, writer_right: None where the fault states none, or nothing was found.
     steps: engine steps from the strike to the finding, the strike's own included; late: more than it may take, where
@@ -36,6 +37,7 @@ class Result:
     run: Run
     struck: bool = False
     found: bool = False
+    not_ended: bool = False
     code: str = ""
     expected: str = ""
     place_right: bool | None = None
@@ -70,13 +72,13 @@ def judged(run: Run, fault: Fault | None, ended: Played) -> Result:
     """What the traffic of a run shows, compared with what the fault says of itself."""
     strike, code, text = ended.strike, _code(ended), _text(ended)
     expected = _expected(run.kind, fault, strike)
-    result = Result(run, struck=strike is not None, code=code, expected=expected, text=text)
+    result = Result(run, strike is not None, not_ended=ended.is_cut, code=code, expected=expected, text=text)
     if run.kind in (CLEAN, QUIET):
         return replace(result, found=code not in ("", expected))
     if run.kind == DISABLED:
         off = {code for code in (expected, *(fault.also if fault else ())) if can_switch_off(code)}
         return replace(result, found=not _codes(ended).isdisjoint(off))
-    if strike is None or fault is None:
+    if strike is None or fault is None or ended.is_cut:
         return result
     if not fault.is_seen:
         return replace(result, found=not code)
@@ -102,7 +104,8 @@ def _compared(result: Result, fault: Fault, strike: Strike, ended: Played) -> Re
         is_content = finding.code in CONTENT_CODES or finding.layer is not None
     since = found_step if strike.step is None else strike.step
     steps = None if strike.step is None else found_step - strike.step + 1
-    exposed = 0 if is_drafts else _num_tokens(ended, since, found_step, readers)  # a draft's bytes reach no token
+    is_spared = is_drafts or fault.spares_tokens  # a draft's bytes reach no token
+    exposed = 0 if is_spared else _num_tokens(ended, since, found_step, readers)
     others = 0 if steps is None else max(0, len(ended.prefills & set(range(since, found_step))) - 1)
     is_rolled = is_content and result.run.setup.content == "rolling"  # bytes are not read whole in each forward
     return replace(
@@ -154,7 +157,11 @@ def _codes(ended: Played) -> set[str]:
 
 
 def _text(ended: Played) -> str:
-    """Of the error; where traffic went on, of the first finding."""
+    """Of the error; where traffic went on, of the first finding; where it went on for ever, of that."""
+    if ended.is_cut:
+        last = max((step for step, _, _ in ended.left), default=0)
+        retractions = f"{ended.num_retractions} retractions"
+        return f"not ended: cut after {ended.num_steps} steps, the last token left in step {last}, {retractions}"
     if ended.error is not None:
         return f"{type(ended.error).__name__}: {ended.error}"
     return next((f"{finding.code}, {finding.sentence}; {finding.action}" for finding in ended.findings), "")

@@ -78,8 +78,8 @@ class Soaked:
 
 
 def to_soak(faults: Sequence[Fault]) -> list[Fault]:
-    """Those that can be made, and found."""
-    return [fault for fault in faults if fault.state == READY and fault.is_seen]
+    """Those that can be made, and must be found in any traffic."""
+    return [fault for fault in faults if fault.state == READY and fault.is_seen and not fault.otherwise]
 
 
 def soak(ledger: Soaked, faults: Sequence[Fault], rate: float, seed: int) -> Iterator[Soaked]:

@@ -64,9 +64,11 @@ class Played:
 
     error: what stopped it; findings: those that stopped it, or the first ones that it went on behind.
     step: in which the first of them was found, or in which all ended; num_steps: of the whole run.
+    is_cut: whether it had not ended after MOST_STEPS, so that it says nothing of how it would.
     ended: requests that the canary has ended (mode abort), and in which step.
     prefills: steps in which prompts were computed.
     left: step that sampled the tokens, request, tokens; accepted_len: tokens a verify, the bonus included.
+    num_retractions: times that a request gave up its pages.
     strike: what the fault did; None where it never could.
     """
 
@@ -74,10 +76,12 @@ class Played:
     findings: Sequence[Finding] = ()
     step: int = 0
     num_steps: int = 0
+    is_cut: bool = False
     ended: dict[str, int] = field(default_factory=dict)
     prefills: set[int] = field(default_factory=set)
     left: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     accepted_len: float = 0.0
+    num_retractions: int = 0
     strike: Strike | None = None
 
     @property
@@ -140,7 +144,7 @@ def play(
                 stack.enter_context(switched_off(error))
         is_armed = fault is not None and fault.is_seam and (run.kind != QUIET or fault.quiet is None)
         armed = stack.enter_context(faults.arm(run.fault)) if is_armed else None
-        settings = {"content": run.setup.content, "quarantine": run.setup.quarantine}
+        settings = {"content": run.setup.content, "quarantine": 0 if unheeded else run.setup.quarantine}
         canary = CanaryConfig(mode=run.mode, seed=run.seed, disable=disable, **settings)
         try:
             bench = build(run.setup, canary)
@@ -186,11 +190,13 @@ def _drive(
                 _step(target, armed, played)
             finally:
                 _note(played, target)
+        played.is_cut = engine.has_work
     except Exception as error:  # a fault may end in anything; what comes behind a finding is of the same fault
         played.error = None if played.findings else error
         played.findings = played.findings or getattr(error, "findings", ())
     played.strike = target.strike or _of_build(armed)
     played.accepted_len, played.num_steps = engine.metrics.accepted_length, engine.metrics.num_steps
+    played.num_retractions = engine.metrics.num_retractions
     return played
 
 

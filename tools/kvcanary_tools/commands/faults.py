@@ -83,6 +83,9 @@ def _tell(entry: dict[str, Any]) -> None:
         label = title.removesuffix("_code").replace("_", " ")
         text = fill(entry[title], WIDTH, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
         console.data(text)
+    if entry["otherwise"]:
+        text = fill(entry["otherwise"], WIDTH, initial_indent=f"  {'otherwise':<12}", subsequent_indent=" " * 14)
+        console.data(text)
     if entry["alone"]:
         console.data(f"  {'no twin':<12}{entry['alone']}")
     console.data(f"  {'published':<12}{names}\n")

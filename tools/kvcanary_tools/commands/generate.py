@@ -202,6 +202,8 @@ def _summarise(generation: Generation) -> None:
         chosen = ", ".join(f"{steps} in {console.numbered(count, 'step')}" for steps, count in batches)
         console.say(f"drafts by step: {chosen}, {console.numbered(generation.adaptive.switches, 'change')}")
     if generation.num_retractions:
-        console.say(f"{console.numbered(generation.num_retractions, 'retraction')} for want of pages")
+        restored = console.numbered(generation.restored_tokens, "token")
+        retractions = console.numbered(generation.num_retractions, "retraction")
+        console.say(f"{retractions} for want of pages, {restored} restored from the host")
     if generation.certificate is not None:
         console.say(certificate_line(generation.certificate))

@@ -4,7 +4,14 @@ Each case: a check, arguments that break its rule, arguments that just do not, t
 """
 
 from kvcanary import invariants
+from kvcanary.invariants import Pressure, Standstill
 
+STILL = "no token has left, no request has ended and nothing new was computed for 257 steps, at most 256 may pass so; "
+ROUND = Standstill(["req-3"], {"req-4": 7}, Pressure(9, 6, 2, {"req-3": 0, "req-4": 4}), {"req-4": 129}, {}, ["req-3"])
+FAILING = Standstill(
+    [], {f"req-{number}": 1 for number in range(10)}, Pressure(3, 8, 0, {"req-0": 3}), failed_loads={"req-0": 257}
+)
+SHORT = Standstill(["req-0"], {}, Pressure(3, 2, 2, {"req-0": 3}))
 CASES = [
     (
         invariants.check_run_pages,
@@ -94,9 +101,31 @@ CASES = [
     ),
     (
         invariants.check_progress,
-        (257, ["req-3", "req-4"], 2),
-        (256, ["req-3", "req-4"], 2),
+        (257, lambda: ROUND),
+        (256, lambda: ROUND),
         invariants.StalledError,
-        "no forward has had a request for 257 steps, at most 256 may pass so: req-3, req-4 running, 2 waiting",
+        STILL
+        + "running: req-3; waiting for pages: req-4 7; gave up their pages: req-4 129 times, last for req-3; 9 pages "
+        "asked for the next forward, 6 could be had, 2 in quarantine; its requests need 4 beyond their own (req-3 0, "
+        "req-4 4): what they need is there, so that no setting helps: the estimate, or who admits by it, is wrong",
+    ),
+    (
+        invariants.check_progress,
+        (257, lambda: FAILING),
+        (0, lambda: FAILING),
+        invariants.StalledError,
+        STILL + "running: nobody; waiting for pages: req-0 1, req-1 1, req-2 1, req-3 1, req-4 1, req-5 1, req-6 1, "
+        "req-7 1, 2 more; sent back by a load from the host that failed: req-0 257 times; 3 pages asked for the next "
+        "forward, 8 could be had, 0 in quarantine; its requests need 3 beyond their own (req-0 3): look for what fails "
+        "on the host, or do without host_pages",
+    ),
+    (
+        invariants.check_progress,
+        (257, lambda: SHORT),
+        (0, lambda: SHORT),
+        invariants.StalledError,
+        STILL + "running: req-0; waiting for pages: nobody; 3 pages asked for the next forward, 2 could be had, 2 in "
+        "quarantine; its requests need 3 beyond their own (req-0 3): raise max_total_tokens or new_token_ratio, or "
+        "lower max_running_requests",
     ),
 ]
