@@ -102,7 +102,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("R8",), rows.neighbours_prefix),
     (("R12",), moves.never_copied),
     (("R12",), rows.not_loaded),
-    (("R12",), rows.short_write),
+    (("R4", "R5", "R12"), rows.short_write),
     (("R12",), rows.without_hooks),
     (("R12",), rows.missing_layer),
     (("R12",), rows.never_written),

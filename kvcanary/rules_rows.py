@@ -312,7 +312,9 @@ def is_current_write(facts: Facts) -> bool:
 def short_write(facts: Facts) -> Cause | None:
     """A final entry that an extend should have written, with those before it that became final in the same step."""
     position, reader, last = facts.hit.position, facts.reader, facts.row.last_no_guess
-    if last is None or reader is None or position is None or not facts.is_own_place or is_current_write(facts):
+    if last is None or reader is None or position is None or not facts.is_own_place:
+        return None
+    if is_current_write(facts) and (facts.record is None or unpack_site(facts.record.site)[0] != "draft"):
         return None
     place, before = last
     evidence: tuple[str, ...]

@@ -315,17 +315,23 @@ def test_the_reader_is_among_those_who_gave_the_page_back(run):
     expect(run(released), True, "R8", "lifetime", "released by 'child'", "private to 'one' since")
 
 
-def test_a_row_that_looks_elsewhere_before_a_right_entry(run):
-    """R5 at an entry that is right, behind a published page of another: addressing, not a later write."""
+@TWINS
+def test_an_extend_that_writes_too_few(run, is_broken):
+    """A guess lies at a final place, behind what the same extend wrote: a count, and no forward without hooks."""
 
     def act(engine):
-        for name in ("one", "two"):
-            engine.start(name, 9)
-            engine.canary.on_share(name, engine.rows[name].pages[:2])
-        engine.rows["one"].pages[0] = engine.rows["two"].pages[0]
-        engine.decode("one")
+        own = engine._padded
 
-    expect(run(act), True, "R5", "addressing", "the entry before it names another slot", "position 3")
+        def short(fed, rows):
+            return {name: tokens[:-1] if len(tokens) > 2 else tokens for name, tokens in fed.items()}
+
+        engine._padded = short if is_broken else own
+        engine.start("one", 10)
+        for _ in range(8):
+            engine.step()
+
+    words = "the extend wrote fewer entries of the row than were accepted"
+    expect(run(act), is_broken, "R4", "lengths", words, "which ran with hooks")
 
 
 def test_a_write_into_a_shared_page_touches_all_who_have_it(run):

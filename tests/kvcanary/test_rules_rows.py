@@ -328,6 +328,7 @@ SAID = [
             ({}, {"reader": None}),
             ({}, {"is_own_place": False}),
             ({}, {"record": a_record(), "granted": 2}),
+            ({}, {"record": a_record(site=pack_site("extend", 0)), "granted": 2}),
             ({}, {"reader": grown(committed_len=5)}),
             ({}, {"row": a_row(last_no_guess=(2, BY_EXTEND))}),  # of the step before
             ({}, {"row": a_row(last_no_guess=(4, a_record(site=pack_site("decode", 0))))}),
@@ -337,13 +338,17 @@ SAID = [
     *(
         (
             rows.short_write,
-            shown(a_hit(code="R12", is_captured=captured), **UNWRITTEN | {"row": a_row(last_no_guess=last)}),
+            shown(
+                a_hit(code="R12", is_captured=captured),
+                **UNWRITTEN | {"row": a_row(last_no_guess=last), "record": lies, "granted": 2},
+            ),
             Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", told),
         )
-        for captured, last, told in (
+        for captured, last, lies, told in (
             (
                 False,
                 (4, BY_EXTEND),
+                a_record(site=pack_site("draft", 1)),
                 (
                     "positions 4 and 5 became final in one step",
                     "extend of step 7, which ran with hooks, wrote position 4",
@@ -353,6 +358,7 @@ SAID = [
             (
                 True,
                 (2, a_record(site=pack_site("prefill", 0))),
+                None,
                 (
                     "positions 3 to 4 are final, and hold what draft forwards have guessed",
                     "no extend has written them again, nor this one",
