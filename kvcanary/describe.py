@@ -28,6 +28,7 @@ MOST_SEARCHED = 4  # and those of whose bytes it is asked whose they are
 NO_SLOT = -1  # of hits that have no place, such as H1
 _CONTENT = frozenset({"R9", "R12", "P1", "T1"})
 _OF_GRANTS = frozenset({"R7", "R8"})
+_TOUCHES_ALL = frozenset({"W3", *_CONTENT})  # who has the page reads what lies there
 _UNDECLARED = frozenset({"R3", "R9", "P1", "T1"})
 
 
@@ -146,8 +147,10 @@ class Describer:
         return whose_bytes(hit.pool, hit.slot, hit.layers[0], first=row, hypotheses=hypotheses)
 
     def _readers(self, incident: Sequence[Hit], owner: str | None) -> list[Request]:
-        """Live requests whose rows the incident touches, and the owner of the page."""
+        """Live requests whose rows the incident touches, and all who have its page where that is damaged or shared."""
         names = [name for hit in incident for name in (hit.request_id, *hit.others)]
+        if incident[0].code in _TOUCHES_ALL:
+            names += self._ledger.holders(incident[0].page)
         known = dict.fromkeys(name for name in (*names, owner) if name is not None)
         return [self._ledger.requests[name] for name in known if name in self._ledger.requests]
 

@@ -18,8 +18,9 @@ from kvcanary.history import PageEvent
 from kvcanary.hits import NO_BRANCH, Hit
 from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord
+from kvcanary.row_facts import RowFacts
 from kvcanary.sites import site_name, unpack_site
-from kvcanary.whose import Whose
+from kvcanary.whose import Whose, holds_its_own
 from kvcanary_kernels import record
 from kvcanary_kernels.record import MASK_32, Record, chain_host
 
@@ -62,6 +63,11 @@ class Facts:
     @property
     def hit(self) -> Hit:
         return self.incident[0]
+
+    @cached_property
+    def row(self) -> RowFacts:
+        """What the records of the row say; for incidents that have a slot."""
+        return RowFacts(self.incident, self.ledger, self.reader)
 
     @property
     def write_site(self) -> tuple[str, int] | None:
@@ -135,6 +141,14 @@ class Facts:
         return record.read_record(self.hit.pool.records, slot)
 
     @cached_property
+    def holds_its_own(self) -> bool:
+        """Whether the bytes of the entry that lies wrong are those that its record names; never where R9 says so."""
+        slot = None if self.first_difference is None else self._slot_of(self.first_difference)
+        if self.hit.code != "R6" or slot is None:
+            return self.hit.code != "R9"
+        return all(holds_its_own(self.hit.pool, layer, slot) for layer in range(self.hit.pool.view.num_layers))
+
+    @cached_property
     def first_difference(self) -> int | None:
         """First position at which the row that was read (R6) holds another token than the request has."""
         if self.reader is None or not len(self.hit.row_slots):
@@ -154,7 +168,19 @@ class Facts:
 
 
 def expected_and_found(facts: Facts) -> tuple[Values, Values]:
-    """Both sides of the check that leads, as it told them or as its code says; empty where there are none."""
+    """Both sides of the check that leads, as it told them or as its code says; empty where there are none.
+
+    They are read when the finding is described. Where what the check looks at is as it should be by then, what they
+    show is who has written there since.
+    """
+    expected, found = _both_sides(facts)
+    if expected and all(found.get(name) == value for name, value in expected.items()):
+        before = f"before {site_name(*facts.hit.site)}, step {facts.hit.step}"
+        return {"last_write": before}, found | {"last_write": facts.last_write}
+    return expected, found
+
+
+def _both_sides(facts: Facts) -> tuple[Values, Values]:
     if facts.hit.expected is not None:
         return facts.hit.expected, facts.hit.found or {}
     if facts.hit.arrival is not None:
@@ -202,7 +228,8 @@ def _after_parent(facts: Facts) -> tuple[Values, Values]:
 def _seal(facts: Facts) -> tuple[Values, Values]:
     hit, found = facts.hit, _record(facts)
     if hit.fingerprint_hit:
-        return {"lane_b": _hex(found.content_b)}, {"lane_b": _hex(found.content_b), "lane_a": "differs"}
+        lane_b = {"lane_b": _hex(found.content_b)}
+        return lane_b | {"lane_a": "agrees"}, lane_b | {"lane_a": "differs"}
     seal = record.seal_host(found, hit.slot, hit.pool.pool_id, hit.pool.keys)
     return {"seal": _hex(seal)}, {"seal": _hex(found.seal)}
 

@@ -435,7 +435,7 @@ class StaticChecks:
         name = self._ledger.name(hit.uid) if hit.uid >= 0 else None
         others = tuple(other for uid in hit.others if (other := self._ledger.name(uid)) is not None)
         own = hit.code, pool, hit.slot, position, name, hit.site, hit.step
-        return Hit(*own, lineage=lineage_of(hit, runs), others=others)
+        return Hit(*own, lineage=lineage_of(hit, runs), is_captured=True, others=others)
 
     def _gap(self, gap: CoverageGap, step: int) -> Hit:
         expected = {"rows": gap.planned_rows, "entries": gap.planned_entries, "reads": gap.planned_reads}

@@ -18,6 +18,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _is_own: dict[str, bool] = {}  # files that have called, whether they are of this package
 Told = tuple[str, int, tuple[str, int] | None]  # kind, step and site of an event
 _TO_SOMEBODY = frozenset({"granted", "set aside", "copied"})
+_WORDS = {"copied": "granted as a copy"}  # where the name of an event says more than has happened
 
 
 class PageEvent(NamedTuple):
@@ -81,9 +82,8 @@ class History:
 
 def phrase(kind: str, request_id: str | None) -> str:
     """An event and its request in words."""
-    if request_id is None:
-        return kind
-    return f"{kind} {'to' if kind in _TO_SOMEBODY else 'by'} {request_id!r}"
+    word = _WORDS.get(kind, kind)
+    return word if request_id is None else f"{word} {'to' if kind in _TO_SOMEBODY else 'by'} {request_id!r}"
 
 
 def call_site() -> tuple[str, int] | None:

@@ -51,6 +51,7 @@ class Hit:
     is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
     arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
+    is_captured: the device found it, in a forward that is replayed
     others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
     told:      for L1, what the typed error says
     expected, found: what the report should say, where the code alone does not tell it
@@ -73,6 +74,7 @@ class Hit:
     fingerprint_hit: bool = False
     is_unwritten: bool = False
     named: int | None = None
+    is_captured: bool = False
     others: tuple[str, ...] = ()
     expected: dict[str, Any] | None = None
     found: dict[str, Any] | None = None

@@ -27,6 +27,7 @@ class Ledger(RowBook):
         """`roles`: one a pool."""
         super().__init__(num_pages, page_size, null_pages, keys, roles)
         self.quarantined = Quarantine()
+        self.copies: dict[int, int] = {}  # by page that was last granted as a copy, the page whose place it took
 
     # private pages
 
@@ -132,6 +133,7 @@ class Ledger(RowBook):
                 f"{request.final_pages} in the row of {request_id!r}: final entries are not written again"
             )
         self.pages.grant("copied", fresh, request.uid, step, request_id)
+        self.copies[copy] = page
         self._replace(request, where, [copy])
         request.final_pages = min(request.final_pages, place)
         self._release(request, where, step)

@@ -121,7 +121,8 @@ def _writer(finding: Finding) -> str:
         if _has_no_slot(finding):
             return ""
         return "nobody has declared a write of this slot"
-    name = "a request that ended long ago" if finding.writer is None else repr(finding.writer)
+    nobody = "padding" if finding.code == "W9" else "a request that ended long ago"
+    name = nobody if finding.writer is None else repr(finding.writer)
     last = f"{name}, {site_name(*finding.write_site)}, step {finding.write_step}"
     return f"undeclared write; the last declared one is {last}" if finding.undeclared else last
 

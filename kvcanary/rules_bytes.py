@@ -30,11 +30,15 @@ def _one_word(facts: Facts) -> tuple[str, ...]:
 
 
 def scale(facts: Facts) -> Cause | None:
-    """What lies beside K and V is another slot's, or reset, or one word of it changed."""
+    """What lies beside K and V is another slot's, or reset, in another order, or one word of it changed."""
     whose, word = facts.whose_is("scale"), facts.word
     if word is not None and word.part not in PARTS:
         evidence = (f"the word that changed lies in {word.part}", *_one_word(facts))
         return Cause("scales", f"{word.part} was overwritten, K and V are as written", "derived", evidence)
+    order = facts.whose_is("scale_order")
+    if order is not None:
+        evidence = (f"{order.text}: that explains the fingerprint", "K and V are as written")
+        return Cause("scales", "scales were stored in another order, or as those of another part", "derived", evidence)
     if whose is None:
         return None
     text = "scales were reset, or addressed by another shape, after they were written"

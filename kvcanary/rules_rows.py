@@ -5,7 +5,9 @@ from __future__ import annotations
 from kvcanary.facts import Facts
 from kvcanary.findings import Cause
 from kvcanary.groups import window_start
+from kvcanary.history import PageEvent
 from kvcanary.hits import Hit
+from kvcanary.rules_identity import other_prompt, other_root
 from kvcanary.sites import SUBSTEP_KINDS, TREE_KINDS, site_name, unpack_site
 from kvcanary_kernels.record import LOAD_FAILED, LOADING, NEVER_WRITTEN
 
@@ -30,8 +32,8 @@ def padding_mark(facts: Facts) -> Cause | None:
 def empty_entry(facts: Facts) -> Cause | None:
     if facts.hit.slot:
         return None
-    evidence = ("it names slot 0, as an entry that nothing has filled",)
-    return Cause("uninitialised", "a table entry was never filled", "inferred", evidence)
+    evidence = ("it names slot 0, as an entry that nothing has filled", *_granted(facts))
+    return Cause("uninitialised", "a table entry was never filled, or was filled elsewhere", "inferred", evidence)
 
 
 def padding(facts: Facts) -> Cause | None:
@@ -45,9 +47,17 @@ def wrong_entry(facts: Facts) -> Cause | None:
     return Cause("addressing", text, "inferred", () if facts.hit.code == "R2" else _granted(facts))
 
 
+def looks_elsewhere(facts: Facts) -> Cause | None:
+    """A final entry that breaks the chain (R5), in another place than the one that was granted."""
+    reader, position = facts.reader, facts.hit.position
+    if reader is None or position is None or position >= reader.committed_len or not _granted(facts):
+        return None
+    return wrong_entry(facts)
+
+
 def _granted(facts: Facts) -> tuple[str, ...]:
     """What was granted where the row looks elsewhere."""
-    if facts.granted_slot is None:
+    if facts.granted_slot is None or facts.is_own_place:
         return ()
     return (f"position {facts.hit.position} was granted slot {facts.granted_slot}, the row looks in {facts.hit.slot}",)
 
@@ -136,12 +146,18 @@ def foreign_token(facts: Facts) -> Cause | None:
         return None
     if facts.hit.code == "R4" and facts.own_position is not None:
         return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
+    if facts.is_own_place and facts.row.is_own(facts.hit.position):
+        return None  # whoever wrote it, it is the row's
+    if facts.hit.code == "R5" and looks_elsewhere(facts) is not None:
+        return None
     evidence = (f"the record names {facts.writer!r}",)
     return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
 
 
 def row_mixed_up(facts: Facts) -> Cause | None:
     hit, differs, lies = facts.hit, facts.first_difference, facts.different_record
+    if other_root(facts) is not None or other_prompt(facts) is not None:
+        return None
     evidence: tuple[str, ...] = (
         () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
     )
@@ -156,28 +172,33 @@ def row_mixed_up(facts: Facts) -> Cause | None:
 
 
 def read_after_free(facts: Facts) -> Cause | None:
-    freed = [event for event in facts.events if event.kind == "freed"]
-    if not freed or (facts.hit.code == "W2" and not _had_it(facts, facts.hit.request_id)):
+    """The page was given back by the reader itself, or by whoever had it last."""
+    given_back = [event for event in facts.events if _is_given_back(event, facts.hit.request_id)]
+    if not given_back or (facts.hit.code == "W2" and not _had_it(facts, facts.hit.request_id)):
         return None
-    event = freed[-1]
-    evidence = [f"freed by {event.request_id!r} at step {event.step}"]
-    if event.request_id == facts.hit.request_id:
+    own = [event for event in given_back if event.request_id == facts.hit.request_id]
+    event = own[-1] if own else given_back[-1]
+    evidence = [str(event)]
+    if own:
         evidence.append("the reader had it before")
+    if given_back[-1] is not event and given_back[-1].kind != "released":
+        evidence.append(f"{given_back[-1]}, after that")
     if facts.owner is not None:
-        evidence.append(f"granted to {facts.owner!r} since")
-    return Cause("lifetime", "the page was given back while the row still pointed at it", "derived", tuple(evidence))
-
-
-def given_back(facts: Facts) -> Cause | None:
-    """The reader had the page with others, and was the one to release it: whether it lives on is theirs to say."""
-    own = [event for event in facts.events if event.request_id == facts.hit.request_id]
-    released = [event for event in own if event.kind == "released"]
-    if not released:
-        return None
-    evidence = [f"released by {facts.hit.request_id!r} at step {released[-1].step}", "the reader had it before"]
-    if facts.is_shared:
+        evidence.append(f"{_came_to(facts, facts.owner)} {facts.owner!r} since")
+    elif facts.is_shared:
         evidence.append(f"held by {facts.held_by}, so that it lives on")
     return Cause("lifetime", "the page was given back while the row still pointed at it", "derived", tuple(evidence))
+
+
+def _is_given_back(event: PageEvent, reader: str | None) -> bool:
+    """Of a page that others have too, only what the reader itself gave up counts."""
+    return event.kind in ("freed", "evicted") or (event.kind == "released" and event.request_id == reader)
+
+
+def _came_to(facts: Facts, owner: str) -> str:
+    """How the page became its owner's: by a grant, or as the last of those who shared it."""
+    last = next((event for event in reversed(facts.events) if event.request_id == owner), None)
+    return "private to" if last is not None and last.kind in ("taken back", "committed") else "granted to"
 
 
 def never_granted(facts: Facts) -> Cause | None:
@@ -239,7 +260,8 @@ def foreign_page(facts: Facts) -> Cause | None:
 
 
 def freed_too_early(facts: Facts) -> Cause | None:
-    if not _had_it(facts, facts.hit.request_id):
+    name = facts.hit.request_id
+    if not any(_is_given_back(event, name) for event in facts.events) or not _had_it(facts, name):
         return None
     return read_after_free(facts)
 
@@ -272,13 +294,86 @@ def without_hooks(facts: Facts) -> Cause | None:
     reader, found = facts.reader, facts.record
     if reader is None or found is None or not facts.is_own_place or (facts.hit.position or 0) >= reader.committed_len:
         return None
-    if found.site and found.generation == facts.granted:
+    if is_current_write(facts) or short_write(facts) is not None:
         return None
     evidence = (
         f"position {facts.hit.position} is final, and in its own place",
         "no forward has declared that it writes here since the page was granted",
     )
     return Cause("hooks", "a forward ran without the canary's hooks", "inferred", evidence)
+
+
+def is_current_write(facts: Facts) -> bool:
+    """Whether something was written in the slot since its page was granted."""
+    found = facts.record
+    return found is not None and bool(found.site) and found.generation == facts.granted
+
+
+def short_write(facts: Facts) -> Cause | None:
+    """A final entry that an extend should have written, with those before it that became final in the same step."""
+    position, reader, last = facts.hit.position, facts.reader, facts.row.last_no_guess
+    if last is None or reader is None or position is None or not facts.is_own_place:
+        return None
+    if is_current_write(facts) and (facts.record is None or unpack_site(facts.record.site)[0] != "draft"):
+        return None
+    place, before = last
+    evidence: tuple[str, ...]
+    if position >= reader.committed_len:
+        return None
+    if unpack_site(before.site)[0] == "extend" and _became_final_together(facts, place):
+        evidence = (
+            f"positions {place} and {position} became final in one step",
+            f"extend of step {before.step}, which ran with hooks, wrote position {place}",
+            "it wrote nothing behind that",
+        )
+    elif facts.hit.is_captured and place < position - 1:
+        evidence = (
+            f"positions {place + 1} to {position - 1} are final, and hold what draft forwards have guessed",
+            "no extend has written them again, nor this one",
+            "the forward is replayed: without its hooks it would be H1",
+        )
+    else:
+        return None
+    return Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", evidence)
+
+
+def _became_final_together(facts: Facts, place: int) -> bool:
+    """Whether the tokens of an earlier entry of the row and of this one became known in one step."""
+    reader, offset, position = facts.reader, facts.hit.pool.view.token_offset, facts.hit.position or 0
+    known = [] if reader is None else reader.known.steps.tolist()
+    return position + offset < len(known) and known[place + offset] == known[position + offset]
+
+
+def rewritten_by_reader(facts: Facts) -> Cause | None:
+    """What the row reads as an earlier entry is a place that the same forward was told to write."""
+    hit, found = facts.hit, facts.record
+    if found is None or (facts.write_site, facts.write_step) != (hit.site, hit.step) or found.position == hit.position:
+        return None
+    if hit.code != "R12" and (not facts.is_own_place or any(other.code == "R10" for other in facts.incident)):
+        return None
+    evidence = (
+        f"{facts.last_write}, which reads position {hit.position} here, wrote position {found.position} here itself",
+        f"the slot was granted for position {hit.position}" if facts.is_own_place else "the row reads it before",
+        "the record is of this grant",
+    )
+    text = "the forward was told to write a slot that holds an earlier entry of its own row"
+    return Cause("addressing", text, "derived", evidence)
+
+
+def repeated_number(facts: Facts) -> Cause | None:
+    """A draft forward that finds what another one of its number has written in this step."""
+    hit, site = facts.hit, facts.hit.site
+    if site[0] != "draft" or (facts.write_site, facts.write_step) != (site, hit.step):
+        return None
+    own = [entry for _, entry in facts.row.guesses if entry.step == hit.step and unpack_site(entry.site)[:2] == site]
+    positions = sorted({entry.position for entry in own})
+    if len(positions) < 2:
+        return None
+    evidence = (
+        f"{site_name(*site)} of step {hit.step} has written positions {', '.join(map(str, positions[:4]))}",
+        "a draft forward writes one position",
+    )
+    return Cause("hooks", "numbers of substeps repeat: several draft forwards of a step have one", "derived", evidence)
 
 
 def refused_load(facts: Facts) -> Cause | None:

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvcanary.slips import ways_back
+from kvcanary.slips import reordered, ways_back
 from kvcanary.state import PoolState
 from kvcanary_kernels.poison import poison_words
 from kvcanary_kernels.record import MASK_32, TOKEN_POSITION
@@ -175,6 +175,13 @@ def scales_of_another(scene: Scene) -> Whose | None:
     return None
 
 
+def scales_in_another_order(scene: Scene) -> Whose | None:
+    """What lies beside K and V is its own, exchanged between parts or in another order within one of them."""
+    ways = list(reordered(scene.pool, scene.row, scene.num_parts))
+    place = _was_written(scene, torch.stack([row for _, row in ways])) if ways else None
+    return _inferred("scale_order", ways[place[0]][0]) if place else None
+
+
 def _names(scene: Scene) -> str:
     return " and ".join(part.name for part in scene.pool.view.parts[scene.num_parts :])
 
@@ -248,6 +255,7 @@ def not_finite(scene: Scene) -> Whose | None:
 HYPOTHESES: tuple[Hypothesis, ...] = (
     of_the_next_slot,
     of_another_slot,
+    scales_in_another_order,
     scales_of_another,
     all_zero,
     poisoned,

@@ -130,6 +130,7 @@ SAFE_VALUES = frozenset(
         "missing",
         "written_by_step",
         "written_in_step",
+        "last_write",
         "layers_changed",
         "first_different_position",
         "length",

@@ -411,6 +411,7 @@ FAULTS = (
         needs={"backend": "paged"},
         applies=lambda setup: setup.has_tree_pages and setup.num_steps > 1 and setup.page_size > 1,
         perturb=not_copied,
+        cause="transfer",
         place=where_it_was_due,
         quiet=partial(move_in_another_order, pool="draft"),
     ),

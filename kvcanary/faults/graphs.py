@@ -195,6 +195,7 @@ FAULTS = (
         expected="W5",
         applies_to="everything",
         strike=_keep_old_positions,
+        cause="lengths",  # struck where nothing is replayed
         quiet=_make_buffers_anew,
     ),
     Fault(

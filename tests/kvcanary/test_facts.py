@@ -215,7 +215,7 @@ SIDES = [
         "R3",
         {"fingerprint_hit": True},
         {"record": a_record()},
-        {"lane_b": "0x000000000000000b"},
+        {"lane_b": "0x000000000000000b", "lane_a": "agrees"},
         {"lane_b": "0x000000000000000b", "lane_a": "differs"},
     ),
     ("R4", {}, {"record": a_record(position=3)}, {"position": 5}, {"position": 3, "chain": "0x8000000000000005"}),
@@ -280,6 +280,13 @@ SIDES = [
         {"record": a_record(), "granted": 4},
         {"generation": 4, "layers": 3},
         {"generation": 2, "layers": 2, "missing": [1]},
+    ),
+    (  # by the time of the report all layers have stored
+        "R12",
+        {},
+        {"record": a_record(layers=0b111), "granted": 2},
+        {"last_write": "before verify, step 9"},
+        {"generation": 2, "layers": 3, "missing": [], "last_write": "draft[1], step 7"},
     ),
     ("R9", {"layers": (2, 0)}, {"record": a_record()}, {"layers": "as written"}, {"layers_changed": [2, 0]}),
     *(

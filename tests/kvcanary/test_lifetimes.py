@@ -211,7 +211,7 @@ def test_a_fork_shares_and_a_write_needs_a_copy():
     generation = ledger.generations[3]
     ledger.copy_on_write("b", 3, 9, 4)
     assert last_events(ledger, 3) == ["released by 'b' at step 4", "taken back by 'a' at step 4"]
-    assert last_events(ledger, 9, 1) == ["copied to 'b' at step 4"]
+    assert last_events(ledger, 9, 1) == ["granted as a copy to 'b' at step 4"]
     assert ledger.request("b").pages == [5, 9]
     assert [ledger.owner_of(page) for page in (5, 3, 9)] == [None, "a", "b"]
     assert states(ledger, 5, 3, 9) == ["SHARED", "WRITTEN", "WRITTEN"]

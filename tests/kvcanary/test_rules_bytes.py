@@ -48,6 +48,16 @@ SAID = [
     ),
     (
         bytes_.scale,
+        shown(whose=whose("scale_order", "its own v_scale, in another order")),
+        Cause(
+            "scales",
+            "scales were stored in another order, or as those of another part",
+            "derived",
+            ("its own v_scale, in another order: that explains the fingerprint", "K and V are as written"),
+        ),
+    ),
+    (
+        bytes_.scale,
         shown(whose=whose("scale", "the scale of slot 9")),
         Cause(
             "scales",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
+
 from kvcanary import rules_rows as rows
 from kvcanary.findings import Cause
 from kvcanary.history import PageEvent
 from kvcanary.sites import pack_site
-from rule_facts import A_FREE, a_hit, a_reader, a_record, expect_said, shown, silent_rules
+from rule_facts import A_FREE, a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 WRONG_SLOT = "an entry of the table or index array names the wrong slot"
 PAST = "the index array or its builder ran past the end of what it holds"
@@ -21,7 +25,20 @@ A_SHARED = (PageEvent("granted", 1, "old"), PageEvent("published", 2, "old"), Pa
 R8_AT_4 = a_hit(code="R8", position=4, until=5)
 HALF = "entries {} to {} are, and {}, which is on the same page of the row, is not"
 GONE = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
+SHARED_PAGE = (PageEvent("granted", 1, "you"), PageEvent("forked", 2, "me"), PageEvent("released", 4, "me"))
+BY_EXTEND = a_record(site=pack_site("extend", 0))
+ITS_OWN = {"record": a_record(position=6), "write_site": ("verify", 0), "write_step": 7, "last_write": "verify, step 7"}
+A_DRAFT = {"write_site": ("draft", 0), "write_step": 7}
+TWICE = [(place, a_record(site=pack_site("draft", 0), position=place)) for place in (9, 10)]
 
+
+def grown(**told):
+    """A request whose tokens behind position 3 became known in step 3."""
+    steps = np.array([1, 1, 1, 1, 3, 3, 3, 3])
+    return a_reader(tokens=[0] * 8, known=SimpleNamespace(steps=steps), **told)
+
+
+UNWRITTEN = {"reader": grown(), "is_own_place": True, "row": a_row(last_no_guess=(4, BY_EXTEND))}
 SAID = [
     *(
         (rows.out_of_bounds, shown(a_hit(slot=slot)), Cause("bounds", text, "inferred", (f"slot {slot} of 64",)))
@@ -39,9 +56,22 @@ SAID = [
         shown(a_hit(slot=0)),
         Cause(
             "uninitialised",
-            "a table entry was never filled",
+            "a table entry was never filled, or was filled elsewhere",
             "inferred",
             ("it names slot 0, as an entry that nothing has filled",),
+        ),
+    ),
+    (
+        rows.empty_entry,
+        shown(a_hit(slot=0), granted_slot=33),
+        Cause(
+            "uninitialised",
+            "a table entry was never filled, or was filled elsewhere",
+            "inferred",
+            (
+                "it names slot 0, as an entry that nothing has filled",
+                "position 5 was granted slot 33, the row looks in 0",
+            ),
         ),
     ),
     (
@@ -238,10 +268,10 @@ SAID = [
         )
     ),
     (rows.freed_too_early, shown(a_hit(code="R8"), events=A_FREE), None),
-    (rows.given_back, shown(a_hit(code="R7"), events=A_SHARED), None),
+    (rows.read_after_free, shown(a_hit(code="R7"), events=A_SHARED), None),
     *(
         (
-            rows.given_back,
+            rows.read_after_free,
             shown(a_hit(code="R7", request_id="old"), events=A_SHARED, is_shared=is_shared, owner=None),
             Cause(
                 "lifetime",
@@ -260,6 +290,136 @@ SAID = [
             "the row points at a page of a prefix cache",
             "derived",
             ("the reader never had this page", "position 5 was granted slot 9, the row looks in 21"),
+        ),
+    ),
+    (rows.freed_too_early, shown(a_hit(code="R8"), events=(PageEvent("granted", 1, "me"),)), None),
+    *(
+        (
+            rows.read_after_free if code == "R7" else rows.freed_too_early,
+            shown(a_hit(code=code), events=(*SHARED_PAGE, *events), owner=owner),
+            Cause("lifetime", GIVEN_BACK, "derived", ("released by 'me' at step 4", "the reader had it before", told)),
+        )
+        for code, events, owner, told in (
+            ("R7", (PageEvent("evicted", 6, None),), None, "evicted at step 6, after that"),
+            ("R8", (PageEvent("taken back", 4, "you"),), "you", "private to 'you' since"),
+            ("R8", (PageEvent("granted", 6, "you"),), "you", "granted to 'you' since"),
+        )
+    ),
+    *(
+        (rows.looks_elsewhere, shown(a_hit(code="R5"), **{"reader": a_reader(), "granted_slot": 33} | read), None)
+        for read in (
+            {"reader": None},
+            {"reader": a_reader(committed_len=5)},
+            {"granted_slot": None},
+            {"is_own_place": True},
+        )
+    ),
+    (
+        rows.looks_elsewhere,
+        shown(a_hit(code="R5"), reader=a_reader(), granted_slot=33),
+        Cause("addressing", WRONG_SLOT, "inferred", ("position 5 was granted slot 33, the row looks in 21",)),
+    ),
+    (rows.foreign_token, shown(a_hit(code="R5"), writer="you", is_own_place=True, row=a_row(own=(5,))), None),
+    (rows.foreign_token, shown(a_hit(code="R5"), writer="you", reader=a_reader(), granted_slot=33), None),
+    *(
+        (rows.short_write, shown(a_hit(code="R12", **hit), **UNWRITTEN | read), None)
+        for hit, read in (
+            ({}, {"row": a_row()}),
+            ({}, {"reader": None}),
+            ({}, {"is_own_place": False}),
+            ({}, {"record": a_record(), "granted": 2}),
+            ({}, {"record": a_record(site=pack_site("extend", 0)), "granted": 2}),
+            ({}, {"reader": grown(committed_len=5)}),
+            ({}, {"row": a_row(last_no_guess=(2, BY_EXTEND))}),  # of the step before
+            ({}, {"row": a_row(last_no_guess=(4, a_record(site=pack_site("decode", 0))))}),
+            ({"is_captured": True}, {"row": a_row(last_no_guess=(4, a_record(site=pack_site("prefill", 0))))}),
+        )
+    ),
+    *(
+        (
+            rows.short_write,
+            shown(
+                a_hit(code="R12", is_captured=captured),
+                **UNWRITTEN | {"row": a_row(last_no_guess=last), "record": lies, "granted": 2},
+            ),
+            Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", told),
+        )
+        for captured, last, lies, told in (
+            (
+                False,
+                (4, BY_EXTEND),
+                a_record(site=pack_site("draft", 1)),
+                (
+                    "positions 4 and 5 became final in one step",
+                    "extend of step 7, which ran with hooks, wrote position 4",
+                    "it wrote nothing behind that",
+                ),
+            ),
+            (
+                True,
+                (2, a_record(site=pack_site("prefill", 0))),
+                None,
+                (
+                    "positions 3 to 4 are final, and hold what draft forwards have guessed",
+                    "no extend has written them again, nor this one",
+                    "the forward is replayed: without its hooks it would be H1",
+                ),
+            ),
+        )
+    ),
+    *(
+        (rows.rewritten_by_reader, shown(a_hit(code=code, step=7), *more, **ITS_OWN | read), None)
+        for code, more, read in (
+            ("R12", (), {"record": None}),
+            ("R12", (), {"write_step": 6}),
+            ("R12", (), {"record": a_record(position=5)}),
+            ("R4", (), {}),
+            ("R4", (a_hit(code="R10"),), {"is_own_place": True}),
+        )
+    ),
+    *(
+        (
+            rows.rewritten_by_reader,
+            shown(a_hit(code=code, step=7), **ITS_OWN, is_own_place=own),
+            Cause(
+                "addressing",
+                "the forward was told to write a slot that holds an earlier entry of its own row",
+                "derived",
+                (
+                    "verify, step 7, which reads position 5 here, wrote position 6 here itself",
+                    where,
+                    "the record is of this grant",
+                ),
+            ),
+        )
+        for code, own, where in (
+            ("R12", False, "the row reads it before"),
+            ("R12", True, "the slot was granted for position 5"),
+            ("R4", True, "the slot was granted for position 5"),
+        )
+    ),
+    *(
+        (
+            rows.repeated_number,
+            shown(a_hit(code="R10", site=site, step=7), **{**A_DRAFT, "row": a_row(guesses=own)} | read),
+            None,
+        )
+        for site, own, read in (
+            (("verify", 0), TWICE, {}),
+            (("draft", 0), TWICE, {"write_step": 6}),
+            (("draft", 0), TWICE[:1], {}),
+            (("draft", 0), (*TWICE[:1], (10, a_record(site=pack_site("draft", 1), position=10))), {}),
+            (("draft", 0), (*TWICE[:1], (10, a_record(site=pack_site("draft", 0), position=10, step=6))), {}),
+        )
+    ),
+    (
+        rows.repeated_number,
+        shown(a_hit(code="R10", site=("draft", 0), step=7), **A_DRAFT, row=a_row(guesses=TWICE)),
+        Cause(
+            "hooks",
+            "numbers of substeps repeat: several draft forwards of a step have one",
+            "derived",
+            ("draft[0] of step 7 has written positions 9, 10", "a draft forward writes one position"),
         ),
     ),
     (rows.never_granted, shown(granted=2), None),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from kvcanary import rules_writes as writes
 from kvcanary.findings import Cause
 from kvcanary.history import PageEvent
-from rule_facts import A_FREE, a_hit, a_reader, a_record, expect_said, shown, silent_rules
+from rule_facts import A_FREE, a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 WRONG_SLOT = "an entry of the table or index array names the wrong slot"
 STALE_POSITIONS = "a replayed batch kept positions of an earlier one"
+CHUNK = {"code": "W5", "site": ("prefill", 0), "position": 24, "parent_position": 11}
 SHARED = "the page was shared or published while it was still to be written"
 
 SAID = [
@@ -46,17 +47,101 @@ SAID = [
         ),
     ),
     *(
-        (writes.stale_positions, shown(a_hit(position=at), reader=reader), Cause("graphs", STALE_POSITIONS, "inferred"))
+        (
+            writes.stale_positions,
+            shown(a_hit(position=at, is_captured=True), reader=reader),
+            Cause("graphs", STALE_POSITIONS, "inferred"),
+        )
         for at, reader in ((5, None), (None, a_reader()), (8, a_reader()))
     ),
     (
         writes.stale_positions,
-        shown(a_hit(position=7), reader=a_reader()),
+        shown(a_hit(position=7, is_captured=True), reader=a_reader()),
         Cause(
             "graphs",
             STALE_POSITIONS,
             "inferred",
             ("position 7 was final before this forward", "8 entries are final"),
+        ),
+    ),
+    (writes.stale_positions, shown(a_hit(position=7), reader=a_reader()), None),
+    *(
+        (writes.miscounted_positions, shown(a_hit(**CHUNK | told), reader=a_reader(), row=a_row(given_len=12)), None)
+        for told in (
+            {"is_captured": True},
+            {"position": None},
+            {"parent_position": None},
+            {"site": ("verify", 0)},  # a node of a tree, whose parent is no final entry
+            {"site": ("draft", 0), "position": 9, "parent_position": 7},
+        )
+    ),
+    *(
+        (
+            writes.miscounted_positions,
+            shown(a_hit(**CHUNK | {"position": at}), reader=a_reader(committed_len=9), row=a_row(given_len=given)),
+            Cause("lengths", text, "inferred", (f"its position is {at}, its parent's 11: {off:+d}", *more)),
+        )
+        for at, given, off, text, more in (
+            (24, 12, 12, "the cached prefix was counted twice", ("the cached prefix is 12 entries",)),
+            (21, 8, 9, "the committed length was counted twice", ("the committed length is 9 entries",)),
+            (
+                0,
+                8,
+                -12,
+                "positions were counted without where the chunk begins",
+                ("where the chunk begins is 12 entries",),
+            ),
+            (14, 8, 2, "positions are off by +2", ()),
+            (8, 8, -4, "positions are those of an earlier forward", ("position 8 was final before this forward",)),
+        )
+    ),
+    (
+        writes.miscounted_positions,
+        shown(a_hit(**CHUNK | {"site": ("verify", 0)}), a_hit(**CHUNK), reader=a_reader(committed_len=12)),
+        Cause(
+            "lengths",
+            "the committed length was counted twice",
+            "inferred",
+            (
+                "its position is 24, its parent's 11: +12",
+                "what the row writes behind it is off as well",
+                "the committed length is 12 entries",
+            ),
+        ),
+    ),
+    *(
+        (writes.padding_of_a_live_row, shown(a_hit(code="W9"), row=a_row(owners_place=place), **read), None)
+        for place, read in (
+            (None, {"owner": "you", "record": a_record()}),
+            (7, {"record": a_record()}),
+            (7, {"owner": "you"}),
+        )
+    ),
+    (
+        writes.padding_of_a_live_row,
+        shown(
+            a_hit(code="W9", step=7),
+            owner="you",
+            record=a_record(),
+            row=a_row(owners_place=7),
+            write_site=("verify", 0),
+            last_write="verify, step 7",
+        ),
+        Cause(
+            "graphs",
+            "a row of padding names a live request's row",
+            "derived",
+            ("the slot is 'you''s own, for position 7", "verify, step 7 wrote it as well, for 'you'"),
+        ),
+    ),
+    (
+        writes.padding_of_a_live_row,
+        shown(a_hit(code="W9"), owner="you", record=a_record(), row=a_row(owners_place=7), write_site=("verify", 0)),
+        Cause(
+            "graphs",
+            "a live row was counted as padding, or padding kept the row of an earlier replay",
+            "inferred",
+            ("the slot is 'you''s own, for position 7", "nobody wrote it for 'you' in this forward"),
         ),
     ),
     (writes.over_its_own, shown(), None),
@@ -92,31 +177,6 @@ SAID = [
             Cause("lifetime", SHARED, "derived", (f"{kind} by 'me' at step 8, and written in step 9",)),
         )
         for kind in ("published", "forked")
-    ),
-    (writes.no_token, shown(), None),
-    (writes.no_token, shown(a_hit(view={"vocab_size": None}), record=a_record(token=100)), None),
-    (writes.no_token, shown(record=a_record(token=100, site=0)), None),
-    (writes.no_token, shown(record=a_record(token=99)), None),
-    (
-        writes.no_token,
-        shown(record=a_record(token=100)),
-        Cause(
-            "uninitialised",
-            "an input buffer was read before it was filled, or a mark of padding",
-            "inferred",
-            ("what was fed is no token id below 100",),
-        ),
-    ),
-    (writes.unshifted_token, shown(), None),
-    (
-        writes.unshifted_token,
-        shown(a_hit(view={"token_offset": 1})),
-        Cause(
-            "draft",
-            "the pool was fed the token of the position itself",
-            "inferred",
-            ("the target pool holds tokens 1 further",),
-        ),
     ),
     (writes.outdated, shown(), None),
     (writes.outdated, shown(a_hit(found={"hazard": "not waited for", "access": "a copy"})), None),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
-from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, Whose, whose_bytes
+from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, Whose, lanes_of_rows, whose_bytes
 from kvcanary_kernels.poison import NAN_WORD, poison_words
 
 LAYER = 1
@@ -148,7 +148,14 @@ def test_the_bytes_are_known_again(engine, damage, kind, text, basis):
 def test_every_hypothesis_is_asked():
     """Each function of the list has a case of its own above, or its own test below."""
     shown = {"of_another_slot", "of_the_next_slot", "all_zero", "poisoned", "exchanged", "part_of_a_slot"}
-    shown |= {"of_another_layer", "slipped_by_a_head", "slipped_by_an_element", "not_finite", "scales_of_another"}
+    shown |= {
+        "scales_in_another_order",
+        "of_another_layer",
+        "slipped_by_a_head",
+        "slipped_by_an_element",
+        "not_finite",
+        "scales_of_another",
+    }
     assert {hypothesis.__name__ for hypothesis in HYPOTHESES} == shown
 
 
@@ -249,3 +256,27 @@ def test_scales_are_looked_at(scales, texts):
     manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
     answers = whose_bytes(manager._state.pools[0], slot=6, layer=0)
     assert [answer.text for answer in answers if answer.kind == "scale"] == texts
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda k, v: (v.clone(), k.clone()), "its own k_scale and v_scale, exchanged"),
+        (lambda k, v: (k, v.flatten().flip(0).view(v.shape)), "its own v_scale, in another order"),
+        (lambda k, v: (k, v.flatten().view(4, 2).T.reshape(v.shape)), "its own v_scale, in another order"),
+        (lambda k, v: (k.flatten().roll(3).view(k.shape), v), "its own k_scale, in another order"),
+        (lambda k, v: (k, v + 1), None),
+    ],
+    ids=["exchanged", "reversed", "transposed", "rotated", "other numbers"],
+)
+def test_scales_in_another_order_name_their_part(damage, text):
+    """All that changed lies beside K and V: which part it is, and that its numbers are its own."""
+    values = torch.arange(2 * 16 * 2 * 8, dtype=torch.int8).view(2, 1, 16, 2, 8)
+    beside = torch.rand(2, 1, 16, 2, 4, generator=torch.Generator().manual_seed(1))
+    extras = {"k_scale": list(beside[0]), "v_scale": list(beside[1])}
+    manager = CanaryManager(CanaryConfig(), [PoolView("quantised", list(values[0]), list(values[1]), 4, extras=extras)])
+    (pool,) = manager._state.pools
+    pool.content_a[0, 6] = lanes_of_rows(pool, 0, pool.rows.gather_layer(0, torch.tensor([6])))[0]
+    beside[0, 0, 6], beside[1, 0, 6] = damage(*beside[:, 0, 6].clone())
+    texts = [answer.text for answer in whose_bytes(pool, slot=6, layer=0) if answer.kind == "scale_order"]
+    assert texts == ([] if text is None else [text])

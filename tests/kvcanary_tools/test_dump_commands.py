@@ -16,6 +16,7 @@ from kvcanary.errors import DumpError
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.dumps.bisecting import first_bad
 from kvcanary_tools.dumps.diffing import diff
+from kvcanary_tools.dumps.explaining import explain
 from kvcanary_tools.dumps.story import story_of
 from kvcanary_tools.dumps.timelines import timeline
 
@@ -86,6 +87,16 @@ def test_explain_tells_the_story(kvcanary, bad, clean):
     assert "--finding must be in 1 to 1, got 4" in kvcanary("explain", bad, "--finding", "4").stderr
 
 
+@pytest.mark.parametrize(("call", "words"), [("forward", "compare the padding"), ("launch", "without graphs")])
+def test_nobody_is_told_to_run_without_graphs_where_there_are_none(bad, call, words):
+    """What to do about padding depends on whether anything was replayed."""
+    dump = read_dump(Path(bad))
+    dump.events.append({"call": call})
+    dump.findings[0]["causes"][0]["family"] = "graphs"
+    dump.findings[0]["pool"] = "of no story"
+    assert words in explain(dump, 0)["next"][0]
+
+
 def test_a_story_tells_a_step_in_its_order(tmp_path):
     """A page is granted, written, committed, freed and held back, all in one step; then it has its next owner."""
     with torch.inference_mode():
@@ -100,6 +111,22 @@ def test_a_story_tells_a_step_in_its_order(tmp_path):
     verbs = [words[2] for words in told]
     expected = ["granted", "written", "committed", "freed", "quarantined", "left", "granted", "written"]
     assert [verb for verb in verbs if verb in expected] == expected
+
+
+def test_a_story_does_not_say_that_a_page_was_copied_before_it_was(tmp_path):
+    """`on_copy` puts a page in the place of another; that its bytes are there is said by a move alone."""
+    with torch.inference_mode():
+        engine = ToyEngine(CanaryConfig(content="full"))
+        engine.start("first", 13)
+        pages = engine.rows["first"].pages
+        engine.canary.admit("child", [1] * 13)
+        engine.canary.on_fork("first", "child", pages[:2])
+        [copy] = engine.pages.take(1, engine.num_steps)
+        engine.canary.on_copy("child", pages[1], copy)
+        dump = read_dump(engine.canary.dump(tmp_path / "all.kvdump"))
+    told = [line.text.split(" (")[0] for line in story_of(dump, "target", copy * engine.shape.page_size)]
+    taken = f"page {copy} takes the place of page {pages[1]} in the row of 'child'; its bytes follow by a move"
+    assert told == [f"page {copy} granted as a copy to 'child'", taken]
 
 
 def test_a_story_knows_grants_of_several(tmp_path):

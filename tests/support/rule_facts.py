@@ -26,6 +26,7 @@ def a_hit(**told) -> SimpleNamespace:
     hit |= {
         "fingerprint_hit": False,
         "lineage": None,
+        "is_captured": False,
         "named": None,
         "found": None,
         "run": 1,
@@ -45,11 +46,23 @@ def shown(*incident: SimpleNamespace, **read) -> SimpleNamespace:
     facts |= {"is_shared": False}
     facts |= {"is_own_place": False, "own_position": None, "different_record": None, "first_difference": None}
     facts |= {"incident": incident or (a_hit(),), "ledger": SimpleNamespace(states={5: WRITTEN, 6: LOADING})}
+    facts |= {"row": a_row(), "holds_its_own": True}
     seen = SimpleNamespace(**facts | read)
     seen.hit = seen.incident[0]
     seen.held_by = repr(seen.owner) if seen.owner is not None else "a prefix cache"
     seen.whose_is = lambda *kinds: next((answer for answer in seen.whose if answer.kind in kinds), None)
     return seen
+
+
+def a_row(**told) -> SimpleNamespace:
+    """What the records of the row say: nothing but `told`; `own`: positions that hold the request's own entry."""
+    own, given, other = told.pop("own", ()), told.pop("given", {}), told.pop("other", None)
+    prompt = told.pop("prompt", ())
+    row = {"before": None, "page": (), "copied_from": None, "fed": {}, "shift": 0, "was_pool_right": False}
+    row |= {"together": ([], []), "first_of": None, "guesses": [], "given_len": 0, "owners_place": None}
+    row |= {"last_no_guess": None, "is_own": lambda position: position in own, "given": given.get}
+    row |= {"was_given": lambda position: position in prompt}
+    return SimpleNamespace(**row | {"of_other": lambda entry: other} | told)
 
 
 def whose(kind: str, text: str = "what they are") -> tuple[Whose, ...]:
@@ -79,4 +92,5 @@ def silent_rules(module: ModuleType, said: Sequence[Said]) -> set[str]:
     """Rules of the module that name a cause nowhere there."""
     named = {rule.__name__ for rule, _, cause in said if cause is not None}
     public = (value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__)
-    return {rule.__name__ for rule in public if rule.__annotations__.get("return") == "Cause | None"} - named
+    rules = {rule.__name__ for rule in public if rule.__annotations__.get("return") == "Cause | None"}
+    return {name for name in rules if not name.startswith("_")} - named

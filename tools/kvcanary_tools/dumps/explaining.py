@@ -25,8 +25,12 @@ NEXT = {
     "uninitialised": "look for the layer that did not store, or for the write that went elsewhere",
     "ranks": "compare the plans of the ranks for this step",
     "bits": "run the machine's memory test; if the bit is the same again elsewhere, suspect a stray write",
-    "hooks": "check that every forward is opened, stored and closed, in the captured graph as well",
+    "hooks": "check that every forward is opened, stored and closed, under a number of its own, in graphs as well",
 }
+#: The same of `graphs` where nothing was replayed.
+PADDED = (
+    "compare the padding of this batch with its live rows: how many there are, and which slots and positions they name"
+)
 
 
 #: The same where bytes came back wrong, by what the transfer did to them.
@@ -57,7 +61,7 @@ def explain(dump: Dump, number: int) -> dict[str, Any]:
         "story": [line._asdict() for line in story_of(dump, finding["pool"], finding["slot"])] if is_place else [],
         "causes": causes,
         "next": [
-            *_advice(finding),
+            *_advice(dump, finding),
             *_commands(dump, finding),
         ],
     }
@@ -89,7 +93,7 @@ def explain_lines(told: dict[str, Any]) -> Iterator[str]:
     yield from (f"  - {text}" for text in told["next"])
 
 
-def _advice(finding: dict[str, Any]) -> list[str]:
+def _advice(dump: Dump, finding: dict[str, Any]) -> list[str]:
     """What to look at, by what was found, or else by the family of the first cause."""
     family, found = next((cause["family"] for cause in finding["causes"]), None), finding["found"]
     if family == "transfer" and found.get("verdict") in NEXT_OF_TRANSFERS:
@@ -97,7 +101,12 @@ def _advice(finding: dict[str, Any]) -> list[str]:
     if family == "order" and "waiting" in finding["expected"]:
         due = finding["expected"]
         return [f"let {due['waiting']} wait for the event of {due.get('behind')} before {found.get('reader')}"]
-    return [NEXT[family]] if family in NEXT else []
+    return [_next(dump, family)] if family in NEXT else []
+
+
+def _next(dump: Dump, family: str) -> str:
+    is_replayed = any(event["call"] == "launch" for event in dump.events)
+    return PADDED if family == "graphs" and not is_replayed else NEXT[family]
 
 
 def _commands(dump: Dump, finding: dict[str, Any]) -> list[str]:

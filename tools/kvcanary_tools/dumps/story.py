@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcanary.dumps.calls import FORWARDS, by_request
 from kvcanary.dumps.reading import Call, Dump
+from kvcanary.history import phrase
 from kvcanary.pages import STATE_NAMES
 from kvcanary.sites import site_name, unpack_site
 from kvcanary_kernels.record import MASK_32, NO_OWNER, SHARED_OWNER
@@ -137,7 +138,10 @@ class _Follower:
                 what, by = _WORDS.get(call, (call, "")), event.get("request_id")
                 yield Line(step, what[1] or "page", f"page {self._page} {what[0]}" + (f" {by!r}" if by else ""))
         elif call == "on_copy" and self._page in (event["page"], event["copy"]):
-            yield Line(step, "page", f"page {event['page']} copied to {event['copy']} for {event['request_id']!r}")
+            taken = (
+                f"page {event['copy']} takes the place of page {event['page']} in the row of {event['request_id']!r}"
+            )
+            yield Line(step, "page", f"{taken}; its bytes follow by a move")
 
     def _follow(self, call: str, event: Call) -> None:
         row = self._rows.setdefault(event.get("child_id") or event.get("request_id", ""), [])
@@ -193,8 +197,7 @@ def _row_of(event: Call, entry: int) -> int:
 
 
 def _page_event(page: int, kind: str, request: str | None, place: Any) -> str:
-    to = "to" if kind in ("granted", "set aside", "copied") else "by"
-    return f"page {page} {kind}" + (f" {to} {request!r}" if request else "") + (f" ({place})" if place else "")
+    return f"page {page} {phrase(kind, request)}" + (f" ({place})" if place else "")
 
 
 _WORDS = {
