@@ -16,6 +16,7 @@ from kvcanary.checks import StepChecks
 from kvcanary.config import CanaryConfig
 from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
+from kvcanary.expecting import Expected
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.parcels import Parcel, expect_fits
@@ -55,6 +56,7 @@ class Lifecycle:
         self._poisoners = self._poisoner, *self._mapped.values()
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
+        self._expected = Expected(state.by_name)
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
         self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
         books = Books(state, self._ledger, self._checks, self.tickets, self._poisoner, self._mapped, self._untold)
@@ -145,6 +147,7 @@ class Lifecycle:
         request.judged = [Judged()] * len(request.judged)
         if request.released and not request.pages:
             self._ledger.forget(request_id)
+            self._expected.forget(request.uid)
 
     # pages of many
 

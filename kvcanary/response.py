@@ -11,7 +11,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.errors import KVCorruptionError
 from kvcanary.findings import Finding, FindingLog, tell
-from kvcanary.hits import Hit
+from kvcanary.hits import FOLLOWING, Hit
 from kvcanary.intake import HitGroup
 from kvcanary.ledger import Ledger
 from kvcanary.report import Report
@@ -32,7 +32,8 @@ class Response:
         """`dump`: writes what was recorded, and says where; None where nothing is written."""
         self._dump = dump
         self._config, self._ledger, self._describer = config, ledger, describer
-        self._incidents: dict[tuple[int, int], int] = {}
+        self._incidents: dict[tuple[object, ...], int] = {}
+        self._unhooked: dict[tuple[int, int], int] = {}  # by pool and request: the incident of a forward without hooks
         self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
 
@@ -82,13 +83,25 @@ class Response:
         return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
 
     def _number(self, incident: Sequence[Hit]) -> int:
-        """The number of an incident; a slot that was seen before keeps its number."""
+        """The number of an incident; a slot that was seen before keeps its number, and so does a forward without hooks,
+        whose number is that of what follows from it in the rows of its requests.
+        """
         known = [self._incidents[hit.place] for hit in incident if hit.place in self._incidents]
+        if self._unhooked:
+            rows = [row for hit in incident if hit.code in FOLLOWING for row in self._rows(hit)]
+            known += [self._unhooked[row] for row in rows if row in self._unhooked]
         number = known[0] if known else len(self._incidents) + 1
         for hit in incident:
             if len(self._incidents) < REMEMBERED_INCIDENTS:
                 self._incidents.setdefault(hit.place, number)
+            if hit.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
+                self._unhooked |= dict.fromkeys(self._rows(hit), number)
         return number
+
+    def _rows(self, hit: Hit) -> list[tuple[int, int]]:
+        """Pool and request of those of its rows whose requests live."""
+        requests = self._ledger.requests
+        return [(pool_id, requests[name].uid) for pool_id, name in hit.rows if name in requests]
 
 
 #: Findings about what lies in a page, whoever reads it.

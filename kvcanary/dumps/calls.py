@@ -160,6 +160,8 @@ SAFE_VALUES = frozenset(
         "pages_wrong",
         "pools_wrong",
         "layers_wrong",
+        "opened",
+        "number",
     }
 )
 WITHHELD = "withheld"

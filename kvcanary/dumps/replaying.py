@@ -34,7 +34,7 @@ from kvcanary.views import ReadPlan, WritePlan
 PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
 WORD = ("part", "head", "dim", "byte", "bit")
 #: Findings of hooks that a recording does not hold.
-NOT_RECORDED = {"H1": "the counters of captured graphs", "H2": "the order of hooks"}
+NOT_RECORDED = {"H1": "the counters of captured graphs, or of what an engine announced", "H2": "the order of hooks"}
 
 
 @dataclass
