@@ -39,9 +39,11 @@ class Launching(Lifecycle):
         their hooks, and no captured ones: these are counted on the device. PlanError for a kind or pool that there is
         not.
         """
-        if self.is_armed:
-            self._expected.announce(forwards, self.step, request_ids)
-            self._coverage.announced += len(forwards)
+        if not self.is_armed or not forwards:
+            return
+        self._log.append(("expect", *zip(*forwards, strict=True), tuple(request_ids)))
+        self._expected.announce(forwards, self.step, request_ids)
+        self._coverage.announced += len(forwards)
 
     @property
     def bank(self) -> SubstepBank:

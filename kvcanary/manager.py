@@ -166,6 +166,7 @@ class CanaryManager(Answering):
             raise self._not_closed("check_forwards()")
         if not self._expected.due:
             return self.doomed
+        self._log.append(("check_forwards",))
         self._checks.settle()
         self._checks.report(self._expected.missing())
         return self._act()

@@ -34,7 +34,7 @@ from kvcanary.views import ReadPlan, WritePlan
 PLACE = ("code", "pool", "page", "slot", "offset", "position", "layers", "site", "step", "reader", "writer")
 WORD = ("part", "head", "dim", "byte", "bit")
 #: Findings of hooks that a recording does not hold.
-NOT_RECORDED = {"H1": "the counters of captured graphs, or of what an engine announced", "H2": "the order of hooks"}
+NOT_RECORDED = {"H1": "the counters of captured graphs", "H2": "the order of hooks"}
 
 
 @dataclass
@@ -152,8 +152,14 @@ class Replayer:
             if event["stored"] >> layer & 1:
                 self._store({"pool": pool.name, "layer": layer})
 
+    def _expect(self, event: Call) -> None:
+        forwards = zip(event["kinds"], event["indices"].tolist(), event["pools"], strict=True)
+        self.manager.expect([*forwards], event["request_ids"])
+
     def _launch(self, event: Call) -> None:
+        """Of a captured forward, or of one that came once and was announced."""
         self._damage(event)
+        self.manager._expected.opened((event["kind"], event["index"], event["pool"]), self.manager.step)
         read, write = self._plans(event)
         substep, names, counts = self._stage.captured[event["number"]], event["requests"], event["counts"]
         acceptance = self._stage.acceptance if "accepted" in event else None

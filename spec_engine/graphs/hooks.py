@@ -238,8 +238,6 @@ class StaticForwards:
     def open(self, hooked: Hooked) -> Iterator[KVAccess]:
         """The attention of one forward, whose index arrays have been built."""
         substep = hooked.substep
-        if self.canary is not None:
-            hooked.check_hooks()
         if substep is None:
             yield StaticAttention(self, hooked)
             return

@@ -6,6 +6,8 @@ import pytest
 
 import kvcanary.manager
 from kvcanary import CanaryConfig, KVCorruptionError
+from kvcanary.dumps.reading import read_dump
+from kvcanary.dumps.replaying import replay
 from kvcanary.invariants import MissingHooksError
 from kvcanary.substep import WarmupSubstep
 from spec_engine import Engine, EngineConfig, SamplingParams
@@ -89,6 +91,21 @@ def test_a_forward_without_hooks_stops_its_own_step(settings, kind, index, pool,
     assert finding.reader in {f"req-{number}" for number in range(len(PROMPTS))}
 
 
+@pytest.mark.parametrize(
+    "forward", [("prefill", 0, "draft"), ("draft", 2, "draft"), ("verify", 0, "target"), ("extend", 0, "draft")]
+)
+def test_a_dump_is_replayed_up_to_it(forward, tmp_path):
+    """The recording holds what was announced, and what has opened: the replay reaches the same finding."""
+    engine = make(**CHAIN)
+    lose_hooks(engine, forward)
+    with pytest.raises(KVCorruptionError):
+        run(engine)
+    dump = read_dump(engine.canary.dump(tmp_path / "found.kvdump"))
+    outcome = replay(dump)
+    assert (outcome.missing, outcome.errors) == ([], [])
+    assert [(one.code, one.site) for one in outcome.findings] == [("H1", forward[:2])]
+
+
 @pytest.mark.parametrize("forward", [("verify", 0, "target"), ("extend", 0, "draft")])
 def test_abort_ends_the_requests_of_the_forward(forward):
     """And no others: those that come later are served, and the engine goes on."""
@@ -150,7 +167,7 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
         run(engine)
 
 
-def test_a_forward_that_judges_itself_must_open_too(monkeypatch):
+def test_a_forward_that_judges_itself_must_open_too(monkeypatch, tmp_path):
     """A lagging host hears of it with the step, and no token of that step leaves; here the CPU plays the device."""
     monkeypatch.setattr(kvcanary.manager, "judges_on_device", lambda state: True)
     engine = make(schedule="overlap", content="rolling", **PLAIN)
@@ -159,6 +176,8 @@ def test_a_forward_that_judges_itself_must_open_too(monkeypatch):
         run(engine)
     [finding, *_] = caught.value.findings
     assert (finding.code, finding.site, [finding.step]) == ("H1", ("decode", 0), steps)
+    outcome = replay(read_dump(engine.canary.dump(tmp_path / "found.kvdump")))
+    assert (outcome.missing, len(outcome.findings)) == ([], 1)
 
 
 @pytest.mark.parametrize(
