@@ -83,11 +83,12 @@ class Response:
         return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
 
     def _number(self, incident: Sequence[Hit]) -> int:
-        """The number of an incident; a slot that was seen before keeps its number, and so does a forward without hooks,
-        whose number is that of what follows from it in the rows of its requests.
+        """The number of an incident; a slot, or forward without hooks, that was seen before keeps its number.
+
+        What follows from such a forward in rows of its requests has its number, but for another such forward.
         """
         known = [self._incidents[hit.place] for hit in incident if hit.place in self._incidents]
-        if self._unhooked:
+        if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
             rows = [row for hit in incident if hit.code in FOLLOWING for row in self._rows(hit)]
             known += [self._unhooked[row] for row in rows if row in self._unhooked]
         number = known[0] if known else len(self._incidents) + 1

@@ -157,9 +157,7 @@ class Replayer:
         self.manager.expect([*forwards], event["request_ids"])
 
     def _launch(self, event: Call) -> None:
-        """Of a captured forward, or of one that came once and was announced."""
         self._damage(event)
-        self.manager._expected.opened((event["kind"], event["index"], event["pool"]), self.manager.step)
         read, write = self._plans(event)
         substep, names, counts = self._stage.captured[event["number"]], event["requests"], event["counts"]
         acceptance = self._stage.acceptance if "accepted" in event else None

@@ -175,10 +175,10 @@ def test_what_runs_behind_the_check_is_judged_by_check_forwards(engine):
     engine.canary.expect([("extend", 0, "draft")], ("a",))
     assert found(engine.canary.check_forwards).site == ("extend", 0)
     assert engine.canary.check_forwards() == frozenset()
-    engine.canary.expect([("extend", 0, "draft")], ("b",))
+    engine.canary.expect([VERIFY], ("b",))
     last = engine.step_number
-    finding = found(engine.step)
-    assert (finding.site, finding.step, finding.reader) == (("extend", 0), last, "b")
+    finding = found(engine.step)  # whose own verify is another
+    assert (finding.site, finding.step, finding.reader) == (("verify", 0), last, "b")
 
 
 def test_two_forwards_of_one_name_are_two(engine):

@@ -130,6 +130,17 @@ def test_log_tells_it_once_and_goes_on(forward):
     assert {finding.incident for finding in found} == {1}
 
 
+def test_another_forward_without_hooks_is_another_incident():
+    """Of the same requests and pool, and told too; the same one again is counted."""
+    engine = make(mode="log", **CHAIN)
+    lose_hooks(engine, ("draft", 2, "draft"), times=3)
+    lose_hooks(engine, ("extend", 0, "draft"))
+    run(engine)
+    found = [finding for finding in engine.canary.findings if finding.code == "H1"]
+    assert [(finding.site, finding.incident) for finding in found] == [(("draft", 2), 1), (("extend", 0), 2)]
+    assert engine.canary.certificate()["fired"]["H1"] >= 4
+
+
 @pytest.mark.parametrize("settings", [TREE, CHAIN])
 def test_numbers_that_repeat_are_named(settings):
     """All draft forwards are opened as draft[0]: the second one is draft[1] by its rows, and R10 is no finding."""
@@ -176,6 +187,7 @@ def test_a_forward_that_judges_itself_must_open_too(monkeypatch, tmp_path):
         run(engine)
     [finding, *_] = caught.value.findings
     assert (finding.code, finding.site, [finding.step]) == ("H1", ("decode", 0), steps)
+    assert engine.canary.step == finding.step
     outcome = replay(read_dump(engine.canary.dump(tmp_path / "found.kvdump")))
     assert (outcome.missing, len(outcome.findings)) == ([], 1)
 
