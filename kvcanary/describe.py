@@ -152,7 +152,7 @@ class Describer:
 
 def _changed_word(hit: Hit) -> ChangedWord | None:
     if hit.arrival is not None:
-        return hit.arrival.words.get(hit.place)
+        return hit.arrival.words.get((hit.pool.pool_id, hit.slot))
     is_one = hit.code == "R9" and len(hit.layers) == 1 and not hit.is_unwritten
     return locate_word(hit.pool, hit.slot, hit.layers[0]) if is_one else None
 

@@ -104,7 +104,6 @@ def engine_config(setup: Setup, canary: CanaryConfig) -> EngineConfig:
         max_total_tokens=setup.page_size * (setup.pages or (setup.batch + SPARE_REQUESTS) * _most_pages(setup)),
         max_device_tokens=None if setup.on_device is None else setup.page_size * setup.on_device * _most_pages(setup),
         device_turn=DEVICE_TURN,
-        graphs="on" if setup.graphs else "off",
         canary=canary,
     )
 
