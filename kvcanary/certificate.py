@@ -26,6 +26,7 @@ class Coverage:
     fired: by code, entries at which the check fired
     only_counted: of these, those that were too many to be kept
     untold_incidents: faults that were too many in one step to be described
+    announced: forwards that the engine said would run, eager ones; each must have opened its hooks
     unproved_stores: forwards of which the engine stored a layer by itself: nothing says where those bytes went before
                      they are read
     """
@@ -42,6 +43,7 @@ class Coverage:
     fired: dict[str, int] = field(default_factory=dict)
     only_counted: int = 0
     untold_incidents: int = 0
+    announced: int = 0
     unproved_stores: int = 0
 
     @property
@@ -137,6 +139,7 @@ def certificate(
         "fired": dict(coverage.fired),
         "only_counted": coverage.only_counted,
         "untold_incidents": coverage.untold_incidents,
+        "announced": coverage.announced or "forwards not announced by the engine",
         "store": "proved" if coverage.is_store_proved else "not proved",
         "seed_id": seed_id,
         "findings": findings,

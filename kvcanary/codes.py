@@ -43,7 +43,7 @@ _ALL = (
     Code(
         "H1",
         "canary not running",
-        "tokens became final, or a check was due, and no hook of the canary has run for them",
+        "a forward ran, tokens became final or a check was due, and no hook of the canary has run for them",
     ),
     Code("H2", "hook order", "the canary's hooks were called in an order in which they protect nothing"),
     Code("R6", "wrong row", "the row is consistent, but it is not this request's: its tokens differ"),

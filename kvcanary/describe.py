@@ -12,7 +12,7 @@ from kvcanary.facts import Facts, expected_and_found, tokens_of
 from kvcanary.findings import Finding
 from kvcanary.groups import slots_in
 from kvcanary.history import PageEvent
-from kvcanary.hits import Hit, fair_share, join_hits
+from kvcanary.hits import NO_SLOT, Hit, fair_share, join_hits
 from kvcanary.intake import HitGroup
 from kvcanary.ledger import Ledger, Request
 from kvcanary.locate import ChangedWord, locate_word
@@ -25,7 +25,6 @@ EVIDENCE_LINES = 6
 MOST_DESCRIBED = 64  # incidents of one check that become findings; the others are counted
 MOST_LOCATED = 32  # of these, those in which the one changed word is looked for
 MOST_SEARCHED = 4  # and those of whose bytes it is asked whose they are
-NO_SLOT = -1  # of hits that have no place, such as H1
 _CONTENT = frozenset({"R9", "R12", "P1", "T1"})
 _OF_GRANTS = frozenset({"R7", "R8"})
 _TOUCHES_ALL = frozenset({"W3", *_CONTENT})  # who has the page reads what lies there
@@ -157,7 +156,7 @@ class Describer:
 
 def _changed_word(hit: Hit) -> ChangedWord | None:
     if hit.arrival is not None:
-        return hit.arrival.words.get(hit.place)
+        return hit.arrival.words.get((hit.pool.pool_id, hit.slot))
     is_one = hit.code == "R9" and len(hit.layers) == 1 and not hit.is_unwritten
     return locate_word(hit.pool, hit.slot, hit.layers[0]) if is_one else None
 
@@ -168,12 +167,14 @@ def _told(event: PageEvent) -> str:
 
 
 def _evidence(hits: Sequence[Hit]) -> tuple[str, ...]:
-    lines = [
-        f"{hit.code} {hit.meaning.name}: {hit.pool.name} slot {hit.slot}"
-        + ("" if hit.position is None else f", position {hit.position}")
-        + f", seen by {site_name(*hit.site)}"
-        for hit in hits[:EVIDENCE_LINES]
-    ]
+    lines = [f"{hit.code} {hit.meaning.name}: {_place(hit)}{site_name(*hit.site)}" for hit in hits[:EVIDENCE_LINES]]
     if len(hits) > EVIDENCE_LINES:
         lines.append(f"and {len(hits) - EVIDENCE_LINES} more checks of the same fault")
     return tuple(lines)
+
+
+def _place(hit: Hit) -> str:
+    if hit.slot == NO_SLOT and hit.code == "H1":
+        return f"{hit.pool.name} pool, "
+    position = "" if hit.position is None else f", position {hit.position}"
+    return f"{hit.pool.name} slot {hit.slot}{position}, seen by "

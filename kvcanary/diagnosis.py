@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvcanary import rules_branches as branches
 from kvcanary import rules_bytes as bytes_
+from kvcanary import rules_hooks as hooks
 from kvcanary import rules_identity as identity
 from kvcanary import rules_moves as moves
 from kvcanary import rules_rows as rows
@@ -138,7 +139,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("O1",), transfers.unordered),
     (("O1",), transfers.taken_again),
     (("O1",), _fixed("order", "a copy, zeroing or staging buffer was used without waiting for its event")),
+    (("H1",), hooks.never_opened),
+    (("H1",), hooks.wrong_number),
     (("H1",), rows.refused_load),
+    (("H1",), hooks.never_told),
     (("H1",), _fixed("hooks", "a forward ran without its hooks, or a captured graph lost them")),
     (("H2",), _fixed("hooks", "attached twice, never armed, or a substep outside its bracket")),
 )

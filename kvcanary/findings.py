@@ -156,13 +156,15 @@ class FindingLog:
         """Count a finding; whether it is one to tell: a new incident, and not one of very many.
 
         What several sites see of one incident, such as a damaged bit that a forward and the last look find, is told
-        once.
+        once; entries that a forward without hooks (H1) has left unwritten, and lengths that it left behind, are not.
         """
         key = finding.code, site_name(*finding.site)
         group = self.groups.setdefault(key, FindingGroup(finding, finding))
         group.last, group.count = finding, group.count + 1
         self.total += 1
-        if (finding.code, finding.incident) in self._told or len(group.kept) >= KEPT_IN_GROUP:
+        codes = (finding.code, "H1") if finding.code in ("R10", "R12") else (finding.code,)
+        is_told = any((code, finding.incident) in self._told for code in codes)
+        if is_told or len(group.kept) >= KEPT_IN_GROUP:
             return False
         self._told.add((finding.code, finding.incident))
         group.kept.append(finding)

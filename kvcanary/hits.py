@@ -16,6 +16,9 @@ from kvcanary.state import PoolState
 if TYPE_CHECKING:
     from kvcanary.arrivals import Arrival
 
+NO_SLOT = -1  # of hits that have no place, as those of forwards that ran without hooks
+#: What is found in rows of which no hook has told what was written.
+FOLLOWING = frozenset({"W5", "T1", "R12", "R4", "R5", "R10", "R9", "R6", "H1"})
 NO_BRANCH = -1
 
 
@@ -49,6 +52,7 @@ class Hit:
     row_slots: for R6, the slots of the row
     fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
     is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
+    is_unhooked: for H1, a forward of these requests ran without hooks: what their rows show since then follows from it
     named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
     arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
     is_captured: the device found it, in a forward that is replayed
@@ -73,6 +77,7 @@ class Hit:
     row_slots: Sequence[int] | Ints = ()
     fingerprint_hit: bool = False
     is_unwritten: bool = False
+    is_unhooked: bool = False
     named: int | None = None
     is_captured: bool = False
     others: tuple[str, ...] = ()
@@ -107,8 +112,10 @@ class Hit:
         return (self.slot if self.named is None else self.named) // self.pool.view.page_size
 
     @property
-    def place(self) -> tuple[int, int]:
-        return self.pool.pool_id, self.slot
+    def place(self) -> tuple[object, ...]:
+        """What has a number of its own: a slot of a pool; a forward, where the canary did not run."""
+        where = self.pool.pool_id, self.slot
+        return (*where, self.site) if self.code == "H1" else where
 
     @property
     def run(self) -> int:
@@ -119,13 +126,19 @@ class Hit:
     def row(self) -> tuple[int, str | None]:
         return self.pool.pool_id, self.request_id
 
+    @property
+    def rows(self) -> list[tuple[int, str | None]]:
+        """All of them."""
+        return [(self.pool.pool_id, name) for name in (self.request_id, *self.others)]
+
 
 def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
     """Incidents, the hit that speaks first; the others are its evidence.
 
     Hits are one incident when they share the slot; the page and the step; the arrival; when their entries are
     neighbours in one row (what follows a wrong entry breaks too); when a wrong position points at another of them (an
-    exchange); or when one is R6 and the other lies in the same row.
+    exchange); when one is R6 and the other lies in the same row; or when one is a forward without hooks and the other
+    is such a one of the same step, or follows from it.
     """
     parents = list(range(len(hits)))
     for first, second in _related(hits):
@@ -148,14 +161,16 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
     return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
 
 
-def speaks_first(hit: Hit) -> tuple[bool, bool, bool, int, int, int]:
-    """Writes before moves before reads; then along the row; at one slot by rank; the first pool before the second.
+def speaks_first(hit: Hit) -> tuple[bool, bool, bool, bool, int, int, int]:
+    """Forwards without hooks, then their entries; writes before moves before reads; then along the row; at one slot by
+    rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
     nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
     along = hit.position or 0 if hit.arrival is None else hit.arrival.turn(hit.pool.name, hit.arrived_as)
-    return is_read, hit.code == "T1", nowhere, along, RANK[hit.code], hit.pool.pool_id
+    where = nowhere != hit.is_unhooked, along, RANK[hit.code], hit.pool.pool_id
+    return not hit.is_unhooked, is_read, hit.code == "T1", *where
 
 
 def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
@@ -179,6 +194,20 @@ def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
             yield from ((wrong_rows[0], number) for number in group if wrong_rows)
         else:
             yield from pairwise(group)
+    yield from _related_to_unhooked(hits)
+
+
+def _related_to_unhooked(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+    """Forwards of one step that ran without hooks, and what is found in their rows."""
+    steps: dict[int, int] = {}
+    rows: dict[tuple[int, str | None], int] = {}
+    for number, hit in enumerate(hits):
+        if hit.is_unhooked:
+            yield steps.setdefault(hit.step, number), number
+            rows |= dict.fromkeys(hit.rows, number)
+    for number, hit in enumerate(hits if rows else ()):
+        if hit.code in FOLLOWING and hit.row in rows:
+            yield rows[hit.row], number
 
 
 def _related_in_row(hits: Sequence[Hit], row: Iterable[int]) -> Iterator[tuple[int, int]]:

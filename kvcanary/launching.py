@@ -9,6 +9,7 @@ from kvcanary.bank import SubstepBank
 from kvcanary.captured_move import StaticMove
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import ContradictionError, HookOrderError
+from kvcanary.expecting import Announced
 from kvcanary.graphs import RowTruth, StaticChecks
 from kvcanary.ledger import Request
 from kvcanary.lifecycle import Lifecycle
@@ -29,6 +30,20 @@ class Launching(Lifecycle):
         super().__init__(config, state, holds_back)
         self._static: StaticChecks | None = None
         self._has_bank = False  # whether somebody asked for it, and so has padding that may be judged
+
+    def expect(self, forwards: Sequence[Announced], request_ids: Sequence[str] = ()) -> None:
+        """These run next, each given by its kind, index and pool, in this order, with rows of these requests.
+
+        One that has not opened its hooks when the step is judged next, by `check` or `depart`, or by `check_forwards`
+        where it runs behind those, is H1. Announce forwards where the engine decides on them and not where it opens
+        their hooks, and no captured ones: these are counted on the device. PlanError for a kind or pool that there is
+        not.
+        """
+        if not self.is_armed or not forwards:
+            return
+        self._log.append(("expect", *zip(*forwards, strict=True), tuple(request_ids)))
+        self._expected.announce(forwards, self.step, request_ids)
+        self._coverage.announced += len(forwards)
 
     @property
     def bank(self) -> SubstepBank:
@@ -130,6 +145,7 @@ class Launching(Lifecycle):
         """As `launch`, for a forward that comes once: what judges it."""
         self._checks.settle_before_launch()
         static, batch, entries = self._on_device(), Batch(requests), array("q", written)
+        self._expected.opened((*site, pool.name), self.step)
         run = static.take_once(pool, site, read, write, batch, written)
         series, reads = Series([(run,)]), [read.indices.shape[0]]
         record = self.recorder.captured.launched(series, tuple(read.requests), entries, reads)

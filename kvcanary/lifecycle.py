@@ -16,6 +16,7 @@ from kvcanary.checks import StepChecks
 from kvcanary.config import CanaryConfig
 from kvcanary.desk import TicketDesk
 from kvcanary.errors import HookOrderError, LifetimeError, PlanError
+from kvcanary.expecting import Expected
 from kvcanary.forward import on_host
 from kvcanary.ledger import NO_PAGE, Judged, Ledger, Request, Role
 from kvcanary.parcels import Parcel
@@ -57,6 +58,7 @@ class Lifecycle:
         self._poisoners = self._poisoner, *self._mapped.values()
         self._untold = dict.fromkeys(self._mapped, True)  # groups of which no `on_map` has told
         self._quarantine = config.quarantine if holds_back else 0
+        self._expected = Expected(state.by_name)
         self._open: list[SubstepCanary] = []  # several where the layers of one model lie in pools of several groups
         self.tickets = TicketDesk(self._ledger, state.pools[0], self._checks.report)
         books = Books(state, self._ledger, self._checks, self.tickets, self._poisoner, self._mapped, self._untold)
@@ -407,6 +409,7 @@ class Lifecycle:
         if request.released and not request.pages:
             self._ledger.forget(request.request_id)
             self._aside.forget(request.request_id)
+            self._expected.forget(request.uid)
 
     def _leave(self, pages: Sequence[int], is_damaged: bool = False) -> None:
         """Pages that are nobody's now: they wait, they are poisoned, and what was judged there is forgotten.

@@ -16,6 +16,7 @@ from kvcanary.eager import EagerSubstep
 from kvcanary.errors import CanaryConfigError, ContradictionError, HookOrderError, LifetimeError, PlanError
 from kvcanary.flights import Flight
 from kvcanary.forward import Forward
+from kvcanary.hits import Hit
 from kvcanary.intake import HitBatch
 from kvcanary.ledger import Request
 from kvcanary.recorder import recorded
@@ -80,6 +81,8 @@ class CanaryManager(Answering):
             raise self._not_closed("begin_step()")
         if step <= self.step and self._has_forwards():
             raise HookOrderError(f"begin_step() must count upwards: step {step} follows step {self.step}")
+        if self._expected.due:
+            self._checks.report(self._expected.missing())
         self._log.append(("begin_step", step))
         self.step = self.tickets.step = step
         self._checks.begin_step(step)
@@ -119,6 +122,8 @@ class CanaryManager(Answering):
             raise self._not_closed("check()")
         self._checks.land_replays()
         self._checks.settle()
+        if self._expected.due:
+            self._checks.report(self._expected.missing())
         self._checks.report(self._checks.roll(self.step))
         self._checks.land()
         self._prepare_freed_pages()
@@ -127,13 +132,17 @@ class CanaryManager(Answering):
     def depart(self, is_waited_for: bool = False) -> Flight:
         """Instead of `check`, by a host that hears of its steps later: captured forwards of this step were launched.
 
-        What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it.
+        What they found, and the step's slice of the rolling check, comes to the host behind them; `hear` judges it. A
+        forward that was announced and has no hooks is judged here: what earlier steps have to give may leave still.
         is_waited_for: the host waits for all that its stream was given so far by itself, before it calls `hear`
         """
         if self._open:
             raise self._not_closed("depart()")
         self._log.append(("depart", self.step))
         flight = self._checks.depart(is_waited_for)
+        if self._expected.due:
+            self._checks.report(self._expected.missing())
+            self._act()
         self._prepare_freed_pages()
         return flight
 
@@ -152,6 +161,19 @@ class CanaryManager(Answering):
         if flight.hits and self._error is not None:  # it had to land before its turn, and stopped the engine then
             raise self._error
         return doomed
+
+    def check_forwards(self) -> frozenset[str]:
+        """Behind forwards that run when the step has been judged, before its tokens leave: all that were announced must
+        have opened their hooks; answers as `check` does.
+        """
+        if self._open:
+            raise self._not_closed("check_forwards()")
+        if not self._expected.due:
+            return self.doomed
+        self._log.append(("check_forwards",))
+        self._checks.settle()
+        self._checks.report(self._expected.missing())
+        return self._act()
 
     def judge_copies(self) -> frozenset[str]:
         """Judge what was told of copies since the last check (O1), before what they brought is used.
@@ -172,6 +194,7 @@ class CanaryManager(Answering):
         """
         self._expect_closed("drain()")
         self._checks.settle()
+        self._checks.report(self._expected.missing())
         audit(self._ledger)
         return self._act()
 
@@ -251,7 +274,12 @@ class CanaryManager(Answering):
         return requests
 
     def opened(self, substep: SubstepCanary, forward: Forward) -> None:
-        hits = () if forward.is_usable else refuse(forward, self._ledger.pages, self.config.disable)
+        hits: Sequence[Hit | HitBatch] = ()
+        if not forward.is_usable:
+            hits = refuse(forward, self._ledger.pages, self.config.disable)
+        is_announced = self._expected.opened((forward.kind, forward.index, forward.pool.name), forward.step)
+        if not is_announced and forward.kind == "draft":
+            hits = [*hits, *self._expected.left_out(forward)]
         self._checks.open(forward)
         self._open.append(substep)
         self.recorder.opened(forward)
@@ -269,7 +297,7 @@ class CanaryManager(Answering):
             self._open.append(substep)
         return safe
 
-    def report_hits(self, hits: Sequence[HitBatch]) -> None:
+    def report_hits(self, hits: Sequence[Hit | HitBatch]) -> None:
         self._checks.report(hits)
 
     def closed(self, substep: SubstepCanary, pool: PoolState, is_judged: bool = True) -> None:

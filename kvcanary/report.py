@@ -64,7 +64,9 @@ def _headline(finding: Finding) -> str:
     places = [f"{finding.pool} pool"]
     if finding.slot < 0 and "resource" in finding.found:
         return f"{finding.name} ({finding.code}): {finding.found['resource']}"
-    if not _is_placeless(finding):
+    if finding.code in PLACELESS:
+        places.append(site_name(*finding.site))
+    elif not _is_placeless(finding):
         places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
     if finding.layer is not None:
         places.append(f"layer {finding.layer}" if len(finding.layers) == 1 else f"layers {_few(finding.layers)}")

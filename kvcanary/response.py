@@ -11,7 +11,7 @@ from kvcanary.config import CanaryConfig
 from kvcanary.describe import Describer
 from kvcanary.errors import KVCorruptionError
 from kvcanary.findings import Finding, FindingLog, tell
-from kvcanary.hits import Hit
+from kvcanary.hits import FOLLOWING, Hit
 from kvcanary.intake import HitGroup
 from kvcanary.ledger import Ledger
 from kvcanary.report import Report
@@ -32,8 +32,9 @@ class Response:
         """`dump`: writes what was recorded, and says where; None where nothing is written."""
         self._dump = dump
         self._config, self._ledger, self._describer = config, ledger, describer
-        self._incidents: dict[tuple[int, int], int] = {}
+        self._incidents: dict[tuple[object, ...], int] = {}
         self._num_contradictions = 0
+        self._unhooked: dict[tuple[int, int], int] = {}  # by pool and request: the incident of a forward without hooks
         self.damaged_pages: set[int] = set()  # that a prefix cache has
         self.log = FindingLog()
 
@@ -83,8 +84,14 @@ class Response:
         return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
 
     def _number(self, incident: Sequence[Hit]) -> int:
-        """The number of an incident; a slot that was seen before keeps its number."""
+        """The number of an incident; a slot, or forward without hooks, that was seen before keeps its number.
+
+        What follows from such a forward in rows of its requests has its number, but for another such forward.
+        """
         known = [self._incidents[hit.place] for hit in incident if hit.place in self._incidents]
+        if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
+            rows = [row for hit in incident if hit.code in FOLLOWING for row in self._rows(hit)]
+            known += [self._unhooked[row] for row in rows if row in self._unhooked]
         new = len(self._incidents) + self._num_contradictions + 1
         if incident[0].code == "L1":  # what an engine does twice are two events
             self._num_contradictions += 1
@@ -93,7 +100,14 @@ class Response:
         for hit in incident:
             if len(self._incidents) < REMEMBERED_INCIDENTS:
                 self._incidents.setdefault(hit.place, number)
+            if hit.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
+                self._unhooked |= dict.fromkeys(self._rows(hit), number)
         return number
+
+    def _rows(self, hit: Hit) -> list[tuple[int, int]]:
+        """Pool and request of those of its rows whose requests live."""
+        requests = self._ledger.requests
+        return [(pool_id, requests[name].uid) for pool_id, name in hit.rows if name in requests]
 
 
 #: Findings about what lies in a page, whoever reads it.

@@ -10,6 +10,7 @@ from kvcanary.errors import PlanError
 from kvcanary.forward import Ints
 from kvcanary.outbox import LINES
 from kvcanary.seats import StaticAcceptance
+from kvcanary.sites import site_name
 from kvcanary.static import StaticSubstep
 
 Part = tuple[StaticSubstep, ...]
@@ -53,6 +54,7 @@ class Series:
                 raise PlanError(
                     f"forwards that are launched together must be of one kind and pool, got {what}: launch each"
                 )
+            _expect_in_a_row(part)
         if acceptance is not None and len(parts[-1]) != 1:
             raise PlanError(f"what a step accepts must be written by one forward, got {len(parts[-1])}: launch each")
         self.parts, self.substeps = tuple(parts), tuple(substep for part in parts for substep in part)
@@ -100,3 +102,15 @@ class Series:
             cards[first + RUN_PLACES] = self.places
             cards[first + RUN_ACCEPTED] = self.acceptance.told.line_of(turn).at
         return cards
+
+
+def _expect_in_a_row(part: Part) -> None:
+    """PlanError where one of several draft forwards is left out between two others, or comes twice."""
+    names = [site_name(*substep.site) for substep in part]
+    first = part[0].site[1]
+    wanted = [site_name("draft", number) for number in range(first, first + len(part))]
+    if part[0].site[0] == "draft" and names != wanted:
+        raise PlanError(
+            f"draft forwards of the {part[0].pool.name} pool that are launched together must be numbered without gaps, "
+            f"{', '.join(wanted)}, got {', '.join(names)}: give one substep for each"
+        )

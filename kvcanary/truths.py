@@ -12,9 +12,10 @@ from kvcanary.entries import fired_writes
 from kvcanary.errors import LifetimeError
 from kvcanary.forward import Forward, on_host
 from kvcanary.groups import window_start
-from kvcanary.hits import Hit
+from kvcanary.hits import NO_SLOT, Hit
 from kvcanary.ledger import Request
 from kvcanary.state import PoolState
+from kvcanary_kernels.record import read_record
 
 if TYPE_CHECKING:
     from kvcanary.learning import Learned
@@ -25,23 +26,73 @@ Values = dict[str, Any]
 def judge_lengths(forward: Forward) -> list[Hit]:
     """R10 for every row whose prefix is not as long as what acceptance has made final and forwards have written.
 
-    Behind it a row of draft[i] reads i ancestors, and no other row anything but what the forward writes.
+    Behind it a row of draft[i] reads i ancestors, and no other row anything but what the forward writes. H1 where it is
+    as long as acceptance says, and what should have written its end had no hooks; and of a draft forward all of whose
+    rows are those of another number.
     """
-    hits = []
-    pool_id, width, ancestors = forward.pool.pool_id, forward.width, forward.index if forward.kind == "draft" else 0
+    hits: list[Hit] = []
+    right: list[int] = []  # numbers of requests
     for number, (request, prefix) in enumerate(zip(forward.requests, forward.prefixes, strict=True)):
-        truth, rows = request.final_len(pool_id, forward.committed[number]), range(number * width, (number + 1) * width)
-        if prefix != truth:
-            position = max(prefix - 1, 0)
-            hits.append(_wrong_length(forward, rows[0], position, {"length": truth}, {"length": prefix}))
-            continue
-        for row in rows:
-            if row in forward.short_rows:
-                hits.append(_too_short(forward, row, prefix + ancestors))
-                continue
-            if (begin := forward.begins[row]) != (wanted := prefix + ancestors):
-                hits.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
+        truth = request.final_len(forward.pool.pool_id, forward.committed[number])
+        if prefix == truth:
+            right.append(number)
+        else:
+            hits.append(_wrong_prefix(forward, number, truth, prefix))
+    behind = [hit for number in right for hit in _judge_ancestors(forward, number)]
+    if behind and not hits and forward.kind == "draft" and (own := own_number(forward)) != forward.index:
+        return [_wrong_number(forward, own)]
+    return hits + behind
+
+
+def _judge_ancestors(forward: Forward, number: int) -> list[Hit]:
+    """R10 for rows of this request in which another number of entries stands between its prefix and what is written."""
+    hits: list[Hit] = []
+    wanted = forward.prefixes[number] + (forward.index if forward.kind == "draft" else 0)
+    for row in range(number * forward.width, (number + 1) * forward.width):
+        if row in forward.short_rows:
+            hits.append(_too_short(forward, row, wanted))
+        elif (begin := forward.begins[row]) != wanted:
+            hits.append(_wrong_length(forward, row, max(begin - 1, 0), {"length": wanted}, {"length": begin}))
     return hits
+
+
+def _wrong_prefix(forward: Forward, number: int, truth: int, prefix: int) -> Hit:
+    row, request = number * forward.width, forward.requests[number]
+    if truth < prefix <= request.most_final(forward.pool.pool_id, forward.committed[number]):
+        unhooked = _not_caught_up(forward, row, truth, prefix)
+        if unhooked is not None:
+            return unhooked
+    return _wrong_length(forward, row, max(prefix - 1, 0), {"length": truth}, {"length": prefix})
+
+
+def _not_caught_up(forward: Forward, row: int, written: int, final: int) -> Hit | None:
+    """H1 for a row of which ``written`` entries have a forward with hooks, and ``final`` are final.
+
+    None where the last of these forwards ran when they became final: then it had hooks, and wrote too few.
+    """
+    pool, request = forward.pool, forward.request_of(row)
+    if written > forward.starts[row]:
+        slot = int(forward.ids[forward.bounds[row] + written - 1 - forward.starts[row]])
+        if 0 <= slot < pool.view.num_slots and read_record(pool.records, slot).step >= request.commit_step:
+            return None
+    where = pool, NO_SLOT, written, request.request_id, ("commit", 0), forward.step
+    return Hit("H1", *where, expected={"entries": final}, found={"entries": written}, is_unhooked=True)
+
+
+def own_number(forward: Forward) -> int:
+    """The number of a draft forward by the ancestors of its rows and its positions; its own where they do not agree."""
+    begins, prefixes = np.array(forward.begins), np.repeat(forward.prefixes, forward.width)
+    numbers = set((begins - prefixes).tolist())
+    is_sure = len(numbers) == 1 and np.array_equal(forward.planned.positions, begins)
+    return numbers.pop() if is_sure else forward.index
+
+
+def _wrong_number(forward: Forward, number: int) -> Hit:
+    """H1 of a draft forward that was opened as another: numbers of substeps repeat, or leave one out."""
+    first, *others = forward.request_ids
+    where = forward.pool, NO_SLOT, None, first, forward.site, forward.step
+    sides = {"number": number}, {"number": forward.index}
+    return Hit("H1", *where, others=tuple(others), expected=sides[0], found=sides[1], is_unhooked=True)
 
 
 def judge_starts(forward: Forward) -> list[Hit]:
@@ -108,7 +159,10 @@ def expect_growth(requests: Sequence[Request], committed_lens: Sequence[int]) ->
 
 
 def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: int) -> list[Hit]:
-    """H1 where entries are final since this step that no forward with hooks has written; draft pools catch up later."""
+    """H1 where entries are final since this step that no forward with hooks has written.
+
+    Draft pools catch up later: `judge_lengths` looks when their next forward reads these.
+    """
     hits = []
     for pool in pools:
         if pool.view.token_offset or pool.view.ahead:
@@ -116,7 +170,7 @@ def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: 
         for request in requests:
             seen, expected = request.row_lens[pool.pool_id], request.committed_len
             if seen < expected and request.commit_step == step:
-                hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step)
+                hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step, is_unhooked=True)
                 hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))
     return hits
 

@@ -24,6 +24,7 @@ from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
+    from kvcanary.expecting import Announced
     from kvcanary.substep import SubstepCanary, WarmupSubstep
     from spec_engine.attention.base import PoolAttention
 
@@ -52,6 +53,10 @@ class Forwards:
         self.backend = BACKENDS[backend]
         self.backend.check_pool(pool)
         self._attention = self.backend.load()
+
+    def announced(self, kind: str, index: int = 0) -> list[Announced]:
+        """What a forward of this kind must open, for `CanaryManager.expect`."""
+        return [(kind, index, self.pool.name)]
 
     @contextmanager
     def open(self, batch: ForwardBatch) -> Iterator[KVAccess]:

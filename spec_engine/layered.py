@@ -14,6 +14,7 @@ from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
+    from kvcanary.expecting import Announced
 
 
 class LayerGroup(NamedTuple):
@@ -35,6 +36,10 @@ class LayeredForwards:
     def canary(self) -> CanaryManager | None:
         """Of all groups."""
         return self.groups[0].forwards.canary
+
+    def announced(self, kind: str, index: int = 0) -> list[Announced]:
+        """What a forward of this kind must open, in every group, for `CanaryManager.expect`."""
+        return [one for group in self.groups for one in group.forwards.announced(kind, index)]
 
     @contextmanager
     def open(self, batch: ForwardBatch) -> Iterator[KVAccess]:

@@ -1,12 +1,13 @@
 """The device's part of a step: forwards, acceptance, moves. It takes lengths from the relay, never from the host.
 
-A step reads: plan, draft, verify, judge, accept, compact, extend. What it found out for the host is a StepResult.
+A step reads: plan, draft, verify, judge, accept, compact, extend. What it found out for the host is a StepResult. Eager
+forwards are announced to the canary where they are decided on, so that it misses one that runs without its hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -135,6 +136,9 @@ class Runner:
         lens = [chunk.end - chunk.start for chunk in chunks]
         tokens = np.concatenate([chunk.numbers for chunk in chunks])
         last = to_device(np.cumsum(lens) - 1, self.device)
+        if self.canary is not None:
+            drafts = [] if self.drafter is None else self.drafter.forwards.announced("prefill")
+            self.canary.expect([*self.forwards.announced("prefill"), *drafts], batch.ids)
         wanted = last if self.drafter is None else None  # a drafter goes on from every token's features
         output = self._forward(chain_forward("prefill", 0, batch, self.table, tokens, lens), batch, wanted=wanted)
         hidden = output.hidden[last] if wanted is None else output.hidden
@@ -186,6 +190,8 @@ class Runner:
 
     def _decoded(self, batch: Batch) -> Tensor:
         """The hidden states of the bonus tokens, [bs, H]."""
+        if self.canary is not None:
+            self.canary.expect(self.forwards.announced("decode"), batch.ids)
         forward = chain_forward("decode", 0, batch, self.table, batch.bonus, [1] * len(batch))
         return self._forward(forward, batch).hidden
 
@@ -200,12 +206,15 @@ class Runner:
         if self.states is not None:
             self.states.commit(batch.rows.tolist(), [path.nodes[-1] for path in accepted])
         result = self._commit(batch, accepted, decision, doomed)
-        if going:
-            self._extend(batch, drafter, output, accepted, going)
-        return result
+        if not going:
+            return result
+        self._extend(batch, drafter, output, accepted, going)
+        return self._judged_again(result)
 
     def _verified(self, batch: Batch, drafter: Drafter, num_steps: int | None) -> Verified:
         """Draft and verify."""
+        if self.canary is not None:
+            self.canary.expect([*drafter.announced(num_steps), *self.forwards.announced("verify")], batch.ids)
         tree = drafter.draft(batch, num_steps)
         forward = self.verify_forward(batch, tree)
         output = self._forward(forward, batch, tree)
@@ -274,6 +283,8 @@ class Runner:
         before = batch if len(going) == len(batch) else batch.select(going)
         features = drafter.features(output, to_device(rows, self.device))
         features = seam("draft.approximate_features", features)
+        if self.canary is not None:
+            self.canary.expect(drafter.forwards.announced("extend"), before.ids)
         drafter.extend("extend", before, to_device(tokens, self.device), features, lens)
 
     # parts of both
@@ -366,6 +377,13 @@ class Runner:
         else:
             self.doomed = self.canary.check()
         return self.doomed
+
+    def _judged_again(self, result: StepResult) -> StepResult:
+        """Behind what runs when the step has been judged: whether all of it had its hooks."""
+        if self.canary is None or not (doomed := self.canary.check_forwards()):
+            return result
+        self.doomed = doomed
+        return replace(result, doomed=result.doomed | doomed)
 
     def _finish(
         self,

@@ -28,7 +28,9 @@ _FORWARD = {
 #: name: a text; int: an integer; flag: a boolean; ints: integers; tokens: token ids.
 CALLS: dict[str, dict[str, str]] = {
     "begin_step": {"step": "int"},
+    "expect": {"kinds": "names", "indices": "ints", "pools": "names", "request_ids": "names"},  # since version 5
     "check": {},
+    "check_forwards": {},  # since version 5
     "drain": {},
     "judge_copies": {},
     "close": {"pool": "name"},
@@ -115,7 +117,7 @@ def by_request(counts: Sequence[int], values: Sequence[int]) -> list[list[int]]:
 #: Events that are model calls: eager, and captured.
 FORWARDS = frozenset({"forward", "launch"})
 FORMAT = "kvcanary-dump"
-VERSION = 4
+VERSION = 5
 #: Fields of a finding's two sides that say nothing of texts, bytes or keys.
 SAFE_VALUES = frozenset(
     {
@@ -161,6 +163,8 @@ SAFE_VALUES = frozenset(
         "pages_wrong",
         "pools_wrong",
         "layers_wrong",
+        "opened",
+        "number",
     }
 )
 WITHHELD = "withheld"

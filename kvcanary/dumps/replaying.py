@@ -156,6 +156,10 @@ class Replayer:
             if event["stored"] >> layer & 1:
                 self._store({"pool": pool.name, "layer": layer})
 
+    def _expect(self, event: Call) -> None:
+        forwards = zip(event["kinds"], event["indices"].tolist(), event["pools"], strict=True)
+        self.manager.expect([*forwards], event["request_ids"])
+
     def _launch(self, event: Call) -> None:
         self._damage(event)
         read, write = self._plans(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcanary.faults import replays
 from kvcanary.faults.fault import Fault
+from kvcanary.faults.reach import submit_prompt
 from kvcanary.faults.target import Call, Target
 
 
@@ -24,26 +25,60 @@ def _never_arm(target: Target) -> bool:
     return True
 
 
-def _run_without_hooks(target: Target) -> bool:
-    """A forward runs, and the canary hears of what it made final, not of the forward."""
+def _without_hooks(target: Target, kind: str, pool: str, index: int = 0) -> bool:
+    """A forward runs, and the canary hears of what it makes final, not of the forward."""
     from kvcanary.substep import WarmupSubstep
 
     canary, substep = target.canary, target.canary.substep
 
     def silent(call: Call) -> bool:
-        if call.pool != "target":
+        if (call.pool, call.index) != (pool, index):
             return False
-        target.record(pool="target")
+        target.record(pool=pool, site=(kind, index))
         canary.substep = lambda *where, **settings: WarmupSubstep()  # type: ignore[method-assign]
         return True
 
     def back(call: Call) -> bool:
+        if (call.pool, call.index) != (pool, index):
+            return False
         canary.substep = substep  # type: ignore[method-assign]
         return True
 
-    target.before("decode", silent)
-    target.after("decode", back)
+    target.before(kind, silent)
+    target.after(kind, back)
     return True
+
+
+def _decode(target: Target) -> bool:
+    return _without_hooks(target, "decode", "target")
+
+
+def _draft(target: Target) -> bool:
+    """One that another follows."""
+    return _without_hooks(target, "draft", "draft", target.rng.randrange(target.setup.num_steps - 2))
+
+
+def _last_draft(target: Target) -> bool:
+    return _without_hooks(target, "draft", "draft", target.setup.num_steps - 2)
+
+
+def _verify(target: Target) -> bool:
+    return _without_hooks(target, "verify", "target")
+
+
+def _extend(target: Target) -> bool:
+    return _without_hooks(target, "extend", "draft")
+
+
+def _prefill(target: Target) -> bool:
+    """The draft's, of a new prompt."""
+    submit_prompt(target, target.setup.prompt_len)
+    return _without_hooks(target, "prefill", "draft")
+
+
+def _lose_hooks(substep: object, *, kind: str, index: int, **where: object) -> object | None:
+    """The first draft forward of a captured step is built as if there were no canary."""
+    return None if (kind, index) == ("draft", 0) else substep
 
 
 def _in_their_order(target: Target) -> bool:
@@ -74,13 +109,75 @@ FAULTS = (
         name="hooks.forward_without_hooks",
         story="One forward runs past the canary, as a captured graph that lost its hooks does; its entries become "
         "final.",
-        expected="R12",
-        also=("H1",),
-        applies_to="plain decoding; what is read next speaks first, and H1 is its evidence",
+        expected="H1",
+        applies_to="plain decoding",
         needs={"drafts": False, "num_draft_tokens": None},
         applies=lambda setup: not setup.adaptive,
-        strike=_run_without_hooks,
-        exposes=True,  # what runs without hooks is seen by the next forward
+        strike=_decode,
+        within=1,
+        quiet=_in_their_order,
+    ),
+    Fault(
+        name="hooks.draft_without_hooks",
+        story="Every forward of the draft loop needs hooks of its own, by its number: one of them is left out, and the "
+        "next one reads what nobody has told of.",
+        expected="H1",
+        applies_to="three draft steps and more",
+        applies=lambda setup: setup.drafts and setup.num_steps > 2 and not setup.adaptive,
+        strike=_draft,
+        within=1,
+        quiet=_in_their_order,
+    ),
+    Fault(
+        name="hooks.last_draft_without_hooks",
+        story="The last forward of the draft loop runs without hooks: nobody reads its entries, and no check of "
+        "entries would ever see that it is left out.",
+        expected="H1",
+        applies_to="two draft steps and more",
+        applies=lambda setup: setup.drafts and setup.num_steps > 1 and not setup.adaptive,
+        strike=_last_draft,
+        within=1,
+        quiet=_in_their_order,
+    ),
+    Fault(
+        name="hooks.verify_without_hooks",
+        story="The target's forward over the tree runs without hooks, and what is accepted of it becomes final.",
+        expected="H1",
+        applies_to="drafting",
+        applies=lambda setup: setup.drafts,
+        strike=_verify,
+        within=1,
+        quiet=_in_their_order,
+    ),
+    Fault(
+        name="hooks.extend_without_hooks",
+        story="The forward in which the draft's pool catches up with what was accepted runs without hooks, when the "
+        "step has been judged already.",
+        expected="H1",
+        applies_to="drafting",
+        applies=lambda setup: setup.drafts,
+        strike=_extend,
+        within=1,
+        quiet=_in_their_order,
+    ),
+    Fault(
+        name="hooks.prefill_without_hooks",
+        story="The draft's own forward over a prompt, or a chunk of one, runs without hooks.",
+        expected="H1",
+        applies_to="drafting",
+        applies=lambda setup: setup.drafts,
+        strike=_prefill,
+        within=1,
+        quiet=_in_their_order,
+    ),
+    Fault(
+        name="hooks.captured_without_hooks",
+        story="A captured step is built with a draft forward that has no hooks: no replay could ever tell of it.",
+        expected="MissingHooksError",
+        applies_to="captured steps with two draft steps and more; refused when the engine is built",
+        needs={"graphs": True},
+        applies=lambda setup: setup.drafts and setup.num_steps > 1 and not setup.adaptive and setup.backend == "torch",
+        perturb=_lose_hooks,
         quiet=_in_their_order,
     ),
 )

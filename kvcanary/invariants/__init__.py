@@ -48,6 +48,7 @@ from kvcanary.invariants.errors import (
     IndexOverflowError,
     InvariantError,
     LengthOrderError,
+    MissingHooksError,
     NotRunningError,
     NullPageError,
     PageAliasError,
@@ -96,6 +97,7 @@ from kvcanary.invariants.pages import (
     check_prefix_lock,
     check_references,
 )
+from kvcanary.invariants.programs import check_hooked
 from kvcanary.invariants.rows import (
     check_row_continues,
     check_row_covers,
@@ -145,6 +147,7 @@ __all__ = [
     "IndexOverflowError",
     "InvariantError",
     "LengthOrderError",
+    "MissingHooksError",
     "NotRunningError",
     "NullPageError",
     "PageAliasError",
@@ -189,6 +192,7 @@ __all__ = [
     "check_estimate",
     "check_flat_indices",
     "check_generations",
+    "check_hooked",
     "check_host_block",
     "check_host_capacity",
     "check_index_buffer",

@@ -159,3 +159,7 @@ class StalledError(InvariantError):
 
 class NotRunningError(InvariantError):
     """A request was finished that does not run; its pages and its row would be released twice."""
+
+
+class MissingHooksError(InvariantError):
+    """A program was captured with a forward that has no hooks, and a canary is there that would never hear of it."""

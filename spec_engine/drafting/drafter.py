@@ -8,6 +8,7 @@ token's: ``ahead`` 1. Everything of a step shifts by that entry, and nothing els
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from spec_engine.models.loader import Draft
 from spec_engine.request import Request
 from spec_engine.scheduler import Chunk
 from spec_engine.transfer import to_device
+
+if TYPE_CHECKING:
+    from kvcanary.expecting import Announced
 
 
 class Drafter:
@@ -103,6 +107,11 @@ class Drafter:
         if num_steps:
             self._grow(growth, batch.shifted([self.head.ahead] * len(batch)), num_steps)
         return growth.finish(batch.bonus, num_steps + 1 if self.topk == 1 else self.num_draft_tokens)
+
+    def announced(self, num_steps: int | None = None) -> list[Announced]:
+        """The forwards of a `draft` with this T, in the order of their run."""
+        steps = range((self.num_steps if num_steps is None else num_steps) - 1)
+        return [one for step in steps for one in self.forwards.announced("draft", step)]
 
     def begin(self, row: int) -> None:
         """A request takes this row: nobody has proposed anything for it."""

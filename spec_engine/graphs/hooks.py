@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvcanary.faults import seam
+from kvcanary.invariants import check_hooked
+from kvcanary.sites import site_name
 from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
 from kvcanary_kernels.forward import ForwardPlan
 from kvcanary_kernels.table import as_table
@@ -40,11 +44,12 @@ STEP = "step"  # a section of one number, the running step's, for all rows of a 
 class Rows:
     """Rows of a program's forwards, and what the host says of them.
 
-    name: of their sections in the feed;  live: the section that says how many are no padding
+    pool: that they lie in;  name: of their sections in the feed;  live: the section that says how many are no padding
     width: rows a request;  truth: where they go on by what the host has not heard of; None: the host knows them
     """
 
     feed: Feed
+    pool: str
     name: str
     live: str
     width: int
@@ -84,6 +89,12 @@ class Hooked:
     workspace: Tensor | None
     substep: StaticSubstep | None
 
+    def check_hooks(self) -> None:
+        """MissingHooksError where it has none; asked where there is a canary."""
+        forward = self.forward
+        name, size = site_name(forward.kind, forward.index), forward.num_rows // forward.width
+        check_hooked(name, self.rows.pool, size, self.substep is not None)
+
 
 class Together:
     """Hooked forwards that run one behind the other, in parts of the same rows, and how the canary hears of it.
@@ -99,6 +110,8 @@ class Together:
     ) -> None:
         self._canary = canary
         if canary is not None:
+            for one in chain.from_iterable(parts):
+                one.check_hooks()
             substeps = [[one.substep for one in part if one.substep is not None] for part in parts]
             self._series = canary.bank.series(*substeps, acceptance=acceptance)
             self._rows = [part[0].rows for part in parts]
@@ -136,7 +149,7 @@ class StaticForwards:
 
     def rows(self, feed: Feed, name: str, live: str, width: int = 1) -> Rows:
         """Rows of the requests in the feed's ``rows``, with sections ``name``."""
-        rows = Rows(feed, name, live, width, None)
+        rows = Rows(feed, self.pool.name, name, live, width, None)
         if self.canary is None or self.seats is None:
             return rows
         known = (rows.section(part) for part in (UNHEARD, "prefix_lens", "truths"))
@@ -181,6 +194,7 @@ class StaticForwards:
             attends=True,
             is_postponed=is_postponed,
         )
+        substep = seam("hooks.captured_without_hooks", substep, kind=forward.kind, index=forward.index)
         return Hooked(forward, rows, out, workspace, substep)
 
     def _workspace(self, forward: StaticForward) -> Tensor | None:
