@@ -294,6 +294,7 @@ class CanaryManager(Answering):
             raise error
         safe = self._contradictions.refused_plan(error, substep.site, substep.pool_name, read, write)
         if safe is not None:
+            self._expected.opened((*substep.site, substep.pool_name), self.step)
             self._open.append(substep)
         return safe
 

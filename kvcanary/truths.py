@@ -83,7 +83,7 @@ def own_number(forward: Forward) -> int:
     """The number of a draft forward by the ancestors of its rows and its positions; its own where they do not agree."""
     begins, prefixes = np.array(forward.begins), np.repeat(forward.prefixes, forward.width)
     numbers = set((begins - prefixes).tolist())
-    is_sure = len(numbers) == 1 and np.array_equal(forward.planned.positions, begins)
+    is_sure = len(numbers) == 1 and not forward.short_rows and np.array_equal(forward.planned.positions, begins)
     return numbers.pop() if is_sure else forward.index
 
 

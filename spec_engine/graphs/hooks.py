@@ -156,7 +156,16 @@ class StaticForwards:
         return replace(rows, truth=self.canary.bank.add_truth(self.pool.name, feed["rows"], *known))
 
     def hook(self, forward: StaticForward, rows: Rows, is_postponed: bool = False) -> Hooked:
-        """The forward with its hooks; ``is_postponed``: judged beside a later one of its program, and `admit` comes."""
+        """The forward with its hooks; ``is_postponed``: judged beside a later one of its program, and `admit` comes.
+
+        MissingHooksError where it has none, at once: hooks of later forwards build on those of earlier ones.
+        """
+        hooked = self._hook(forward, rows, is_postponed)
+        if self.canary is not None:
+            hooked.check_hooks()
+        return hooked
+
+    def _hook(self, forward: StaticForward, rows: Rows, is_postponed: bool) -> Hooked:
         kv, workspace = self.pool.kv, self._workspace(forward)
         shape = (forward.slots.numel(), self.num_heads, kv.shape[-1])
         out = torch.zeros(shape, dtype=self.pool.dtype, device=kv.device)

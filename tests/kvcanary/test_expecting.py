@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from fake_engine import FakeEngine
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError
@@ -93,10 +96,6 @@ def test_rows_of_another_length_than_their_number_are_a_wrong_length(engine):
 
 def _shortened(plan, topk):
     """Without the entry in front of each row's own."""
-    from dataclasses import replace
-
-    import torch
-
     ends, parts = plan.indptr.tolist(), []
     for row in range(len(ends) - 1):
         own = plan.indices[ends[row] : ends[row + 1]]
@@ -201,6 +200,24 @@ def test_a_draft_loop_that_is_announced_is_not_guessed_about(engine):
     with pytest.raises(KVCorruptionError) as caught:
         engine.step()
     assert {"H1"} & {finding.code for finding in caught.value.findings} == set()
+
+
+def test_a_forward_whose_plan_is_refused_has_opened(make_engine):
+    """In mode log it is an L1 and goes on; its hooks were there."""
+    engine = make_engine(mode="log", num_steps=2)
+    engine.start("a", 9)
+    engine.change_read = lambda kind, index, pool, plan: (
+        replace(plan, indptr=plan.indptr + 1) if kind == "verify" else plan
+    )
+    begin = engine._begin
+
+    def announce():
+        begin()
+        engine.canary.expect([VERIFY])
+
+    engine._begin = announce
+    engine.step()
+    assert {finding.code for finding in engine.canary.findings if finding.site == VERIFY[:2]} == {"L1"}
 
 
 def test_an_announcement_of_what_there_is_not_is_refused(engine):

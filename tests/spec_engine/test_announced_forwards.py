@@ -168,7 +168,7 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
     def substep(kind, index, pool, puts=False):
         opened = own(kind, index, pool, puts=puts)
         if kind == "extend":
-            engine.canary.closed = lambda substep, pool: None
+            engine.canary.closed = lambda *told: None
         return opened
 
     engine.canary.substep = substep
@@ -207,6 +207,21 @@ def test_clean_runs_say_nothing_and_count(settings, schedule):
     certificate = engine.canary.certificate()
     assert (certificate["findings"], certificate["announced"]) == ([], len(eager))
     assert engine.canary._expected.due == []
+
+
+def test_a_branch_of_a_captured_tree_without_hooks_is_refused_by_name(monkeypatch):
+    """Before the hooks of the next forward, which build on it, are refused for want of it."""
+    own = hooks.StaticForwards._hook
+
+    def hook(self, forward, rows, is_postponed):
+        made = own(self, forward, rows, is_postponed) if (forward.kind, forward.index) != ("draft", 1) else None
+        return made or hooks.Hooked(forward, rows, forward.slots, None, None)
+
+    monkeypatch.setattr(hooks.StaticForwards, "_hook", hook)
+    with pytest.raises(
+        MissingHooksError, match=r"^draft\[1\] of the draft pool has no hooks in the captured program for 2"
+    ):
+        make(graphs="on", graph_buckets=(2,), **TREE)
 
 
 @pytest.mark.parametrize("mode", ["log", "raise", "abort"])
