@@ -28,7 +28,7 @@ from kvcanary.errors import (
 from kvcanary.flights import Flight
 from kvcanary.forward import on_host
 from kvcanary.groups import locate_slots
-from kvcanary.hits import Hit
+from kvcanary.hits import NO_SLOT, Hit
 from kvcanary.ledger import NO_PAGE
 from kvcanary.pages import EVENTS, STATE_NAMES
 from kvcanary.requests import Batch
@@ -38,7 +38,6 @@ from kvcanary_kernels.record import FREE, LOAD_FAILED, LOADING, NEVER_WRITTEN, Q
 if TYPE_CHECKING:
     from kvcanary.manager import CanaryManager
 
-NO_SLOT = -1
 EVENT_SITE = "event", 0
 Refusal = LifetimeError | ContradictionError
 Given = dict[str, Any]
@@ -404,7 +403,8 @@ def _named(given: Given) -> tuple[list[str], list[int]]:
 
 
 def _sides(error: Exception) -> tuple[Given, Given]:
+    name = {"error": type(error).__name__}
     if not isinstance(error, PageStateError):
-        return {}, {}
+        return {}, name
     legal = [STATE_NAMES[state] for state in EVENTS[error.event].after]
-    return {"state": " or ".join(legal)}, {"state": error.state, "event": error.event}
+    return {"state": " or ".join(legal)}, {"state": error.state, "event": error.event} | name

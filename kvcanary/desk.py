@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcanary.event_log import Event, EventLog
 from kvcanary.groups import slots_in
-from kvcanary.hits import Hit
+from kvcanary.hits import NO_SLOT, Hit
 from kvcanary.ledger import Ledger
 from kvcanary.recorder import LONG
 from kvcanary.state import PoolState
@@ -153,10 +153,7 @@ class TicketDesk:
 
     def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
         page = violation.resource if isinstance(violation.resource, int) else None
-        view = self._pool.view
-        name = -1 if page is None else page * view.page_size
-        is_mapped = page is not None and view.slot_map is not None
-        slot = int(slots_in(view, np.array([name]))[0]) if is_mapped else name
+        slot, name = (NO_SLOT, None) if page is None else self._slot(page)
         owners = requests if page is None else _names(self._ledger.owner_of(page)) or requests
         return Hit(
             "O1",
@@ -166,11 +163,17 @@ class TicketDesk:
             owners[0] if owners else None,
             ("stream", 0),
             self.step,
-            named=name if is_mapped else None,
+            named=name,
             others=tuple(owners[1:]),
             expected=_due(violation),
             found=_done(violation),
         )
+
+    def _slot(self, page: int) -> tuple[int, int | None]:
+        """The page's first slot in the pool, and how plans call it where that is another number."""
+        view = self._pool.view
+        name = page * view.page_size
+        return (name, None) if view.slot_map is None else (int(slots_in(view, np.array([name]))[0]), name)
 
 
 def _due(violation: Violation) -> dict[str, Any]:

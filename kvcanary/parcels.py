@@ -140,6 +140,7 @@ class Parcels:
         """
         names = self._slots(np.array(pages, dtype=np.int64))
         positions = self._positions(request, pages)
+        request.brought_len = max(request.brought_len, length)
         landed: dict[str, Landed | None] = {}
         for pool, contents in zip(self._state.pools, parcel.contents, strict=True):
             held = slots_in(pool.view, names) >= pool.view.null_slots  # a window may have left the others

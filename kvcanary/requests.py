@@ -78,6 +78,7 @@ class Request:
     ahead:         by pool, entries that its row may hold beyond the committed length
     pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
     is_damaged:    something was found in what it holds, and it may have computed NaN from that
+    brought_len:   entries that a load or restore is said to have brought: no forward need have written them
     committed_len: entries [0, committed_len) are final
     final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
     commit_step:   step of the last commit
@@ -95,6 +96,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     released: bool = False
     is_damaged: bool = False
+    brought_len: int = 0
 
     committed_len = _OfCard(COMMITTED_LEN)
     final_pages = _OfCard(FINAL_PAGES)
@@ -179,7 +181,7 @@ class Request:
         self.judged = [Judged()] * len(self.judged)
         self.unheard = []
         self.is_damaged = False
-        self.lacks_pages = 0
+        self.brought_len = self.lacks_pages = 0
 
     @property
     def growth(self) -> list[tuple[int, int]]:

@@ -68,9 +68,12 @@ def _wrong_prefix(forward: Forward, number: int, truth: int, prefix: int) -> Hit
 def _not_caught_up(forward: Forward, row: int, written: int, final: int) -> Hit | None:
     """H1 for a row of which ``written`` entries have a forward with hooks, and ``final`` are final.
 
-    None where the last of these forwards ran when they became final: then it had hooks, and wrote too few.
+    None where the last of these forwards ran when they became final: then it had hooks, and wrote too few. None where a
+    load should have brought them.
     """
     pool, request = forward.pool, forward.request_of(row)
+    if written < request.brought_len:
+        return None
     if written > forward.starts[row]:
         slot = int(forward.ids[forward.bounds[row] + written - 1 - forward.starts[row]])
         if 0 <= slot < pool.view.num_slots and read_record(pool.records, slot).step >= request.commit_step:
@@ -168,7 +171,7 @@ def judge_commit(requests: Sequence[Request], pools: Sequence[PoolState], step: 
         if pool.view.token_offset or pool.view.ahead:
             continue
         for request in requests:
-            seen, expected = request.row_lens[pool.pool_id], request.committed_len
+            seen, expected = max(request.row_lens[pool.pool_id], request.brought_len), request.committed_len
             if seen < expected and request.commit_step == step:
                 hit = Hit("H1", pool, 0, seen, request.request_id, ("commit", 0), step, is_unhooked=True)
                 hits.append(replace(hit, expected={"entries": expected}, found={"entries": seen}))

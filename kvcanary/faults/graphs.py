@@ -204,7 +204,8 @@ FAULTS = (
         bugs=("sgl-project/sglang#27545",),
         story="Offsets of the queries went up by the number of steps plus one, and the runner laid out as many rows as "
         "the tree has nodes: equal with topk 1 alone, NaN in replays of larger batches else.",
-        expected="PlanError",
+        expected="W5",
+        also=("R10",),
         applies_to="two requests and more",
         applies=_several,
         strike=_query_by_another_stride,

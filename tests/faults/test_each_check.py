@@ -368,7 +368,10 @@ def test_the_fault_is_found_by_its_check(strike, fault, code):
 @pytest.mark.parametrize(("fault", "code"), FAULTS)
 def test_a_check_that_is_switched_off_finds_nothing(strike, fault, code):
     """With its check disabled the fault may be found by another check, never by this one."""
-    error = strike(fault, disable=frozenset({code}), **fault.settings)
+    try:
+        error = strike(fault, disable=frozenset({code}), **fault.settings)
+    except InvariantError:  # the host saw it
+        return
     assert code not in ([] if error is None else [finding.code for finding in error.findings])
 
 

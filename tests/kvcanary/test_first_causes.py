@@ -101,7 +101,7 @@ def test_accepted_tokens_in_reverse(run, is_broken):
 
 @TWINS
 def test_numbers_of_substeps_that_repeat(run, is_broken):
-    """R10: a draft forward that reads an ancestor which one of its own number wrote."""
+    """H1: a draft forward that carries the number of the one whose entry it reads."""
 
     def act(engine):
         own = engine.canary.substep
@@ -113,7 +113,7 @@ def test_numbers_of_substeps_that_repeat(run, is_broken):
         engine.start("one", 10)
         engine.step()
 
-    expect(run(act), is_broken, "R10", "hooks", "numbers of substeps repeat", "draft[0] of step 2")
+    expect(run(act), is_broken, "H1", "hooks", "numbers of substeps repeat", "it was opened as draft[0]")
 
 
 @pytest.mark.parametrize(

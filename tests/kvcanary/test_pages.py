@@ -11,7 +11,7 @@ import pytest
 from kvcanary import CanaryConfig, CanaryManager
 from kvcanary.cards import NUM_FRESH
 from kvcanary.errors import LifetimeError, PageStateError
-from kvcanary.history import HISTORY_EVENTS, History
+from kvcanary.history import HISTORY_EVENTS, History, phrase
 from kvcanary.pages import EVENTS, STATE_NAMES, Pages
 from kvcanary_kernels import record
 from kvcanary_kernels.record import NO_OWNER, SHARED_OWNER
@@ -76,7 +76,7 @@ def test_every_event_in_every_state(event, state):
     error, words = caught.value, str(caught.value)
     assert (error.page, error.state, error.event) == (4, STATE_NAMES[state], event)
     assert words.startswith("page 4 must be ")
-    assert f"{event} " in words
+    assert phrase(event, None) in words
     assert f", it is {STATE_NAMES[state]}: " in words
     assert words.endswith(EVENTS[event].remedy)
     assert pages.states.tolist() == before.tolist()

@@ -428,5 +428,5 @@ def test_starts_are_positions_of_rows(make_sliding):
     engine = make_sliding()
     engine.start("only", 9)
     engine.change_read = lambda plan: replace(plan, starts=plan.starts - 20)
-    with pytest.raises(PlanError, match="from position -1"):
+    with pytest.raises(PlanError, match="starts must not be negative, got -1"):
         engine.decode()

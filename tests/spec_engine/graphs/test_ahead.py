@@ -98,7 +98,7 @@ def test_a_feed_says_rows_of_several_sections_at_once() -> None:
         names = [f"own_{part}" for part in (*TRUTH, UNHEARD)[: 4 + (truth is not None)]]
         feed = Feed({"before": 1, **dict.fromkeys(names, 6), STEP: 1, "behind": 2}, torch.device("cpu"))
         feed.set(before=[9], behind=[8, 7])
-        rows = Rows(feed, "own", "live", width, truth)
+        rows = Rows(feed, "target", "own", "live", width, truth)
         for count in (3, 1, 0, 2):
             known = [[10 * part + number for number in range(count)] for part in range(ROW_NUMBERS)]
             told, place = array("q", [*chain.from_iterable(known), 5]), rows.places[feed.turn]

@@ -146,9 +146,10 @@ def _expected(kind: str, fault: Fault | None, strike: Strike | None) -> str:
 
 
 def _code(ended: Played) -> str:
-    """What spoke first: the code of a finding, or the name of an error."""
+    """What spoke first: the code of a finding, or the name of an error, be it one that mode abort tells as a finding."""
     if ended.findings:
-        return ended.findings[0].code
+        first = ended.findings[0]
+        return first.found["error"] if first.code == "L1" else first.code
     return "" if ended.error is None else type(ended.error).__name__
 
 
@@ -168,7 +169,10 @@ def _text(ended: Played) -> str:
 
 
 def _is_there(finding: Finding, strike: Strike) -> bool:
-    return all(_fits(getattr(finding, name), value) for name, value in strike.place.items())
+    place = dict(strike.place)
+    request = place.pop("request", None)
+    is_named = request is None or str(request) in finding.sentence or request in finding.readers
+    return is_named and all(_fits(getattr(finding, name), value) for name, value in place.items())
 
 
 def _fits(found: Any, stated: Any) -> bool:

@@ -148,7 +148,7 @@ def play(
         canary = CanaryConfig(mode=run.mode, seed=run.seed, disable=disable, **settings)
         try:
             bench = build(run.setup, canary)
-        except KVCanaryError as error:  # a wrong size may be refused at once
+        except (KVCanaryError, ValueError) as error:  # a wrong size may be refused at once
             return Played(error, strike=_of_build(armed))
         own = random.Random(f"{run.fault}:{run.config}:{run.seed}")
         target = EngineTarget(bench.engine, run.setup, own, run.turn)
