@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvcanary.codes import CODES
+from kvcanary.invariants import InvariantError
 from spec_engine import Engine, SamplingParams
 
 Place = tuple[int | None, int | None]  # slot and position that the finding must name; None: any

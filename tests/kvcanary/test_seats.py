@@ -331,7 +331,7 @@ def test_what_is_accepted_belongs_to_one_forward(ahead):
     """Numbers are left out where a step says what it accepts, and nowhere else; nothing is launched else."""
     one = ahead()
     one.begin()
-    with pytest.raises(PlanError, match="a number for each of 2 forwards and of 1 requests, .* got 2 and None: give"):
+    with pytest.raises(PlanError, match=r"a number for each of 2 forwards and of 1 requests, .* got 2 and None: give"):
         one.canary.launch_all(one.drafts, ["ann"], None, [3, 3])
     assert what_was_found(one.canary) == []
 

@@ -146,7 +146,7 @@ def _expected(kind: str, fault: Fault | None, strike: Strike | None) -> str:
 
 
 def _code(ended: Played) -> str:
-    """What spoke first: the code of a finding, or the name of an error, be it one that mode abort tells as a finding."""
+    """What spoke first: the code of a finding, or the name of an error, which mode abort may tell as a finding."""
     if ended.findings:
         first = ended.findings[0]
         return first.found["error"] if first.code == "L1" else first.code
