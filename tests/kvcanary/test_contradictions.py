@@ -619,7 +619,7 @@ def test_the_state_and_the_history_are_told() -> None:
     finding = engine.canary.findings[0]
     assert finding.page == page
     assert finding.expected == {"state": "FREE"}
-    assert finding.found == {"state": "COMMITTED", "event": "granted"}
+    assert finding.found == {"state": "COMMITTED", "event": "granted", "error": "PageStateError"}
     assert "test_contradictions.py:" in finding.sentence
     assert set(finding.readers) == {"wrong", "victim"}
     assert finding.causes[0].family == "lifetime"
