@@ -161,16 +161,16 @@ def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
     return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
 
 
-def speaks_first(hit: Hit) -> tuple[bool, bool, bool, bool, int, int, int]:
-    """Forwards without hooks, then their entries; writes before moves before reads; then along the row; at one slot by
-    rank; the first pool before the second.
+def speaks_first(hit: Hit) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
+    """Forwards without hooks, then their entries; events that contradict; writes before moves before reads; then along
+    the row; at one slot by rank; the first pool before the second.
 
     Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
     """
     nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
     along = hit.position or 0 if hit.arrival is None else hit.arrival.turn(hit.pool.name, hit.arrived_as)
     where = nowhere != hit.is_unhooked, along, RANK[hit.code], hit.pool.pool_id
-    return not hit.is_unhooked, is_read, hit.code == "T1", *where
+    return not hit.is_unhooked, hit.code != "L1", is_read, hit.code == "T1", *where
 
 
 def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:

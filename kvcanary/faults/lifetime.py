@@ -187,7 +187,6 @@ FAULTS = (
         "A request gave its tail back in two pieces, and the seam between them lay inside a page that is wider than "
         "the pieces knew: both freed it. Every scheduler died within a minute.",
         expected="PageStateError",
-        also=("W7",),  # in mode abort, where the row goes on to be written
         applies_to="everything",
         applies=everywhere,
         strike=free_the_halves_of_a_page,
