@@ -7,6 +7,7 @@ import random
 import click
 
 from kvcanary_tools import console
+from kvcanary_tools.bench.common import machine
 from kvcanary_tools.breaks import table
 from kvcanary_tools.breaks.catalogue import BREAKS
 from kvcanary_tools.breaks.running import run
@@ -54,7 +55,7 @@ def command(
     for row in rows:
         if is_cause_right(row) is False:
             file.say(f"cause of {row.name}, canary {row.canary}: {row.cause}, {row.says}")
-    file.write({"summary": told, "complaints": wrong, "rows": [row.as_dict() for row in rows]})
+    file.write({"machine": machine(), "summary": told, "complaints": wrong, "rows": [row.as_dict() for row in rows]})
     ctx.exit(int(bool(wrong)))
 
 

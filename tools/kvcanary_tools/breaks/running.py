@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import structlog
+import torch
 
 from kvcanary import CanaryConfig, KVCanaryError, KVCorruptionError
 from kvcanary_tools.breaks.broken import Break, import_broken
@@ -106,6 +107,7 @@ def _play_broken(given: tuple[str, Mapping[str, Unbroken]]) -> list[Row]:
 
 def _begin(broken: Break | None) -> None:
     """In a process that ends with this task."""
+    torch.set_num_threads(1)  # two beside another busy process wait for each other
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     signal.alarm(MOST_SECONDS)
     import_broken(broken)

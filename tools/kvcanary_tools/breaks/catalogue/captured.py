@@ -110,7 +110,8 @@ BREAKS = (
             Case(topk=1, num_steps=4, draft="self", engine={"graphs": "on"}),
         ),
         ends=("W5",),
-        cause="graphs",
+        cause=("graphs", "draft"),
+        says="earlier",
     ),
     Break(
         "captured_branch_slots_shifted",
@@ -159,7 +160,7 @@ BREAKS = (
             GRAPH_OVERLAP,
             GRAPH_CHAIN,
         ),
-        ends=("R12", "R10", "W6", "H1", "W5"),
-        cause=("graphs", "lengths", "order"),
+        ends=("R5", "R12"),
+        cause="lengths",
     ),
 )

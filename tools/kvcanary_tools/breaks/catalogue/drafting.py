@@ -52,7 +52,8 @@ BREAKS = (
         ),
         (TREE_PAGED,),
         ends=("T1",),
-        cause=("transfer", "draft"),
+        cause=("transfer", "addressing"),
+        says="layout",
     ),
     Break(
         "tail_copy_first_layer_only",

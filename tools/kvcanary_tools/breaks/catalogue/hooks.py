@@ -123,7 +123,7 @@ BREAKS = (
             ),
         ),
         (Case(topk=2, num_steps=4, nodes=8, engine={"graphs": "on"}),),
-        ends=("PlanError", "HookOrderError"),
+        ends=("MissingHooksError",),
     ),
     Break(
         "close_skipped",

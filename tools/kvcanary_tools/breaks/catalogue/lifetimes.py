@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcanary_tools.breaks.broken import Break, Edit
 from kvcanary_tools.breaks.cases import Case
 from kvcanary_tools.breaks.catalogue.traffic import CHAIN, GRAPH, PLAIN, PRESSED, SHARED, TREE
@@ -38,7 +40,7 @@ BREAKS = (
             ),
         ),
         (
-            SHARED,
+            replace(SHARED, new=22),
             Case(draft="none", shared=16, repeats=True, page_size=4),
         ),
         ends=("PageStateError",),
