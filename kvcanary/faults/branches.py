@@ -47,16 +47,21 @@ def page_of_another(match: Any, *, tree: Any) -> Any:
     return replace(match, pages=[*match.pages[:-1], others[0]]) if match.pages and others else match
 
 
+def changed_by(target: Target, move: Move) -> frozenset[int]:
+    """Slots in which other bytes lie when this move is done than before it."""
+    rows, pairs = target.pools[move.pool].rows, zip(move.source.tolist(), move.destination.tolist(), strict=True)
+    return frozenset(
+        slot
+        for source, slot in pairs
+        if bool((rows.gather_layer(0, row_of(source)) != rows.gather_layer(0, row_of(slot))).any())
+    )
+
+
 def move_untold(target: Target) -> bool:
     """Accepted entries move to the front of their window, and the canary hears nothing of it."""
 
     def untold(move: Move) -> bool:
-        rows, pairs = target.pools[move.pool].rows, zip(move.source.tolist(), move.destination.tolist(), strict=True)
-        moved = [
-            slot
-            for source, slot in pairs
-            if bool((rows.gather_layer(0, row_of(source)) != rows.gather_layer(0, row_of(slot))).any())
-        ]
+        moved = changed_by(target, move)
         if move.pool != "target" or not moved:
             return False
         canary, told = target.canary, target.canary.on_move
@@ -65,7 +70,7 @@ def move_untold(target: Target) -> bool:
             canary.on_move = told  # type: ignore[method-assign]
 
         canary.on_move = swallow  # type: ignore[method-assign]
-        target.record(UNDECLARED, pool="target", slot=frozenset(moved), late=True)
+        target.record(UNDECLARED, pool="target", slot=moved, late=True)
         return True
 
     target.on_move(untold)

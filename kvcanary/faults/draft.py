@@ -7,10 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvcanary.faults.branches import first_child, move_untold, not_copied, of_the_row_beside, where_it_was_due
+from kvcanary.faults.branches import (
+    changed_by,
+    first_child,
+    move_untold,
+    not_copied,
+    of_the_row_beside,
+    where_it_was_due,
+)
 from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.harmless import lengthen_plans, move_in_another_order
-from kvcanary.faults.reach import row_of, submit_prompt, written_of
+from kvcanary.faults.reach import submit_prompt, written_of
 from kvcanary.faults.target import Call, Move, Setup, Target
 
 if TYPE_CHECKING:
@@ -187,16 +194,11 @@ def _lose_the_move(pool: str, late: bool) -> Callable[[Target], bool]:
         def stay(move: Move) -> bool:
             if move.pool != pool:
                 return False
-            view = target.pools[pool]
-            moved = [
-                slot
-                for source, slot in zip(move.source.tolist(), move.destination.tolist(), strict=True)
-                if bool((view.rows.gather_layer(0, row_of(source)) != view.rows.gather_layer(0, row_of(slot))).any())
-            ]
+            moved = changed_by(target, move)
             if not moved:
                 return False
             move.source = move.destination
-            target.record(UNDECLARED, pool=pool, slot=frozenset(moved), late=late)
+            target.record(UNDECLARED, pool=pool, slot=moved, late=late)
             return True
 
         target.on_move(stay)
