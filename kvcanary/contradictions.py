@@ -52,6 +52,7 @@ class Contradictions:
         self._of = ref(manager)  # who drops a manager has dropped it
         self._ledger, self._checks = manager._ledger, manager._checks
         self._aside = manager._aside
+        self._outside: list[int] = []  # pages that the event names, and that nobody may have
         for name, follow in FOLLOW.items():
             setattr(manager, name, self._guarded(getattr(type(manager), name), follow))
 
@@ -76,6 +77,7 @@ class Contradictions:
                     self._bring_back(error, requests)
                     return hook(*args, **kwargs)
                 self._error, self._requests, self._pages = error, requests, self._inside(pages)
+                self._outside = sorted(set(pages) - set(self._pages))
                 return follow(self, bound.arguments)
 
         return hook
@@ -132,6 +134,8 @@ class Contradictions:
             told=str(error),
         )
         hit.expected, hit.found = _sides(error)
+        if self._outside and site == EVENT_SITE:
+            hit.found["page"] = self._outside[0]
         self._checks.report([hit])
 
     def _bring_back(self, error: UnknownRequestError, requests: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ class Describer:
     ) -> Finding:
         """The finding of one incident; `locate`: name the one changed word; `search`: else whose bytes these are."""
         facts = self._facts(incident, locate, search)
-        hit, found, word = facts.hit, facts.record, facts.word
+        hit, word = facts.hit, facts.word
         writes = hit.code.startswith("W")
         expected, seen = expected_and_found(facts)
         if self._show_tokens:
@@ -90,7 +90,7 @@ class Describer:
             writer=hit.request_id if writes else facts.writer,
             write_step=hit.step if writes else facts.write_step,
             write_site=hit.site if writes else facts.write_site,
-            undeclared=hit.code in _UNDECLARED and found is not None and hit.arrival is None,
+            undeclared=_is_undeclared(facts),
             owner=facts.owner,
             expected=expected,
             found=seen,
@@ -152,6 +152,13 @@ class Describer:
             names += self._ledger.holders(incident[0].page)
         known = dict.fromkeys(name for name in (*names, owner) if name is not None)
         return [self._ledger.requests[name] for name in known if name in self._ledger.requests]
+
+
+def _is_undeclared(facts: Facts) -> bool:
+    """Whether other bytes lie there than the last declared write has left: a check of the bytes says so, or they do."""
+    if facts.record is None or facts.hit.arrival is not None:
+        return False
+    return facts.hit.code in _UNDECLARED or (facts.hit.code in ("R4", "R5", "R6") and not facts.holds_its_own)
 
 
 def _changed_word(hit: Hit) -> ChangedWord | None:

@@ -143,8 +143,10 @@ class Facts:
     @cached_property
     def holds_its_own(self) -> bool:
         """Whether the bytes of the entry that lies wrong are those that its record names; never where R9 says so."""
-        slot = None if self.first_difference is None else self._slot_of(self.first_difference)
-        if self.hit.code != "R6" or slot is None:
+        slot: int | None = self.hit.slot if self.hit.code in ("R4", "R5") else None
+        if self.hit.code == "R6" and self.first_difference is not None:
+            slot = self._slot_of(self.first_difference)
+        if slot is None:
             return self.hit.code != "R9"
         return all(holds_its_own(self.hit.pool, layer, slot) for layer in range(self.hit.pool.view.num_layers))
 

@@ -11,11 +11,13 @@ from kvcanary_kernels.record import Record
 
 def undeclared_move(facts: Facts) -> Cause | None:
     """Other bytes than the record's, where another node's record lies than the one that was accepted."""
-    lies = facts.different_record if facts.hit.code == "R6" else facts.record if facts.is_own_place else None
+    lies, place = facts.record if facts.is_own_place else None, facts.own_position
+    if facts.hit.code == "R6":
+        lies, place = facts.different_record, facts.first_difference
     if lies is None or facts.reader is None or facts.holds_its_own or lies.request != facts.reader.uid:
         return None
     kind, index, _ = unpack_site(lies.site)
-    is_final = lies.position < facts.reader.committed_len and not facts.row.is_own(lies.position)
+    is_final = place is not None and place < facts.reader.committed_len and not facts.row.is_own(place)
     if kind not in TREE_KINDS or not is_final or (facts.hit.code == "R6" and kind == "draft"):
         return None
     evidence = (

@@ -421,7 +421,39 @@ def contradicting_event(facts: Facts) -> Cause | None:
     """What an engine tells of a page or a request it tells twice, too late, of another, or not at all."""
     if facts.hit.site[0] in SUBSTEP_KINDS:
         return None
-    last = facts.events[-1:]
-    evidence = tuple(f"the last event of page {facts.hit.page}: {event} ({event.place})" for event in last)
     text = "the engine's books of pages and requests are wrong, or an event before this one was not told"
-    return Cause("lifetime", text, "inferred", evidence)
+    return Cause("lifetime", text, "inferred", _last_event(facts))
+
+
+def no_page_to_name(facts: Facts) -> Cause | None:
+    page = (facts.hit.found or {}).get("page")
+    if page is None:
+        return None
+    evidence = (f"page {page} is a null page, or the pool has none of this number",)
+    return Cause("addressing", "a page was named that no request may have", "derived", evidence)
+
+
+def published_unfinished(facts: Facts) -> Cause | None:
+    event, state = _refused(facts)
+    if event != "published" or state not in ("RESERVED", "WRITTEN"):
+        return None
+    evidence = (f"page {facts.hit.page} is {state}, not yet COMMITTED", *_last_event(facts))
+    return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
+
+
+def loaded_over_entries(facts: Facts) -> Cause | None:
+    event, state = _refused(facts)
+    if event not in ("marked loading", "loaded", "restored") or state not in ("WRITTEN", "COMMITTED", "SHARED"):
+        return None
+    evidence = (f"page {facts.hit.page} is {state}: it holds entries already", *_last_event(facts))
+    return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
+
+
+def _refused(facts: Facts) -> tuple[str | None, str | None]:
+    """The event that a page may not have in its state."""
+    found = facts.hit.found or {}
+    return found.get("event"), found.get("state")
+
+
+def _last_event(facts: Facts) -> tuple[str, ...]:
+    return tuple(f"the last event of page {facts.hit.page}: {event} ({event.place})" for event in facts.events[-1:])

@@ -206,9 +206,10 @@ FAULTS = (
         "the tree has nodes: equal with topk 1 alone, NaN in replays of larger batches else.",
         expected="W5",
         also=("R10",),
-        applies_to="two requests and more",
-        applies=_several,
+        applies_to="drafting for two requests and more",
+        applies=lambda setup: setup.drafts and setup.batch > 1,
         strike=_query_by_another_stride,
+        cause="draft",
         quiet=lengthen_plans,
     ),
     Fault(

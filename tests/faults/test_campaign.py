@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
+from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
@@ -145,6 +147,20 @@ def test_a_host_check_is_switched_off_where_it_is_called():
     assert request_table.check_row_fits is before
     with pytest.raises(invariants.RowOverflowError):
         request_table.check_row_fits(1, 0, 99, 4, 4)
+
+
+def test_what_is_imported_while_a_check_is_off_gets_it_back(monkeypatch):
+    """A module that is imported meanwhile takes what does nothing: it must not keep it for the runs that follow."""
+    from kvcanary import invariants
+
+    name = "spec_engine.imported_meanwhile"
+    with switched_off("RowOverflowError"):
+        late = ModuleType(name)
+        late.check_row_fits = invariants.check_row_fits
+        monkeypatch.setitem(sys.modules, name, late)
+        late.check_row_fits(1, 0, 99, 4, 4)
+    with pytest.raises(invariants.RowOverflowError):
+        late.check_row_fits(1, 0, 99, 4, 4)
 
 
 def test_a_seed_is_a_run():

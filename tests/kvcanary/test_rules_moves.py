@@ -8,6 +8,7 @@ from kvcanary.sites import pack_site
 from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 OWN = {"is_own_place": True, "reader": a_reader()}
+MOVED_HERE = OWN | {"own_position": 5, "holds_its_own": False}
 NODE = a_record(site=pack_site("verify", 0))
 MOVED, LOADED = (a_record(site=pack_site(kind, 0)) for kind in ("move", "load"))
 A_HOLE = {"code": "R12", "site": ("draft", 0), "position": 5, "slot": 21}
@@ -21,7 +22,11 @@ LOADED_9 = a_record(site=pack_site("load", 0), position=9)
 
 SAID = [
     *(
-        (moves.undeclared_move, shown(a_hit(code=code), **{**OWN, "record": NODE, "holds_its_own": False} | read), None)
+        (
+            moves.undeclared_move,
+            shown(a_hit(code=code), **{**OWN, "own_position": 5, "record": NODE, "holds_its_own": False} | read),
+            None,
+        )
         for code, read in (
             ("R9", {"is_own_place": False}),
             ("R9", {"reader": None}),
@@ -30,6 +35,7 @@ SAID = [
             ("R9", {"holds_its_own": True}),
             ("R9", {"record": a_record(site=pack_site("decode", 0))}),
             ("R9", {"row": a_row(own=(5,))}),
+            ("R4", {"own_position": None}),
             ("R6", {"different_record": a_record(site=pack_site("draft", 0))}),
             ("R6", {}),
         )
@@ -37,7 +43,7 @@ SAID = [
     *(
         (
             moves.undeclared_move,
-            shown(a_hit(code=code), **OWN, holds_its_own=False, record=NODE, different_record=NODE),
+            shown(a_hit(code=code), **OWN, holds_its_own=False, **place),
             Cause(
                 "transfer",
                 "accepted entries were moved, and the canary was not told",
@@ -49,7 +55,12 @@ SAID = [
                 ),
             ),
         )
-        for code in ("R9", "R6")
+        for code, place in (
+            ("R9", {"record": NODE, "own_position": 5}),
+            ("R4", {"record": a_record(site=pack_site("verify", 0), position=4), "own_position": 5}),
+            ("R5", {"record": NODE, "own_position": 5}),
+            ("R6", {"different_record": NODE, "first_difference": 5}),
+        )
     ),
     *(
         (moves.moved_from_elsewhere, shown(a_hit(code=code), **OWN | read), None)

@@ -640,6 +640,51 @@ SAID = [
             ("the last event of page 5: freed by 'old' at step 4 (unknown place)",),
         ),
     ),
+    (rows.no_page_to_name, shown(a_hit(code="L1", site=("event", 0), found={"error": "LifetimeError"})), None),
+    (
+        rows.no_page_to_name,
+        shown(a_hit(code="L1", site=("event", 0), found={"page": 0})),
+        Cause(
+            "addressing",
+            "a page was named that no request may have",
+            "derived",
+            ("page 0 is a null page, or the pool has none of this number",),
+        ),
+    ),
+    *(
+        (rule, shown(a_hit(code="L1", site=("event", 0), found=found)), None)
+        for rule, found in (
+            (rows.published_unfinished, None),
+            (rows.published_unfinished, {"event": "published", "state": "FREE"}),
+            (rows.published_unfinished, {"event": "evicted", "state": "WRITTEN"}),
+            (rows.loaded_over_entries, None),
+            (rows.loaded_over_entries, {"event": "loaded", "state": "LOAD_FAILED"}),
+            (rows.loaded_over_entries, {"event": "freed", "state": "SHARED"}),
+        )
+    ),
+    (
+        rows.published_unfinished,
+        shown(a_hit(code="L1", site=("event", 0), found={"event": "published", "state": "WRITTEN"}), events=A_FREE),
+        Cause(
+            "uninitialised",
+            "a page was published before all of it was final",
+            "derived",
+            (
+                "page 5 is WRITTEN, not yet COMMITTED",
+                "the last event of page 5: freed by 'old' at step 4 (unknown place)",
+            ),
+        ),
+    ),
+    (
+        rows.loaded_over_entries,
+        shown(a_hit(code="L1", site=("event", 0), found={"event": "marked loading", "state": "COMMITTED"})),
+        Cause(
+            "transfer",
+            "a load was told into a page that holds entries",
+            "derived",
+            ("page 5 is COMMITTED: it holds entries already",),
+        ),
+    ),
 ]
 
 

@@ -33,7 +33,7 @@ def matrix_lines(totals: Totals) -> Iterator[str]:
             f"`{row['fault']}`",
             row["runs"],
             row["found"],
-            row.get("not_ended", "-"),
+            row["not_ended"],
             row["first_code"] or "nobody",
             _share(row["place_right"], row["places"]),
             _share(row["writer_right"], row["writers"]),
@@ -60,9 +60,7 @@ def summary_lines(campaign: Mapping[str, Any], dumps: Mapping[str, Any]) -> Iter
     counts = [row["runs"] for row in totals]
     yield f"| faulty runs a fault, fewest and most | {min(counts)} and {max(counts)} |"
     yield f"| faulty runs that ended as their entry says, by the check that it names | {of('found', 'runs')} |"
-    known = [row for row in totals if "not_ended" in row]  # a record of before does not say
-    of_faults = "" if len(known) == len(totals) else f", counted for {len(known)} of {len(totals)} faults"
-    yield f"| runs and twins that their cap ended, none of them a hit{of_faults} | {_sum(known, 'not_ended')} |"
+    yield f"| runs and twins that their cap ended, none of them a hit | {_sum(totals, 'not_ended')} |"
     yield f"| place right; writer right | {of('place_right', 'places')}; {of('writer_right', 'writers')} |"
     yield f"| tokens that left in or after the step of the finding | {_sum(totals, 'tokens_leaked'):,} |"
     yield f"| runs with tokens exposed where none may be | {of('too_exposed', 'runs')} |"
