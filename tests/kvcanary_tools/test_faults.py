@@ -136,7 +136,7 @@ def test_a_state_fault_that_does_not_apply_says_so(kvcanary) -> None:
     """Two requests are needed, one runs."""
     result = kvcanary(*GENERATE, "--reenact", "graphs.wrong_stride")
     assert result.exit_code == 0
-    assert "graphs.wrong_stride changed nothing here: it applies to two requests and more" in result.stderr
+    assert "graphs.wrong_stride changed nothing here: it applies to drafting for two requests and more" in result.stderr
 
 
 def test_the_command_says_how_much(kvcanary):
