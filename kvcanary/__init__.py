@@ -13,18 +13,18 @@ __version__ = "0.1.0"
 _HOMES = {
     "CanaryConfig": "config",
     "CanaryConfigError": "errors",
-    "CanaryManager": "manager",
-    "Finding": "findings",
+    "CanaryManager": "manager.manager",
+    "Finding": "report.finding",
     "HookOrderError": "errors",
     "KVCanaryError": "errors",
     "KVCorruptionError": "errors",
     "LifetimeError": "errors",
     "PlanError": "errors",
-    "PoolView": "views",
-    "ReadPlan": "views",
-    "Report": "report",
-    "SubstepCanary": "substep",
-    "WritePlan": "views",
+    "PoolView": "pools.views",
+    "ReadPlan": "pools.views",
+    "Report": "report.render",
+    "SubstepCanary": "manager.substep",
+    "WritePlan": "pools.views",
 }
 
 __all__ = [
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
         LifetimeError,
         PlanError,
     )
-    from kvcanary.findings import Finding
-    from kvcanary.manager import CanaryManager
-    from kvcanary.report import Report
-    from kvcanary.substep import SubstepCanary
-    from kvcanary.views import PoolView, ReadPlan, WritePlan
+    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.manager.substep import SubstepCanary
+    from kvcanary.pools.views import PoolView, ReadPlan, WritePlan
+    from kvcanary.report.finding import Finding
+    from kvcanary.report.render import Report
 
 
 def __getattr__(name: str) -> Any:

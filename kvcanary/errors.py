@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcanary.findings import Finding
-    from kvcanary.report import Report
+    from kvcanary.report.finding import Finding
+    from kvcanary.report.render import Report
 
 
 class KVCanaryError(Exception):

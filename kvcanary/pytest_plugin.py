@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from kvcanary.errors import KVCanaryError
     from kvcanary.faults.fault import Fault
     from kvcanary.faults.target import Target
-    from kvcanary.findings import Finding
-    from kvcanary.manager import CanaryManager
-    from kvcanary.views import PoolView
+    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.pools.views import PoolView
+    from kvcanary.report.finding import Finding
 
 MODES = ("log", "raise", "abort")
 

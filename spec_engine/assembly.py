@@ -17,30 +17,30 @@ from spec_engine.drafting.adaptive import AdaptivePolicy
 from spec_engine.drafting.drafter import Drafter
 from spec_engine.errors import ConfigError
 from spec_engine.graphs.settings import check_model, runner_class
-from spec_engine.hooks import Forwards
-from spec_engine.layered import LayeredForwards, LayerGroup
 from spec_engine.loading import dtype_of, load_models
 from spec_engine.memory.allocator import PageAllocator
-from spec_engine.memory.fp8_pool import Fp8Pool
-from spec_engine.memory.host_tier import HostTier
+from spec_engine.memory.cache.host_tier import HostTier
 from spec_engine.memory.kv_memory import KVMemory
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.fp8_pool import Fp8Pool
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.memory.pools.recurrence import recurrent_pool, settings_for
+from spec_engine.memory.pools.sliding import check_draft_window, pool_layers, window_pool
+from spec_engine.memory.pools.slot_map import Mapped
+from spec_engine.memory.pools.splitting import split_pool
+from spec_engine.memory.pools.window_report import WindowReports
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizes import Sizes, plan_sizes
-from spec_engine.memory.slot_map import Mapped
-from spec_engine.memory.window_report import WindowReports
 from spec_engine.models.config import ModelConfig
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
-from spec_engine.recurrence import recurrent_pool, settings_for
-from spec_engine.relay import Relay
-from spec_engine.results import Results
-from spec_engine.scheduler import Scheduler
-from spec_engine.sliding import check_draft_window, pool_layers, window_pool
-from spec_engine.splitting import split_pool
-from spec_engine.streams import Streams
-from spec_engine.turns import Turns
+from spec_engine.scheduling.scheduler import Scheduler
+from spec_engine.scheduling.turns import Turns
+from spec_engine.step.hooks import Forwards
+from spec_engine.step.layered import LayeredForwards, LayerGroup
+from spec_engine.step.relay import Relay
+from spec_engine.step.results import Results
+from spec_engine.step.streams import Streams
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager

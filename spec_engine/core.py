@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcanary.groups import first_visible
 from kvcanary.invariants import check_rows_distinct
+from kvcanary.pools.slot_maps import first_visible
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.relay import Relay
 from spec_engine.request import Request
-from spec_engine.transfer import Ints, to_device, together
+from spec_engine.step.relay import Relay
+from spec_engine.step.transfer import Ints, to_device, together
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,20 +17,20 @@ from kvcanary.invariants import check_commit, check_known_tokens, check_root, ch
 from spec_engine.acceptance.logprobs import TokenLogProb
 from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
-from spec_engine.intake import Intake, output_of
-from spec_engine.memory.host_tier import LoadFailedError
-from spec_engine.memory.window_pool import WindowRow
-from spec_engine.memory.window_report import RowDivergence
+from spec_engine.memory.cache.host_tier import LoadFailedError
+from spec_engine.memory.pools.window_pool import WindowRow
+from spec_engine.memory.pools.window_report import RowDivergence
 from spec_engine.metrics import Metrics
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.loader import Draft
 from spec_engine.models.tokenizer import Tokenizer
-from spec_engine.progress import Progress
 from spec_engine.request import Output, Refusal, Request, TokenEvent
-from spec_engine.results import Landing
-from spec_engine.runner import Part, StepResult
 from spec_engine.sampling import SamplingParams
-from spec_engine.scheduler import Chunk
+from spec_engine.scheduling.intake import Intake, output_of
+from spec_engine.scheduling.progress import Progress
+from spec_engine.scheduling.scheduler import Chunk
+from spec_engine.step.results import Landing
+from spec_engine.step.runner import Part, StepResult
 
 KV_CORRUPTION = "kv_corruption"  # finish reason of a request that a finding touches
 

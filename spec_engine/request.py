@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spec_engine.sampling import SamplingParams
-from spec_engine.transfer import Ints
+from spec_engine.step.transfer import Ints
 
 if TYPE_CHECKING:
     from spec_engine.acceptance.logprobs import TokenLogProb
-    from spec_engine.memory.host_tier import HostBlock
-    from spec_engine.memory.prefix_tree import Node
+    from spec_engine.memory.cache.host_tier import HostBlock
+    from spec_engine.memory.cache.prefix_tree import Node
 
 REFUSED = "refused"  # finish reason of a prompt that could never run
 

@@ -38,4 +38,4 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def early_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rolling check has a slice so soon that a run of ten steps meets one, as long ones do all the time."""
-    monkeypatch.setattr("kvcanary.sweep.STRIDE", 7)
+    monkeypatch.setattr("kvcanary.scrub.scrubber.STRIDE", 7)

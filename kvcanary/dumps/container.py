@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from kvcanary.dumps.calls import FORMAT, VERSION
+from kvcanary.dumps.event_schema import FORMAT, VERSION
 from kvcanary.errors import DumpError
 
 MIB = 1 << 20

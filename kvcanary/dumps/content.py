@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from kvcanary.state import CanaryState
+from kvcanary.records.state import CanaryState
 
 MOST_SLOTS = 256
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcanary.checkpoint import PAGE_ARRAYS
 from kvcanary.codes import CODES, UNWRITTEN
-from kvcanary.dumps.calls import CALLS, FORWARDS, OF_SEVERAL
 from kvcanary.dumps.container import parse_json, read_arrays, read_members
+from kvcanary.dumps.event_schema import CALLS, FORWARDS, OF_SEVERAL
 from kvcanary.errors import DumpError
-from kvcanary.recorder import PUBLIC_WORDS
-from kvcanary.sites import SUBSTEP_KINDS
-from kvcanary_kernels.record import MASK_32, MAX_LAYERS
+from kvcanary.pools.launch_site import SUBSTEP_KINDS
+from kvcanary.recorder.checkpoint import PAGE_ARRAYS
+from kvcanary.recorder.recorder import PUBLIC_WORDS
+from kvcanary_kernels.record.layout import MASK_32, MAX_LAYERS
 
 Call = dict[str, Any]
 MOST_NAME = 4096

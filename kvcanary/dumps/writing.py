@@ -15,22 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcanary
-from kvcanary.checkpoint import Books, RequestState, room_for_records, take_checkpoint
-from kvcanary.desk import LAID_OUT
-from kvcanary.dumps.calls import CALLS, FORMAT, OF_SEVERAL, SAFE_VALUES, VERSION, WITHHELD, by_request
-from kvcanary.dumps.codebook import Chains, CodeBook, rooted
 from kvcanary.dumps.container import Packed, write_members
 from kvcanary.dumps.content import content_of
-from kvcanary.dumps.shapes import shape_of_forward, shape_of_pool
-from kvcanary.lifecycle import Lifecycle
-from kvcanary.recorder import Damage, Event, Recorder
-from kvcanary.recorder_forwards import RecordedForward, RecordedLaunch, RecordedMove
-from kvcanary.requests import growth_of
-from kvcanary_kernels.record import chain_root, make_keys
+from kvcanary.dumps.event_schema import CALLS, FORMAT, OF_SEVERAL, SAFE_VALUES, VERSION, WITHHELD, by_request
+from kvcanary.dumps.manifest import shape_of_forward, shape_of_pool
+from kvcanary.dumps.pseudonyms import Chains, CodeBook, rooted
+from kvcanary.ledger.requests import growth_of
+from kvcanary.manager.lifecycle import Lifecycle
+from kvcanary.recorder.checkpoint import Books, RequestState, room_for_records, take_checkpoint
+from kvcanary.recorder.kept_forwards import RecordedForward, RecordedLaunch, RecordedMove
+from kvcanary.recorder.recorder import Damage, Event, Recorder
+from kvcanary.transfers.async_tracker import LAID_OUT
+from kvcanary_kernels.record.layout import chain_root, make_keys
 
 if TYPE_CHECKING:
     from kvcanary.config import CanaryConfig
-    from kvcanary.findings import Finding
+    from kvcanary.report.finding import Finding
 
 Roots = tuple[int, ...]
 

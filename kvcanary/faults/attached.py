@@ -10,8 +10,8 @@ from kvcanary.errors import KVCanaryError
 from kvcanary.faults.target import Hook, MoveHook, Running, Setup, Target
 
 if TYPE_CHECKING:
-    from kvcanary.manager import CanaryManager
-    from kvcanary.views import PoolView
+    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.pools.views import PoolView
 
 
 class NeedsHarnessError(KVCanaryError, NotImplementedError):
@@ -35,7 +35,7 @@ class AttachedTarget(Target):
     def running(self) -> Sequence[Running]:
         import torch
 
-        from kvcanary.groups import slots_of_pages
+        from kvcanary.pools.slot_maps import slots_of_pages
 
         size = self.setup.page_size
         return [

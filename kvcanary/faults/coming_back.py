@@ -11,7 +11,7 @@ from kvcanary.faults.target import Setup, Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.views import PoolView
+    from kvcanary.pools.views import PoolView
 
 CHILD = "child"
 NUM_PAGES = 2

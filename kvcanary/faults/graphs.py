@@ -14,7 +14,7 @@ from kvcanary.faults.reach import SPREAD_BITS, Place, any_entry, any_layer, chan
 from kvcanary.faults.target import Call, Setup, Target
 
 if TYPE_CHECKING:
-    from kvcanary.buffers import StaticBuffers
+    from kvcanary.captured.buffers import StaticBuffers
 
 PADDING = -1
 

@@ -17,7 +17,7 @@ def _close_before_open(target: Target) -> bool:
 
 def _never_arm(target: Target) -> bool:
     """A canary is attached, warmed up and captured, and never armed; then the first request comes."""
-    from kvcanary.manager import CanaryManager
+    from kvcanary.manager.manager import CanaryManager
 
     target.record()
     target.canary.detach()
@@ -27,7 +27,7 @@ def _never_arm(target: Target) -> bool:
 
 def _without_hooks(target: Target, kind: str, pool: str, index: int = 0) -> bool:
     """A forward runs, and the canary hears of what it makes final, not of the forward."""
-    from kvcanary.substep import WarmupSubstep
+    from kvcanary.manager.substep import WarmupSubstep
 
     canary, substep = target.canary, target.canary.substep
 

@@ -11,8 +11,8 @@ from kvcanary.faults.target import Call, Running, Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.state import PoolState
-    from kvcanary.views import PoolView
+    from kvcanary.pools.views import PoolView
+    from kvcanary.records.state import PoolState
 
 Option = TypeVar("Option")
 SIGN_BIT = 31
@@ -216,14 +216,14 @@ def own_state(target: Target, view: PoolView) -> PoolState:
 
 def generation_of(pool: PoolState, slot: int) -> int:
     """The grant under which the slot was last written; 0: never."""
-    from kvcanary_kernels.record import read_record
+    from kvcanary_kernels.record.layout import read_record
 
     return read_record(pool.records, slot).generation
 
 
 def is_private(target: Target, page: int) -> bool:
     """Whether the page is one request's alone, and no cache's."""
-    from kvcanary_kernels.record import SHARED
+    from kvcanary_kernels.record.layout import SHARED
 
     return int(target.canary._state.page_states[page]) != SHARED
 

@@ -14,9 +14,9 @@ from kvcanary.faults.target import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.buffers import Batch, StaticBuffers
-    from kvcanary.manager import CanaryManager
-    from kvcanary.static import StaticSubstep
+    from kvcanary.captured.buffers import Batch, StaticBuffers
+    from kvcanary.captured.substep import StaticSubstep
+    from kvcanary.manager.manager import CanaryManager
 
 NAME, LIVE = "replayed", "live"
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 2, 4, 4, 2, 8
@@ -30,10 +30,10 @@ def replay(target: Target, change: Change) -> None:
     """A prompt is written, and its next token by a replay in whose buffers something is changed."""
     import torch
 
-    from kvcanary.buffers import StaticBuffers
-    from kvcanary.manager import CanaryManager
-    from kvcanary.replay import StaticReplay
-    from kvcanary.views import PoolView
+    from kvcanary.captured.buffers import StaticBuffers
+    from kvcanary.faults.static_replay import StaticReplay
+    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.pools.views import PoolView
 
     k, v = ([torch.zeros(PAGES * PAGE_SIZE, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2))
     config = replace(target.canary.config, content="full", mode="raise")
@@ -66,7 +66,7 @@ def _step(canary: CanaryManager, substep: StaticSubstep, start: int, end: int, c
 def _batch(canary: CanaryManager, start: int, end: int) -> Batch:
     import torch
 
-    from kvcanary.buffers import Batch
+    from kvcanary.captured.buffers import Batch
 
     def numbers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)

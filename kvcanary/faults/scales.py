@@ -17,7 +17,7 @@ from kvcanary.faults.target import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.manager import CanaryManager
+    from kvcanary.manager.manager import CanaryManager
 
 NAME, READER = "quantised", "reader"
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 2, 4, 4, 2, 8
@@ -55,8 +55,8 @@ def _damage_between_two_reads(target: Target, damage: Damage, unwritten: bool = 
 
     unwritten: it is the one that the next step writes first: nothing is due
     """
-    from kvcanary.manager import CanaryManager
-    from kvcanary.views import PoolView
+    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.pools.views import PoolView
 
     pool = _quantised()
     extras = {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
@@ -91,7 +91,7 @@ def _step(target: Target, canary: CanaryManager, pool: Quantised, start: int, en
     """One forward that writes positions [start, end), and reads all before it."""
     import torch
 
-    from kvcanary.views import ReadPlan, WritePlan
+    from kvcanary.pools.views import ReadPlan, WritePlan
 
     canary.begin_step(canary.step + 1)
     slots, positions = PAGE_SIZE + torch.arange(end), torch.arange(start, end)

@@ -15,8 +15,8 @@ from kvcanary.faults.fault import Strike
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.manager import CanaryManager
-    from kvcanary.views import PoolView, ReadPlan, WritePlan
+    from kvcanary.manager.manager import CanaryManager
+    from kvcanary.pools.views import PoolView, ReadPlan, WritePlan
 
 
 @dataclass(frozen=True)

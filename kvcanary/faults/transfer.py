@@ -22,7 +22,7 @@ from kvcanary.faults.target import Running, Setup, Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.views import PoolView
+    from kvcanary.pools.views import PoolView
 
 CHILD = "child"
 ROWS_OF_A_BLOCK = 16

@@ -26,7 +26,7 @@ from kvcanary.faults.target import Call, Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.views import PoolView
+    from kvcanary.pools.views import PoolView
 
 SPARE_SLOTS = 2  # of a last page that the next step does not reach
 Way = Callable[..., bool]  # of a target, and the number that is put somewhere

@@ -30,7 +30,7 @@ def target_probs(logits: Tensor, settings: SamplingBatch) -> Tensor:
 def greedy_tokens(logits: Tensor) -> Tensor:
     """The likeliest token of each row by its `finite_logits`, the first of equals: ``[..., V] -> [...] int64``."""
     if logits.is_cuda and logits.dtype is not torch.float64:
-        from kvcanary_kernels.likeliest import likeliest  # an engine on a CPU loads no kernels
+        from kvcanary_kernels.engine.likeliest import likeliest  # an engine on a CPU loads no kernels
 
         rows = logits.flatten(0, -2)
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -42,7 +42,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 def likeliest_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """So many of the likeliest tokens of each row: ``[n, V]`` -> probabilities, float32, and tokens, ``[n, count]``."""
     if logits.is_cuda and logits.dtype is not torch.float64:
-        from kvcanary_kernels.candidates import candidates  # an engine on a CPU loads no kernels
+        from kvcanary_kernels.engine.candidates import candidates  # an engine on a CPU loads no kernels
 
         tokens = torch.empty(len(logits), count, dtype=torch.int64, device=logits.device)
         probs = torch.empty_like(tokens, dtype=torch.float32)

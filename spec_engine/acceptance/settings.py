@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spec_engine.transfer import to_device
+from spec_engine.step.transfer import to_device
 
 if TYPE_CHECKING:
     from spec_engine.sampling import SamplingParams

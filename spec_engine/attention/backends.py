@@ -16,7 +16,7 @@ from spec_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from spec_engine.attention.base import OpenAttention
-    from spec_engine.memory.pool import KVPool
+    from spec_engine.memory.pools.pool import KVPool
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from spec_engine.core import ForwardBatch
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 
 if TYPE_CHECKING:
     from kvcanary import SubstepCanary

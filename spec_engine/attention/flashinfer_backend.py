@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spec_engine.attention.base import PoolAttention
 from spec_engine.core import ForwardBatch
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 
 DECODE_GROUPS = (1, 2, 3, 4, 8)  # query heads a KV head for which FlashInfer 0.6.14 has a decode kernel
 WORKSPACE_BYTES = 128 * 2**20

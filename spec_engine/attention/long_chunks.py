@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attention import merge_passes
+from kvcanary_kernels.engine.attention import merge_passes
 from spec_engine.core import ForwardBatch
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 
 LEAST_LONG = 1024  # tokens of a row in one forward; over fewer our kernel takes no longer
 LENGTH_STEP = 512

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_engine.memory.fp8_pool import dequantise
+from spec_engine.memory.pools.fp8_pool import dequantise
 
 
 @dataclass(frozen=True, eq=False)

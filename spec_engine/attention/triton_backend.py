@@ -7,13 +7,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attention import attention_workspace, paged_attention
+from kvcanary_kernels.engine.attention import attention_workspace, paged_attention
 from spec_engine.attention.base import Alone, PoolAttention
 from spec_engine.attention.long_chunks import LongChunks, is_long, is_plain
 from spec_engine.attention.page_pass import PagePass
 from spec_engine.attention.paged import PagedAttention
 from spec_engine.core import ForwardBatch, indptr
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 
 
 class TritonAttention(PoolAttention):

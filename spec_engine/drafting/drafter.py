@@ -23,16 +23,16 @@ from spec_engine.drafting.growing import Proposals, ancestor_path, grow, row_pos
 from spec_engine.drafting.layout import branch_positions, branch_stride, longest_starts
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import Tree, TreeGrowth
-from spec_engine.hooks import Forwards
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.models.decoder import DecoderOutput
 from spec_engine.models.loader import Draft
 from spec_engine.request import Request
-from spec_engine.scheduler import Chunk
-from spec_engine.transfer import to_device
+from spec_engine.scheduling.scheduler import Chunk
+from spec_engine.step.hooks import Forwards
+from spec_engine.step.transfer import to_device
 
 if TYPE_CHECKING:
-    from kvcanary.expecting import Announced
+    from kvcanary.manager.expected_forwards import Announced
 
 
 class Drafter:

@@ -11,9 +11,9 @@ from torch import Tensor
 from spec_engine.acceptance.walk import Acceptance
 
 if TYPE_CHECKING:
-    from spec_engine.memory.pool import KVPool
-    from spec_engine.relay import Relay
+    from spec_engine.memory.pools.pool import KVPool
     from spec_engine.sampling import SamplingParams
+    from spec_engine.step.relay import Relay
 
 
 def is_decided_by_argmax(params: Iterable[SamplingParams]) -> bool:

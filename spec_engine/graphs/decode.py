@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.relay import leave, leave_torch, take, take_torch
+from kvcanary_kernels.engine.relay import leave, leave_torch, take, take_torch
 from spec_engine.acceptance.distribution import greedy_tokens
 from spec_engine.acceptance.walk import single
 from spec_engine.graphs.feed import Feed
@@ -15,14 +15,14 @@ from spec_engine.graphs.forward import StaticForward
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.results import Results
 from spec_engine.graphs.step import SECTIONS, StepProgram
-from spec_engine.verify import Accepted
+from spec_engine.step.verify import Accepted
 
 if TYPE_CHECKING:
     from spec_engine.core import Batch
     from spec_engine.graphs.program import Recorder
     from spec_engine.memory.request_table import RequestTable
     from spec_engine.models.decoder import Decoder
-    from spec_engine.relay import Relay
+    from spec_engine.step.relay import Relay
 
 
 class DecodeProgram(StepProgram):

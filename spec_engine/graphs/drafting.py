@@ -20,18 +20,18 @@ from spec_engine.graphs.hooks import Hooked, StaticForwards
 from spec_engine.graphs.results import Results
 from spec_engine.graphs.step import SECTIONS, StepProgram
 from spec_engine.models.decoder import DecoderOutput
-from spec_engine.verify import Accepted, accepted_of, owners_of, told_of
+from spec_engine.step.verify import Accepted, accepted_of, owners_of, told_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcanary.seats import StaticAcceptance
+    from kvcanary.captured.accepted_tokens import StaticAcceptance
     from spec_engine.core import Batch
     from spec_engine.drafting.drafter import Drafter
     from spec_engine.drafting.tree import Tree
     from spec_engine.graphs.program import Recorder
     from spec_engine.models.decoder import Decoder
-    from spec_engine.relay import Relay
+    from spec_engine.step.relay import Relay
 
 
 class Path(NamedTuple):

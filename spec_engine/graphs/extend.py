@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spec_engine.drafting.drafter import Drafter
     from spec_engine.graphs.drafting import DraftProgram
     from spec_engine.graphs.program import Recorder
-    from spec_engine.verify import Accepted
+    from spec_engine.step.verify import Accepted
 
 
 class ExtendProgram:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.invariants import check_staging_room
-from kvcanary_kernels.streams import current
+from kvcanary_kernels.record.streams import current
 
 TURNS = 3  # host buffers: of the step that runs, of the one behind it, and of the one that is being prepared
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcanary.faults import seam
 from kvcanary.invariants import check_index_buffer
-from kvcanary_kernels.index import index_rows, index_rows_torch
+from kvcanary_kernels.engine.index import index_rows, index_rows_torch
 
 
 @dataclass(frozen=True, eq=False)

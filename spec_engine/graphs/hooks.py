@@ -15,20 +15,20 @@ from torch import Tensor
 
 from kvcanary.faults import seam
 from kvcanary.invariants import check_hooked
-from kvcanary.sites import site_name
-from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
-from kvcanary_kernels.forward import ForwardPlan
-from kvcanary_kernels.table import as_table
+from kvcanary.pools.launch_site import site_name
+from kvcanary_kernels.engine.attention import attention_workspace, paged_attention, paged_attention_torch
+from kvcanary_kernels.judge.forward import ForwardPlan
+from kvcanary_kernels.record.table import as_table
 from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 from spec_engine.models.decoder import KVAccess
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.captured_move import StaticMove
-    from kvcanary.seats import Seats, StaticAcceptance, StaticTruth
-    from kvcanary.static import StaticSubstep
+    from kvcanary.captured.accepted_tokens import Seats, StaticAcceptance, StaticTruth
+    from kvcanary.captured.moves import StaticMove
+    from kvcanary.captured.substep import StaticSubstep
 
 TRUTH = (
     "uids",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvcanary_kernels.capture import garbage_kept
+from kvcanary_kernels.record.capture import garbage_kept
 
 Body = Callable[[], None]
 PRIORITY = -1  # of what is captured: before all that a host launches behind a step, which reads beside the next one

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.streams import current
+from kvcanary_kernels.record.streams import current
 
 
 class Results:

@@ -18,15 +18,15 @@ from spec_engine.graphs.extend import ExtendProgram
 from spec_engine.graphs.hooks import StaticForwards
 from spec_engine.graphs.program import Recorder
 from spec_engine.models.decoder import DecoderOutput
-from spec_engine.runner import Part, Runner, StepResult, Verified
-from spec_engine.verify import Accepted
+from spec_engine.step.runner import Part, Runner, StepResult, Verified
+from spec_engine.step.verify import Accepted
 
 if TYPE_CHECKING:
-    from kvcanary.seats import Seats
+    from kvcanary.captured.accepted_tokens import Seats
     from spec_engine.core import Batch
     from spec_engine.drafting.tree import Tree
     from spec_engine.request import Request
-    from spec_engine.scheduler import Chunk
+    from spec_engine.scheduling.scheduler import Chunk
 
 
 class Bucket(NamedTuple):

@@ -8,7 +8,7 @@ from spec_engine.config import EngineConfig
 from spec_engine.errors import ConfigError
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.hybrid import HybridDecoder
-from spec_engine.runner import Runner
+from spec_engine.step.runner import Runner
 
 
 def runner_class(config: EngineConfig) -> type[Runner]:

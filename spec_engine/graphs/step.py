@@ -14,8 +14,8 @@ from spec_engine.graphs.decision import publish
 from spec_engine.graphs.feed import Feed
 
 if TYPE_CHECKING:
-    from spec_engine.relay import Relay
     from spec_engine.request import Request
+    from spec_engine.step.relay import Relay
 
 SECTIONS = ("live", "decides")  # of a step's feed beside its rows, one number each
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from kvcanary.faults import seam
 from kvcanary.invariants import check_estimate, check_lengths
 from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.cache.host_tier import HostBlock, HostTier
+from spec_engine.memory.cache.prefix_cache import PrefixCache
+from spec_engine.memory.cache.prefix_tree import PrefixTree
 from spec_engine.memory.extend import alloc_extend
-from spec_engine.memory.host_tier import HostBlock, HostTier
-from spec_engine.memory.prefix_cache import PrefixCache
-from spec_engine.memory.prefix_tree import PrefixTree
+from spec_engine.memory.pools.split_pool import SplitPool, SplitRow
+from spec_engine.memory.pools.window_pool import WindowPool, WindowRow
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import pages_for, step_pages, window_row_pages
-from spec_engine.memory.split_pool import SplitPool, SplitRow
-from spec_engine.memory.window_pool import WindowPool, WindowRow
 from spec_engine.request import Request
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from kvcanary.invariants import (
     check_row_held,
     check_rows_available,
 )
-from spec_engine.transfer import to_device
+from spec_engine.step.transfer import to_device
 
 
 class RequestTable:

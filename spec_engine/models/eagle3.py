@@ -55,7 +55,7 @@ class Eagle3(nn.Module):
         parts = ((embedding, self.embed_norm_weight), (hidden, self.hidden_norm_weight))
         if not is_fused(embedding) or self.embed_norm_weight.requires_grad:
             return torch.cat([F.rms_norm(part, (size,), weight, eps) for part, weight in parts], -1)
-        from kvcanary_kernels.layers import norm  # an engine on a CPU loads no kernels
+        from kvcanary_kernels.engine.layers import norm  # an engine on a CPU loads no kernels
 
         joined = embedding.new_empty(len(embedding), 2 * size)
         for (part, weight), out in zip(parts, joined.split(size, -1), strict=True):

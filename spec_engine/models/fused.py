@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcanary_kernels.layers import add_norm, gated, norm, rotate
-from kvcanary_kernels.product import product
+from kvcanary_kernels.engine.layers import add_norm, gated, norm, rotate
+from kvcanary_kernels.engine.product import product
 
 if TYPE_CHECKING:
     from spec_engine.models.decoder import DecoderLayer

@@ -17,16 +17,16 @@ from spec_engine.server import routes
 from spec_engine.server.chat import ChatTemplate
 from spec_engine.server.errors import handle_errors
 from spec_engine.server.exposition import Timings, exposition
-from spec_engine.server.faulting import FaultDesk, TargetOf
 from spec_engine.server.gate import Gate
 from spec_engine.server.health import health
+from spec_engine.server.inspection.faulting import FaultDesk, TargetOf
 from spec_engine.server.options import ServerOptions
 from spec_engine.server.routes import Serving
 from spec_engine.server.worker import EngineWorker
 
 if TYPE_CHECKING:
     from kvcanary import CanaryManager
-    from kvcanary.hook_clock import HookClock
+    from kvcanary.manager.hook_clock import HookClock
 
 
 def create_app(
@@ -71,14 +71,14 @@ def create_app(
         return Response(await exposition(worker, timings, clock), media_type=CONTENT_TYPE_LATEST)
 
     if options.has_debug:
-        from spec_engine.server import debug
+        from spec_engine.server.inspection import pages as debug
 
         app.include_router(debug.router(serving, desk), include_in_schema=False)
     return app, worker
 
 
 def _clock(canary: CanaryManager) -> HookClock:
-    from kvcanary.hook_clock import HookClock
+    from kvcanary.manager.hook_clock import HookClock
 
     return HookClock(canary)
 

@@ -16,7 +16,7 @@ from sse_starlette.sse import AppStatus
 from spec_engine.engine import Engine
 from spec_engine.errors import ConfigError
 from spec_engine.server.app import create_app, model_name_of
-from spec_engine.server.faulting import TargetOf
+from spec_engine.server.inspection.faulting import TargetOf
 from spec_engine.server.options import ServerOptions, in_url
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
 from kvcanary.faults import catalogue
 from kvcanary.faults.catalogue import faults
 from kvcanary.faults.fault import UNDECLARED, Fault
 from kvcanary.faults.target import Setup
+from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign import runner, runs, traffic
 from kvcanary_tools.campaign.configurations import FULL, PLANS, QUICK, Plan, setup_for
 from kvcanary_tools.campaign.matrix import rows_of, totals_of

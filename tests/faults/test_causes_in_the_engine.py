@@ -12,7 +12,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.drafting import drafter
 from spec_engine.graphs import drafting as captured
 from spec_engine.graphs.feed import Feed
-from spec_engine.memory import split_pool
+from spec_engine.memory.pools import split_pool
 from spec_engine.mock import KnownDraft, MockTokenizer, known_text, random_model
 
 VOCABULARY = 97

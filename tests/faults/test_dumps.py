@@ -12,7 +12,7 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import Dump, read_dump
-from kvcanary.dumps.replaying import replay
+from kvcanary.replay.replayer import replay
 from kvcanary_tools.campaign.configurations import PLANS
 from kvcanary_tools.campaign.engines import build
 from kvcanary_tools.dumps.explaining import explain

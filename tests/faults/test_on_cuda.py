@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError
-from kvcanary.sweep import STRIDE
+from kvcanary.scrub.scrubber import STRIDE
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.models.embedded import load_excerpts
 

@@ -43,7 +43,7 @@ CASES = {
 CHECKS = {
     "bounds.kv_indices_without_topk": ("spec_engine.graphs.forward.check_index_buffer", ValueError),
     "bounds.row_width": ("spec_engine.memory.request_table.check_row_fits", RuntimeError),
-    "bounds.page_table_scatter": ("spec_engine.hooks.check_index_lengths", PlanError),
+    "bounds.page_table_scatter": ("spec_engine.step.hooks.check_index_lengths", PlanError),
     "draft.parents_dtype": ("spec_engine.drafting.tree.check_tree_array", None),
 }
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcanary.findings import Finding
-from spec_engine.memory.window_report import RowDivergence
+from kvcanary.report.finding import Finding
+from spec_engine.memory.pools.window_report import RowDivergence
 
 LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 PACKAGES = ("kvcanary", "spec_engine", "tools/kvcanary_tools", "kernels/kvcanary_kernels")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import record
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from stored_pool import StoredPool
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")

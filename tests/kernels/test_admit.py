@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from kvcanary_kernels import record
-from kvcanary_kernels.admit import BLOCK, BLOCK_OTHERS, admit, admit_torch
-from kvcanary_kernels.forward import NO_SLOT, ForwardPlan, new_planned
-from kvcanary_kernels.plan import NO_CLAIM, plan_torch
-from kvcanary_kernels.table import as_table
+from kvcanary_kernels.judge.admit import BLOCK, BLOCK_OTHERS, admit, admit_torch
+from kvcanary_kernels.judge.forward import NO_SLOT, ForwardPlan, new_planned
+from kvcanary_kernels.judge.plan import NO_CLAIM, plan_torch
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.table import as_table
 
 NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, POISON = 64, 4, 4, -77
 both = pytest.mark.parametrize("operation", [admit, admit_torch], ids=["triton", "torch"])

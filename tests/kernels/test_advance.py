@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.advance import BLOCK, advance, advance_torch
-from kvcanary_kernels.record import chain_host, make_keys, signed
+from kvcanary_kernels.judge.advance import BLOCK, advance, advance_torch
+from kvcanary_kernels.record.layout import chain_host, make_keys, signed
 
 KEYS = make_keys(3, 1, 4)
 NUM_SEATS, PLACES = 9, 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
+from kvcanary_kernels.engine.attention import attention_workspace, paged_attention, paged_attention_torch
 
 KV_HEADS, SLOTS = 2, 512
 POISON = 77.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.begin import NEW_WIDTH, begin, begin_torch
-from kvcanary_kernels.record import chain_host, make_keys, signed
-from kvcanary_kernels.walk import NOT_FOLLOWED, Truth
+from kvcanary_kernels.record.layout import chain_host, make_keys, signed
+from kvcanary_kernels.watch.begin import NEW_WIDTH, begin, begin_torch
+from kvcanary_kernels.watch.walk import NOT_FOLLOWED, Truth
 
 POISON, ROWS, WIDTH = -77, 5, 300
 ROOTS = [9, -5, 1 << 62]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvcanary_kernels.candidates import BLOCK, candidates, candidates_torch
+from kvcanary_kernels.engine.candidates import BLOCK, candidates, candidates_torch
 
 INF, NAN = float("inf"), float("nan")
 both = pytest.mark.parametrize("operation", [candidates, candidates_torch], ids=["triton", "torch"])

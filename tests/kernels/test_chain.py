@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
-from kvcanary_kernels.record import Keys, chain_host, make_keys
+from kvcanary_kernels.record.chain import chain_scan, chain_scan_torch, chain_tree, chain_tree_torch
+from kvcanary_kernels.record.layout import Keys, chain_host, make_keys
 
 MASK = 2**64 - 1
 POISON = -77

@@ -18,7 +18,7 @@ import importlib, pkgutil, re, subprocess, sys
 import kvcanary_kernels
 import triton
 from pathlib import Path
-from kvcanary_kernels.rows import Piece
+from kvcanary_kernels.record.rows import Piece
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -115,7 +115,7 @@ def names_of_kernels() -> list[str]:
 ATTENTION = r"""
 import sys
 import triton
-from kvcanary_kernels.attention.kernels import _attend_kernel, _merge_kernel
+from kvcanary_kernels.engine.attention.kernels import _attend_kernel, _merge_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -167,9 +167,11 @@ import sys
 sys.modules["triton"] = None
 import torch
 
-from kvcanary_kernels import attention, attest, chain, content, count, finish, fingerprint, finite, move, poison
-from kvcanary_kernels import seal, store, verify
-from kvcanary_kernels.record import make_keys
+from kvcanary_kernels.content import attest, check, fingerprint, finish, finite, poison, store
+from kvcanary_kernels.engine import attention
+from kvcanary_kernels.judge import count, move, verify
+from kvcanary_kernels.record import chain, seal
+from kvcanary_kernels.record.layout import make_keys
 
 keys, one, out = make_keys(1, 1, 4), torch.tensor([0]), torch.tensor([0])
 operands = one, one, torch.tensor([0, 1]), one

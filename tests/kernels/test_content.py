@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content import check_content, check_content_torch, mismatched_layers
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.record import Keys
-from kvcanary_kernels.rows import PoolRows
+from kvcanary_kernels.content.check import check_content, check_content_torch, mismatched_layers
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.rows import PoolRows
 
 POISON = -77
 both = pytest.mark.parametrize("operation", [check_content, check_content_torch], ids=["triton", "torch"])

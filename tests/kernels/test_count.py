@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.count import UNSET, count, count_torch, unset_first
-from kvcanary_kernels.table import PageTable
+from kvcanary_kernels.judge.count import UNSET, count, count_torch, unset_first
+from kvcanary_kernels.record.table import PageTable
 
 POISON = -77
 R1, R3, R4, R5, R12, W9 = 1, 4, 8, 16, 2048, 1 << 40

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.fetch import BLOCK, fetch, fetch_torch, keep, keep_torch, send, send_torch
-from kvcanary_kernels.walk import NO_HIT, Rows
+from kvcanary_kernels.watch.fetch import BLOCK, fetch, fetch_torch, keep, keep_torch, send, send_torch
+from kvcanary_kernels.watch.walk import NO_HIT, Rows
 
 POISON = -77
 

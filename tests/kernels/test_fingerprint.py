@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import fingerprint as module
-from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
-from kvcanary_kernels.record import Keys, make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.content import fingerprint as module
+from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
+from kvcanary_kernels.record.layout import Keys, make_keys
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 
 MASK = 2**64 - 1
 POISON = -77

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.content import mismatched_layers
-from kvcanary_kernels.finite import finite_check, finite_check_torch, format_of
-from kvcanary_kernels.rows import pool_rows
+from kvcanary_kernels.content.check import mismatched_layers
+from kvcanary_kernels.content.finite import finite_check, finite_check_torch, format_of
+from kvcanary_kernels.record.rows import pool_rows
 
 SENTINEL = -77
 WIDE = [torch.float64, torch.float32]

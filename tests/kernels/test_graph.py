@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attest import attest, kept_rows
-from kvcanary_kernels.chain import chain_scan, chain_tree
-from kvcanary_kernels.content import check_content
-from kvcanary_kernels.fingerprint import fingerprint
-from kvcanary_kernels.finish import finish
-from kvcanary_kernels.move import move
-from kvcanary_kernels.record import layers_bitmap, make_keys
-from kvcanary_kernels.rows import pool_rows
-from kvcanary_kernels.seal import seal
-from kvcanary_kernels.store import store
-from kvcanary_kernels.verify import verify
+from kvcanary_kernels.content.attest import attest, kept_rows
+from kvcanary_kernels.content.check import check_content
+from kvcanary_kernels.content.fingerprint import fingerprint
+from kvcanary_kernels.content.finish import finish
+from kvcanary_kernels.content.store import store
+from kvcanary_kernels.judge.move import move
+from kvcanary_kernels.judge.verify import verify
+from kvcanary_kernels.record.chain import chain_scan, chain_tree
+from kvcanary_kernels.record.layout import layers_bitmap, make_keys
+from kvcanary_kernels.record.rows import pool_rows
+from kvcanary_kernels.record.seal import seal
 
 POISON = -77
 LAYERS, NUM_SLOTS, PAGE_SIZE, ROWS = 3, 64, 4, 9

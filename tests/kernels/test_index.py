@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvcanary_kernels.index import index_rows, index_rows_torch
+from kvcanary_kernels.engine.index import index_rows, index_rows_torch
 
 POISON = -77
 NUM_SLOTS = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.layers import (
+from kvcanary_kernels.engine.layers import (
     add_norm,
     add_norm_torch,
     gated,

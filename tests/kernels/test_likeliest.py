@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.likeliest import BLOCK, likeliest, likeliest_torch
+from kvcanary_kernels.engine.likeliest import BLOCK, likeliest, likeliest_torch
 
 INF, NAN = float("inf"), float("nan")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attention import merge_passes, merge_passes_torch
+from kvcanary_kernels.engine.attention import merge_passes, merge_passes_torch
 
 both = pytest.mark.parametrize("operation", [merge_passes, merge_passes_torch], ids=["triton", "torch"])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.move import move, move_torch
-from kvcanary_kernels.record import Keys, make_keys, read_record, seal_host, signed
+from kvcanary_kernels.judge.move import move, move_torch
+from kvcanary_kernels.record.layout import Keys, make_keys, read_record, seal_host, signed
 
 POISON = -77
 NUM_SLOTS, LAYERS, POOL_ID = 24, 3, 1

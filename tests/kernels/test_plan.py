@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.forward import NO_SLOT, ForwardPlan, Planned, new_planned
-from kvcanary_kernels.plan import NO_CLAIM, plan, plan_torch
-from kvcanary_kernels.record import CODE_BITS, LOAD_FAILED, RESERVED, WRITTEN, layers_bitmap
-from kvcanary_kernels.settle import settle, settle_torch
-from kvcanary_kernels.table import PageTable, as_table
+from kvcanary_kernels.judge.forward import NO_SLOT, ForwardPlan, Planned, new_planned
+from kvcanary_kernels.judge.plan import NO_CLAIM, plan, plan_torch
+from kvcanary_kernels.judge.settle import settle, settle_torch
+from kvcanary_kernels.record.layout import CODE_BITS, LOAD_FAILED, RESERVED, WRITTEN, layers_bitmap
+from kvcanary_kernels.record.table import PageTable, as_table
 
 NUM_SLOTS, PAGE_SIZE, NULL_SLOTS, LAYERS, POISON = 64, 4, 4, 3, -77
 NUM_PAGES = NUM_SLOTS // PAGE_SIZE

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.content import mismatched_layers
-from kvcanary_kernels.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.content.check import mismatched_layers
+from kvcanary_kernels.content.poison import poison_check, poison_check_torch, poison_fill, poison_fill_torch
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 
 MASK = 2**64 - 1
 POISON = -77

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.post import parts_of, post, post_torch
+from kvcanary_kernels.judge.post import parts_of, post, post_torch
 
 POISON = -77
 both = pytest.mark.parametrize("operation", [post, post_torch], ids=["triton", "torch"])

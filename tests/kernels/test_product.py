@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.product import product, product_torch
+from kvcanary_kernels.engine.product import product, product_torch
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 dtypes = pytest.mark.parametrize(

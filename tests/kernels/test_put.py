@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.put import put, put_torch
-from kvcanary_kernels.record import make_keys
+from kvcanary_kernels.content.put import put, put_torch
+from kvcanary_kernels.record.layout import make_keys
 from stored_pool import POISON, by_put
 
 both = pytest.mark.parametrize("operation", [put, put_torch], ids=["triton", "torch"])

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attention import paged_attention, paged_attention_torch
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.forward import ForwardPlan, new_planned
-from kvcanary_kernels.reads import ReadKeys, ReadSums, judge_reads, judge_reads_torch, reads_fit
-from kvcanary_kernels.record import CODE_BITS, make_keys
-from kvcanary_kernels.rows import pool_rows
-from kvcanary_kernels.table import as_table
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.content.reads import ReadKeys, ReadSums, judge_reads, judge_reads_torch, reads_fit
+from kvcanary_kernels.engine.attention import paged_attention, paged_attention_torch
+from kvcanary_kernels.judge.forward import ForwardPlan, new_planned
+from kvcanary_kernels.record.layout import CODE_BITS, make_keys
+from kvcanary_kernels.record.rows import pool_rows
+from kvcanary_kernels.record.table import as_table
 
 KV_HEADS, SLOTS, LAYERS, POISON = 2, 256, 2, -77
 E4M3 = torch.float8_e4m3fn

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from kvcanary_kernels import record
+from kvcanary_kernels.record import layout as record
 
 MASK = 2**64 - 1
 

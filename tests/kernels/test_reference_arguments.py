@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.chain import chain_scan_torch, chain_tree_torch
-from kvcanary_kernels.content import check_content_torch
-from kvcanary_kernels.count import NUM_BITS, count_torch
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.finish import finish_torch
-from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
-from kvcanary_kernels.index import index_rows_torch
-from kvcanary_kernels.move import move_torch
-from kvcanary_kernels.plan import plan_torch
-from kvcanary_kernels.poison import poison_check_torch, poison_fill_torch
-from kvcanary_kernels.record import COLUMNS, POWERS, make_keys
-from kvcanary_kernels.rows import pool_rows
-from kvcanary_kernels.seal import seal_torch
-from kvcanary_kernels.settle import NUM_RUNS, settle_torch
-from kvcanary_kernels.table import as_table
-from kvcanary_kernels.verify import verify_torch
+from kvcanary_kernels.content.check import check_content_torch
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.content.finish import finish_torch
+from kvcanary_kernels.content.poison import poison_check_torch, poison_fill_torch
+from kvcanary_kernels.engine.index import index_rows_torch
+from kvcanary_kernels.judge.count import NUM_BITS, count_torch
+from kvcanary_kernels.judge.forward import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.judge.move import move_torch
+from kvcanary_kernels.judge.plan import plan_torch
+from kvcanary_kernels.judge.settle import NUM_RUNS, settle_torch
+from kvcanary_kernels.judge.verify import verify_torch
+from kvcanary_kernels.record.chain import chain_scan_torch, chain_tree_torch
+from kvcanary_kernels.record.layout import COLUMNS, POWERS, make_keys
+from kvcanary_kernels.record.rows import pool_rows
+from kvcanary_kernels.record.seal import seal_torch
+from kvcanary_kernels.record.table import as_table
 
 SLOTS, LAYERS, N, ROWS = 8, 2, 3, 2
 KEYS = make_keys(3, LAYERS, 4)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.layers import add_norm_torch, gated_torch, norm_torch, rotate_torch
-from kvcanary_kernels.likeliest import likeliest_torch
-from kvcanary_kernels.product import product_torch
-from kvcanary_kernels.relay import leave_torch, take_torch
-from kvcanary_kernels.scatter import scatter_torch
+from kvcanary_kernels.engine.layers import add_norm_torch, gated_torch, norm_torch, rotate_torch
+from kvcanary_kernels.engine.likeliest import likeliest_torch
+from kvcanary_kernels.engine.product import product_torch
+from kvcanary_kernels.engine.relay import leave_torch, take_torch
+from kvcanary_kernels.engine.scatter import scatter_torch
 
 POISON = -77.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.relay import BLOCK, leave, leave_torch, take, take_torch
+from kvcanary_kernels.engine.relay import BLOCK, leave, leave_torch, take, take_torch
 
 POISON = -77
 

@@ -7,10 +7,10 @@ import struct
 import pytest
 import torch
 
-from kvcanary_kernels.content import check_content, check_content_torch
-from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
-from kvcanary_kernels.record import make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.content.check import check_content, check_content_torch
+from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
+from kvcanary_kernels.record.layout import make_keys
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 
 MASK = 2**64 - 1
 POISON = -77

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.scatter import scatter, scatter_torch
+from kvcanary_kernels.engine.scatter import scatter, scatter_torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import record
-from kvcanary_kernels.finish import finish, finish_torch
-from kvcanary_kernels.record import Keys, make_keys, read_record, seal_host
-from kvcanary_kernels.seal import seal, seal_torch
+from kvcanary_kernels.content.finish import finish, finish_torch
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import Keys, make_keys, read_record, seal_host
+from kvcanary_kernels.record.seal import seal, seal_torch
 
 MASK = 2**64 - 1
 POISON = -77

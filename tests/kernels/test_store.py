@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.attest import attest, attest_torch, kept_rows
-from kvcanary_kernels.record import make_keys
-from kvcanary_kernels.store import store, store_torch
+from kvcanary_kernels.content.attest import attest, attest_torch, kept_rows
+from kvcanary_kernels.content.store import store, store_torch
+from kvcanary_kernels.record.layout import make_keys
 from stored_pool import by_store
 
 OPERATIONS = (store, attest), (store_torch, attest_torch)

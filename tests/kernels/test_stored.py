@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import attest, put
-from kvcanary_kernels.content import check_content_torch
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.finish import finish_torch
-from kvcanary_kernels.record import layers_bitmap
+from kvcanary_kernels.content import attest, put
+from kvcanary_kernels.content.check import check_content_torch
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.content.finish import finish_torch
+from kvcanary_kernels.record.layout import layers_bitmap
 from stored_pool import POISON, WAYS, as_given
 
 every_way = pytest.mark.parametrize("store", WAYS.values(), ids=WAYS)

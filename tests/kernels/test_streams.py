@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcanary_kernels import streams
-from kvcanary_kernels.streams import current, on
+from kvcanary_kernels.record import streams
+from kvcanary_kernels.record.streams import current, on
 
 
 class Device:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import record
-from kvcanary_kernels.record import Keys, make_keys, signed
-from kvcanary_kernels.verify import NO_PREDECESSOR, ROOT, verify, verify_torch
+from kvcanary_kernels.judge.verify import NO_PREDECESSOR, ROOT, verify, verify_torch
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import Keys, make_keys, signed
 
 MASK = 2**64 - 1
 M32 = 2**32 - 1

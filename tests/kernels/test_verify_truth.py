@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import record
-from kvcanary_kernels.record import Keys, make_keys, signed
-from kvcanary_kernels.table import PageTable
-from kvcanary_kernels.verify import ROOT, verify, verify_torch
+from kvcanary_kernels.judge.verify import ROOT, verify, verify_torch
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import Keys, make_keys, signed
+from kvcanary_kernels.record.table import PageTable
 
 MASK = 2**64 - 1
 M32 = 2**32 - 1

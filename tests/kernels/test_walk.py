@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels import reread as lanes_of
-from kvcanary_kernels import walk as rows_of
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.record import CHAIN, MASK_32, REQUEST_GENERATION, Keys, chain_host, make_keys, signed, unsigned
-from kvcanary_kernels.rows import PoolRows, pool_rows
-from kvcanary_kernels.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.record.layout import (
+    CHAIN,
+    MASK_32,
+    REQUEST_GENERATION,
+    Keys,
+    chain_host,
+    make_keys,
+    signed,
+    unsigned,
+)
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
+from kvcanary_kernels.watch import reread as lanes_of
+from kvcanary_kernels.watch import walk as rows_of
+from kvcanary_kernels.watch.walk import NO_HIT, NOT_FOLLOWED, Fed, Rows, Truth
 
 BLOCK_SIZE, BLOCKS, WIDTH, LAYERS, RING = 4, 90, 60, 2, 3
 ROOTS = [77, -5, 77, 1 << 62]

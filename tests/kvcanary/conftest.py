@@ -9,8 +9,8 @@ import torch
 
 from fake_engine import FakeEngine
 from fake_pool import LAYOUTS, FakePool, make_fake_pool, seal_pool
-from kvcanary.state import PoolState
-from kvcanary_kernels.record import signed
+from kvcanary.records.state import PoolState
+from kvcanary_kernels.record.layout import signed
 from static_rig import StaticRig, StaticRow
 from static_tree import TOKENS, StaticTree
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError
-from kvcanary.departures import MOST_PARCELS, Departed, Departures, Lanes
+from kvcanary.transfers.recent_snapshots import MOST_PARCELS, Departed, Departures, Lanes
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_forwards import ToyShape
 from toy_tier import TOKENS, Tier
@@ -314,7 +314,7 @@ def test_few_parcels_are_remembered():
 
 def test_a_forgotten_parcel_is_not_guessed(make_tier, monkeypatch):
     """Bytes of one that is not remembered any more are unknown, and the finding says how many were compared."""
-    monkeypatch.setattr("kvcanary.departures.MOST_PARCELS", 1)
+    monkeypatch.setattr("kvcanary.transfers.recent_snapshots.MOST_PARCELS", 1)
     tier = make_tier()
     later = Tier(tier.engine, "later", list(range(300, 310)))
     later.bytes = {name: kept + 1 for name, kept in tier.bytes.items()}

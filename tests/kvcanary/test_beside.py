@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary.beside import LAST, Beside
+from kvcanary.records.side_stream import LAST, Beside
 
 CYCLES = 20_000_000  # about 10 ms
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import Replayer, replay
-from kvcanary.outbox import LINES
-from kvcanary_kernels import record
+from kvcanary.records.mailbox import LINES
+from kvcanary.replay.replayer import Replayer, replay
+from kvcanary_kernels.record import layout as record
 from static_tree import TOKENS, StaticTree
 
 

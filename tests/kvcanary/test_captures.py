@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcanary.bank import SubstepBank
-from kvcanary.captures import Replays
-from kvcanary.replay import CudaGraphReplay
-from kvcanary.state import CanaryState
-from kvcanary.views import PoolView
-from kvcanary_kernels.capture import garbage_kept
+from kvcanary.captured.registry import SubstepBank
+from kvcanary.faults.static_replay import CudaGraphReplay
+from kvcanary.pools.views import PoolView
+from kvcanary.records.graph_cache import Replays
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record.capture import garbage_kept
 from spec_engine.graphs.program import Recorder
 
 CUDA = torch.device("cuda")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary import loops
-from kvcanary.deltas import BUFFERS, Deltas
-from kvcanary.pages import Pages
-from kvcanary.state import CanaryState
-from kvcanary.views import PoolView
+from kvcanary.ledger.page_states import Pages
+from kvcanary.native import loops
+from kvcanary.pools.views import PoolView
+from kvcanary.records.page_updates import BUFFERS, Deltas
+from kvcanary.records.state import CanaryState
 
 COLUMNS = 300
 

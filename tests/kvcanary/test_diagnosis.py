@@ -11,16 +11,16 @@ import torch
 
 import kvcanary
 from kvcanary import KVCorruptionError
+from kvcanary.calls.violation import Hit
 from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
-from kvcanary.describe import Describer
-from kvcanary.diagnosis import MOST_CAUSES, RULES, rank_causes
-from kvcanary.facts import Facts
-from kvcanary.findings import FAMILIES, Cause, Finding
-from kvcanary.history import PageEvent
-from kvcanary.hits import Hit
-from kvcanary.sites import pack_site
-from kvcanary.whose import Whose
-from kvcanary_kernels.record import Record
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.provenance.bytes_of import Whose
+from kvcanary.report.causes.ranking import MOST_CAUSES, RULES, rank_causes
+from kvcanary.report.describe import Describer
+from kvcanary.report.evidence import Facts
+from kvcanary.report.finding import FAMILIES, Cause, Finding
+from kvcanary_kernels.record.layout import Record
 
 LAYER = 1
 
@@ -109,11 +109,11 @@ def test_more_evidence_goes_first(engine, monkeypatch):
         Cause("graphs", "two", "inferred", ("a", "b")),
     ]
     rules = tuple((("R9",), lambda facts, cause=cause: cause) for cause in causes)
-    monkeypatch.setattr("kvcanary.diagnosis.RULES", rules)
+    monkeypatch.setattr("kvcanary.report.causes.ranking.RULES", rules)
     assert [cause.text for cause in rank_causes(facts(engine, "R9"))] == ["two", "one known", "one guessed"]
-    monkeypatch.setattr("kvcanary.diagnosis.RULES", rules[:2])
+    monkeypatch.setattr("kvcanary.report.causes.ranking.RULES", rules[:2])
     assert [cause.text for cause in rank_causes(facts(engine, "R9"))] == ["one guessed"]
-    monkeypatch.setattr("kvcanary.diagnosis.RULES", rules[:1])
+    monkeypatch.setattr("kvcanary.report.causes.ranking.RULES", rules[:1])
     assert [cause.text for cause in rank_causes(facts(engine, "R9"))] == ["none"]
 
 
@@ -312,13 +312,14 @@ def test_history_has_the_caller_where_the_ledger_noted_it(engine, monkeypatch):
     assert finding.history == ("granted to 'old' at step 1", "freed by 'old' at step 3 (allocator.py:42)")
 
 
-@pytest.mark.parametrize("module", ["diagnosis", "rules_bytes", "rules_rows", "rules_writes", "whose", "facts"])
-def test_causes_know_nothing_of_the_faults(module):
+@pytest.mark.parametrize("room", ["report", "provenance"])
+def test_causes_know_nothing_of_the_faults(room):
     """What explains findings imports nothing of what makes them."""
-    tree = ast.parse((Path(kvcanary.__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
-    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert not [name for name in imported if "faults" in name]
+    for path in (Path(kvcanary.__file__).parent / room).rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not [name for name in imported if "faults" in name]
 
 
 # the ranking
@@ -342,7 +343,8 @@ def test_causes_are_ranked_by_their_evidence(monkeypatch):
         (("R4",), Cause("lengths", "one, guessed later", "inferred", ("a",))),
     ]
     monkeypatch.setattr(
-        "kvcanary.diagnosis.RULES", tuple((codes, lambda facts, cause=cause: cause) for codes, cause in causes)
+        "kvcanary.report.causes.ranking.RULES",
+        tuple((codes, lambda facts, cause=cause: cause) for codes, cause in causes),
     )
     assert [cause.text for cause in rank_causes(Asked("R4"))] == ["two", "one, known", "one, guessed"]
     assert [cause.text for cause in rank_causes(Asked("R5"))] == ["alone"]

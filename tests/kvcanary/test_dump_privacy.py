@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary.dumps.codebook import CodeBook
+from kvcanary.dumps.pseudonyms import CodeBook
 from kvcanary.dumps.reading import Dump, read_dump
-from kvcanary.dumps.replaying import replay
 from kvcanary.dumps.writing import salt_of
-from kvcanary_kernels.record import chain_host, chain_root, make_keys, mix_host, unsigned
+from kvcanary.replay.replayer import replay
+from kvcanary_kernels.record.layout import chain_host, chain_root, make_keys, mix_host, unsigned
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
 SEED = 0x1B0C_5EED_0000_1234

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
-from kvcanary.buffers import Batch, StaticBuffers
-from kvcanary.dumps.calls import VERSION
+from kvcanary.captured.buffers import Batch, StaticBuffers
 from kvcanary.dumps.container import MEMBERS
+from kvcanary.dumps.event_schema import VERSION
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
 from kvcanary.errors import DumpError
+from kvcanary.replay.replayer import replay
 from kvcanary_tools.bench.toy_engine import ToyEngine
 
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -240,8 +240,8 @@ def test_a_captured_dump_is_read_and_replayed(captured):
 def test_a_large_captured_forward_is_packed_at_once(tmp_path, monkeypatch):
     """It takes less room than one that waits for somebody to ask, and is the same in a dump."""
     waits = captured_step()
-    monkeypatch.setattr("kvcanary.recorder_forwards.MOST_UNPACKED", 0)
-    monkeypatch.setattr("kvcanary.recorder_captured.MOST_KEPT", 0)
+    monkeypatch.setattr("kvcanary.recorder.kept_forwards.MOST_UNPACKED", 0)
+    monkeypatch.setattr("kvcanary.recorder.captured_events.MOST_KEPT", 0)
     packed_one = captured_step()
     assert packed_one.recorder.num_bytes < waits.recorder.num_bytes
     later, at_once = (

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary.dumps import stage
 from kvcanary.dumps.reading import Dump, read_dump
-from kvcanary.dumps.replaying import Replayer, replay
 from kvcanary.errors import DumpError
+from kvcanary.replay import stage
+from kvcanary.replay.replayer import Replayer, replay
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
 

@@ -9,7 +9,7 @@ import torch
 
 from fake_engine import FakeEngine
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PlanError
-from kvcanary.substep import WarmupSubstep
+from kvcanary.manager.substep import WarmupSubstep
 
 DRAFTS = [("draft", index, "draft") for index in range(2)]
 VERIFY = ("verify", 0, "target")

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcanary.facts import Facts, expected_and_found, tokens_of
-from kvcanary.hits import NO_BRANCH, Hit, Lineage
-from kvcanary.locate import ChangedWord
-from kvcanary.sites import pack_site
-from kvcanary.whose import Whose
-from kvcanary_kernels.record import (
+from kvcanary.calls.violation import NO_BRANCH, Hit, Lineage
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.provenance.bytes_of import Whose
+from kvcanary.provenance.changed_word import ChangedWord
+from kvcanary.report.evidence import Facts, expected_and_found, tokens_of
+from kvcanary_kernels.record.layout import (
     CHAIN,
     COLUMNS,
     TOKEN_POSITION,

@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 from structlog.testing import capture_logs
 
-from kvcanary.findings import FAMILIES, KEPT_IN_GROUP, Cause, Finding, FindingLog, tell
-from kvcanary.whose import Whose
+from kvcanary.provenance.bytes_of import Whose
+from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, Finding, FindingLog, tell
 
 CAUSE = Cause("bits", "one flipped bit", "derived", ("this word alone",))
 AS_DATA = {

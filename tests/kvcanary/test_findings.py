@@ -11,9 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig, Finding, KVCanaryError, KVCorruptionError, Report
-from kvcanary.certificate import active_classes, inactive_classes
 from kvcanary.codes import CODES, FED, SPEAK_FIRST
-from kvcanary.findings import FAMILIES, KEPT_IN_GROUP, Cause, FindingLog, tell
+from kvcanary.report.certificate import active_classes, inactive_classes
+from kvcanary.report.finding import FAMILIES, KEPT_IN_GROUP, Cause, FindingLog, tell
 
 
 def flip(engine, name: str, position: int, *, pool: str = "target", layer: int = 1, bit: int = 9) -> int:

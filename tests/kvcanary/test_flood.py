@@ -14,10 +14,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-import kvcanary.checks
-import kvcanary.content
+import kvcanary.checks.content
+import kvcanary.manager.step
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
-from kvcanary.reading import Reader
+from kvcanary.checks.rows import Reader
 
 MILLION = 1_000_000
 PAGE_SIZE, LAYERS = 16, 2
@@ -121,8 +121,8 @@ class Detection:
     LOOKERS = (
         (Reader, "_codes"),
         (Reader, "_records_are_intact"),
-        (kvcanary.content, "_differences"),
-        (kvcanary.checks, "slots_are_right"),
+        (kvcanary.checks.content, "_differences"),
+        (kvcanary.manager.step, "slots_are_right"),
     )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, KVCorruptionError, PlanError
-from kvcanary.buffers import StaticBuffers
-from kvcanary.cards import RUN_CARD, RUN_READS
-from kvcanary.learning import runs_of
-from kvcanary.outbox import IN_THE_AIR, LINES
-from kvcanary.pages import STATE_NAMES
-from kvcanary.replay import StaticReplay
-from kvcanary_kernels import record
+from kvcanary.captured.buffers import StaticBuffers
+from kvcanary.captured.decoded import runs_of
+from kvcanary.faults.static_replay import StaticReplay
+from kvcanary.ledger.page_states import STATE_NAMES
+from kvcanary.native.layout import RUN_CARD, RUN_READS
+from kvcanary.records.mailbox import IN_THE_AIR, LINES
+from kvcanary_kernels.record import layout as record
 from static_tree import TOKENS, StaticTree
 
 

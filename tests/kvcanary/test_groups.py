@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvcanary import PlanError, PoolView
-from kvcanary.groups import to_pool_slots, window_start
-from kvcanary.state import CanaryState
+from kvcanary.pools.slot_maps import to_pool_slots, window_start
+from kvcanary.records.state import CanaryState
 
 FULL_SLOTS, OWN_SLOTS, PAGE_SIZE = 16, 12, 2
 

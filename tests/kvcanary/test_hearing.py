@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from kvcanary import PoolView
-from kvcanary.cards import (
+from kvcanary.captured.decoded import Heard, Launched, Learned
+from kvcanary.captured.kernel_launches import HEADER
+from kvcanary.captured.pending import Hearing
+from kvcanary.captured.substep import MASKS, line_card
+from kvcanary.checks.lengths import judge_mask
+from kvcanary.checks.tokens import judge_tokens
+from kvcanary.ledger.ledger import Ledger, Role
+from kvcanary.ledger.page_states import WRITTEN
+from kvcanary.ledger.requests import Batch
+from kvcanary.native.layout import (
     ALL_DONE,
     HAS_MORE,
     HAS_RUN,
@@ -41,21 +50,12 @@ from kvcanary.cards import (
     SAID_SUMS,
     UNKNOWN,
 )
-from kvcanary.hearing import Hearing
-from kvcanary.launches import HEADER
-from kvcanary.learning import Heard, Launched, Learned
-from kvcanary.ledger import Ledger, Role
-from kvcanary.mirror import Mirror
-from kvcanary.outbox import Line, PackedMask
-from kvcanary.pages import WRITTEN
-from kvcanary.requests import Batch
-from kvcanary.state import CanaryState
-from kvcanary.static import MASKS, line_card
-from kvcanary.tokens import judge_tokens
-from kvcanary.truths import judge_mask
-from kvcanary_kernels.count import NUM_BITS
-from kvcanary_kernels.settle import NUM_RUNS, RUN_READ
-from kvcanary_kernels.settle import RUN_WRITTEN as RUN_ENTRIES
+from kvcanary.records.mailbox import Line, PackedMask
+from kvcanary.records.record_store import Mirror
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.judge.count import NUM_BITS
+from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ
+from kvcanary_kernels.judge.settle import RUN_WRITTEN as RUN_ENTRIES
 
 ROOM = 3  # rows of the bucket; two of them are live
 NODES = 3

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvcanary import ReadPlan, WritePlan
-from kvcanary.forward import Forward
-from kvcanary.ledger import Ledger
-from kvcanary.pages import STATE_NAMES
-from kvcanary.state import CanaryState
-from kvcanary.truths import judge_lengths
-from kvcanary_kernels.record import CODE_BITS, NO_OWNER, SHARED_OWNER
+from kvcanary.calls.forward import Forward
+from kvcanary.checks.lengths import judge_lengths
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.ledger.page_states import STATE_NAMES
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record.layout import CODE_BITS, NO_OWNER, SHARED_OWNER
 
 PAGE_SIZE = 4
 PRIVATE = ("RESERVED", "WRITTEN", "COMMITTED", "NEVER_WRITTEN", "LOADING", "LOAD_FAILED")

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvcanary.calls.violation import Hit, fair_share, join_hits
+from kvcanary.calls.violation_log import KEPT_HITS, HitBatch, HitGroup, HitLog
 from kvcanary.codes import CODES
-from kvcanary.describe import MOST_DESCRIBED, Describer
-from kvcanary.facts import Facts
-from kvcanary.hits import Hit, fair_share, join_hits
-from kvcanary.intake import KEPT_HITS, HitBatch, HitGroup, HitLog
-from kvcanary.rules_rows import exchanged_pages
+from kvcanary.report.causes.rows import exchanged_pages
+from kvcanary.report.describe import MOST_DESCRIBED, Describer
+from kvcanary.report.evidence import Facts
 
 MILLION = 1_000_000
 

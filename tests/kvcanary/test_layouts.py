@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from kvcanary import KVCorruptionError, PlanError, ReadPlan, WritePlan
-from kvcanary.content import find_changed
-from kvcanary.entries import Entries
-from kvcanary.lanes import lanes_of_layer, lanes_of_slots, slots_are_right
-from kvcanary.locate import locate_word
-from kvcanary.repair import repair_slot
-from kvcanary.state import CanaryState
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.record import signed
+from kvcanary.calls.entries import Entries
+from kvcanary.checks.content import find_changed
+from kvcanary.provenance.changed_word import locate_word
+from kvcanary.records.fingerprints import lanes_of_layer, lanes_of_slots, slots_are_right
+from kvcanary.records.state import CanaryState
+from kvcanary.report.repair import repair_slot
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.record.layout import signed
 
 pytestmark = pytest.mark.usefixtures("early_slices")
 SLOW = pytest.mark.slow

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvcanary import CanaryConfig, CanaryManager, KVCanaryError, KVCorruptionError, LifetimeError
-from kvcanary.ledger import NO_PAGE, Ledger, ReadQueue
-from kvcanary.requests import MOST_BATCHES
-from kvcanary.step_book import in_a_row
-from kvcanary_kernels.record import chain_root, make_keys, mix_host
+from kvcanary.ledger.ledger import NO_PAGE, Ledger, ReadQueue
+from kvcanary.ledger.requests import MOST_BATCHES
+from kvcanary.ledger.step_book import in_a_row
+from kvcanary_kernels.record.layout import chain_root, make_keys, mix_host
 
 KEYS = make_keys(7, 1, 4)
 ROOTS = (chain_root(KEYS, "target"), chain_root(KEYS, "draft"))

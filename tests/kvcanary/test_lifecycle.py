@@ -11,9 +11,9 @@ import torch
 
 from fake_engine import FakeEngine
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, LifetimeError, PlanError, PoolView
-from kvcanary.cached import SWEEP_SECONDS
 from kvcanary.config import ROTATION_STEPS
-from kvcanary_kernels.record import FREE, QUARANTINED
+from kvcanary.scrub.prefix_cache import SWEEP_SECONDS
+from kvcanary_kernels.record.layout import FREE, QUARANTINED
 
 
 def flip(engine, slot: int, layer: int = 1) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcanary.accounting import Accounting, account, audit
 from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
-from kvcanary.ledger import Ledger
-from kvcanary.pages import STATE_NAMES
-from kvcanary_kernels.record import NO_OWNER, SHARED_OWNER, make_keys
+from kvcanary.ledger.accounting import Accounting, account, audit
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.ledger.page_states import STATE_NAMES
+from kvcanary_kernels.record.layout import NO_OWNER, SHARED_OWNER, make_keys
 
 KEYS = make_keys(7, 1, 4)
 SIZE = 4

@@ -13,7 +13,7 @@ import torch
 from fake_engine import FakeEngine
 from kvcanary import KVCorruptionError, PlanError, WritePlan
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
+from kvcanary.replay.replayer import replay
 
 UNSEEN = "lineages of draft rows, without the draft forward before"
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary import loops
-from kvcanary.beside import LAST, Beside
-from kvcanary.forward import on_host
-from kvcanary.hits import Hit
-from kvcanary.lanes import lanes_of_slots
-from kvcanary.looks import ROOM, Line, Looks
-from kvcanary.outbox import IN_THE_AIR, LINES
-from kvcanary.state import CanaryState, PoolState
-from kvcanary.views import PoolView
-from kvcanary_kernels.record import REQUEST_GENERATION
+from kvcanary.calls.forward import on_host
+from kvcanary.calls.violation import Hit
+from kvcanary.native import loops
+from kvcanary.pools.views import PoolView
+from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.mailbox import IN_THE_AIR, LINES
+from kvcanary.records.side_stream import LAST, Beside
+from kvcanary.records.state import CanaryState, PoolState
+from kvcanary.scrub.rereads import ROOM, Line, Looks
+from kvcanary_kernels.record.layout import REQUEST_GENERATION
 
 CPU = torch.device("cpu")
 

@@ -13,18 +13,20 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-import kvcanary.forward as forwards
-from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan, loops, refusing
-from kvcanary.cards import UNKNOWN
-from kvcanary.forward import Forward, refuse_contradiction
-from kvcanary.graphs import RowTruth
-from kvcanary.known import Known, TruthChain
-from kvcanary.lanes import lanes_of_slots
-from kvcanary.ledger import Ledger, Role
-from kvcanary.loops import memory
-from kvcanary.mirror import NOT_ALL, Mirror, Move
-from kvcanary.state import CanaryState
-from kvcanary_kernels.record import SEAL, chain_host, make_keys, read_record, seal_host, signed
+import kvcanary.calls.forward as forwards
+from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView, ReadPlan, WritePlan
+from kvcanary.calls.forward import Forward, refuse_contradiction
+from kvcanary.captured.step import RowTruth
+from kvcanary.checks import admission as refusing
+from kvcanary.ledger.ledger import Ledger, Role
+from kvcanary.ledger.request_state import Known, TruthChain
+from kvcanary.native import jit as memory
+from kvcanary.native import loops
+from kvcanary.native.layout import UNKNOWN
+from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.record_store import NOT_ALL, Mirror, Move
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record.layout import SEAL, chain_host, make_keys, read_record, seal_host, signed
 
 SLOTS = 40
 AS_TEXT = {"capture_output": True, "text": True, "timeout": 120, "check": False}
@@ -256,8 +258,8 @@ def test_the_first_use_says_that_it_compiles(monkeypatch, misses: int, told: int
 
 NUMBERS, CALLED, LOOPED = (
     "PLACE = {}",
-    "from kvcanary.loops.memory import loop\n@loop()\ndef called(n):\n    return n + {}",
-    "from called import called\nfrom kvcanary.loops.memory import loop\nfrom numbers_of import PLACE\n"
+    "from kvcanary.native.jit import loop\n@loop()\ndef called(n):\n    return n + {}",
+    "from called import called\nfrom kvcanary.native.jit import loop\nfrom numbers_of import PLACE\n"
     "@loop('int64(int64)')\ndef looped(n):\n    return called(n) + PLACE\nprint(looped(0))",
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.record import read_record
+from kvcanary_kernels.record.layout import read_record
 from two_ways import SIZE, TwoWays
 
 PROMPT = list(range(100, 110))

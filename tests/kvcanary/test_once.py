@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcanary.manager
-import kvcanary.once
+import kvcanary.captured.one_shot
+import kvcanary.manager.manager
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
-from kvcanary.arena import ALIGNMENT, Arena
-from kvcanary.once import OnceSubstep, Size
-from kvcanary_kernels.record import CHAIN
+from kvcanary.captured.arena import ALIGNMENT, Arena
+from kvcanary.captured.one_shot import OnceSubstep, Size
+from kvcanary_kernels.record.layout import CHAIN
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 
@@ -78,7 +78,7 @@ class Prefills:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def prefills(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefills]:
-    monkeypatch.setattr(kvcanary.manager, "judges_on_device", lambda state: True)
+    monkeypatch.setattr(kvcanary.manager.manager, "judges_on_device", lambda state: True)
     with torch.inference_mode():
         yield Prefills(request.param)
 
@@ -185,7 +185,7 @@ def test_sizes_are_few(numbers, size):
 
 def test_idle_buffers_are_bounded(prefills, monkeypatch):
     """The kind that was idle longest goes first."""
-    monkeypatch.setattr(kvcanary.once, "MOST_IDLE_BYTES", 2 * 8 * Size.of(1, 1, 1).num_zeros)
+    monkeypatch.setattr(kvcanary.captured.one_shot, "MOST_IDLE_BYTES", 2 * 8 * Size.of(1, 1, 1).num_zeros)
     for number, length in enumerate((10, 70, 20, 30)):
         prefills.run([(f"r{number}", 0, length)])
         assert prefills.codes() == []

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvcanary.outdated import LeftRecords, Outdated
-from kvcanary_kernels.record import CHAIN, REQUEST_GENERATION, STEP_SITE, TOKEN_POSITION
+from kvcanary.transfers.stale_snapshots import LeftRecords, Outdated
+from kvcanary_kernels.record.layout import CHAIN, REQUEST_GENERATION, STEP_SITE, TOKEN_POSITION
 
 SIZE, FINAL, GRANT = 4, 7, 3
 PAGE = 2  # the second of its row: positions 4 to 7, slots 8 to 11

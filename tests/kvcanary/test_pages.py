@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvcanary import CanaryConfig, CanaryManager
-from kvcanary.cards import NUM_FRESH
 from kvcanary.errors import LifetimeError, PageStateError
-from kvcanary.history import HISTORY_EVENTS, History, phrase
-from kvcanary.pages import EVENTS, STATE_NAMES, Pages
-from kvcanary_kernels import record
-from kvcanary_kernels.record import NO_OWNER, SHARED_OWNER
+from kvcanary.ledger.page_history import HISTORY_EVENTS, History, phrase
+from kvcanary.ledger.page_states import EVENTS, STATE_NAMES, Pages
+from kvcanary.native.layout import NUM_FRESH
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import NO_OWNER, SHARED_OWNER
 
 # By event one column a state, in the order of their numbers: the number of the state that follows, or - .
 # states:             FREE, QUARANTINED, NEVER_WRITTEN, LOADING, LOAD_FAILED, RESERVED, WRITTEN, COMMITTED, SHARED

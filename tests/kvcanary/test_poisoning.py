@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary.poisoning import BATCH_SLOTS
-from kvcanary.state import CanaryState
-from kvcanary_kernels.poison import poison_check_torch, poison_fill_torch
+from kvcanary.records.state import CanaryState
+from kvcanary.scrub.poison import BATCH_SLOTS
+from kvcanary_kernels.content.poison import poison_check_torch, poison_fill_torch
 
 
 def engine_with_poison(make_engine, **settings):

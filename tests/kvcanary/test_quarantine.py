@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary.quarantine import Quarantine
+from kvcanary.ledger.quarantine import Quarantine
 
 
 def test_quarantined_pages_leave_in_the_order_in_which_they_came():

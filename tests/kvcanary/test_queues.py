@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary import loops
-from kvcanary.cards import ALL, ITS_SHARE, SLICE_RANGES, SLICE_SAID, SLICE_SLOTS, SLICE_WAIT, TAKEN
 from kvcanary.config import share_of
-from kvcanary.ledger import Ledger
-from kvcanary.queues import ReadQueue
-from kvcanary.requests import Batch
-from kvcanary.state import CanaryState
-from kvcanary.views import PoolView
-from kvcanary_kernels.record import make_keys
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.ledger.requests import Batch
+from kvcanary.ledger.reread_queue import ReadQueue
+from kvcanary.native import loops
+from kvcanary.native.layout import ALL, ITS_SHARE, SLICE_RANGES, SLICE_SAID, SLICE_SLOTS, SLICE_WAIT, TAKEN
+from kvcanary.pools.views import PoolView
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record.layout import make_keys
 
 
 def test_a_read_queue_has_fewer_ranges_than_an_answer_has_tokens():

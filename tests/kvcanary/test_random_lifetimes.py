@@ -9,12 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvcanary.accounting import account, audit
-from kvcanary.cards import NOWHERE, NUM_PUBLISHED, ROW_NUMBERS, RUN_CARD, RUN_CARDS, RUN_REQUESTS, RUN_ROWS
 from kvcanary.errors import LifetimeError
-from kvcanary.ledger import NO_PAGE, Ledger
-from kvcanary.pages import STATE_NAMES
-from kvcanary_kernels.record import COMMITTED, NO_OWNER, SHARED_OWNER, make_keys
+from kvcanary.ledger.accounting import account, audit
+from kvcanary.ledger.ledger import NO_PAGE, Ledger
+from kvcanary.ledger.page_states import STATE_NAMES
+from kvcanary.native.layout import NOWHERE, NUM_PUBLISHED, ROW_NUMBERS, RUN_CARD, RUN_CARDS, RUN_REQUESTS, RUN_ROWS
+from kvcanary_kernels.record.layout import COMMITTED, NO_OWNER, SHARED_OWNER, make_keys
 
 KEYS = make_keys(7, 1, 4)
 SIZE = 4

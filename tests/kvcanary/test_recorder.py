@@ -17,9 +17,9 @@ import torch
 from kvcanary import CanaryConfig, CanaryConfigError, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
 from kvcanary.errors import DumpError
-from kvcanary.event_log import EventLog
-from kvcanary.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
-from kvcanary.recorder_captured import KEPT_STEPS, MOVE_SITE, CapturedEvents
+from kvcanary.pools.event_log import EventLog
+from kvcanary.recorder.captured_events import KEPT_STEPS, MOVE_SITE, CapturedEvents
+from kvcanary.recorder.recorder import EVENT_BYTES, LONG, MOST_BYTES, PARTS, SPARE, Recorder, Segment
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_traffic import Traffic
 
@@ -128,7 +128,7 @@ def test_damage_of_an_older_segment_counts_at_once(monkeypatch: pytest.MonkeyPat
     while len(recorder.segments) < 3 or recorder.segments[-1].checkpoint.step == engine.canary.step:
         engine.decode()
     oldest, second, _ = recorder.segments
-    monkeypatch.setattr("kvcanary.recorder.DAMAGE_BYTES", MOST_BYTES)
+    monkeypatch.setattr("kvcanary.recorder.recorder.DAMAGE_BYTES", MOST_BYTES)
     monkeypatch.setattr(recorder.captured, "event_of", lambda *site: (oldest, 0))
     flip(engine)
     engine.decode()
@@ -302,9 +302,9 @@ def test_launches_are_found_as_long_as_anybody_may_hear(monkeypatch):
     accepting = SimpleNamespace(substeps=(substep,), count=1, num_kept=2, places=3, of_each=lambda n: [(substep, None)])
     one = recorded.launched(accepting, ("only",), (), [7])
     launched = [SimpleNamespace(step=last, record=record) for record in (None, both, one)]
-    monkeypatch.setattr("kvcanary.recorder_captured._pack", (packed := []).append)
+    monkeypatch.setattr("kvcanary.recorder.captured_events._pack", (packed := []).append)
     for most in (9, 8):
-        monkeypatch.setattr("kvcanary.recorder_captured.MOST_KEPT", most)
+        monkeypatch.setattr("kvcanary.recorder.captured_events.MOST_KEPT", most)
         assert packed == []
         log.ints = segment.array_bytes = 0
         recorded.heard(launched, numbers := array("q", range(9)))

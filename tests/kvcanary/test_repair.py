@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary import PoolView, repair
+from kvcanary import PoolView
 from kvcanary.errors import KVCanaryError, RepairRefusedError
-from kvcanary.lanes import lanes_of_slots
-from kvcanary.repair import repair_slot
-from kvcanary.state import CanaryState, PoolState
-from kvcanary_kernels.record import CONTENT_B, LAYERS_LOW
-from kvcanary_kernels.seal import seal_torch
+from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.state import CanaryState, PoolState
+from kvcanary.report import repair
+from kvcanary.report.repair import repair_slot
+from kvcanary_kernels.record.layout import CONTENT_B, LAYERS_LOW
+from kvcanary_kernels.record.seal import seal_torch
 
 DTYPES = {
     "float32": torch.float32,

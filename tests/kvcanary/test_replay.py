@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcanary import PlanError
-from kvcanary.buffers import StaticBuffers
-from kvcanary.harvest import CoverageGap
-from kvcanary.replay import CudaGraphReplay, StaticReplay
+from kvcanary.captured.buffers import StaticBuffers
+from kvcanary.captured.readback import CoverageGap
+from kvcanary.faults.static_replay import CudaGraphReplay, StaticReplay
 
 BUCKET, POISON = 5, -77
 PROMPTS = {uid: [4 * uid, 4 * uid + 1] for uid in range(1, BUCKET + 1)}  # request uid owns page uid

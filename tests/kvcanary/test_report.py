@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from kvcanary import KVCorruptionError, Report
-from kvcanary.findings import Cause
-from kvcanary.report import SHOWN_FINDINGS, SHOWN_HEADLINES, wants_colour
-from kvcanary.whose import Whose
+from kvcanary.provenance.bytes_of import Whose
+from kvcanary.report.finding import Cause
+from kvcanary.report.render import SHOWN_FINDINGS, SHOWN_HEADLINES, wants_colour
 
 ESCAPE = "\x1b["
 

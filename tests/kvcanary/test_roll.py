@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcanary.config import share_of
-from kvcanary.sweep import STRIDE
+from kvcanary.scrub.scrubber import STRIDE
 
 
 class Beside:

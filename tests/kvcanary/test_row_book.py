@@ -8,7 +8,13 @@ from array import array
 import numpy as np
 import pytest
 
-from kvcanary.cards import (
+from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
+from kvcanary.ledger.ledger import Judged, Ledger
+from kvcanary.ledger.request_ids import digest
+from kvcanary.ledger.request_state import LEAST_ROOM, Known, TruthChain
+from kvcanary.ledger.requests import NO_PAGE, Batch, Unheard
+from kvcanary.ledger.step_book import in_a_row
+from kvcanary.native.layout import (
     FINAL_ROOM,
     NOWHERE,
     NUM_ROW_SLOTS,
@@ -21,13 +27,7 @@ from kvcanary.cards import (
     RUN_ROWS,
     TOKENS_KNOWN,
 )
-from kvcanary.errors import LifetimeError, PageOwnerError, PageReferenceError, PageStateError
-from kvcanary.known import LEAST_ROOM, Known, TruthChain
-from kvcanary.ledger import Judged, Ledger
-from kvcanary.requests import NO_PAGE, Batch, Unheard
-from kvcanary.step_book import in_a_row
-from kvcanary.uids import digest
-from kvcanary_kernels.record import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
+from kvcanary_kernels.record.layout import COMMITTED, RESERVED, WRITTEN, chain_root, make_keys
 
 KEYS = make_keys(7, 1, 4)
 SIZE = 4

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcanary import rules_branches as branches
-from kvcanary.findings import Cause
-from kvcanary.hits import NO_BRANCH, Lineage
+from kvcanary.calls.violation import NO_BRANCH, Lineage
+from kvcanary.report.causes import branches
+from kvcanary.report.finding import Cause
 from rule_facts import a_hit, expect_said, shown, silent_rules
 
 DRAFT = ("draft", 3)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcanary import rules_bytes as bytes_
-from kvcanary.findings import Cause
-from kvcanary.history import PageEvent
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.report.causes import bytes as bytes_
+from kvcanary.report.finding import Cause
 from rule_facts import A_FREE, a_hit, a_record, a_word, expect_said, shown, silent_rules, whose
 
 ONE_WORD = "this word alone explains both fingerprints; 1 of 3 layers differs"

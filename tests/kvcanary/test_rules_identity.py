@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvcanary import rules_identity as identity
-from kvcanary.findings import Cause
-from kvcanary.history import PageEvent
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.report.causes import identity
+from kvcanary.report.finding import Cause
 from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 ROOT = "the salt or the adapter differs: the same tokens of another tenant, adapter or version of the weights"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcanary import rules_moves as moves
-from kvcanary.findings import Cause
-from kvcanary.sites import pack_site
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.report.causes import moves
+from kvcanary.report.finding import Cause
 from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 OWN = {"is_own_place": True, "reader": a_reader()}

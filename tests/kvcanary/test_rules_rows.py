@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvcanary import rules_rows as rows
-from kvcanary.findings import Cause
-from kvcanary.history import PageEvent
-from kvcanary.sites import pack_site
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.report.causes import rows
+from kvcanary.report.finding import Cause
 from rule_facts import A_FREE, a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 WRONG_SLOT = "an entry of the table or index array names the wrong slot"

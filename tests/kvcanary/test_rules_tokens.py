@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcanary import rules_tokens as tokens
-from kvcanary.findings import Cause
+from kvcanary.report.causes import tokens
+from kvcanary.report.finding import Cause
 from rule_facts import a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 AHEAD = {"view": {"token_offset": 1}}

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, Finding, KVCorruptionError
-from kvcanary import rules_transfers as transfers
-from kvcanary.desk import TicketDesk
-from kvcanary.hits import Hit
-from kvcanary.report import Report
-from kvcanary.tickets import HOST
+from kvcanary.calls.violation import Hit
+from kvcanary.report.causes import transfers
+from kvcanary.report.render import Report
+from kvcanary.transfers.async_ops import HOST
+from kvcanary.transfers.async_tracker import TicketDesk
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from rule_facts import a_hit, shown
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcanary import rules_writes as writes
-from kvcanary.findings import Cause
-from kvcanary.history import PageEvent
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.report.causes import writes
+from kvcanary.report.finding import Cause
 from rule_facts import A_FREE, a_hit, a_reader, a_record, a_row, expect_said, shown, silent_rules
 
 WRONG_SLOT = "an entry of the table or index array names the wrong slot"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fake_engine import FakeEngine
-from kvcanary.cards import NUM_PUBLISHED
-from kvcanary.checkpoint import take_checkpoint
-from kvcanary.hook_clock import HookClock
-from kvcanary.pages import Pages
-from kvcanary.sweep import STRIDE
-from kvcanary_kernels.record import FREE, RESERVED, WRITTEN
+from kvcanary.ledger.page_states import Pages
+from kvcanary.manager.hook_clock import HookClock
+from kvcanary.native.layout import NUM_PUBLISHED
+from kvcanary.recorder.checkpoint import take_checkpoint
+from kvcanary.scrub.scrubber import STRIDE
+from kvcanary_kernels.record.layout import FREE, RESERVED, WRITTEN
 
 SMALL, LARGE = 1 << 11, 1 << 18  # pages of one slot
 TIMES = 12

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, PoolView
-from kvcanary.buffers import Batch, StaticBuffers
-from kvcanary.cards import (
+from kvcanary.captured.buffers import Batch, StaticBuffers
+from kvcanary.captured.decoded import runs_of
+from kvcanary.captured.step import RowTruth
+from kvcanary.dumps.reading import read_dump
+from kvcanary.native.layout import (
     ROW_NUMBERS,
     RUN_CARD,
     RUN_KEEP,
@@ -25,11 +28,8 @@ from kvcanary.cards import (
     RUN_WRITTEN,
     UNKNOWN,
 )
-from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
-from kvcanary.graphs import RowTruth
-from kvcanary.learning import runs_of
-from kvcanary_kernels.record import chain_host, signed
+from kvcanary.replay.replayer import replay
+from kvcanary_kernels.record.layout import chain_host, signed
 
 PROMPT, PLACES = [50, 51, 52], 3
 ACCEPTED = [60, 61]

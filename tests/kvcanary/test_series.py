@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcanary import CanaryConfig, CanaryManager, PlanError
-from kvcanary.buffers import StaticBuffers
+from kvcanary.captured.buffers import StaticBuffers
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcanary import KVCanaryError, ReadPlan, WritePlan
-from kvcanary.settling import Settled
+from kvcanary.checks.fast_path import Settled
 
 READ, WRITE = ("indices", "prefix_lens"), ("slots", "tokens", "positions", "parents")
 OFFSETS = (-1, 1, 2, 4, 7, -4, 1 << 33)

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from kvcanary import HookOrderError, PlanError
-from kvcanary import launches as launches_module
-from kvcanary.beside import Beside
-from kvcanary.buffers import Batch, StaticBuffers
-from kvcanary.harvest import HITS_PER_CHECK
-from kvcanary.ops import KERNELS
-from kvcanary.sites import pack_site
-from kvcanary_kernels import record
-from kvcanary_kernels.plan import NO_CLAIM
-from kvcanary_kernels.record import chain_host, chain_root, signed
-from kvcanary_kernels.table import PageTable
-from kvcanary_kernels.verify import ROOT, verify_torch
+from kvcanary.captured import kernel_launches as launches_module
+from kvcanary.captured.buffers import Batch, StaticBuffers
+from kvcanary.captured.readback import HITS_PER_CHECK
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.records.dispatch import KERNELS
+from kvcanary.records.side_stream import Beside
+from kvcanary_kernels.judge.plan import NO_CLAIM
+from kvcanary_kernels.judge.verify import ROOT, verify_torch
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import chain_host, chain_root, signed
+from kvcanary_kernels.record.table import PageTable
 
 ANN, BOB = 11, 22
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the cuda variant runs")

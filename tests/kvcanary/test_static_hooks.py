@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcanary import CanaryConfig, CanaryManager, HookOrderError, PlanError, ReadPlan, WritePlan
-from kvcanary import launches as launches_module
-from kvcanary.bank import SubstepBank
-from kvcanary.buffers import StaticBuffers
-from kvcanary.ops import KERNELS
-from kvcanary_kernels import record
+from kvcanary.captured import kernel_launches as launches_module
+from kvcanary.captured.buffers import StaticBuffers
+from kvcanary.captured.registry import SubstepBank
+from kvcanary.records.dispatch import KERNELS
+from kvcanary_kernels.record import layout as record
 from static_rig import StaticRig
 
 ANN, BOB = 11, 22
@@ -240,7 +240,7 @@ def test_attention_of_rows_that_it_does_not_read_whole_is_asked_for_nothing(make
     assert rig.add("prefill", attends=True).reads(0) is None
     rig.bank.compares_reads = True
     assert rig.add("decode").reads(0) is None
-    monkeypatch.setattr("kvcanary.bank.reads_fit", lambda rows, kv_heads: False)
+    monkeypatch.setattr("kvcanary.captured.registry.reads_fit", lambda rows, kv_heads: False)
     assert rig.add("verify", attends=True).reads(0) is None
 
 

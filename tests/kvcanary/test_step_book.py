@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcanary.cards import (
+from kvcanary.ledger.ledger import Ledger, Role
+from kvcanary.ledger.requests import Batch, Unheard
+from kvcanary.ledger.step_book import in_a_row
+from kvcanary.native.layout import (
     LEFT_TO_BOOKS,
     NO_ROOM,
     NOT_WRITTEN,
@@ -25,11 +28,8 @@ from kvcanary.cards import (
     RUN_ROWS,
     UNKNOWN,
 )
-from kvcanary.ledger import Ledger, Role
-from kvcanary.loops.rows import accept_rows, launch_rows
-from kvcanary.requests import Batch, Unheard
-from kvcanary.step_book import in_a_row
-from kvcanary_kernels.record import make_keys
+from kvcanary.native.request_lengths import accept_rows, launch_rows
+from kvcanary_kernels.record.layout import make_keys
 
 NAMES, PAGE_SIZE, AHEAD, OFFSET, PLACES = ["a", "b", "c"], 4, (0, 1), (0, 1), 3
 

@@ -19,8 +19,8 @@ from kvcanary import (
     SubstepCanary,
     WritePlan,
 )
-from kvcanary.host import MOST_GEOMETRIES, DensePart, Steps
-from kvcanary.lanes import lanes_of_slots
+from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.host_pool import MOST_GEOMETRIES, DensePart, Steps
 
 HEADS, DIM, PROMPT = 2, 4, [11, 12, 13]
 PAGE_SIZE, NUM_SLOTS = 4, 32

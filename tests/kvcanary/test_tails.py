@@ -11,11 +11,11 @@ import torch
 
 from kvcanary import KVCorruptionError
 from kvcanary.config import ROTATION_STEPS
-from kvcanary.looks import Looks
-from kvcanary.state import CanaryState
-from kvcanary.sweep import STRIDE
-from kvcanary_kernels.finite import finite_check_torch, formats_of
-from kvcanary_kernels.poison import poison_fill_torch
+from kvcanary.records.state import CanaryState
+from kvcanary.scrub.rereads import Looks
+from kvcanary.scrub.scrubber import STRIDE
+from kvcanary_kernels.content.finite import finite_check_torch, formats_of
+from kvcanary_kernels.content.poison import poison_fill_torch
 
 NAN = float("nan")
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2

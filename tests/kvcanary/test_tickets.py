@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvcanary.desk import TicketDesk
-from kvcanary.tickets import HOST, Ticket, Tickets
+from kvcanary.transfers.async_ops import HOST, Ticket, Tickets
+from kvcanary.transfers.async_tracker import TicketDesk
 
 
 def make_tickets() -> tuple[Tickets, np.ndarray]:

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 from structlog.testing import capture_logs
 
-from kvcanary import uids
-from kvcanary.uids import REMEMBERED_UIDS, Uids, digest
+from kvcanary.ledger import request_ids as uids
+from kvcanary.ledger.request_ids import REMEMBERED_UIDS, Uids, digest
 
 COLLIDING = ("request 77204", "request 193657")  # found by search: their 32 bits are equal
 

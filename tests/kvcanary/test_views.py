@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, PlanError, PoolView
-from kvcanary.aliasing import share_words
-from kvcanary.state import CanaryState
+from kvcanary.pools.aliasing import share_words
+from kvcanary.records.state import CanaryState
 
 HEADS, DIM, PAGE_SIZE, NUM_SLOTS = 2, 4, 4, 32
 SLOTS, PAGES, BY_HEAD = (NUM_SLOTS, HEADS, DIM), (8, PAGE_SIZE, HEADS, DIM), (8, HEADS, PAGE_SIZE, DIM)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, KVCorruptionError, PoolView
-from kvcanary.whose import HYPOTHESES, SEARCHED_SLOTS, Whose, lanes_of_rows, whose_bytes
-from kvcanary_kernels.poison import NAN_WORD, poison_words
+from kvcanary.provenance.bytes_of import HYPOTHESES, SEARCHED_SLOTS, Whose, lanes_of_rows, whose_bytes
+from kvcanary_kernels.content.poison import NAN_WORD, poison_words
 
 LAYER = 1
 Damage = Callable[[torch.Tensor, int, int], None]
@@ -228,7 +228,7 @@ def test_a_finding_says_whose_bytes_it_found(make_engine):
 
 def test_nothing_is_looked_up_where_one_word_explains_all(make_engine, monkeypatch):
     """A flipped bit is its own explanation."""
-    monkeypatch.setattr("kvcanary.describe.whose_bytes", lambda *_, **__: pytest.fail("nobody should ask"))
+    monkeypatch.setattr("kvcanary.report.describe.whose_bytes", lambda *_, **__: pytest.fail("nobody should ask"))
     engine = make_engine(content="full")
     engine.start("first", 13)
     engine.step()

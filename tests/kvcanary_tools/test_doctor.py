@@ -74,7 +74,7 @@ def test_doctor_says_what_an_adapter_misses(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_kernels_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel with one wrong bit is noticed."""
-    from kvcanary_kernels import chain
+    from kvcanary_kernels.record import chain
 
     right = chain.chain_scan_torch
 

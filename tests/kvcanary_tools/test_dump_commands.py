@@ -163,7 +163,7 @@ def test_replay_reaches_the_finding(kvcanary, bad, clean):
 
 def test_replay_says_what_it_did_not_reach(kvcanary, bad, monkeypatch):
     """Code 3 and the finding, where the events do not lead there."""
-    from kvcanary.dumps.damaging import Damager
+    from kvcanary.replay.damage import Damager
 
     monkeypatch.setattr(Damager, "bring_about", lambda self, event: None)
     shown = kvcanary("replay", bad)

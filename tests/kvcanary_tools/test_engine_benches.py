@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvcanary import invariants
-from kvcanary.recorder import Recorder
+from kvcanary.recorder.recorder import Recorder
 from kvcanary_tools.bench import ancestors, common, engine, host_checks, recorder, retractions
 from kvcanary_tools.bench.common import RESULTS
-from spec_engine import runner
+from spec_engine.step import runner
 
 PROMPTS = ["def add(a, b):\n    return a", "for i in range(10):\n    print("]
 

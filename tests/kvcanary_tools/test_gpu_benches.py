@@ -63,7 +63,7 @@ def test_drafted_steps_and_their_substeps_are_timed(
 @pytest.mark.parametrize("drafts", ["none", "chain"])
 def test_the_hosts_work_for_the_canary_is_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch, drafts: str) -> None:
     """Of a lagging host: what its canary adds to its work in a step, and what of that lies within calls of it."""
-    monkeypatch.setattr("kvcanary.manager.judges_on_device", lambda state: True)
+    monkeypatch.setattr("kvcanary.manager.manager.judges_on_device", lambda state: True)
     row = host_work.measure(drafts, 2, model, drafted_step.random_head(model), 2, **HERE)
     assert (row["drafts"], row["batch"]) == (drafts, 2)
     assert row["calls"] > 8

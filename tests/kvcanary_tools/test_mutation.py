@@ -16,7 +16,7 @@ from kvcanary_tools.mutation.running import Outcome
 from kvcanary_tools.mutation.subset import LEFT_OUT, MOST_SECONDS, TESTS
 
 #: Than the record: the next whole run takes them in.
-NEWER = {f"kvcanary_kernels/{name}.py" for name in ("admit", "begin", "reads")}
+NEWER = {f"kvcanary_kernels/{name}.py" for name in ("judge/admit", "watch/begin", "content/reads")}
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / report.EXPLANATIONS.parent
 COUNTS = ("sample", "killed")
@@ -99,19 +99,19 @@ def test_a_tree_holds_all_packages_side_by_side(tmp_path):
     assert project.startswith((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert '[tool.mutmut]\nsource_paths = ["kvcanary", "kvcanary_kernels"]\n' in project
     before = digest(tmp_path)
-    (tmp_path / "kvcanary/findings.py").write_text("", encoding="utf-8")
+    (tmp_path / "kvcanary/report/finding.py").write_text("", encoding="utf-8")
     assert digest(tmp_path) != before
 
 
 def test_a_report_tells_survivors_by_what_they_change():
     """Killed are all but those that lived or met no test; a change has no number, and one line."""
-    names = ["kvcanary.findings.x_tell__mutmut_1", "kvcanary.ledger.xǁLedgerǁfree__mutmut_20"]
+    names = ["kvcanary.report.finding.x_tell__mutmut_1", "kvcanary.ledger.ledger.xǁLedgerǁfree__mutmut_20"]
     lived = Outcome(names[1], "survived", "free(\n1)", "free(2)")
     outcomes = [lived, Outcome(names[0], "timeout", "a", "b")]
     mutants = dict.fromkeys(AREAS, 5)
     told = report.as_dict(outcomes, mutants, {}, {"seed": 3})
     assert told["survivors"] == [
-        {"name": names[1], "change": "kvcanary.ledger.Ledger.free: free( 1) -> free(2)", "why": None}
+        {"name": names[1], "change": "kvcanary.ledger.ledger.Ledger.free: free( 1) -> free(2)", "why": None}
     ]
     assert told["meta"] == {"seed": 3, "sample": 2, "killed": 1, "statuses": {"survived": 1, "timeout": 1}}
     assert report.killed_before(told) == [Outcome(names[0], "timeout", "", "")]
@@ -121,7 +121,7 @@ def test_a_report_tells_survivors_by_what_they_change():
 @pytest.fixture
 def mutated(monkeypatch):
     """The command without mutmut: four mutants, of which the second lives until a test is added."""
-    names = [f"kvcanary.findings.x_tell__mutmut_{number}" for number in range(4)]
+    names = [f"kvcanary.report.finding.x_tell__mutmut_{number}" for number in range(4)]
     asked: list[list[str]] = []
 
     def run(tree, wanted, workers):
@@ -141,7 +141,7 @@ def test_the_command_fails_for_a_survivor_and_takes_only_those_again(mutated, tm
     """Exit 1 while one is left; then only that one is run, and the whole is told."""
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     done = CliRunner().invoke(command, ["--root", str(ROOT), "--json", str(first)])
-    assert (done.exit_code, "kvcanary.findings.tell: a -> b\n  NOT EXPLAINED" in done.stdout) == (1, True)
+    assert (done.exit_code, "kvcanary.report.finding.tell: a -> b\n  NOT EXPLAINED" in done.stdout) == (1, True)
     done = CliRunner().invoke(command, ["--root", str(ROOT), "--again", str(first), "--json", str(second)])
     assert (done.exit_code, done.stdout) == (0, "4 of 4 mutants killed (100.0%) in 1.00 s of tests\n")
     assert [len(names) for names in mutated] == [4, 1]

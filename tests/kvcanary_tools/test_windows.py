@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spec_engine import Engine
-from spec_engine.memory.window_pool import WindowPool
+from spec_engine.memory.pools.window_pool import WindowPool
 from spec_engine.models.embedded import EMBEDDED_MODEL
 
 SMALL = ("--max-new-tokens", "12", "--page-size", "4", "--window", "8", "--topk", "2", "--num-steps", "2")

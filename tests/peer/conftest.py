@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryConfig, CanaryManager, PoolView, ReadPlan, WritePlan
-from kvcanary.groups import window_start
+from kvcanary.pools.slot_maps import window_start
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from kvcanary_tools.bench.toy_forwards import ToyShape
 

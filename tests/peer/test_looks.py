@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from kvcanary.sweep import STRIDE
+from kvcanary.scrub.scrubber import STRIDE
 from toy_findings import bits, found, on, slot_of
 
 

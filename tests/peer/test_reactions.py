@@ -8,7 +8,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvcanary_kernels.count import count_torch, unset_first
+from kvcanary_kernels.judge.count import count_torch, unset_first
 from kvcanary_tools.bench.toy_engine import ToyEngine
 from toy_findings import bits, found, on, slot_of, with_entry
 

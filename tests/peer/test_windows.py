@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcanary import Finding, HookOrderError, PlanError, PoolView, ReadPlan, WritePlan
-from kvcanary.bank import SubstepBank
-from kvcanary.buffers import StaticBuffers
-from kvcanary.state import CanaryState
-from kvcanary_kernels.record import REQUEST_GENERATION
+from kvcanary.captured.buffers import StaticBuffers
+from kvcanary.captured.registry import SubstepBank
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record.layout import REQUEST_GENERATION
 from toy_findings import found
 
 pytestmark = pytest.mark.usefixtures("early_slices")

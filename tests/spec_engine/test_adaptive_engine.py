@@ -8,10 +8,10 @@ import pytest
 
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.hooks import Forwards
 from spec_engine.memory.sizing import draft_alloc_len, reserve_len
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle, random_model
 from spec_engine.models import Standalone
+from spec_engine.step.hooks import Forwards
 
 ORACLE = TokenOracle(3, 997)
 PROMPTS = [[11, 4, 8, 15, 16, 23, 42], [12, 4], [13, *range(50, 83)]]

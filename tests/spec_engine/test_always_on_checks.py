@@ -14,11 +14,11 @@ import torch
 from kvcanary import invariants
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import assembly as assembly_module
-from spec_engine import runner as runner_module
 from spec_engine.drafting import drafter as drafter_module
 from spec_engine.memory import sizes
-from spec_engine.runner import StepResult
-from spec_engine.verify import Accepted
+from spec_engine.step import runner as runner_module
+from spec_engine.step.runner import StepResult
+from spec_engine.step.verify import Accepted
 
 PAGE_SIZE = 4
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-import kvcanary.manager
+import kvcanary.manager.manager
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
 from kvcanary.invariants import MissingHooksError
-from kvcanary.substep import WarmupSubstep
+from kvcanary.manager.substep import WarmupSubstep
+from kvcanary.replay.replayer import replay
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.graphs import hooks
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
@@ -180,7 +180,7 @@ def test_a_forward_that_is_closed_by_nobody_is_refused_in_its_step():
 
 def test_a_forward_that_judges_itself_must_open_too(monkeypatch, tmp_path):
     """A lagging host hears of it with the step, and no token of that step leaves; here the CPU plays the device."""
-    monkeypatch.setattr(kvcanary.manager, "judges_on_device", lambda state: True)
+    monkeypatch.setattr(kvcanary.manager.manager, "judges_on_device", lambda state: True)
     engine = make(schedule="overlap", content="rolling", **PLAIN)
     steps = lose_hooks(engine, ("decode", 0, "target"))
     with pytest.raises(KVCorruptionError) as caught:

@@ -12,8 +12,8 @@ from spec_engine import SamplingParams
 from spec_engine.core import Batch, ForwardBatch, chain_forward
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.request import Request
-from spec_engine.scheduler import Chunk
-from spec_engine.transfer import ALIGNMENT, together
+from spec_engine.scheduling.scheduler import Chunk
+from spec_engine.step.transfer import ALIGNMENT, together
 
 CPU = torch.device("cpu")
 

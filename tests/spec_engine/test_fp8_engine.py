@@ -7,7 +7,7 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 from spec_engine.mock import MockTokenizer, random_model
 from spec_engine.models import Standalone
 from spec_engine.models.embedded import load_excerpts

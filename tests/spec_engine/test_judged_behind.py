@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kvcanary.manager
+import kvcanary.manager.manager
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
-from kvcanary_kernels.record import CHAIN
+from kvcanary.replay.replayer import replay
+from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.attention import long_chunks
@@ -36,7 +36,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Engine over the embedded model; ``on_device``: whether its eager forwards judge themselves."""
 
     def engine(on_device: bool = True, mode: str = "raise", content: str = "rolling", **settings: object) -> Engine:
-        monkeypatch.setattr(kvcanary.manager, "judges_on_device", lambda state: on_device)
+        monkeypatch.setattr(kvcanary.manager.manager, "judges_on_device", lambda state: on_device)
         canary = CanaryConfig(mode=mode, content=content, seed=5)
         common = {"draft": "none", "schedule": "overlap", "prefix_cache": False, "prefill_chunk_tokens": CHUNK}
         common |= {"page_size": 4, "max_total_tokens": 1024, "context_length": 160, "max_running_requests": 4}

@@ -7,10 +7,10 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
-from kvcanary_kernels.record import CHAIN
+from kvcanary.replay.replayer import replay
+from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 from spec_engine.mock import MockTokenizer, with_random_weights
 from spec_engine.models.config import CheckpointError, parse_config
 from spec_engine.models.decoder import Decoder

@@ -6,8 +6,8 @@ import pytest
 
 from kvcanary import CanaryConfig
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine.hooks import Forwards
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
+from spec_engine.step.hooks import Forwards
 
 ORACLE = TokenOracle(3, 997)
 PROMPTS = [[11, 4, 8, 15, 16, 23, 42], [12, 4], [13, *range(50, 83)]]  # first tokens tell the requests apart

@@ -7,7 +7,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine.memory.host_rows import HostRows
+from spec_engine.memory.cache.host_rows import HostRows
 
 PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 17, 30)

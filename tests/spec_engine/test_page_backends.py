@@ -13,7 +13,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.attention.page_pass import PagePass
 from spec_engine.attention.paged import PagedAttention
 from spec_engine.drafting import drafter as drafter_module
-from spec_engine.hooks import Forwards
+from spec_engine.step.hooks import Forwards
 
 PROMPTS = ["def add(a, b):", "class Foo:\n    def __init__"]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)

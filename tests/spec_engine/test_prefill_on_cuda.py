@@ -7,7 +7,7 @@ import torch
 
 from held_memory import expect_memory_to_stay
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary_kernels.record import CHAIN
+from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.attention.long_chunks import LEAST_LONG
 from spec_engine.models.embedded import load_excerpts

@@ -12,7 +12,7 @@ from kvcanary.invariants import StalledError
 from kvcanary.invariants.lengths import MOST_STILL_STEPS
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.memory.allocator import PageAllocator
-from spec_engine.memory.host_rows import HostRows
+from spec_engine.memory.cache.host_rows import HostRows
 from spec_engine.memory.kv_memory import KVMemory
 
 PROMPTS = [[number % 97 for number in range(start, start + 24)] for start in range(4)]

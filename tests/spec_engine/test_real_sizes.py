@@ -10,13 +10,13 @@ import torch
 from kvcanary import faults, invariants
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import assembly as assembly_module
-from spec_engine import results as results_module
 from spec_engine.graphs.feed import Feed
 from spec_engine.graphs.forward import StaticForward
-from spec_engine.memory import host_tier as host_tier_module
 from spec_engine.memory import sizing
-from spec_engine.memory.fp8_pool import Fp8Pool
+from spec_engine.memory.cache import host_tier as host_tier_module
+from spec_engine.memory.pools.fp8_pool import Fp8Pool
 from spec_engine.memory.request_table import RequestTable
+from spec_engine.step import results as results_module
 
 SETTINGS = {
     "dtype": "float64",

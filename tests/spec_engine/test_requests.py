@@ -7,7 +7,7 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from spec_engine import Engine, EngineConfig, SamplingParams
-from spec_engine.memory.prefix_tree import PrefixTree
+from spec_engine.memory.cache.prefix_tree import PrefixTree
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 LONG = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(3)).tolist()

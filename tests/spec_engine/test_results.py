@@ -13,7 +13,7 @@ from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine import engine as engine_module
 from spec_engine.mock import MockDraft, MockModel, MockTokenizer, TokenOracle
 from spec_engine.models.embedded import load_excerpts
-from spec_engine.streams import StagingRing
+from spec_engine.step.streams import StagingRing
 
 ORACLE = TokenOracle(3, 997)
 PROMPTS = [[11, 4, 8, 15, 16, 23, 42], [3, 1, 4]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_engine.retraction import new_token_ratio, plan_retraction, victims
+from spec_engine.scheduling.retraction import new_token_ratio, plan_retraction, victims
 
 
 @dataclass

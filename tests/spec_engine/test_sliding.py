@@ -7,8 +7,8 @@ import torch
 
 from kvcanary import CanaryConfig
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.memory.pool import KVPool
-from spec_engine.memory.window_pool import WindowPool
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.memory.pools.window_pool import WindowPool
 from spec_engine.mock import MockTokenizer, with_random_weights
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder

@@ -7,9 +7,9 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
+from kvcanary.replay.replayer import replay
 from spec_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from spec_engine.memory.split_pool import SplitPool
+from spec_engine.memory.pools.split_pool import SplitPool
 from spec_engine.mock import MockTokenizer, with_random_weights
 from spec_engine.models.config import parse_config
 from spec_engine.models.decoder import Decoder

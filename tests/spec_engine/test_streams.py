@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcanary import CanaryConfig, CanaryManager, PoolView
-from spec_engine.streams import StagingRing, Streams
+from spec_engine.step.streams import StagingRing, Streams
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 
 from spec_engine.request import Request
 from spec_engine.sampling import SamplingParams
-from spec_engine.turns import Turns
+from spec_engine.scheduling.turns import Turns
 
 PAGES = {"a": 3, "b": 3, "c": 2, "d": 5}
 

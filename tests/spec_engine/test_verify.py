@@ -8,7 +8,7 @@ import torch
 from kvcanary.invariants import TreeShapeError
 from spec_engine.acceptance.walk import Acceptance, match
 from spec_engine.drafting.tree import Tree, ancestor_mask
-from spec_engine.verify import Accepted, Owner, to_host
+from spec_engine.step.verify import Accepted, Owner, to_host
 
 TOKENS, PARENTS = torch.tensor([[9, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])
 MASK = ancestor_mask(PARENTS, 2)

@@ -19,7 +19,7 @@ from spec_engine.drafting.tree import TreeGrowth
 from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.mock import MockTokenizer, random_model
 from spec_engine.models import Standalone
-from spec_engine.relay import Relay
+from spec_engine.step.relay import Relay
 
 PROMPTS = [list(range(3, 12)), list(range(20, 34)), list(range(40, 47))]
 TREE = {"topk": 2, "num_steps": 3, "num_draft_tokens": 8}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvcanary import PoolView
-from kvcanary.lanes import lanes_of_slots
-from kvcanary.parts import Part
-from kvcanary.state import PoolState
-from kvcanary_kernels.record import CONTENT_B, LAYERS_LOW
-from kvcanary_kernels.seal import seal_torch
+from kvcanary.pools.parts import Part
+from kvcanary.records.fingerprints import lanes_of_slots
+from kvcanary.records.state import PoolState
+from kvcanary_kernels.record.layout import CONTENT_B, LAYERS_LOW
+from kvcanary_kernels.record.seal import seal_torch
 
 LAYOUTS = (
     "nhd",  # [slots, heads, dim], as all that follow each layer for itself

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 
-from kvcanary.findings import Cause
-from kvcanary.history import PageEvent
-from kvcanary.sites import pack_site
-from kvcanary.whose import Whose
-from kvcanary_kernels.record import LOADING, WRITTEN, Record
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.provenance.bytes_of import Whose
+from kvcanary.report.finding import Cause
+from kvcanary_kernels.record.layout import LOADING, WRITTEN, Record
 
 PAGE_SIZE = 4
 A_FREE = (PageEvent("granted", 1, "old"), PageEvent("freed", 4, "old"))

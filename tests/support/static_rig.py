@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvcanary import PoolView
-from kvcanary.bank import SubstepBank
-from kvcanary.buffers import Batch, StaticBuffers
-from kvcanary.harvest import Harvest
-from kvcanary.state import CanaryState
-from kvcanary.static import StaticSubstep
-from kvcanary_kernels.record import FREE, NO_OWNER, RESERVED
+from kvcanary.captured.buffers import Batch, StaticBuffers
+from kvcanary.captured.readback import Harvest
+from kvcanary.captured.registry import SubstepBank
+from kvcanary.captured.substep import StaticSubstep
+from kvcanary.records.state import CanaryState
+from kvcanary_kernels.record.layout import FREE, NO_OWNER, RESERVED
 
 
 @dataclass

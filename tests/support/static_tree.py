@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager
-from kvcanary.buffers import StaticBuffers
+from kvcanary.captured.buffers import StaticBuffers
 
 TOKENS = [50, 51, 52, 53, 54, 55]
 

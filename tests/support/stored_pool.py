@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attest import attest, attest_torch, kept_rows
-from kvcanary_kernels.put import put, put_torch
-from kvcanary_kernels.record import Keys, make_keys
-from kvcanary_kernels.rows import pool_rows
-from kvcanary_kernels.store import store, store_torch
+from kvcanary_kernels.content.attest import attest, attest_torch, kept_rows
+from kvcanary_kernels.content.put import put, put_torch
+from kvcanary_kernels.content.store import store, store_torch
+from kvcanary_kernels.record.layout import Keys, make_keys
+from kvcanary_kernels.record.rows import pool_rows
 
 MASK = 2**64 - 1
 POISON = -77

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, ReadPlan, WritePlan
-from kvcanary.buffers import StaticBuffers
+from kvcanary.captured.buffers import StaticBuffers
 from static_rig import StaticRig, StaticRow
 
 SIZE = StaticRig.PAGE_SIZE

@@ -15,7 +15,7 @@ from typing import Any
 
 REQUIRED = ("kvcanary", "torch", "click", "numpy", "safetensors", "structlog", "tokenizers")
 #: By host, the module that says what its adapter leans on (NEEDED) and what speaks against it (check).
-ADAPTERS = {"transformers": "kvcanary.adapters.transformers", "vllm": "kvcanary.adapters.vllm.drift"}
+ADAPTERS = {"transformers": "kvcanary.adapters.transformers", "vllm": "kvcanary.adapters.vllm.compatibility"}
 OPTIONAL = ("triton", "transformers", "flashinfer-python", "fastapi")
 
 
@@ -68,7 +68,7 @@ def kernels() -> dict[str, Any]:
     if device == "cpu":
         # Read when kernels are defined, which is at their first import.
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from kvcanary_kernels import chain
+    from kvcanary_kernels.record import chain
 
     has_triton = importlib.util.find_spec("triton") is not None
     results = {"device": device, "torch": None, "triton": None}
@@ -82,7 +82,7 @@ def kernels() -> dict[str, Any]:
 def _compare_with_integers(name: str, chain_scan: Callable[..., None], device: str) -> None:
     import torch
 
-    from kvcanary_kernels import record
+    from kvcanary_kernels.record import layout as record
 
     keys = record.make_keys(seed=1, num_layers=1, words_per_row=4, device=device)
     root = record.chain_root(keys, "target")
@@ -127,7 +127,7 @@ def _adapter(host: str, name: str) -> str | None:
     if importlib.util.find_spec(host) is None:
         return None
     from kvcanary import CanaryConfig
-    from kvcanary.certificate import inactive_classes
+    from kvcanary.report.certificate import inactive_classes
 
     module = importlib.import_module(name)
     faults = module.check()

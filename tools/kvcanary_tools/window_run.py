@@ -12,7 +12,7 @@ from kvcanary.invariants import InvariantError
 
 if TYPE_CHECKING:
     from spec_engine import Engine, EngineConfig, SamplingParams
-    from spec_engine.memory.window_report import RowDivergence
+    from spec_engine.memory.pools.window_report import RowDivergence
 
 RANDOM_LAYERS = 4
 VOCABULARY = 97

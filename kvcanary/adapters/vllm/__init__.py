@@ -22,7 +22,7 @@ def register() -> None:
     """
     if os.environ.get("KVCANARY_MODE", "off").strip().lower() in ("", "off"):
         return
-    from kvcanary.adapters.watching import expect_watching
+    from kvcanary.adapters.observed.capabilities import expect_watching
     from kvcanary.config import CanaryConfig
 
     expect_watching(CanaryConfig.from_env(), "one request from outside")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcanary.errors import AdapterError, PlanError
-from kvcanary.views import PoolView
+from kvcanary.pools.views import PoolView
 
 PROBED_BLOCKS = 3  # beginning with block 1: nothing is alive at start-up
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcanary.adapters.paged import PagedCanary
-from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.state import Forward
 from kvcanary.adapters.vllm.worker import Handle, salt_of
 from kvcanary.errors import AdapterError
 

@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 import structlog
 import torch
 
-from kvcanary.adapters import paged_moves
-from kvcanary.adapters.paged import PagedCanary
-from kvcanary.adapters.paged_report import settle
-from kvcanary.adapters.paged_state import RING, Forward
-from kvcanary.adapters.vllm.drift import RUNNER_V1, RUNNER_V2, check
+from kvcanary.adapters.observed import moves as paged_moves
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.report import settle
+from kvcanary.adapters.observed.state import RING, Forward
+from kvcanary.adapters.vllm.aggregate import Teller
+from kvcanary.adapters.vllm.compatibility import RUNNER_V1, RUNNER_V2, check
+from kvcanary.adapters.vllm.connector import Loads
 from kvcanary.adapters.vllm.layout import pools_of
-from kvcanary.adapters.vllm.loads import Loads
-from kvcanary.adapters.vllm.output import hold_back
-from kvcanary.adapters.vllm.told import Teller
+from kvcanary.adapters.vllm.output_gate import hold_back
 from kvcanary.config import CanaryConfig
 from kvcanary.errors import AdapterError, KVCorruptionError
 

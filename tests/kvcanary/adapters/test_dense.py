@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary.adapters.dense import DenseLayer
-from kvcanary.adapters.judging import DenseCanary
+from kvcanary.adapters.transformers.dense_cache import DenseLayer
+from kvcanary.adapters.transformers.judging import DenseCanary
 
 
 def entries(dtype: torch.dtype, is_dense: bool, n: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, PoolView
-from kvcanary.adapters import paged
-from kvcanary.adapters.paged import PagedCanary
-from kvcanary.adapters.paged_report import settle
-from kvcanary.adapters.paged_state import Forward
+from kvcanary.adapters.observed import canary as paged
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.report import settle
+from kvcanary.adapters.observed.state import Forward
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS, ROWS, TOKENS, WIDTH = 2, 2, 8, 4, 60, 20, 64, 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

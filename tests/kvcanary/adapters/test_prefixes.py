@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcanary.adapters import prefixes
-from kvcanary.adapters.prefixes import Prefixes
-from kvcanary_kernels.record import chain_host, chain_root, make_keys, signed
+from kvcanary.adapters.observed import prefix_hashes as prefixes
+from kvcanary.adapters.observed.prefix_hashes import Prefixes
+from kvcanary_kernels.record.layout import chain_host, chain_root, make_keys, signed
 
 KEYS = make_keys(5, 1, 1)
 

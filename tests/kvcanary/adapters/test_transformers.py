@@ -18,7 +18,7 @@ from transformers import cache_utils  # noqa: E402
 
 from kvcanary.adapters import transformers as adapter  # noqa: E402
 from kvcanary.adapters.transformers import CanaryCache, attach  # noqa: E402
-from kvcanary.adapters.unwatched import cache_argument  # noqa: E402
+from kvcanary.adapters.transformers.unwatched import cache_argument  # noqa: E402
 from kvcanary.errors import AdapterError, CanaryNotRunningError  # noqa: E402
 from kvcanary_tools.bench import transformers_clean  # noqa: E402
 
@@ -550,8 +550,8 @@ def test_without_transformers_one_sentence_says_what_to_install() -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 5, 8), (3, 2, 1, 16)])
 def test_both_ways_give_equal_lanes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The compiled loop over heads and the float64 products of rows, also where entries are a slice of longer rows."""
-    from kvcanary.adapters.judging import DenseCanary, words_of
-    from kvcanary.lanes import lanes_of_words
+    from kvcanary.adapters.transformers.judging import DenseCanary, words_of
+    from kvcanary.records.fingerprints import lanes_of_words
 
     canary = DenseCanary(FULL)
     long = (*shape[:2], shape[2] + 4, shape[3])

@@ -12,7 +12,7 @@ import torch
 
 from kvcanary import CanaryConfig
 from kvcanary.adapters import vllm as plugin
-from kvcanary.adapters.paged_state import RING
+from kvcanary.adapters.observed.state import RING
 from kvcanary.errors import AdapterError, KVCanaryError
 
 from .served import go_on, load, without
@@ -221,7 +221,7 @@ def test_drift_is_refused_whole(serve, monkeypatch) -> None:
     """A gone name, another signature, an unknown release or another runner: a sentence, and nothing attached."""
     from vllm.v1.worker.gpu import model_runner
 
-    from kvcanary.adapters.vllm.drift import NEEDED, NEEDED_OF, check
+    from kvcanary.adapters.vllm.compatibility import NEEDED, NEEDED_OF, check
 
     assert check() == []
     assert check("0.33.0")[0] == "vllm 0.33.0 is not known here: install 0.26"
@@ -254,7 +254,7 @@ def test_workers_of_one_engine_tell_once(serve, monkeypatch, tmp_path) -> None:
     from prometheus_client import REGISTRY
     from structlog.testing import capture_logs
 
-    from kvcanary.adapters.vllm.told import merged
+    from kvcanary.adapters.vllm.aggregate import merged
 
     monkeypatch.setenv("KVCANARY_MODE", "log")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -328,7 +328,7 @@ def test_the_measurement_over_two_workers_strikes_where_it_says(serve, monkeypat
     """A bit of a cached block in one worker or in both: the request that finds the block names those ranks."""
     from structlog.testing import capture_logs
 
-    from kvcanary.adapters.vllm.told import merged
+    from kvcanary.adapters.vllm.aggregate import merged
     from kvcanary_tools.bench.vllm_parallel import strike
 
     monkeypatch.setenv("KVCANARY_MODE", "log")

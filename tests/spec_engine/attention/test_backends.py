@@ -21,8 +21,8 @@ from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.paging import ancestor_copies, branch_prefix, tail_copies
 from spec_engine.drafting.tree import ancestor_mask
 from spec_engine.errors import ConfigError
-from spec_engine.memory.fp8_pool import Fp8Pool, dequantise, quantise
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.fp8_pool import Fp8Pool, dequantise, quantise
+from spec_engine.memory.pools.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 from spec_engine.memory.sizing import cdiv, draft_alloc_len
 

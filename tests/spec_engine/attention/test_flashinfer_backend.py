@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.attention import paged_attention_torch
+from kvcanary_kernels.engine.attention import paged_attention_torch
 from spec_engine.core import ForwardBatch, indptr
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 
 KV_HEADS, FOLD = 2, 2
 

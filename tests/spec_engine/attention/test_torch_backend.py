@@ -7,7 +7,7 @@ import torch
 
 from spec_engine.attention.torch_backend import TorchAttention
 from spec_engine.core import ForwardBatch, indptr
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_kernels.attention import paged_attention_torch
+from kvcanary_kernels.engine.attention import paged_attention_torch
 from spec_engine.attention import long_chunks as module
 from spec_engine.attention.long_chunks import LEAST_LONG, LENGTH_STEP
 from spec_engine.attention.triton_backend import TritonAttention
 from spec_engine.core import ForwardBatch, indptr
-from spec_engine.memory.fp8_pool import Fp8Pool
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.fp8_pool import Fp8Pool
+from spec_engine.memory.pools.pool import KVPool
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 

@@ -12,7 +12,7 @@ from spec_engine.core import Batch, ForwardBatch
 from spec_engine.drafting.drafter import draft_forward
 from spec_engine.drafting.layout import branch_positions
 from spec_engine.drafting.paging import branch_prefix
-from spec_engine.memory.pool import KVPool
+from spec_engine.memory.pools.pool import KVPool
 from spec_engine.memory.request_table import RequestTable
 
 LENS, TOPK, NUM_STEPS = (7, 8), 2, 3

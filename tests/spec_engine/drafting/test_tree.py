@@ -9,7 +9,7 @@ from kvcanary.invariants import TreeShapeError, check_parents
 from spec_engine.acceptance.walk import match, sound_parents
 from spec_engine.drafting import tree as tree_module
 from spec_engine.drafting.tree import Tree, TreeGrowth, ancestor_mask, build_tree
-from spec_engine.verify import Accepted, Owner, to_host
+from spec_engine.step.verify import Accepted, Owner, to_host
 
 
 def accept(tree: Tree, chosen: torch.Tensor, *requests: str) -> list[Accepted]:

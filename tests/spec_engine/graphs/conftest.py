@@ -12,7 +12,7 @@ from spec_engine.core import Batch
 from spec_engine.graphs.decode import DecodeProgram
 from spec_engine.graphs.drafting import DraftProgram
 from spec_engine.models.embedded import load_excerpts
-from spec_engine.verify import Accepted
+from spec_engine.step.verify import Accepted
 
 COVERAGE = ("forwards", "slots_checked", "slots_sealed", "bytes_checked", "unchecked")
 PROMPTS = [excerpt.prompt[:80] for excerpt in load_excerpts()[20:23]]

@@ -8,9 +8,9 @@ from itertools import chain, product
 import pytest
 import torch
 
-from kvcanary.cards import ROW_NUMBERS
-from kvcanary.loops.rows import spread_rows
-from kvcanary_kernels.record import MASK_32, STEP_SITE
+from kvcanary.native.layout import ROW_NUMBERS
+from kvcanary.native.request_lengths import spread_rows
+from kvcanary_kernels.record.layout import MASK_32, STEP_SITE
 from spec_engine import SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.graphs.feed import Feed

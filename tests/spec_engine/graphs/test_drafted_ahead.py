@@ -10,7 +10,7 @@ import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
 from kvcanary.invariants import AcceptanceError, BranchLayoutError, TreeShapeError
-from kvcanary_kernels.record import CHAIN
+from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.drafting.layout import branch_stride, longest_starts

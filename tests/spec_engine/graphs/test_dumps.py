@@ -9,9 +9,9 @@ import pytest
 
 from kvcanary import CanaryConfig
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
 from kvcanary.faults import arm
-from kvcanary_kernels.record import CHAIN
+from kvcanary.replay.replayer import replay
+from kvcanary_kernels.record.layout import CHAIN
 from kvcanary_tools.dumps.explaining import explain
 from spec_engine import Engine, EngineConfig, SamplingParams
 
@@ -126,7 +126,7 @@ def strike_twice(make, code: str, settings: dict, mode: str) -> Engine:
     The host's own check of proposals, which ends the engine where a length is wrong, does not look.
     """
     engine = make(schedule="overlap", mode=mode, ring=7, **settings)
-    with patch("spec_engine.verify.check_proposals"):
+    with patch("spec_engine.step.verify.check_proposals"):
         FAULTS[code](engine)
         for _ in range(3):
             engine.step()

@@ -10,10 +10,10 @@ import pytest
 from kvcanary import CanaryConfig
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.graphs.feed import Feed
-from spec_engine.hooks import Forwards
 from spec_engine.mock import MockTokenizer, random_model
 from spec_engine.models import Standalone
 from spec_engine.models.embedded import load_excerpts
+from spec_engine.step.hooks import Forwards
 
 GRID = [
     {"page_size": page_size, "topk": topk, "num_steps": steps, "schedule": schedule}

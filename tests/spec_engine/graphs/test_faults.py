@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary_kernels.record import CHAIN
+from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, EngineConfig, SamplingParams
 from spec_engine.graphs import forward as forward_module
 

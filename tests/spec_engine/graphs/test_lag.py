@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from kvcanary import KVCorruptionError
-from kvcanary.checks import StepChecks
-from kvcanary.flights import Flight
-from kvcanary_kernels.record import CHAIN
+from kvcanary.captured.in_flight import Flight
+from kvcanary.manager.step import StepChecks
+from kvcanary_kernels.record.layout import CHAIN
 from spec_engine import Engine, SamplingParams
 from spec_engine.acceptance.walk import NO_TOKEN
 from spec_engine.models.embedded import load_excerpts

@@ -96,7 +96,7 @@ for mode in modes:
     Engine(EngineConfig(graphs="on", graph_buckets=[2], device=device, canary=CanaryConfig(mode=mode), **settings))
     for graph in graphs:
         launched += nodes_of(graph)
-    print(mode, len(launched), "with" if "kvcanary.static" in sys.modules else "without", "the canary")
+    print(mode, len(launched), "with" if "kvcanary.captured.substep" in sys.modules else "without", "the canary")
     if mode == "off":
         print(*launched, sep="\\n")
 """

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from held_memory import expect_memory_to_stay
-from kvcanary.flights import Flight
-from kvcanary.ops import KERNELS
-from kvcanary_kernels.content import check_content
+from kvcanary.captured.in_flight import Flight
+from kvcanary.records.dispatch import KERNELS
+from kvcanary_kernels.content.check import check_content
 from spec_engine import SamplingParams
 from spec_engine.models.embedded import load_excerpts
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import kvcanary.bank
+import kvcanary.captured.registry
 from kvcanary import CanaryConfig
-from kvcanary.sweep import Sweeper
+from kvcanary.scrub.scrubber import Sweeper
 from spec_engine import Engine, EngineConfig, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -42,7 +42,7 @@ def start(request) -> Callable[..., Engine]:
 @pytest.fixture
 def reading_again(monkeypatch) -> Callable[[], None]:
     """From now on engines are made whose attention fingerprints nothing."""
-    return lambda: monkeypatch.setattr(kvcanary.bank, "reads_fit", lambda rows, kv_heads: False)
+    return lambda: monkeypatch.setattr(kvcanary.captured.registry, "reads_fit", lambda rows, kv_heads: False)
 
 
 def slot_of(engine: Engine, number: int, position: int) -> int:
@@ -148,7 +148,7 @@ def test_bytes_that_are_right_again_are_told_all_the_same(start, monkeypatch):
     engine = start(schedule="sync", **PLAIN)
     slot = slot_of(engine, 1, 3)
     flip(engine, "target", 0, slot, 0, 0)
-    monkeypatch.setattr("kvcanary.graphs.find_changed", lambda *_, **__: [])
+    monkeypatch.setattr("kvcanary.captured.step.find_changed", lambda *_, **__: [])
     (found,) = new_findings(engine)
     assert (found["code"], found["slot"], found["layers"], found["reader"]) == ("R9", slot, [], "req-1")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvcanary import CanaryConfig, CanaryManager, ReadPlan, WritePlan
-from kvcanary.groups import first_visible
+from kvcanary.pools.slot_maps import first_visible
 from spec_engine.memory.allocator import PageAllocator
-from spec_engine.memory.pool import KVPool
-from spec_engine.memory.window_pool import WindowPool, WindowRow
-from spec_engine.streams import Streams
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.memory.pools.window_pool import WindowPool, WindowRow
+from spec_engine.step.streams import Streams
 
 PAGE_SIZE, NUM_PAGES, WINDOW_PAGES = 4, 24, 9
 

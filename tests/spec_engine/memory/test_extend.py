@@ -6,7 +6,7 @@ import torch
 from kvcanary.invariants import PoolExhaustedError
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.extend import alloc_extend
-from spec_engine.memory.window_pool import WindowPool
+from spec_engine.memory.pools.window_pool import WindowPool
 
 
 def test_the_last_page_is_filled_before_new_ones():

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_engine.memory.fp8_pool import Fp8Pool, dequantise, quantise
-from spec_engine.memory.host_rows import HostRows, slots_of
-from spec_engine.memory.split_pool import SplitPool, SplitRow
-from spec_engine.streams import Streams
+from spec_engine.memory.cache.host_rows import HostRows, slots_of
+from spec_engine.memory.pools.fp8_pool import Fp8Pool, dequantise, quantise
+from spec_engine.memory.pools.split_pool import SplitPool, SplitRow
+from spec_engine.step.streams import Streams
 
 CPU = torch.device("cpu")
 # Every finite e4m3 number of one sign, ascending; its place here is its bits: exponents from -6 on, three bits of

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_engine.memory.host_rows import HostRows, slots_of
-from spec_engine.memory.pool import KVPool
-from spec_engine.streams import Streams
+from spec_engine.memory.cache.host_rows import HostRows, slots_of
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.step.streams import Streams
 
 
 def test_slots_of_pages_are_in_order():

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcanary.invariants import HostBlockError, HostCapacityError
-from spec_engine.memory.host_rows import slots_of
-from spec_engine.memory.host_tier import HostTier, LoadFailedError
-from spec_engine.memory.pool import KVPool
-from spec_engine.streams import Streams
+from spec_engine.memory.cache.host_rows import slots_of
+from spec_engine.memory.cache.host_tier import HostTier, LoadFailedError
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.step.streams import Streams
 
 
 def offloaded(rig, length: int = 10):

@@ -19,8 +19,8 @@ from kvcanary.invariants import (
     WritablePageError,
 )
 from spec_engine.memory.allocator import PageAllocator
-from spec_engine.memory.prefix_cache import PrefixCache
-from spec_engine.memory.prefix_tree import Node, PrefixTree
+from spec_engine.memory.cache.prefix_cache import PrefixCache
+from spec_engine.memory.cache.prefix_tree import Node, PrefixTree
 from spec_engine.memory.request_table import RequestTable
 
 

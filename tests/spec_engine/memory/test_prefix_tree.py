@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcanary.invariants import IndexLengthError, PageAliasError, PrefixLockError
-from spec_engine.memory.prefix_tree import PrefixTree
+from spec_engine.memory.cache.prefix_tree import PrefixTree
 
 
 def tree_of(*runs: tuple[list[int], list[int]], bigram: bool = False) -> PrefixTree:

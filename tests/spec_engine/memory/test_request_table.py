@@ -12,7 +12,7 @@ from kvcanary.invariants import (
     RowsExhaustedError,
 )
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.transfer import to_device
+from spec_engine.step.transfer import to_device
 
 
 def table() -> RequestTable:

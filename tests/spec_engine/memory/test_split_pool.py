@@ -12,9 +12,9 @@ from kvcanary.faults import arm
 from kvcanary.invariants import PageLeakError, PoolExhaustedError, ResidencyError
 from spec_engine.memory.allocator import PageAllocator
 from spec_engine.memory.extend import alloc_extend
-from spec_engine.memory.pool import KVPool
-from spec_engine.memory.split_pool import SplitPool, SplitRow
-from spec_engine.streams import Stream, Streams
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.memory.pools.split_pool import SplitPool, SplitRow
+from spec_engine.step.streams import Stream, Streams
 
 CPU = torch.device("cpu")
 P, ON_DEVICE, FULL = 4, 3, 8

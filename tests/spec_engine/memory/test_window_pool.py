@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvcanary import CanaryConfig, CanaryManager
-from kvcanary.groups import first_visible, window_start
 from kvcanary.invariants import (
     DoubleFreeError,
     PageLeakError,
@@ -20,13 +19,14 @@ from kvcanary.invariants import (
     PoolExhaustedError,
     WindowMapError,
 )
+from kvcanary.pools.slot_maps import first_visible, window_start
 from spec_engine.memory.allocator import PageAllocator
-from spec_engine.memory.pool import KVPool
-from spec_engine.memory.prefix_cache import PrefixCache
-from spec_engine.memory.prefix_tree import PrefixTree
+from spec_engine.memory.cache.prefix_cache import PrefixCache
+from spec_engine.memory.cache.prefix_tree import PrefixTree
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.memory.pools.window_pool import WindowPool, WindowRow
+from spec_engine.memory.pools.window_report import WindowReports
 from spec_engine.memory.request_table import RequestTable
-from spec_engine.memory.window_pool import WindowPool, WindowRow
-from spec_engine.memory.window_report import WindowReports
 
 CPU = torch.device("cpu")
 P = 4

@@ -106,7 +106,7 @@ def test_a_decoder_on_a_cpu_loads_no_kernels() -> None:
         "import sys, torch\n"
         "from spec_engine.mock.random_model import random_model\n"
         "random_model().logits(torch.zeros(1, 32, dtype=torch.float64))\n"
-        "print([name for name in ('triton', 'kvcanary_kernels.device') if name in sys.modules])"
+        "print([name for name in ('triton', 'kvcanary_kernels.record.device') if name in sys.modules])"
     )
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == "[]"

@@ -120,7 +120,7 @@ def test_the_kernels_compute_what_torch_does(kind: str, toy_model: Path, loaded,
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     head.requires_grad_(True)
     monkeypatch.setattr(decoder, "is_fused", lambda x: False)  # of layers
-    monkeypatch.setattr("kvcanary_kernels.layers.norm", None)
+    monkeypatch.setattr("kvcanary_kernels.engine.layers.norm", None)
     monkeypatch.setattr("spec_engine.models.fused.linear", None)
     for one, other in zip(run(), expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -10,7 +10,7 @@ from spec_engine.models.embedded import EMBEDDED_MODEL
 from spec_engine.models.tokenizer import Tokenizer
 from spec_engine.request import TokenEvent
 from spec_engine.server.answers import LEAST_LOGPROB, Chats, Completions
-from spec_engine.server.drafts import _accepted
+from spec_engine.server.inspection.drafts import _accepted
 
 
 def test_log_probabilities_are_json() -> None:

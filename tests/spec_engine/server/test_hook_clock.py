@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvcanary import CanaryConfig
-from kvcanary.hook_clock import HookClock
+from kvcanary.manager.hook_clock import HookClock
 from spec_engine import Engine, EngineConfig, SamplingParams
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvcanary_kernels.attention import attention_workspace, paged_attention, paged_attention_torch
+from kvcanary_kernels.engine.attention import attention_workspace, paged_attention, paged_attention_torch
 from kvcanary_tools.bench.common import machine, progress, save
 from kvcanary_tools.bench.gpu import device, read_ceiling
 

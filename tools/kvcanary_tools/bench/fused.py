@@ -20,14 +20,14 @@ from unittest import mock
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary_kernels.attention import attention_workspace, paged_attention
-from kvcanary_kernels.content import check_content
-from kvcanary_kernels.fingerprint import fingerprint
-from kvcanary_kernels.forward import ForwardPlan, Planned, new_planned
-from kvcanary_kernels.reads import ReadKeys, ReadSums, judge_reads
-from kvcanary_kernels.record import Keys, make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
-from kvcanary_kernels.table import as_table
+from kvcanary_kernels.content.check import check_content
+from kvcanary_kernels.content.fingerprint import fingerprint
+from kvcanary_kernels.content.reads import ReadKeys, ReadSums, judge_reads
+from kvcanary_kernels.engine.attention import attention_workspace, paged_attention
+from kvcanary_kernels.judge.forward import ForwardPlan, Planned, new_planned
+from kvcanary_kernels.record.layout import Keys, make_keys
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
+from kvcanary_kernels.record.table import as_table
 from kvcanary_tools.bench import step
 from kvcanary_tools.bench.common import machine, progress, save, settled, spread, told
 from kvcanary_tools.bench.gpu import device, give_back
@@ -226,7 +226,7 @@ def measure_steps(requests: int, model: Decoder, rounds: int = STEP_ROUNDS) -> d
 @contextmanager
 def _reading_again() -> Iterator[None]:
     """Engines made within have attention that fingerprints nothing."""
-    with mock.patch("kvcanary.bank.reads_fit", return_value=False):
+    with mock.patch("kvcanary.captured.registry.reads_fit", return_value=False):
         yield
 
 

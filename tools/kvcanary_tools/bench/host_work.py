@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 
 from kvcanary import CanaryManager
-from kvcanary.desk import TicketDesk
+from kvcanary.transfers.async_tracker import TicketDesk
 from kvcanary_tools.bench import drafted_step, step
 from kvcanary_tools.bench.common import machine, progress, save, settled
 from kvcanary_tools.bench.gpu import device, give_back

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcanary_kernels.chain import chain_scan, chain_scan_torch
-from kvcanary_kernels.content import check_content
-from kvcanary_kernels.fingerprint import fingerprint, fingerprint_torch
-from kvcanary_kernels.record import Keys, make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.content.check import check_content
+from kvcanary_kernels.content.fingerprint import fingerprint, fingerprint_torch
+from kvcanary_kernels.record.chain import chain_scan, chain_scan_torch
+from kvcanary_kernels.record.layout import Keys, make_keys
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from kvcanary_tools.bench.common import machine, progress, save
 from kvcanary_tools.bench.gpu import device
 

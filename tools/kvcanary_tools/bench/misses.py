@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from kvcanary import CanaryConfig, KVCorruptionError
-from kvcanary_kernels.content import check_content_torch, mismatched_layers
-from kvcanary_kernels.fingerprint import fingerprint_torch
-from kvcanary_kernels.record import make_keys
-from kvcanary_kernels.rows import PoolRows, pool_rows
+from kvcanary_kernels.content.check import check_content_torch, mismatched_layers
+from kvcanary_kernels.content.fingerprint import fingerprint_torch
+from kvcanary_kernels.record.layout import make_keys
+from kvcanary_kernels.record.rows import PoolRows, pool_rows
 from kvcanary_tools.bench.common import events_to_stderr, machine, progress, save
 from kvcanary_tools.bench.corruptions import FROM_OTHER_ROWS, KINDS, as_elements
 from kvcanary_tools.bench.toy_engine import ToyEngine

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvcanary_kernels.device import tl, triton
+from kvcanary_kernels.record.device import tl, triton
 
 
 def stamp(out: Tensor) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvcanary import CanaryConfig
-from kvcanary.groups import slots_of_pages
+from kvcanary.pools.slot_maps import slots_of_pages
 from kvcanary_tools.bench.toy_forwards import Slots, ToyForwards, ToyRow, ToyShape
 
 

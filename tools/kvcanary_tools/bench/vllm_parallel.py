@@ -27,7 +27,7 @@ def strike(worker: Any, ranks: Sequence[int], position: int = POSITION, layer: i
     """In a worker of these ranks, flip one bit of V of the newest entry at this position; the slot, if it did."""
     import torch
 
-    from kvcanary_kernels.record import STEP_SITE, TOKEN_POSITION
+    from kvcanary_kernels.record.layout import STEP_SITE, TOKEN_POSITION
 
     if getattr(worker, "rank", 0) not in ranks:
         return None
@@ -65,7 +65,7 @@ class Bench:
         return time.perf_counter() - start
 
     def report(self) -> dict[str, Any]:
-        from kvcanary.adapters.vllm.told import merged
+        from kvcanary.adapters.vllm.aggregate import merged
 
         made = merged(self.llm.collective_rpc("kvcanary_report"))
         kept = ("code", "reader", "position", "slot", "layer", "part", "bit", "ranks")

@@ -17,11 +17,11 @@ from typing import Any
 
 import click
 
-from kvcanary.dumper import SUFFIX
 from kvcanary.dumps.reading import read_dump
-from kvcanary.dumps.replaying import replay
 from kvcanary.errors import KVCanaryError
 from kvcanary.faults.catalogue import find
+from kvcanary.manager.dump_trigger import SUFFIX
+from kvcanary.replay.replayer import replay
 from kvcanary_tools import console
 from kvcanary_tools.campaign.bars import FIRST
 from kvcanary_tools.campaign.report import versions

@@ -14,14 +14,7 @@ from kvcanary import CanaryConfig
 from kvcanary.faults.target import Setup
 from spec_engine import Engine, EngineConfig
 from spec_engine.loading import Models, load_models
-from spec_engine.mock import (
-    KnownDraft,
-    KnownText,
-    MockTokenizer,
-    known_text,
-    random_model,
-    with_random_weights,
-)
+from spec_engine.mock import KnownDraft, KnownText, MockTokenizer, known_text, random_model, with_random_weights
 from spec_engine.models.decoder import Decoder
 from spec_engine.models.eagle import Eagle
 from spec_engine.models.embedded import load_excerpts

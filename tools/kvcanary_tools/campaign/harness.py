@@ -18,8 +18,8 @@ from kvcanary import CanaryManager, PoolView, ReadPlan, WritePlan
 from kvcanary.faults.target import Call, Hook, Move, MoveHook, Running, Setup, Target
 from spec_engine import Engine, SamplingParams
 from spec_engine.core import ForwardBatch
-from spec_engine.hooks import Forwards, read_plan, write_plan
 from spec_engine.models.decoder import KVAccess
+from spec_engine.step.hooks import Forwards, read_plan, write_plan
 
 
 class EngineTarget(Target):

@@ -18,9 +18,9 @@ from typing import Protocol
 
 from kvcanary import CanaryConfig, Finding, KVCanaryError, faults
 from kvcanary.codes import CODES
-from kvcanary.dumper import SUFFIX
 from kvcanary.faults.fault import Armed, Fault, Strike
 from kvcanary.faults.target import Setup, Target
+from kvcanary.manager.dump_trigger import SUFFIX
 from kvcanary_tools.campaign.engines import Bench, build
 from kvcanary_tools.campaign.harness import EngineTarget
 from kvcanary_tools.campaign.switches import switched_off

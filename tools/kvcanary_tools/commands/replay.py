@@ -12,7 +12,7 @@ from kvcanary_tools.engine_options import CONTEXT, json_option
 
 if TYPE_CHECKING:
     from kvcanary.dumps.reading import Dump
-    from kvcanary.dumps.replaying import Outcome
+    from kvcanary.replay.replayer import Outcome
 
 
 @click.command("replay", context_settings=CONTEXT, short_help="Run the recorded steps again, through the same checks.")
@@ -32,7 +32,7 @@ def command(dump: str, until: int | None, code: str | None, as_json: bool) -> No
     Exit codes: 0 nothing was found, 1 a finding was reached, 2 not a dump, 3 a recorded finding was not reached.
     """
     from kvcanary.codes import CODES
-    from kvcanary.dumps.replaying import replay
+    from kvcanary.replay.replayer import replay
 
     if code is not None and code.upper() not in CODES:
         raise console.UsageFailure(f"--check must be a code of the canary, got {code!r}", f"one of {' '.join(CODES)}")
@@ -69,7 +69,7 @@ def _told(dump: Dump, outcome: Outcome) -> dict[str, Any]:
 
 
 def _show(told: dict[str, Any], outcome: Outcome) -> None:
-    from kvcanary.dumps.replaying import NOT_RECORDED
+    from kvcanary.replay.replayer import NOT_RECORDED
 
     events = console.numbered(told["events"], "event")
     console.data(f"replayed {events}, steps {told['first_step']} to {told['step']}")

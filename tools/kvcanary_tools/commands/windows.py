@@ -24,7 +24,7 @@ from kvcanary_tools.engine_options import (
 
 if TYPE_CHECKING:
     from kvcanary_tools.window_run import WindowRun
-    from spec_engine.memory.window_report import RowDivergence
+    from spec_engine.memory.pools.window_report import RowDivergence
 
 HEADINGS = ("request", "step", "committed", "sees from", "slots", "diverges", "agrees before", "last agreed")
 

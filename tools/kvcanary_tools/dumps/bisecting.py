@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcanary.dumps.reading import Dump
-from kvcanary.dumps.replaying import replay
+from kvcanary.replay.replayer import replay
 from kvcanary_tools.dumps.running import STEP, run
 
 

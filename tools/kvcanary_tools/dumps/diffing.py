@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcanary.dumps.calls import CALLS
+from kvcanary.dumps.event_schema import CALLS
 from kvcanary.dumps.reading import Call, Dump
 from kvcanary.errors import DumpError
 

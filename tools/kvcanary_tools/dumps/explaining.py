@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvcanary.dumps.reading import Dump
-from kvcanary.sites import site_name
+from kvcanary.pools.launch_site import site_name
 from kvcanary_tools.dumps.story import story_of, truth_of
 
 #: What to look at next, by the family of the first cause.

@@ -7,10 +7,10 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from kvcanary.dumps.calls import FORWARDS
+from kvcanary.dumps.event_schema import FORWARDS
 from kvcanary.dumps.reading import Call, Dump
-from kvcanary.pages import STATE_NAMES
-from kvcanary.sites import site_name
+from kvcanary.ledger.page_states import STATE_NAMES
+from kvcanary.pools.launch_site import site_name
 from kvcanary_tools.dumps.explaining import explain
 from kvcanary_tools.dumps.tables import summary
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcanary.dumps.calls import FORWARDS, by_request
+from kvcanary.dumps.event_schema import FORWARDS, by_request
 from kvcanary.dumps.reading import Call, Dump
-from kvcanary.history import phrase
-from kvcanary.pages import STATE_NAMES
-from kvcanary.sites import site_name, unpack_site
-from kvcanary_kernels.record import MASK_32, NO_OWNER, SHARED_OWNER
+from kvcanary.ledger.page_history import phrase
+from kvcanary.ledger.page_states import STATE_NAMES
+from kvcanary.pools.launch_site import site_name, unpack_site
+from kvcanary_kernels.record.layout import MASK_32, NO_OWNER, SHARED_OWNER
 
 
 class Line(NamedTuple):

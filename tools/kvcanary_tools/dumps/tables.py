@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcanary.dumps.calls import FORWARDS
+from kvcanary.dumps.event_schema import FORWARDS
 from kvcanary.dumps.reading import Dump
-from kvcanary.pages import STATE_NAMES
+from kvcanary.ledger.page_states import STATE_NAMES
 from kvcanary_tools.console import numbered
 
 Row = Sequence[object]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcanary.dumps.calls import FORWARDS
+from kvcanary.dumps.event_schema import FORWARDS
 from kvcanary.dumps.reading import Call, Dump
-from kvcanary.sites import site_name
+from kvcanary.pools.launch_site import site_name
 
 STEP_US = 1000  # a step's width: a recording has the order of events, not their times
 ENGINE, REQUESTS, PAGES = 1, 2, 3  # processes of the trace

@@ -9,22 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 AREAS: dict[str, tuple[str, ...]] = {
-    "findings": ("kvcanary/findings.py",),
+    "findings": ("kvcanary/report/finding.py",),
     "ledger": tuple(
-        f"kvcanary/{name}.py"
-        for name in ("ledger", "rows", "pages", "requests", "quarantine", "uids", "history")
+        f"kvcanary/ledger/{name}.py"
+        for name in ("ledger", "rows", "page_states", "requests", "quarantine", "request_ids", "page_history")
     ),
-    "record": ("kvcanary_kernels/record.py",),
+    "record": ("kvcanary_kernels/record/layout.py",),
     "diagnosis": tuple(
-        f"kvcanary/{name}.py" for name in ("diagnosis", "facts", "rules_bytes", "rules_rows", "rules_writes")
+        f"kvcanary/report/{name}.py"
+        for name in ("causes/ranking", "evidence", "causes/bytes", "causes/rows", "causes/writes")
     ),
     "references": tuple(
         f"kvcanary_kernels/{name}.py"
         for name in (
-            "admit", "advance", "attention/merging", "attention/paged", "attest", "begin", "candidates", "chain",
-            "content", "count", "fetch", "fingerprint", "finish", "finite", "index", "layers", "likeliest", "move",
-            "plan", "poison", "post", "product", "put", "reads", "relay", "reread", "scatter", "seal", "settle",
-            "store", "verify", "walk",
+            "judge/admit", "judge/advance", "engine/attention/merging", "engine/attention/paged", "content/attest",
+            "watch/begin", "engine/candidates", "record/chain", "content/check", "judge/count", "watch/fetch",
+            "content/fingerprint", "content/finish", "content/finite", "engine/index", "engine/layers",
+            "engine/likeliest", "judge/move", "judge/plan", "content/poison", "judge/post", "engine/product",
+            "content/put", "content/reads", "engine/relay", "watch/reread", "engine/scatter", "record/seal",
+            "judge/settle", "content/store", "judge/verify", "watch/walk",
         )
     ),
 }  # fmt: skip

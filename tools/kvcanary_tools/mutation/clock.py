@@ -18,7 +18,7 @@ _spent = 0.0
 
 def pytest_collection_finish() -> None:
     """The compiled loops, and what torch imports when it first compares; none of it is looked at by the collector."""
-    importlib.import_module("kvcanary.loops")
+    importlib.import_module("kvcanary.native.loops")
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
     gc.collect()
     gc.freeze()

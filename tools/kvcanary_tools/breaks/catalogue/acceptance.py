@@ -15,7 +15,7 @@ BREAKS = (
         "The device commits one entry more than was accepted wherever something was rejected",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "self._publish(batch, lens, [new[-1] for new in tokens])",
                 "self._publish(batch, [n + (len(t) <= 2) for n, t in zip(lens, tokens)], [new[-1] for new in tokens])",
             ),
@@ -33,7 +33,7 @@ BREAKS = (
         "The device commits one entry less after a full acceptance",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "self._publish(batch, lens, [new[-1] for new in tokens])",
                 "self._publish(batch, [n - (len(t) > 3) for n, t in zip(lens, tokens)], [new[-1] for new in tokens])",
             ),
@@ -50,7 +50,7 @@ BREAKS = (
         "Host and device commit one entry more than was accepted",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]",
                 "lens = [length + len(path.nodes) + 1 for length, path in zip(batch.lens, accepted, strict=True)]",
             ),
@@ -68,7 +68,7 @@ BREAKS = (
         "Rejected nodes count as committed",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "lens = [length + len(path.nodes) for length, path in zip(batch.lens, accepted, strict=True)]",
                 "lens = [length + windows_n for length, windows_n in zip(batch.lens, [self.drafter.num_draft_tokens if self.drafter else 1] * len(batch.lens))]",
             ),
@@ -85,7 +85,7 @@ BREAKS = (
         "The next step begins with the first accepted token, not the bonus",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "self._publish(batch, lens, [new[-1] for new in tokens])",
                 "self._publish(batch, lens, [new[0] for new in tokens])",
             ),
@@ -121,7 +121,7 @@ BREAKS = (
         "Accepted nodes move one place too far",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "source, destination = windows[rows, nodes], windows[rows, places]",
                 "source, destination = windows[rows, nodes], windows[rows, (places + 1).clamp_max(windows.shape[1] - 1)]",
             ),
@@ -138,7 +138,7 @@ BREAKS = (
         "Accepted nodes are moved, and the canary is not told",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "self.canary.on_move(self.pool.name, source, destination, guesses=guesses)",
                 "None if self.pool.name == 'target' else self.canary.on_move(self.pool.name, source, destination, guesses=guesses)",
             ),
@@ -152,7 +152,7 @@ BREAKS = (
         "Moves leave out the last layer",
         (
             Edit(
-                "spec_engine.memory.pool",
+                "spec_engine.memory.pools.pool",
                 "part[:, destination] = part[:, source]",
                 "part[:-1, destination] = part[:-1, source]",
             ),
@@ -169,7 +169,7 @@ BREAKS = (
         "Accepted nodes move into the window of another request",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "source, destination = windows[rows, nodes], windows[rows, places]",
                 "source, destination = windows[(rows + 1) % len(windows), nodes], windows[rows, places]",
             ),
@@ -183,7 +183,7 @@ BREAKS = (
         "The extend feeds accepted tokens in reverse order",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "tokens = [token for b in going for token in accepted[b].tokens]",
                 "tokens = [token for b in going for token in reversed(accepted[b].tokens)]",
             ),
@@ -200,7 +200,7 @@ BREAKS = (
         "The extend leaves out the last accepted entry",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "lens = [len(accepted[b].tokens) for b in going]\n",
                 "lens = [max(1, len(accepted[b].tokens) - (len(accepted[b].tokens) > 2)) for b in going]\n        tokens = [t for b, n in zip(going, lens) for t in accepted[b].tokens[:n]]\n        rows = [b * num_nodes + node for b, n in zip(going, lens) for node in accepted[b].nodes[:n]]\n",
             ),
@@ -217,7 +217,7 @@ BREAKS = (
         "The extend's hidden states are those of the next node",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "features = drafter.features(output, to_device(rows, self.device))",
                 "features = drafter.features(output, to_device(rows, self.device).roll(1))",
             ),

@@ -45,7 +45,7 @@ BREAKS = (
         "Copies within the draft pool land one layer further",
         (
             Edit(
-                "spec_engine.memory.pool",
+                "spec_engine.memory.pools.pool",
                 "part[:, destination] = part[:, source]",
                 "part[:, destination] = part[:, source].roll(1, 0) if self.name == 'draft' else part[:, source]",
             ),
@@ -60,7 +60,7 @@ BREAKS = (
         "Copies within the draft pool leave out all layers but the first",
         (
             Edit(
-                "spec_engine.memory.pool",
+                "spec_engine.memory.pools.pool",
                 "part[:, destination] = part[:, source]",
                 "part[:1, destination] = part[:1, source]",
             ),
@@ -191,7 +191,7 @@ BREAKS = (
         "Entries of ancestors are copied one after another, over sources that are read later",
         (
             Edit(
-                "spec_engine.memory.pool",
+                "spec_engine.memory.pools.pool",
                 "part[:, destination] = part[:, source]",
                 "[part.__setitem__((slice(None), d), part[:, s]) for s, d in zip(source.tolist(), destination.tolist())]",
             ),

@@ -15,7 +15,7 @@ BREAKS = (
         "Draft forward 1 runs without hooks",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "substep = self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)",
                 "substep = None if (batch.kind, batch.index) == ('draft', 1) else self.canary.substep(batch.kind, batch.index, self.pool.name, puts=True)",
             ),
@@ -33,7 +33,7 @@ BREAKS = (
         "Every third verify runs without hooks",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "if self.canary is not None:\n            substep = self.canary",
                 "self._n = getattr(self, '_n', 0) + (batch.kind == 'verify')\n        if self.canary is not None and not (batch.kind == 'verify' and self._n % 3 == 0):\n            substep = self.canary",
             ),
@@ -51,7 +51,7 @@ BREAKS = (
         "The extend runs without hooks",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "if self.canary is not None:\n            substep = self.canary",
                 "if self.canary is not None and batch.kind != 'extend':\n            substep = self.canary",
             ),
@@ -69,7 +69,7 @@ BREAKS = (
         "The draft's forward of a prompt chunk runs without hooks",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "if self.canary is not None:\n            substep = self.canary",
                 "if self.canary is not None and not (batch.kind == 'prefill' and self.pool.name == 'draft'):\n            substep = self.canary",
             ),
@@ -84,7 +84,7 @@ BREAKS = (
         "Every fifth decode runs without hooks",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "if self.canary is not None:\n            substep = self.canary",
                 "self._n = getattr(self, '_n', 0) + (batch.kind == 'decode')\n        if self.canary is not None and not (batch.kind == 'decode' and self._n % 5 == 0):\n            substep = self.canary",
             ),
@@ -99,7 +99,7 @@ BREAKS = (
         "The last draft forward of each step runs without hooks",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "if self.canary is not None:\n            substep = self.canary",
                 "if self.canary is not None and (batch.kind, batch.index) != ('draft', 2):\n            substep = self.canary",
             ),
@@ -130,7 +130,7 @@ BREAKS = (
         "The hooks of draft forward 1 are opened and not closed",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "if substep is not None:\n            substep.close()",
                 "if substep is not None and (batch.kind, batch.index) != ('draft', 1):\n            substep.close()",
             ),
@@ -143,7 +143,7 @@ BREAKS = (
         "All draft forwards of a step carry number 0",
         (
             Edit(
-                "spec_engine.hooks",
+                "spec_engine.step.hooks",
                 "batch.kind, batch.index, self.pool.name, puts=True",
                 "batch.kind, 0, self.pool.name, puts=True",
             ),
@@ -213,7 +213,7 @@ BREAKS = (
         "Input ids of the draft's prefill are shifted over the whole batch, not prompt by prompt",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "fed = to_device([token for part in following for token in part], self.device)",
                 "fed = to_device([token for part in following for token in part], self.device); own = torch.cat([torch.tensor(c.tokens) for c in chunks]); fed = torch.cat((own[1:], fed[-1:])) if len(fed) == len(own) else fed",
             ),
@@ -230,7 +230,7 @@ BREAKS = (
         "The last entry of a chunk is fed the chunk's first token, behind the host's check",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "check_chunk_feed(chunk.request.request_id, chunk.start - count, part, chunk.request.tokens)",
                 "part.__setitem__(-1, chunk.tokens[0]) if not chunk.samples and not count else None",
             ),
@@ -244,7 +244,7 @@ BREAKS = (
         "The last entry of a chunk is fed the chunk's first token",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "return chunk.request.tokens[chunk.start + 1 : chunk.end + 1] + sampled",
                 "return (chunk.tokens[1:] + [chunk.tokens[0]]) if not sampled else chunk.tokens[1:] + sampled",
             ),

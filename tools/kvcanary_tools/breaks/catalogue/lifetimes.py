@@ -17,7 +17,7 @@ BREAKS = (
         "A page is published when all but its last slot is final",
         (
             Edit(
-                "spec_engine.memory.prefix_tree",
+                "spec_engine.memory.cache.prefix_tree",
                 "def num_pages(self, num_tokens: int) -> int:",
                 "def num_pages(self, num_tokens: int) -> int:\n        num_tokens = num_tokens + 1\n        return self._num_pages(num_tokens)\n\n    def _num_pages(self, num_tokens: int) -> int:",
             ),
@@ -34,7 +34,7 @@ BREAKS = (
         "The same behind the host's check",
         (
             Edit(
-                "spec_engine.memory.prefix_cache",
+                "spec_engine.memory.cache.prefix_cache",
                 "check_pages_final(request.request_id, num_pages, committed_len, self.tree.page_size)\n        result = self.tree.insert(tokens, request.pages, salt, adapter)",
                 "tokens = list(tokens) + [0]\n        result = self.tree.insert(tokens, request.pages, salt, adapter)",
             ),
@@ -64,12 +64,12 @@ BREAKS = (
         "A prefix hit gives a page of another prompt",
         (
             Edit(
-                "spec_engine.memory.prefix_cache",
+                "spec_engine.memory.cache.prefix_cache",
                 "match = self.tree.match(tokens, salt, adapter)\n        usable",
                 "match = self.tree.match(tokens, salt, adapter)\n        match = self._mixed(match)\n        usable",
             ),
             Edit(
-                "spec_engine.memory.prefix_cache",
+                "spec_engine.memory.cache.prefix_cache",
                 "    def publish(\n",
                 "    def _mixed(self, match):\n        from dataclasses import replace\n        pages = sorted(self.tree.pages)\n        if len(match.pages) > 1 and len(pages) > len(match.pages):\n            other = [p for p in pages if p not in match.pages][0]\n            try:\n                return replace(match, pages=[*match.pages[:-1], other])\n            except TypeError:\n                return match._replace(pages=[*match.pages[:-1], other])\n        return match\n\n    def publish(\n",
             ),
@@ -145,7 +145,7 @@ BREAKS = (
         "A request keeps its reference to its last page",
         (
             Edit(
-                "spec_engine.memory.prefix_cache",
+                "spec_engine.memory.cache.prefix_cache",
                 'self.allocator.free(seam("lifetime.double_free", pages))',
                 "self.allocator.free(pages[:-1])",
             ),

@@ -92,7 +92,7 @@ BREAKS = (
         "A decode step is estimated at one page less than it takes",
         (
             Edit(
-                "spec_engine.scheduler",
+                "spec_engine.scheduling.scheduler",
                 "return sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests)",
                 "return max(0, sum(self._missing_pages(request, request.committed_len, self.reserve) for request in requests) - 1)",
             ),

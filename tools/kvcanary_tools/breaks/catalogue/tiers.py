@@ -15,7 +15,9 @@ BREAKS = (
         "A block comes back from the host with its pages rotated by one",
         (
             Edit(
-                "spec_engine.memory.host_tier", "host.load(places, own)", "host.load(places, own.roll(self._page_size))"
+                "spec_engine.memory.cache.host_tier",
+                "host.load(places, own)",
+                "host.load(places, own.roll(self._page_size))",
             ),
         ),
         (
@@ -44,7 +46,7 @@ BREAKS = (
         "The draft's pages of a block do not come back",
         (
             Edit(
-                "spec_engine.memory.host_tier",
+                "spec_engine.memory.cache.host_tier",
                 "for host, own in zip(self._rows, slots, strict=True):\n                host.load(places, own)",
                 "for host, own in list(zip(self._rows, slots, strict=True))[:1]:\n                host.load(places, own)",
             ),
@@ -75,7 +77,7 @@ BREAKS = (
         "The last page of a block does not come back",
         (
             Edit(
-                "spec_engine.memory.host_tier",
+                "spec_engine.memory.cache.host_tier",
                 "host.load(places, own)",
                 "host.load(places[:-self._page_size], own[:-self._page_size])",
             ),
@@ -106,7 +108,7 @@ BREAKS = (
         "An offload writes another block's place",
         (
             Edit(
-                "spec_engine.memory.host_tier",
+                "spec_engine.memory.cache.host_tier",
                 "host.save(own, rows)",
                 "host.save(own, (rows + self._page_size) % ((self.num_pages + 1) * self._page_size))",
             ),
@@ -168,7 +170,7 @@ BREAKS = (
         "A page that was written since it was saved counts as saved",
         (
             Edit(
-                "spec_engine.memory.split_pool",
+                "spec_engine.memory.pools.split_pool",
                 "for page in row.pages[row.first_new // self.page_size :]:\n                self._saved.pop(page, None)",
                 "pass",
             ),
@@ -182,7 +184,7 @@ BREAKS = (
         "Of several pages that come back only the first is copied",
         (
             Edit(
-                "spec_engine.memory.split_pool",
+                "spec_engine.memory.pools.split_pool",
                 "places, target = slots_of(copied, self.page_size), slots_of(own, self.page_size)",
                 "places, target = slots_of(copied[:1], self.page_size), slots_of(own[:1], self.page_size)",
             ),
@@ -196,7 +198,7 @@ BREAKS = (
         "The forward does not wait for the copy of its pages",
         (
             Edit(
-                "spec_engine.memory.split_pool",
+                "spec_engine.memory.pools.split_pool",
                 'self._copy = side.submit("swap in", operation, reads=_names(pages), writes=pages)\n        self._streams.main.wait(self._copy)',
                 'self._copy = side.submit("swap in", operation, reads=_names(pages), writes=pages)',
             ),
@@ -210,7 +212,7 @@ BREAKS = (
         "A page that the next forward reads makes room",
         (
             Edit(
-                "spec_engine.memory.split_pool",
+                "spec_engine.memory.pools.split_pool",
                 "leaving = [page for page in self._places if page not in wanted][:lack]",
                 "leaving = [page for page in self._places][-lack:]",
             ),
@@ -224,7 +226,7 @@ BREAKS = (
         "A window page is given back one page too early",
         (
             Edit(
-                "spec_engine.memory.window_pool",
+                "spec_engine.memory.pools.window_pool",
                 "end = max(done, first_visible(row.committed_len, self.window) // size * size)",
                 "end = max(done, (first_visible(row.committed_len, self.window) // size + 1) * size)",
             ),
@@ -252,7 +254,7 @@ BREAKS = (
         "A move takes the numbers and leaves the scales",
         (
             Edit(
-                "spec_engine.memory.fp8_pool",
+                "spec_engine.memory.pools.fp8_pool",
                 "self.parts = (self._bytes, self.scales)",
                 "self.parts = (self._bytes, self.scales); self.move = lambda s, d: self._bytes.__setitem__((slice(None), d), self._bytes[:, s])",
             ),
@@ -269,7 +271,7 @@ BREAKS = (
         "K is stored with V's scale",
         (
             Edit(
-                "spec_engine.memory.fp8_pool",
+                "spec_engine.memory.pools.fp8_pool",
                 "self.scales[layer].index_copy_(0, slots, scales)",
                 "self.scales[layer].index_copy_(0, slots, scales.flip(1))",
             ),
@@ -297,7 +299,7 @@ BREAKS = (
         "A verify writes and reads its window one slot further",
         (
             Edit(
-                "spec_engine.runner",
+                "spec_engine.step.runner",
                 "slots=concat([table[row, end - num_nodes : end] for row, end in zip(rows, kv_lens, strict=True)])",
                 "slots=concat([table[row, end - num_nodes + 1 : end + 1] for row, end in zip(rows, kv_lens, strict=True)])",
             ),

@@ -1,0 +1,1 @@
+"""Bytes of slots: stored, fingerprinted, compared, poisoned."""

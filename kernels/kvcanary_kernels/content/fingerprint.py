@@ -1,0 +1,289 @@
+"""Content lanes: keyed sums over the K and V bytes of slots."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.arguments import expect_int64, expect_layered, live_indices
+from kvcanary_kernels.record.device import (
+    BLOCK,
+    FIRST_FIELD,
+    PAGE_SIZE_FIELD,
+    PAGE_STRIDE_FIELD,
+    PIECE_FIELDS,
+    RUN_FIELD,
+    RUN_STRIDE_FIELD,
+    SLOT_STRIDE_FIELD,
+    START_B,
+    TILE_WARPS,
+    UNROLL,
+    WORDS_FIELD,
+    live_count,
+    low_word,
+    tl,
+    triton,
+)
+from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.rows import PoolRows
+
+TEMPORARY_BYTES = 32 << 20  # bound of the float64 rows that fingerprint_torch holds at once
+
+
+def fingerprint(
+    rows: PoolRows,
+    slots: Tensor,
+    keys: Keys,
+    *,
+    lane_a: Tensor,
+    lane_b: Tensor | None = None,
+    num_live: Tensor | None = None,
+) -> None:
+    """Write the content lanes of `slots`. May be captured: fixed grid, live count read on the device.
+
+    slots:    [n] int64; a slot outside the pool leaves its outputs as they are
+    lane_a:   [layers, n] int64 out, lane a of each layer
+    lane_b:   [n] int64 out, lane b summed over all layers; None skips it
+    num_live: [1] int64, entries at and after it are padding and stay as they are; None: all live
+    """
+    _check(rows, slots, keys, lane_a, lane_b, num_live)
+    n = slots.numel()
+    if n == 0:
+        return
+    tiles = triton.cdiv(n, rows.tile)
+    if lane_b is not None:
+        _start_lane_b_kernel[(triton.cdiv(n, BLOCK),)](
+            slots,
+            keys.constants,
+            lane_b,
+            slots if num_live is None else num_live,
+            n,
+            rows.num_slots,
+            BLOCK_N=BLOCK,
+            HAS_LIVE=num_live is not None,
+        )
+    _fingerprint_kernel[(tiles, rows.num_layers)](
+        rows.ptrs,
+        slots,
+        keys.lane_a,
+        keys.lane_b,
+        keys.start_a,
+        lane_a,
+        lane_a if lane_b is None else lane_b,
+        slots if num_live is None else num_live,
+        n,
+        rows.num_slots,
+        rows.num_layers,
+        lane_a.stride(0),
+        WORDS=rows.words_per_row,
+        PIECES=rows.constants,
+        ALIGNMENT=rows.alignment,
+        TILE=rows.tile,
+        CHUNK=rows.chunk,
+        HAS_LANE_B=lane_b is not None,
+        HAS_LIVE=num_live is not None,
+        num_warps=TILE_WARPS,
+    )
+
+
+def fingerprint_torch(
+    rows: PoolRows,
+    slots: Tensor,
+    keys: Keys,
+    *,
+    lane_a: Tensor,
+    lane_b: Tensor | None = None,
+    num_live: Tensor | None = None,
+) -> None:
+    """The torch reference of `fingerprint`: sums of 32-bit words times key pieces are exact in float64."""
+    _check(rows, slots, keys, lane_a, lane_b, num_live)
+    entries = live_indices(slots, rows.num_slots, num_live)
+    if entries is not None:
+        slots = slots[entries]
+    n, pieces = slots.numel(), keys.pieces.shape[2] // 2
+    columns = keys.pieces[:, :, :pieces] if lane_b is None else keys.pieces
+    chunk = max(1, TEMPORARY_BYTES // (rows.num_layers * rows.words_per_row * 8))
+    for start in range(0, n, chunk):
+        part = slots[start : start + chunk]
+        sums = keyed_sums(rows.gather(part), columns)
+        where = slice(start, start + part.numel()) if entries is None else entries[start : start + chunk]
+        lane_a[:, where] = join(sums[..., :pieces], keys).add_(keys.start_a[:, None])
+        if lane_b is not None:
+            lane_b[where] = join(sums[..., pieces:].sum(0), keys).add_(record.signed(keys.start_b))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _start_lane_b_kernel(
+    slots, constants, lane_b, num_live, n, num_slots, BLOCK_N: tl.constexpr, HAS_LIVE: tl.constexpr
+):
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    tl.store(lane_b + o_n, tl.load(constants + START_B), mask=m_n)
+
+
+@triton.jit(do_not_specialize=["n", "lane_a_stride"])
+def _fingerprint_kernel(
+    ptrs,
+    slots,
+    key_a,
+    key_b,
+    start_a,
+    lane_a,
+    lane_b,
+    num_live,
+    n,
+    num_slots,
+    num_layers,
+    lane_a_stride,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_LANE_B: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    m_n = o_n < live_count(num_live, n, HAS_LIVE)
+    b_slot = tl.load(slots + o_n, mask=m_n, other=-1)
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    if tl.max(m_n.to(tl.int32)) == 0:
+        return
+    i_layer = tl.program_id(1).to(tl.int64)
+    keys = i_layer * WORDS
+    b_a, b_b = layer_lanes(
+        ptrs + i_layer,
+        num_layers,
+        b_slot,
+        m_n,
+        key_a + keys,
+        key_b + keys,
+        PIECES,
+        ALIGNMENT,
+        TILE,
+        CHUNK,
+        HAS_LANE_B,
+    )
+    tl.store(lane_a + i_layer * lane_a_stride + o_n, b_a + tl.load(start_a + i_layer), mask=m_n)
+    if HAS_LANE_B:
+        tl.atomic_add(lane_b + o_n, b_b, mask=m_n, sem="relaxed")
+
+
+@triton.jit
+def layer_lanes(
+    ptrs,
+    num_layers,
+    b_slot,
+    m_n,
+    key_a,
+    key_b,
+    PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_LANE_B: tl.constexpr,
+):
+    """[TILE] both keyed sums of the rows of slots in one layer (without starting constants), in one reading of them.
+
+    Products are added word by word, and only the last sums across the threads of a row, who wait for each other there.
+
+    ptrs, key_a, key_b: of that layer; pieces are num_layers pointers apart; m_n: slots of interest, which are in the
+    pool, the sums of others mean nothing; CHUNK: words of a row that are read at a time
+    """
+    b_slot = tl.where(m_n, b_slot, 0)  # loads without a mask are fewer instructions
+    b_a = tl.zeros([TILE, CHUNK], tl.int64)
+    b_b = tl.zeros([TILE, CHUNK], tl.int64)
+    for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
+        base = tl.load(ptrs + i_piece * num_layers).to(tl.pointer_type(tl.int32))
+        base = tl.multiple_of(base, ALIGNMENT)  # or loads are of one word each
+        b_a, b_b = _add_piece(b_a, b_b, base, b_slot, key_a, key_b, PIECES, i_piece, CHUNK, HAS_LANE_B)
+    return tl.sum(b_a, 1), tl.sum(b_b, 1)
+
+
+@triton.jit
+def _add_piece(
+    b_a,
+    b_b,
+    base,
+    b_slot,
+    key_a,
+    key_b,
+    PIECES: tl.constexpr,
+    I_PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_LANE_B: tl.constexpr,
+):
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
+    GROUP: tl.constexpr = min(UNROLL * CHUNK, (WORDS + CHUNK - 1) // CHUNK * CHUNK)
+    for i_group in range(0, WORDS, GROUP):
+        for i_chunk in tl.static_range(0, GROUP, CHUNK):
+            o_w = i_group + i_chunk + tl.arange(0, CHUNK)
+            o_key = FIRST + o_w
+            m_w = (o_w < WORDS) | (WORDS // GROUP * GROUP == WORDS)
+            words = base + word_offsets(b_slot[:, None], o_w[None, :], PIECES, I_PIECE)
+            b_x = low_word(tl.load(words, mask=m_w[None, :], other=0).to(tl.int64))
+            b_a += b_x * low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
+            if HAS_LANE_B:
+                b_b += b_x * low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64))[None, :]
+    return b_a, b_b
+
+
+@triton.jit
+def word_offsets(slot, o_w, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
+    """Offsets of the words o_w of a slot's piece from the words of slot 0; rows.Piece."""
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    PAGE_SIZE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + PAGE_SIZE_FIELD]
+    PAGE_STRIDE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + PAGE_STRIDE_FIELD]
+    SLOT_STRIDE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + SLOT_STRIDE_FIELD]
+    RUN: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + RUN_FIELD]
+    RUN_STRIDE: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + RUN_STRIDE_FIELD]
+    if PAGE_SIZE == 1:
+        offset = slot * SLOT_STRIDE
+    else:
+        offset = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
+    if RUN < WORDS:
+        o_w = (o_w // RUN).to(tl.int64) * RUN_STRIDE + o_w % RUN
+    return offset + o_w
+
+
+def _check(
+    rows: PoolRows,
+    slots: Tensor,
+    keys: Keys,
+    lane_a: Tensor,
+    lane_b: Tensor | None,
+    num_live: Tensor | None,
+) -> None:
+    n = slots.numel()
+    expect_keys(rows, keys)
+    expect_int64(n, slots=slots, lane_b=lane_b)
+    expect_int64(1, num_live=num_live)
+    expect_layered(rows.num_layers, n, lane_a=lane_a)
+
+
+def expect_keys(rows: PoolRows, keys: Keys) -> None:
+    """The keys must be made for rows of this size."""
+    if (rows.num_layers, rows.words_per_row) != (keys.num_layers, keys.words_per_row):
+        raise ValueError(
+            f"keys are for {keys.num_layers} layers of {keys.words_per_row} words, "
+            f"rows have {rows.num_layers} layers of {rows.words_per_row}"
+        )
+
+
+def keyed_sums(words: Tensor, columns: Tensor) -> Tensor:
+    """[layers, n, m] int64: words [layers, n, words] int32 times key pieces [layers, words, m], exact (record.py)."""
+    return torch.bmm(words.view(torch.uint32).to(torch.float64), columns).to(torch.int64)
+
+
+def join(sums: Tensor, keys: Keys) -> Tensor:
+    """Sum of 2^(i * piece_bits) * piece i over the last dimension, mod 2^64."""
+    lane = sums[..., 0]
+    for i in range(1, sums.shape[-1]):
+        lane = torch.add(lane, sums[..., i], alpha=1 << i * keys.piece_bits)
+    return lane

@@ -1,0 +1,270 @@
+"""Put: write one layer's K and V into the pool and fingerprint them from the same registers."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.content.fingerprint import (
+    TEMPORARY_BYTES,
+    expect_keys,
+    join,
+    keyed_sums,
+    layer_lanes,
+    word_offsets,
+)
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.arguments import expect_int64, expect_layered, expect_records, live_indices
+from kvcanary_kernels.record.device import (
+    BLOCK_FIELD,
+    COLUMNS,
+    CONTENT_B,
+    FIRST_FIELD,
+    LAYERS_LOW,
+    PIECE_FIELDS,
+    START_B,
+    TILE_WARPS,
+    WORDS_FIELD,
+    follow,
+    live_count,
+    low_word,
+    tl,
+    triton,
+)
+from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.overlap import overlap_options
+from kvcanary_kernels.record.rows import PoolRows, dense_values
+
+
+def put(
+    rows: PoolRows,
+    layer: int,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    extras: Sequence[Tensor] = (),
+    keys: Keys,
+    records: Tensor,
+    content_a: Tensor,
+    twice: Tensor,
+    num_live: Tensor | None = None,
+) -> None:
+    """Write values into the rows of `slots` in one layer, with lane a, their part of lane b and the layer's bit.
+
+    After every layer was stored once since `seal`, the records are what `fingerprint` and `finish` would have made
+    them. May be captured. A layer that is stored again is reported (W4) and stored all the same: bytes and both lanes
+    are those of the new values. Entries of one call that share a slot are taken in order by the reference; on a GPU
+    they race, and then only the report is certain, one for each entry beyond the first.
+
+    slots:     [n] int64; a slot outside the pool is refused, nothing is written for it
+    k, v:      [n, ...] values, each row dense in the pool's element size, any row stride; v None for latent rows
+    extras:    [n, ...] each, values of the pool's extras
+    records:   [num_slots, 8] int64, sealed; content_b and layers are added to
+    content_a: [layers, num_slots] int64, lane a of this layer is written
+    twice:     [n] int64 out, 1 where the layer's bit was set already (W4); other entries stay as they are
+    num_live:  [1] int64, entries at and after it write nothing; None: all live
+    """
+    values = _check(rows, layer, slots, k, v, extras, keys, records, content_a, twice, num_live)
+    n = slots.numel()
+    if n == 0:
+        return
+    _put_kernel[(n,)](
+        rows.ptrs,
+        values,
+        tuple(value.stride(0) for value in values),
+        slots,
+        keys.lane_a,
+        keys.lane_b,
+        keys.start_a,
+        keys.constants,
+        records,
+        content_a,
+        twice,
+        slots if num_live is None else num_live,
+        n,
+        rows.num_slots,
+        rows.num_layers,
+        layer,
+        content_a.stride(0),
+        WORDS=rows.words_per_row,
+        PIECES=rows.constants,
+        ALIGNMENT=rows.alignment,
+        HAS_LIVE=num_live is not None,
+        num_warps=TILE_WARPS,
+        **overlap_options(slots.device),
+    )
+
+
+def put_torch(
+    rows: PoolRows,
+    layer: int,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    extras: Sequence[Tensor] = (),
+    keys: Keys,
+    records: Tensor,
+    content_a: Tensor,
+    twice: Tensor,
+    num_live: Tensor | None = None,
+) -> None:
+    """The torch reference of `put`."""
+    values = _check(rows, layer, slots, k, v, extras, keys, records, content_a, twice, num_live)
+    entries = live_indices(slots, rows.num_slots, num_live)
+    if entries is not None:
+        slots = slots[entries]
+    column, bit = record.LAYERS_LOW + layer // 64, record.signed(1 << layer % 64)
+    stored = (records[:, column].index_select(0, slots) & bit).bool()  # by an earlier launch
+    repeated, replaced = _shared_slots(slots)
+    again = stored if repeated is None else stored | repeated
+    if bool(again.any()):
+        twice[again.nonzero().squeeze(1) if entries is None else entries[again]] = 1
+    if replaced is not None:
+        entries = (~replaced).nonzero().squeeze(1) if entries is None else entries[~replaced]
+        slots, stored = slots[~replaced], stored[~replaced]
+    words = torch.cat([value if entries is None else value[entries] for value in values], dim=1)
+    lane_a, lane_b = _lanes(words, layer, keys)
+    if layer == 0:
+        lane_b += record.signed(keys.start_b)
+    if bool(stored.any()):  # by difference: what the slot holds now is in lane b, the starting constant with it
+        _, old_b = _lanes(rows.gather_layer(layer, slots[stored]), layer, keys)
+        lane_b[stored] -= old_b + (record.signed(keys.start_b) if layer == 0 else 0)
+    rows.scatter_layer(layer, slots, words)
+    content_a[layer].index_copy_(0, slots, lane_a)
+    records[:, record.CONTENT_B].index_add_(0, slots, lane_b)
+    records[:, column].index_add_(0, slots, torch.where(stored, 0, bit))
+
+
+@triton.jit(do_not_specialize=["n", "layer"])
+def _put_kernel(
+    ptrs,
+    values,
+    value_strides,
+    slots,
+    key_a,
+    key_b,
+    start_a,
+    constants,
+    records,
+    content_a,
+    twice,
+    num_live,
+    n,
+    num_slots,
+    num_layers,
+    layer,
+    content_stride,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    follow(OVERLAPS)
+    i_n = tl.program_id(0).to(tl.int64)
+    if i_n >= live_count(num_live, n, HAS_LIVE):
+        return
+    slot = tl.load(slots + i_n)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    i_layer = tl.zeros([], tl.int64) + layer
+    key_a += i_layer * WORDS
+    key_b += i_layer * WORDS
+    row = records + slot * COLUMNS
+    bit = tl.full([], 1, tl.int64) << (i_layer % 64)
+    total_b = tl.zeros([], tl.int64)
+    if tl.atomic_or(row + LAYERS_LOW + i_layer // 64, bit, sem="relaxed") & bit != 0:
+        tl.store(twice + i_n, 1)
+        b_slot = tl.zeros([1], tl.int64) + slot
+        m_slot = b_slot >= 0
+        _, b_old = layer_lanes(
+            ptrs + i_layer, num_layers, b_slot, m_slot, key_a, key_b, PIECES, ALIGNMENT, 1, PIECES[BLOCK_FIELD], True
+        )
+        total_b -= tl.sum(b_old)
+        tl.debug_barrier()  # every thread has read before any writes
+    elif layer == 0:
+        total_b += tl.load(constants + START_B)
+    total_a = tl.load(start_a + i_layer)
+    for i_piece in tl.static_range(len(PIECES) // PIECE_FIELDS):
+        base = tl.load(ptrs + i_piece * num_layers + i_layer).to(tl.pointer_type(tl.int32))
+        base = tl.multiple_of(base, ALIGNMENT)
+        source = values[i_piece] + i_n * value_strides[i_piece]
+        a, b = _put_piece(base, slot, source, key_a, key_b, PIECES, i_piece)
+        total_a += a
+        total_b += b
+    tl.store(content_a + i_layer * content_stride + slot, total_a)
+    tl.atomic_add(row + CONTENT_B, total_b, sem="relaxed")
+
+
+@triton.jit
+def _put_piece(base, slot, source, key_a, key_b, PIECES: tl.constexpr, I_PIECE: tl.constexpr):
+    """Copy one piece of a row into the pool; both keyed sums of it."""
+    WORDS: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + WORDS_FIELD]
+    FIRST: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + FIRST_FIELD]
+    BLOCK: tl.constexpr = PIECES[I_PIECE * PIECE_FIELDS + BLOCK_FIELD]
+    b_a = tl.zeros([BLOCK], tl.int64)
+    b_b = tl.zeros([BLOCK], tl.int64)
+    for i_word in range(0, WORDS, BLOCK):
+        o_w = i_word + tl.arange(0, BLOCK)
+        m_w = o_w < WORDS
+        o_key = FIRST + o_w
+        b_value = tl.load(source + o_w, mask=m_w, other=0)
+        tl.store(base + word_offsets(slot, o_w, PIECES, I_PIECE), b_value, mask=m_w)
+        b_x = low_word(b_value.to(tl.int64))
+        b_a += low_word(tl.load(key_a + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
+        b_b += low_word(tl.load(key_b + o_key, mask=m_w, other=0).to(tl.int64)) * b_x
+    return tl.sum(b_a), tl.sum(b_b)
+
+
+def _check(
+    rows: PoolRows,
+    layer: int,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    extras: Sequence[Tensor],
+    keys: Keys,
+    records: Tensor,
+    content_a: Tensor,
+    twice: Tensor,
+    num_live: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The values as [n, words] int32 views, by piece."""
+    n = slots.numel()
+    expect_keys(rows, keys)
+    if not 0 <= layer < rows.num_layers:
+        raise ValueError(f"layer must be 0 to {rows.num_layers - 1}, got {layer}")
+    expect_int64(n, slots=slots, twice=twice)
+    expect_int64(1, num_live=num_live)
+    expect_records(records)
+    if records.shape[0] != rows.num_slots:
+        raise ValueError(f"records must have a row a slot, got {records.shape[0]} for {rows.num_slots} slots")
+    expect_layered(rows.num_layers, rows.num_slots, content_a=content_a)
+    return dense_values(rows, n, k, v, extras)
+
+
+def _lanes(words: Tensor, layer: int, keys: Keys) -> tuple[Tensor, Tensor]:
+    """Lane a with its starting constant and this layer's part of lane b of rows [n, words_per_row] int32."""
+    chunk = max(1, TEMPORARY_BYTES // (8 * words.shape[1]))
+    columns = keys.pieces[layer : layer + 1]
+    sums = [keyed_sums(part[None], columns)[0] for part in words.split(chunk)]
+    both = torch.cat(sums) if len(sums) > 1 else sums[0]
+    lane_a, lane_b = join(both.unflatten(1, (2, -1)), keys).unbind(1)
+    return lane_a + keys.start_a[layer], lane_b
+
+
+def _shared_slots(slots: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """[n] bool each: entries whose slot an earlier entry has, and whose slot a later one has; None where none has."""
+    ordered, order = slots.sort(stable=True)
+    same = ordered[1:] == ordered[:-1]
+    if not bool(same.any()):
+        return None, None
+    repeated, replaced = torch.zeros_like(slots, dtype=torch.bool), torch.zeros_like(slots, dtype=torch.bool)
+    repeated[order[1:]], replaced[order[:-1]] = same, same
+    return repeated, replaced

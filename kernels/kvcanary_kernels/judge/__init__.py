@@ -1,0 +1,1 @@
+"""What a forward reads and writes, judged on the device."""

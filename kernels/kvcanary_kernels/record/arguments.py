@@ -1,0 +1,55 @@
+"""Argument checks that an operation and its torch reference share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.record import layout as record
+
+
+def expect_int64(n: int, *, may_broadcast: bool = False, **tensors: Tensor | None) -> None:
+    """Each tensor is a contiguous [n] int64 (or [1] where it may broadcast)."""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        right_size = t.dim() == 1 and (t.numel() == n or (may_broadcast and t.numel() == 1))
+        if not right_size or t.dtype is not torch.int64 or not t.is_contiguous():
+            shape = f"[{n}] or [1]" if may_broadcast else f"[{n}]"
+            raise ValueError(f"{name} must be contiguous {shape} int64, got {list(t.shape)} {t.dtype}")
+
+
+def expect_records(records: Tensor) -> None:
+    if records.dtype is not torch.int64 or records.dim() != 2 or records.shape[1] != record.COLUMNS:
+        raise ValueError(f"records must be [num_slots, 8] int64, got {list(records.shape)} {records.dtype}")
+    if not records.is_contiguous():
+        raise ValueError(f"records must be contiguous, got strides {records.stride()}")
+
+
+def expect_layered(num_layers: int, n: int, **tensors: Tensor | None) -> None:
+    """Each tensor is [num_layers, n] int64 whose rows are dense (any layer stride)."""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if t.shape != (num_layers, n) or t.dtype is not torch.int64 or (n > 1 and t.stride(1) != 1):
+            raise ValueError(f"{name} must be [{num_layers}, {n}] int64 with dense rows, got {list(t.shape)} {t.dtype}")
+
+
+def expect_bitmap(n: int, mismatch: Tensor) -> None:
+    """A bit for each of at most 128 layers of n slots."""
+    if mismatch.shape != (n, 2) or mismatch.dtype is not torch.int64 or not mismatch.is_contiguous():
+        raise ValueError(f"mismatch must be contiguous [{n}, 2] int64, got {list(mismatch.shape)} {mismatch.dtype}")
+
+
+def live_indices(slots: Tensor, num_slots: int, num_live: Tensor | None) -> Tensor | None:
+    """The entries of a torch reference that may touch memory, or None when all may: live, and a slot of the pool."""
+    n = slots.numel()
+    if n == 0:
+        return None
+    live = n if num_live is None else int(num_live)
+    low, high = torch.aminmax(slots)
+    if live >= n and int(low) >= 0 and int(high) < num_slots:
+        return None
+    valid = (slots >= 0) & (slots < num_slots)
+    valid[max(live, 0) :] = False
+    return valid.nonzero().squeeze(1)

@@ -1,0 +1,163 @@
+"""What every kernel shares: Triton where it is installed, the layout as constants, the hashes on the device.
+
+Counts that change from launch to launch are not specialised (`do_not_specialize`): one compilation serves them all.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.rows import Piece
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the torch references work without it
+
+    class _NoKernel:
+        """Stands in for a kernel; launching it says what is missing."""
+
+        def __init__(self, function: Any) -> None: ...
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError("Triton is not installed, use the operation's *_torch twin")
+
+    def _jit(function: Any = None, **options: Any) -> Any:
+        return _NoKernel(function) if function else _NoKernel
+
+    triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
+    tl = SimpleNamespace(constexpr=int)
+
+TOKEN_POSITION = tl.constexpr(record.TOKEN_POSITION)
+CHAIN = tl.constexpr(record.CHAIN)
+REQUEST_GENERATION = tl.constexpr(record.REQUEST_GENERATION)
+STEP_SITE = tl.constexpr(record.STEP_SITE)
+CONTENT_B = tl.constexpr(record.CONTENT_B)
+LAYERS_LOW = tl.constexpr(record.LAYERS_LOW)
+LAYERS_HIGH = tl.constexpr(record.LAYERS_HIGH)
+SEAL = tl.constexpr(record.SEAL)
+COLUMNS = tl.constexpr(record.COLUMNS)
+SEAL_START = tl.constexpr(record.SEAL_START)
+SEAL_KEYS = tl.constexpr(record.SEAL_KEYS)
+SEAL_SLOT_KEY = tl.constexpr(record.SEAL_SLOT_KEY)
+SEAL_POOL_KEY = tl.constexpr(record.SEAL_POOL_KEY)
+MIX_KEY = tl.constexpr(record.MIX_KEY)
+MULTIPLIER = tl.constexpr(record.MULTIPLIER)
+START_B = tl.constexpr(record.START_B)
+INVERSES = tl.constexpr(2 * record.POWERS)  # where in Keys.powers the inverse's begin
+R1 = tl.constexpr(record.R1_OUT_OF_RANGE)
+R2 = tl.constexpr(record.R2_NULL_SLOT)
+R3 = tl.constexpr(record.R3_RECORD_DAMAGED)
+R4 = tl.constexpr(record.R4_POSITION)
+R5 = tl.constexpr(record.R5_CHAIN_BREAK)
+R7 = tl.constexpr(record.R7_STALE_PAGE)
+R8 = tl.constexpr(record.R8_FOREIGN_SLOT)
+R6 = tl.constexpr(record.CODE_BITS["R6"])
+R10 = tl.constexpr(record.CODE_BITS["R10"])
+R11 = tl.constexpr(record.R11_FUTURE)
+R12 = tl.constexpr(record.R12_UNWRITTEN)
+W1 = tl.constexpr(record.CODE_BITS["W1"])
+W2 = tl.constexpr(record.CODE_BITS["W2"])
+W3 = tl.constexpr(record.CODE_BITS["W3"])
+W4 = tl.constexpr(record.CODE_BITS["W4"])
+W5 = tl.constexpr(record.CODE_BITS["W5"])
+W7 = tl.constexpr(record.CODE_BITS["W7"])
+W8 = tl.constexpr(record.CODE_BITS["W8"])
+W9 = tl.constexpr(record.CODE_BITS["W9"])
+QUARANTINED = tl.constexpr(record.QUARANTINED)
+LOAD_FAILED = tl.constexpr(record.LOAD_FAILED)
+RESERVED = tl.constexpr(record.RESERVED)
+WRITTEN = tl.constexpr(record.WRITTEN)
+SHARED = tl.constexpr(record.SHARED)
+NO_OWNER = tl.constexpr(record.NO_OWNER)
+SHARED_OWNER = tl.constexpr(record.SHARED_OWNER)
+# PoolRows.constants holds PIECE_FIELDS numbers a piece; these say which.
+PIECE_FIELDS = tl.constexpr(len(Piece._fields))
+WORDS_FIELD = tl.constexpr(Piece._fields.index("words"))
+FIRST_FIELD = tl.constexpr(Piece._fields.index("first"))
+PAGE_SIZE_FIELD = tl.constexpr(Piece._fields.index("page_size"))
+PAGE_STRIDE_FIELD = tl.constexpr(Piece._fields.index("page_stride"))
+SLOT_STRIDE_FIELD = tl.constexpr(Piece._fields.index("slot_stride"))
+RUN_FIELD = tl.constexpr(Piece._fields.index("run"))
+RUN_STRIDE_FIELD = tl.constexpr(Piece._fields.index("run_stride"))
+BLOCK_FIELD = tl.constexpr(Piece._fields.index("block"))
+MASK_32 = tl.constexpr(record.MASK_32)
+MASK_34 = tl.constexpr((1 << 34) - 1)
+MASK_37 = tl.constexpr((1 << 37) - 1)
+MASK_33 = tl.constexpr((1 << 33) - 1)
+SPLITMIX_FIRST = tl.constexpr(record.signed(record.SPLITMIX_FIRST))
+SPLITMIX_SECOND = tl.constexpr(record.signed(record.SPLITMIX_SECOND))
+
+BLOCK = 128  # entries a program takes at a time where entries are records
+TILE_WARPS = 2  # of programs that read TILE_WORDS of a pool at a time
+UNROLL = tl.constexpr(8)  # such readings that are on their way together
+PROGRAMS_PER_SEGMENT = 32  # a fixed grid, whatever the lengths on the device; programs that last stand in others' way
+
+
+def programs_for(longest: int, block: int = BLOCK) -> int:
+    """Programs that share a segment which has at most so many entries, of which each takes a block at a time."""
+    return max(1, min(PROGRAMS_PER_SEGMENT, triton.cdiv(longest, block)))
+
+
+def stride_of(values: Tensor) -> int:
+    """0 for a [1] tensor that stands for every entry, else 1."""
+    return 0 if values.numel() == 1 else 1
+
+
+@triton.jit
+def follow(OVERLAPS: tl.constexpr):
+    """First in a kernel with `overlap_options`: the next kernel may be launched, and the one before must have ended."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def live_count(num_live, n, HAS_LIVE: tl.constexpr):
+    """n, or the device's live count where there is one."""
+    if HAS_LIVE:
+        n = tl.minimum(tl.load(num_live), n)
+    return n
+
+
+@triton.jit
+def low_word(column):
+    return column & MASK_32
+
+
+@triton.jit
+def high_word(column):
+    return (column >> 32) & MASK_32
+
+
+@triton.jit
+def pair(low, high):
+    return (high << 32) | (low & MASK_32)
+
+
+@triton.jit
+def mix(tokens, positions, constants):
+    """record.mix; masks make the shifts logical."""
+    z = pair(positions, tokens) + tl.load(constants + MIX_KEY)
+    z = (z ^ ((z >> 30) & MASK_34)) * SPLITMIX_FIRST
+    z = (z ^ ((z >> 27) & MASK_37)) * SPLITMIX_SECOND
+    return z ^ ((z >> 31) & MASK_33)
+
+
+@triton.jit
+def seal_of(token_position, chain, request_generation, step_site, slots, pool_id, constants):
+    """The seal of an identity; seal.seal_values."""
+    key = constants + SEAL_KEYS
+    seal = tl.load(constants + SEAL_START) + tl.load(constants + SEAL_POOL_KEY) * pool_id
+    seal += tl.load(constants + SEAL_SLOT_KEY) * slots
+    seal += tl.load(key) * low_word(token_position) + tl.load(key + 1) * high_word(token_position)
+    seal += tl.load(key + 2) * low_word(chain) + tl.load(key + 3) * high_word(chain)
+    seal += tl.load(key + 4) * low_word(request_generation) + tl.load(key + 5) * high_word(request_generation)
+    seal += tl.load(key + 6) * low_word(step_site) + tl.load(key + 7) * high_word(step_site)
+    return seal

@@ -1,0 +1,123 @@
+"""Fetch, keep and send: what a step is, read from the host's memory, its block tables, and its count for the host."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcanary_kernels.record.device import BLOCK, tl, triton
+from kvcanary_kernels.watch.walk import NO_HIT, NONE, NOW_ROWS, ROWS_NOW, Rows
+
+
+def fetch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
+    """Count a step, copy its line, and clear its cells. No allocation, no wait, no call of the host but the launch.
+
+    lines: [ring, >= width] int64, on the device or pinned on the host, where the device reads by itself
+    ticks: [2] int64, steps so far, the line of the next is their number modulo the ring; and 0 between launches
+    out:   [>= width] int64, its beginning is written
+    cells: [2, ring, n] int64, those of this step become NO_HIT
+    """
+    programs = triton.cdiv(max(width, cells.shape[2]), BLOCK)
+    _fetch_kernel[(programs,)](
+        lines,
+        ticks,
+        out,
+        cells,
+        width,
+        lines.shape[0],
+        lines.stride(0),
+        cells.stride(0),
+        cells.stride(1),
+        cells.shape[2],
+        BLOCK_N=BLOCK,
+    )
+
+
+def fetch_torch(lines: Tensor, ticks: Tensor, out: Tensor, *, width: int, cells: Tensor) -> None:
+    """The torch reference of `fetch`."""
+    ticks[0] += 1
+    place = int(ticks[0]) % lines.shape[0]
+    out[:width], cells[:, place] = lines[place, :width], NO_HIT
+
+
+def send(total: Tensor, now: Tensor, out: Tensor, *, place: int, stamp: int) -> None:
+    """Write a count, with a stamp on it, where the host looks for it. No allocation, no wait.
+
+    total: [1] int64
+    now:   [> place, > stamp] int64, in these columns the place in `out`, and what is added to the count
+    out:   [ring] int64, on the device or pinned on the host: it is there when anything is that was launched later
+    """
+    _send_kernel[(1,)](total, now, out, place, stamp)
+
+
+def send_torch(total: Tensor, now: Tensor, out: Tensor, *, place: int, stamp: int) -> None:
+    """The torch reference of `send`."""
+    out[int(now[place])] = int(total) + int(now[stamp])
+
+
+def keep(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
+    """Copy the beginning of the block table of every live row. No allocation, no wait.
+
+    kept:  [rows of Truth, >= width] of the table's type, written at the number of each row
+    width: blocks of a row, at most as many as its table has
+    """
+    _keep_kernel[(rows.numbers.shape[0], triton.cdiv(width, BLOCK))](
+        rows.numbers, rows.table, now, kept, width, rows.table.stride(0), kept.stride(0), BLOCK_N=BLOCK
+    )
+
+
+def keep_torch(rows: Rows, *, now: Tensor, kept: Tensor, width: int) -> None:
+    """The torch reference of `keep`."""
+    n = int(now[NOW_ROWS])
+    kept[rows.numbers[:n].long(), :width] = rows.table[:n, :width]
+
+
+@triton.jit(
+    do_not_specialize=["width", "ring", "lines_stride", "side_stride", "cell_stride", "n"],
+    do_not_specialize_on_alignment=["lines", "ticks", "out", "cells"],
+)
+def _fetch_kernel(
+    lines,
+    ticks,
+    out,
+    cells,
+    width,
+    ring,
+    lines_stride,
+    side_stride,
+    cell_stride,
+    n,
+    BLOCK_N: tl.constexpr,
+):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < width
+    tick = tl.load(ticks) + 1
+    tl.store(out + o_n, tl.load(lines + tick % ring * lines_stride + o_n, mask=m_n, volatile=True), mask=m_n)
+    cell = cells + tick % ring * cell_stride
+    b_none = tl.full([BLOCK_N], NONE, tl.int64)
+    tl.store(cell + o_n, b_none, mask=o_n < n)
+    tl.store(cell + side_stride + o_n, b_none, mask=o_n < n)
+    tl.debug_barrier()  # every thread has read the tick
+    if tl.atomic_add(ticks + 1, 1) == tl.num_programs(0) - 1:  # the last of them counts the step
+        tl.store(ticks + 1, tl.zeros([], tl.int64))
+        tl.store(ticks, tick)
+
+
+@triton.jit(do_not_specialize=["place", "stamp"], do_not_specialize_on_alignment=["total", "now", "out"])
+def _send_kernel(total, now, out, place, stamp):
+    tl.store(out + tl.load(now + place), tl.load(total) + tl.load(now + stamp))
+
+
+@triton.jit(
+    do_not_specialize=["width", "table_stride", "kept_stride"],
+    do_not_specialize_on_alignment=["numbers", "table", "now", "kept"],
+)
+def _keep_kernel(numbers, table, now, kept, width, table_stride, kept_stride, BLOCK_N: tl.constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    if i_row >= tl.load(now + ROWS_NOW):
+        return
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < width
+    line = kept + tl.load(numbers + i_row).to(tl.int64) * kept_stride
+    tl.store(line + o_n, tl.load(table + i_row * table_stride + o_n, mask=m_n), mask=m_n)

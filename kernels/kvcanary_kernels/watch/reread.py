@@ -1,0 +1,363 @@
+"""Take and reread: content lanes of what a forward stored, and the same bytes looked at again along block tables."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary_kernels.content.fingerprint import join, keyed_sums, layer_lanes
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.device import CHAIN, COLUMNS, TILE_WARPS, tl, triton
+from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.rows import PoolRows
+from kvcanary_kernels.watch.walk import (
+    NONE,
+    NOT_FOLLOWED,
+    NOW_STEP,
+    NOW_TOKENS,
+    ROWS_NOW,
+    STEP_NOW,
+    TOKENS_NOW,
+    Rows,
+    context_lengths,
+    live_rows,
+    table_slots,
+)
+
+LAYERS_PER_ENTRY = 128  # a hit of `reread` is position * LAYERS_PER_ENTRY + layer
+SLOTS_PER_ENTRY = 1 << 34  # and beside it, position * SLOTS_PER_ENTRY + slot
+PER_ENTRY = tl.constexpr(LAYERS_PER_ENTRY)
+PLACES = tl.constexpr(SLOTS_PER_ENTRY)
+
+
+def take(
+    pool: PoolRows,
+    records: Tensor,
+    slots: Tensor,
+    chains: Tensor,
+    keys: Keys,
+    *,
+    now: Tensor,
+    lanes: Tensor,
+    stamps: Tensor,
+    total: Tensor,
+    most: int | None = None,
+) -> None:
+    """Take both lanes of the slots of this step as they lie in the pool now. No allocation, no wait.
+
+    slots:  [ring, >= n] int64, -1: nothing;  chains: [ring, >= n] int64, what the record of each should say
+    lanes:  [2, layers, num_slots] int64, written
+    stamps: [num_slots] int64, written: the chain of the record whose bytes these are
+    total:  [1] int64, grows by the entries whose record is another's (W4: one forward wrote the slot twice)
+    most:   at least the tokens that `now` says; None: as many as a line has
+    """
+    most = slots.shape[1] if most is None else most
+    _take_lanes_kernel[(triton.cdiv(most, pool.tile), pool.num_layers)](
+        pool.ptrs,
+        records,
+        slots,
+        chains,
+        now,
+        keys.lane_a,
+        keys.lane_b,
+        keys.start_a,
+        lanes,
+        stamps,
+        total,
+        slots.shape[0],
+        slots.stride(0),
+        pool.num_slots,
+        pool.num_layers,
+        lanes.stride(0),
+        lanes.stride(1),
+        WORDS=pool.words_per_row,
+        PIECES=pool.constants,
+        ALIGNMENT=pool.alignment,
+        TILE=pool.tile,
+        CHUNK=pool.chunk,
+        num_warps=TILE_WARPS,
+    )
+
+
+def take_torch(
+    pool: PoolRows,
+    records: Tensor,
+    slots: Tensor,
+    chains: Tensor,
+    keys: Keys,
+    *,
+    now: Tensor,
+    lanes: Tensor,
+    stamps: Tensor,
+    total: Tensor,
+    most: int | None = None,
+) -> None:
+    """The torch reference of `take`."""
+    place, n = int(now[NOW_STEP]) % slots.shape[0], int(now[NOW_TOKENS])
+    slots, chains = slots[place, :n], chains[place, :n]
+    live = slots >= 0
+    slots, chains = slots[live], chains[live]
+    lanes[:, :, slots] = both_lanes(pool, slots, keys)
+    stamps[slots] = records[slots, record.CHAIN]
+    total += (records[slots, record.CHAIN] != chains).sum()
+
+
+def reread(
+    pool: PoolRows,
+    records: Tensor,
+    rows: Rows,
+    keys: Keys,
+    *,
+    now: Tensor,
+    lanes: Tensor,
+    stamps: Tensor,
+    ends: Tensor,
+    max_length: int,
+    stride: int,
+    window: int,
+    block_size: int,
+    whole: bool,
+    hits: Tensor,
+    total: Tensor,
+    counted: Tensor,
+) -> None:
+    """Compare lane a of the entries at every `stride`-th position of every row. No allocation, no wait.
+
+    The step says where they begin: any `stride` steps in a row see each position once. Entries whose bytes nobody took
+    under the record that lies there now are not judged.
+
+    ends:       of Truth
+    max_length: at least what the longest of them has
+    window:     tokens that attention sees, the reader's own included; 0: all
+    whole:      False: what each row had before this forward. True: all that is recorded of it (`ends`), along the line
+                of the table that has its number; lengths and starts are not read
+    hits:       [2, ring, rows] int64, NO_HIT or lower before; in the cells of this step the least of
+                position * LAYERS_PER_ENTRY + layer of each row, and of position * SLOTS_PER_ENTRY + slot
+    counted:    [1] int64, grows by the number of entries that were read, each once for all layers
+    """
+    n, per_row = rows.numbers.shape[0], -(-max_length // stride)
+    _reread_kernel[(n, triton.cdiv(per_row, pool.tile), pool.num_layers)](
+        pool.ptrs,
+        records,
+        rows.numbers,
+        rows.table,
+        rows.lengths,
+        rows.starts,
+        now,
+        keys.lane_a,
+        keys.start_a,
+        lanes,
+        stamps,
+        ends,
+        hits,
+        total,
+        counted,
+        hits.shape[1],
+        hits.stride(0),
+        hits.stride(1),
+        pool.num_slots,
+        pool.num_layers,
+        lanes.stride(1),
+        rows.table.stride(0),
+        stride,
+        window,
+        BLOCK_SIZE=block_size,
+        WHOLE=whole,
+        WORDS=pool.words_per_row,
+        PIECES=pool.constants,
+        ALIGNMENT=pool.alignment,
+        TILE=pool.tile,
+        CHUNK=pool.chunk,
+        num_warps=TILE_WARPS,
+    )
+
+
+def reread_torch(
+    pool: PoolRows,
+    records: Tensor,
+    rows: Rows,
+    keys: Keys,
+    *,
+    now: Tensor,
+    lanes: Tensor,
+    stamps: Tensor,
+    ends: Tensor,
+    max_length: int,
+    stride: int,
+    window: int,
+    block_size: int,
+    whole: bool,
+    hits: Tensor,
+    total: Tensor,
+    counted: Tensor,
+) -> None:
+    """The torch reference of `reread`."""
+    rows = live_rows(rows, now)
+    step, numbers = int(now[NOW_STEP]), rows.numbers.long()
+    n, phase, cells = numbers.shape[0], step % stride, hits[:, step % hits.shape[1]]
+    sizes = ends[numbers] if whole else context_lengths(rows)
+    table = rows.table[numbers] if whole else rows.table[:n]
+    positions = torch.arange(phase, max(phase, max_length), stride, device=records.device).expand(n, -1)
+    slots = table_slots(table, positions, block_size)
+    live = (positions < sizes[:, None]) & (slots >= 0) & (slots < pool.num_slots)
+    live &= (ends[numbers] != NOT_FOLLOWED)[:, None]
+    if window:
+        live &= positions > (sizes - window)[:, None]
+    slots = torch.where(live, slots, 0)
+    live &= (stamps[slots] == records[slots, record.CHAIN]) & (stamps[slots] != 0)
+    row, column = live.nonzero(as_tuple=True)
+    found = slots[row, column]
+    counted += len(found)
+    if not len(found):
+        return
+    differs = both_lanes(pool, found, keys)[0] != lanes[0, :, found]
+    layer, entry = differs.nonzero(as_tuple=True)
+    total += len(entry)
+    position = positions[row, column][entry]
+    found_hits = position * LAYERS_PER_ENTRY + layer, position * SLOTS_PER_ENTRY + found[entry]
+    for cell, hit in zip(cells, found_hits, strict=True):
+        cell[:n] = cell[:n].scatter_reduce(0, row[entry], hit, "amin")
+
+
+def both_lanes(pool: PoolRows, slots: Tensor, keys: Keys) -> Tensor:
+    """[2, layers, n] int64: both lanes of every layer of valid slots."""
+    pieces = keys.pieces.shape[2] // 2
+    sums = keyed_sums(pool.gather(slots), keys.pieces)
+    lane_a = join(sums[..., :pieces], keys) + keys.start_a[:, None]
+    return torch.stack((lane_a, join(sums[..., pieces:], keys)))
+
+
+@triton.jit(do_not_specialize=["ring", "slots_stride", "num_slots"])
+def _take_lanes_kernel(
+    ptrs,
+    records,
+    slots,
+    chains,
+    now,
+    key_a,
+    key_b,
+    start_a,
+    lanes,
+    stamps,
+    total,
+    ring,
+    slots_stride,
+    num_slots,
+    num_layers,
+    side_stride,
+    layer_stride,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    o_n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    i_layer = tl.program_id(1).to(tl.int64)
+    n = tl.load(now + TOKENS_NOW)
+    if tl.program_id(0).to(tl.int64) * TILE >= n:
+        return
+    line = tl.load(now + STEP_NOW) % ring * slots_stride
+    b_slot = tl.load(slots + line + o_n, mask=o_n < n, other=-1)
+    m_n = (b_slot >= 0) & (b_slot < num_slots)
+    keys = i_layer * WORDS
+    b_a, b_b = layer_lanes(
+        ptrs + i_layer, num_layers, b_slot, m_n, key_a + keys, key_b + keys, PIECES, ALIGNMENT, TILE, CHUNK, True
+    )
+    own = lanes + i_layer * layer_stride + b_slot
+    tl.store(own, b_a + tl.load(start_a + i_layer), mask=m_n)
+    tl.store(own + side_stride, b_b, mask=m_n)
+    if i_layer == 0:
+        b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
+        tl.store(stamps + b_slot, b_chain, mask=m_n)
+        count = tl.sum((m_n & (b_chain != tl.load(chains + line + o_n, mask=m_n, other=0))).to(tl.int64))
+        if count > 0:
+            tl.atomic_add(total, count, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=[
+        "ring",
+        "side_stride",
+        "hits_stride",
+        "stride",
+        "window",
+        "table_stride",
+        "num_slots",
+        "layer_stride",
+    ],
+    do_not_specialize_on_alignment=["numbers", "table", "lengths", "starts", "now", "hits", "counted"],
+)
+def _reread_kernel(
+    ptrs,
+    records,
+    numbers,
+    table,
+    lengths,
+    starts,
+    now,
+    key_a,
+    start_a,
+    lanes,
+    stamps,
+    ends,
+    hits,
+    total,
+    counted,
+    ring,
+    side_stride,
+    hits_stride,
+    num_slots,
+    num_layers,
+    layer_stride,
+    table_stride,
+    stride,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    i_layer = tl.program_id(2).to(tl.int64)
+    if i_row >= tl.load(now + ROWS_NOW):
+        return
+    at_step = tl.load(now + STEP_NOW)
+    number = tl.load(numbers + i_row).to(tl.int64)
+    if WHOLE:
+        length = tl.load(ends + number)
+        row = table + number * table_stride
+    else:
+        written = tl.load(starts + i_row + 1) - tl.load(starts + i_row)
+        length = (tl.load(lengths + i_row) - written).to(tl.int64)
+        row = table + i_row * table_stride
+    first_n = at_step % stride + tl.program_id(1).to(tl.int64) * TILE * stride
+    if first_n >= length:
+        return
+    if tl.load(ends + number) < 0:
+        return
+    o_n = first_n + tl.arange(0, TILE) * stride
+    m_n = o_n < length
+    if window > 0:
+        m_n = m_n & (o_n > length - window)
+    b_slot = tl.load(row + o_n // BLOCK_SIZE, mask=m_n, other=-1).to(tl.int64) * BLOCK_SIZE + o_n % BLOCK_SIZE
+    m_n = m_n & (b_slot >= 0) & (b_slot < num_slots)
+    b_chain = tl.load(records + b_slot * COLUMNS + CHAIN, mask=m_n, other=0)
+    m_n = m_n & (tl.load(stamps + b_slot, mask=m_n, other=0) == b_chain) & (b_chain != 0)
+    if i_layer == 0:
+        tl.atomic_add(counted, tl.sum(m_n.to(tl.int64)), sem="relaxed")
+    b_held = tl.load(lanes + i_layer * layer_stride + b_slot, mask=m_n, other=0)
+    key = key_a + i_layer * WORDS
+    b_lane, _ = layer_lanes(ptrs + i_layer, num_layers, b_slot, m_n, key, key, PIECES, ALIGNMENT, TILE, CHUNK, False)
+    m_differs = m_n & (b_lane + tl.load(start_a + i_layer) != b_held)
+    count = tl.sum(m_differs.to(tl.int64))
+    if count > 0:
+        tl.atomic_add(total, count, sem="relaxed")
+        cell = hits + at_step % ring * hits_stride + i_row
+        tl.atomic_min(cell, tl.min(tl.where(m_differs, o_n * PER_ENTRY + i_layer, NONE)), sem="relaxed")
+        tl.atomic_min(cell + side_stride, tl.min(tl.where(m_differs, o_n * PLACES + b_slot, NONE)), sem="relaxed")

@@ -1,0 +1,286 @@
+"""Paged pools of an engine that is only watched: nobody tells of grants and frees, so records speak for themselves.
+
+An adapter shows what a forward is about to read and write (block tables, lengths, tokens, slots); all of it stays on
+the device. `PagedCanary.read` comes before a forward, `wrote` after it, `took` when layers that are stored later are.
+Rows that `admit` and `leave` name wait for the next `read`, or for `flush` where bytes are moved before that;
+`paged_moves` has what moves them. Hits lie in a ring of the last steps; one counter says whether there were any.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.adapters.observed.capabilities import PAGED_FED, expect_watching
+from kvcanary.adapters.observed.launches import FEWEST_ENTRIES, FEWEST_ROWS, FEWEST_TOKENS, PagedDevice, at_least, sizes
+from kvcanary.adapters.observed.prefix_hashes import Prefixes
+from kvcanary.adapters.observed.state import COUNT_BITS, HEAD, LOOKS, RING, Event, Forward, Group, Step
+from kvcanary.config import CanaryConfig
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.report.certificate import Coverage, certificate
+from kvcanary.report.finding import Finding, FindingLog, tell
+from kvcanary_kernels.record.layout import CHAIN, MASK_32, STEP_SITE, make_keys, seed_id
+from kvcanary_kernels.watch.begin import NEW_WIDTH
+from kvcanary_kernels.watch.walk import NOT_FOLLOWED
+
+NAMED_WRITERS = 1 << 16
+STAMPS = (1 << 63 - COUNT_BITS) - 1
+GROWN = 32  # steps of one token a row until lengths are read again
+HEAD_WORDS = struct.Struct(f"={HEAD}q")
+
+
+class PagedCanary(PagedDevice):
+    """The canary of one engine's pools on one device."""
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        num_rows: int,
+        max_rejected: int,
+        max_tokens: int,
+        device: torch.device | str,
+        has_tokens: bool = False,
+    ) -> None:
+        """num_rows: of requests that the engine holds at once; max_rejected: tokens a step may take back of a row;
+        max_tokens: of one forward; has_tokens: every forward shows what the engine knows of tokens"""
+        expect_watching(config, "one request from outside")
+        super().__init__(config, num_rows, max_rejected, max_tokens, device)
+        self.coverage, self.log, self._has_tokens = Coverage(), FindingLog(), has_tokens
+        self.fed = PAGED_FED if has_tokens else PAGED_FED - {"W6"}
+        self.tell: Callable[[Finding], None] = tell
+        self.prefixes = Prefixes(make_keys(self.seed, 1, 1))
+        self.writers: OrderedDict[int, str] = OrderedDict()
+        self._line_bytes = self._lines_here.data.cast("B")
+        self.step = self.waits = 0  # steps, and those whose counter had to be waited for
+        self.steps: deque[Step] = deque(maxlen=RING)
+        self.incidents: dict[tuple[str, str | None, int], int] = {}
+        self.events: list[Event] = []  # of what happened since the last forward
+        #: At least what each row has, but for what rows grew by since; the most of them, and the most of what waits.
+        self._ends, self._grown, self._most, self._longest = np.zeros(num_rows, dtype=np.int64), GROWN, 0, 0
+        self._live = 0  # entries of the rows of the last forward
+        self._gone: list[tuple[int, str]] = []
+        self._fresh: list[tuple[int, str]] = []
+        self._new: dict[int, tuple[int, ...]] = {}
+        self._uid = 0
+        self._forward: Forward | None = None
+
+    # rows of requests
+
+    def admit(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+        """New rows, each (row number, request, tokens or None where nobody knows them, entries that it has, salt).
+
+        Entries that it has are another's: the next forward, which must have the row, reads all their bytes.
+        """
+        for number, request, tokens, length, salt in new:
+            self._uid += 1
+            self.writers[self._uid] = request
+            if len(self.writers) > NAMED_WRITERS:
+                self.writers.popitem(last=False)
+            root, self._longest = self.prefixes.root(salt), max(self._longest, length)
+            if tokens is None or len(tokens) < length:
+                self.coverage.skip("requests whose tokens nobody knows", 1)
+                self._new[number] = number, NOT_FOLLOWED, root, self._uid, root
+                continue
+            tail = root
+            if length:
+                tail = root if self._has_tokens else self.prefixes.end(tokens[:length], salt)
+                if self.config.content != "write":
+                    self._fresh.append((number, request))
+            self._new[number] = number, length, root, self._uid, tail
+
+    def leave(self, numbers: Sequence[int], requests: Sequence[str]) -> None:
+        """These rows end: every byte of theirs is read once more, with the next forward, along the lines they had."""
+        is_read, room = self.config.content != "write", self.num_rows - len(self._gone)
+        for number, request in zip(numbers, requests, strict=True):
+            end, self._ends[number] = int(self._ends[number]) + self._grown, 0
+            self._live -= end
+            if is_read and room > 0:
+                self._gone.append((number, request))
+                self._longest, room = max(self._longest, end), room - 1
+            elif is_read:
+                self.coverage.skip("rows that went without a last look", 1)
+
+    def flush(self, empty: Forward) -> None:
+        """Do now what waits for a forward, but for rows that begin: bytes are about to move, or nobody runs.
+
+        empty: a forward of no rows
+        """
+        if self._gone or self._new:
+            fresh, self._fresh = self._fresh, []
+            self.read(empty)
+            self._fresh = fresh
+
+    # one forward
+
+    def read(self, forward: Forward) -> None:
+        """Record what a forward is about to write, and judge what it is about to read."""
+        self.step += 1
+        n, line, place = len(forward.numbers), self._lines_here[self.step % RING], self.step % RING
+        most_rows, stamp = at_least(n, FEWEST_ROWS, self.num_rows), (self.step & STAMPS) << COUNT_BITS
+        head = n, forward.num_tokens, self.step, pack_site(*forward.site), place, stamp
+        HEAD_WORDS.pack_into(self._line_bytes, place * line.nbytes, *head)
+        line[HEAD : HEAD + n] = forward.numbers
+        events, waiting = (0, 0), self._longest
+        looked: tuple[tuple[str, ...], ...] = ()
+        if self._new or forward.num_tokens != n or self._grown >= GROWN:
+            self._measure(forward)
+        else:  # every row by one
+            self._grown, self._live = self._grown + 1, self._live + n
+        if self._new or self._gone or self._fresh:
+            events, looked = self._tell_events(line[HEAD + most_rows :])
+        longest = max(self._most + self._grown, waiting)
+        step = Step(self.step, forward.requests, forward.numbers, forward.site, self.events, looked, forward.num_tokens)
+        self.events = []
+        self.steps.append(step)
+        if n:
+            self.coverage.forwards += 1
+            self.coverage.unproved_stores += 1  # bytes are taken from the pool, where they were stored
+            self.coverage.slots_sealed += forward.num_tokens * len(self.groups)
+            self.coverage.peak_live_bytes = max(self.coverage.peak_live_bytes, self._live * self._entry_bytes)
+        self._forward = forward
+        self._launch_before(forward, most_rows, at_least(longest, FEWEST_ENTRIES), events)
+
+    def _measure(self, forward: Forward) -> None:
+        """Read from a forward how long its rows are; not in every step, since the host's time is short."""
+        ends = forward.ends.numpy()[: len(forward.numbers)]
+        np.add(self._ends, self._grown, out=self._ends, where=self._ends > 0)
+        self._ends[forward.numbers] = ends
+        self._grown, self._most, self._live = 0, int(self._ends.max()), int(ends.sum())
+
+    def wrote(self) -> None:
+        """The forward has run: take the bytes that it stored, as they lie in the pools now."""
+        if self._forward is not None:
+            self._launch_after(at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens))
+
+    def took(self, rejected: Tensor) -> None:
+        """Late layers have stored this forward's entries now; `rejected` [>= rows]: the last so many are not kept."""
+        if self._forward is not None:
+            n = min(len(rejected), self.num_rows)
+            self._rejected[:n].copy_(rejected[:n])
+            most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
+            self._launch_late(self._forward.starts, most)
+
+    def launch_on_stored(self, name: str, launch: Callable[[Tensor, Tensor], None]) -> None:
+        """`launch(slots, chains)` of what this forward stored in the first group, [n] each; slot -1: nothing.
+
+        It may be captured: all that changes from step to step lies in tensors; `name` tells such launches apart.
+        """
+        if self._forward is not None:
+            most = at_least(self._forward.num_tokens, FEWEST_TOKENS, self.max_tokens)
+            group = self.groups[0]
+            self._replays.run((name, most), lambda: launch(*self._stored(group, most)))
+
+    def prepare(self, forward: Forward) -> None:
+        """Compile and capture what forwards of every size launch; `forward`: an empty one, over the same tensors."""
+        self._lines_here[:] = 0
+        for _ in range(2):  # as they are, captured
+            for rows in {min(size, self.num_rows) for size in sizes(FEWEST_ROWS, self.num_rows)}:
+                for entries in sizes(FEWEST_ENTRIES, int(forward.ends.max())):
+                    few = min(FEWEST_ROWS, self.num_rows)
+                    for events in (0, 0), (few, 0), (few, few):
+                        self._launch_before(forward, rows, entries, events)
+            for tokens in {min(size, self.max_tokens) for size in sizes(FEWEST_TOKENS, self.max_tokens)}:
+                self._launch_after(tokens)
+                self._launch_late(forward.starts, tokens)
+        self.forget()
+        self.restart()
+
+    def count_to_host(self) -> Callable[[], int]:
+        """What gives the counter of findings as it was after `wrote`.
+
+        It is there when anything is that was launched later; asked for before, it waits for the device.
+        """
+        step = self.step
+
+        def count() -> int:
+            total = self.count_of(step)
+            if total is None:
+                self.waits += 1
+                torch.cuda.synchronize(self.device)  # whatever thread and stream this is
+                total = int(self._counts_here[step % RING]) % (1 << COUNT_BITS)
+            return total
+
+        return count
+
+    def count_of(self, step: int) -> int | None:
+        """The counter of findings as it was after one of the last steps; None: it has not arrived."""
+        stamp, total = divmod(int(self._counts_here[step % RING]), 1 << COUNT_BITS)
+        return total if stamp == step & STAMPS else None
+
+    def restart(self) -> None:
+        """Begin to count anew, when kernels were compiled."""
+        self.coverage, self.step = Coverage(), 0
+        self.steps.clear()
+        self.events, self._gone, self._fresh, self._new, self._longest = [], [], [], {}, 0
+        self._ends[:], self._grown, self._most = 0, GROWN, 0
+        self._ticks.zero_()
+        self.total.zero_()
+        self._counted.zero_()
+
+    def _tell_events(self, line: NDArray[np.int64]) -> tuple[tuple[int, int], tuple[tuple[str, ...], ...]]:
+        """Write what waits into the words of a line: at most how many rows went and are new, and whose are read."""
+        most_new = self._room_for(max(len(self._new), len(self._fresh)))
+        most_gone = self._room_for(len(self._gone)) or (most_new and self._room_for(1))  # fewer graphs
+        words: list[int] = []
+        for place, (rows, most) in enumerate(((self._gone, most_gone), (self._fresh, most_new))):
+            if most:
+                words += len(rows), 0, self.step % RING * (1 + LOOKS) + 1 + place, 0
+                words += [number for number, _ in rows]
+                words += (0,) * (most - len(rows))
+        for row in self._new.values():
+            words += row
+        words += (self.num_rows,) * (NEW_WIDTH * (most_new - len(self._new)))  # nobody's
+        line[: len(words)] = words
+        looked = tuple([tuple([request for _, request in rows]) for rows in (self._gone, self._fresh)])
+        self._gone, self._fresh, self._new, self._longest = [], [], {}, 0
+        return (most_gone, most_new), looked
+
+    def _room_for(self, count: int) -> int:
+        return at_least(count, FEWEST_ROWS, self.num_rows) if count else 0
+
+    # what was found
+
+    def certificate(self, numbers: Collection[int] = ()) -> dict[str, Any]:
+        """What was checked, what was not and why; the same keys as that of an engine's canary.
+
+        numbers: rows that the engine holds now
+        """
+        counted = self._counted.tolist()
+        read = zip(counted[1:], self._pools, strict=True)
+        self.coverage.slots_checked, self.coverage.bytes_checked = (
+            counted[0],
+            sum(n * own.entry_bytes for n, own in read),
+        )
+        live_bytes = sum(max(end, 0) for end in self.truth.ends[list(numbers)].tolist()) * self._entry_bytes
+        groups = [group.to_dict() for group in self.log.groups.values()]
+        fed = self.fed - {"T1"} if self.config.content == "write" else self.fed
+        return certificate(self.config, self.coverage, live_bytes, seed_id(self.seed), groups, fed)
+
+    def hits_of(self, step: Step) -> dict[str, Tensor]:
+        """On the host: the cells of one step, which waits for the device."""
+        place = step.number % RING
+        if self.uses_kernels:
+            torch.cuda.synchronize(self.device)  # whatever thread and stream this is
+        hits = {name: cells[place] for name, cells in self._hits.items()}
+        hits |= {"read": self._cells[:, place, 0], "look": self._cells[:, place, 1:]}
+        return {name: cells.cpu() for name, cells in hits.items()}
+
+    def stored_by(self, step: Step, group: Group) -> tuple[Tensor, Tensor]:
+        """[n] slots and chains of what a step stored."""
+        slots, chains = self._entries[group.number]
+        place = step.number % RING
+        return slots[place, : step.count], chains[place, : step.count]
+
+    def written_twice(self, step: Step, group: Group) -> list[int]:
+        """Slots that a step wrote and whose record is of another of its entries (W4)."""
+        slots, chains = self.stored_by(step, group)
+        held = group.records[slots.clamp(min=0)]
+        wrong = (slots >= 0) & (held[:, CHAIN] != chains) & (held[:, STEP_SITE] & MASK_32 == step.number)
+        return sorted(set(slots[wrong].tolist()))

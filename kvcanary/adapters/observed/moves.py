@@ -1,0 +1,119 @@
+"""Bytes that move in watched pools: copied, zeroed and loaded blocks. Records follow, what arrived is read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.observed.canary import PagedCanary
+from kvcanary.adapters.observed.state import Event, Group, Layers
+from kvcanary.pools.launch_site import pack_site
+from kvcanary_kernels.content.check import check_content, check_content_torch
+from kvcanary_kernels.record.layout import CHAIN, COLUMNS, REQUEST_GENERATION, SEAL, STEP_SITE, TOKEN_POSITION, signed
+from kvcanary_kernels.record.seal import identity_words, seal_values
+from kvcanary_kernels.watch.walk import table_slots
+
+LaneOf = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def copied(canary: PagedCanary, group: Group, src: Tensor, dst: Tensor, requests: Mapping[int, str]) -> None:
+    """Blocks were copied: records follow, and what arrived is read at once (T1).
+
+    src, dst: [n] blocks; requests: whose they are, by block
+    """
+    src, dst = _slots(group, src), _slots(group, dst)
+    held = group.records[src]
+    held[:, SEAL] += seal_values(identity_words(held), dst, 0, canary.identity)
+    held[:, SEAL] -= seal_values(identity_words(held), src, 0, canary.identity)
+    group.records[dst] = held
+    for layers in group.layers:
+        layers.lanes[:, :, dst] = layers.lanes[:, :, src]
+        layers.stamps[dst] = layers.stamps[src]
+        judged = layers.stamps[dst] == held[:, CHAIN]
+        _event(canary, "a copy of blocks", group, layers, dst, requests, judged)
+
+
+def zeroed(canary: PagedCanary, group: Group, blocks: Tensor, requests: Mapping[int, str]) -> None:
+    """Blocks were zeroed: nobody's bytes lie there now, and they must be zeros (T1)."""
+    slots = _slots(group, blocks)
+    group.records[slots] = 0
+    for layers in group.layers:
+        layers.stamps[slots] = 0
+        layers.lanes[0, :, slots] = layers.keys.start_a[:, None]
+        layers.lanes[1, :, slots] = 0
+        _event(canary, "zeroed blocks", group, layers, slots, requests)
+
+
+def loaded(
+    canary: PagedCanary,
+    row: tuple[int, str],
+    tokens: Tensor,
+    chains: Tensor,
+    lines: Sequence[Tensor],
+    lane_of: LaneOf,
+) -> int:
+    """The first entries of a row came from elsewhere, but for those that lie there with records of their own.
+
+    Gives how many of them could be compared with what was once written under the same prefix.
+
+    row: its number and its request; tokens, chains: [n] int64 on the host, of this prefix
+    lines: by group, block tables by number
+    lane_of: (lane a summed over the layers, whether it is known) by chain: bytes that differ are T1
+    """
+    (number, request), compared = row, 0
+    tokens, chains = canary.upload(tokens), canary.upload(chains)
+    positions = torch.arange(len(chains), device=canary.device)
+    for group, line in zip(canary.groups, lines, strict=True):
+        slots = table_slots(line[number : number + 1], positions[None], group.block_size)[0]
+        held = group.records[slots.clamp(0, group.records.shape[0] - 1)]
+        is_new = (held[:, CHAIN] != chains) & (slots >= group.block_size) & (slots < group.records.shape[0])
+        slots, own, places, words = slots[is_new], chains[is_new], positions[is_new], tokens[is_new]
+        if not len(slots):
+            continue
+        records = torch.zeros(len(slots), COLUMNS, dtype=torch.int64, device=canary.device)
+        records[:, TOKEN_POSITION], records[:, CHAIN] = words | places << 32, own
+        records[:, REQUEST_GENERATION] = canary.truth.uids[number]
+        records[:, STEP_SITE] = canary.step | pack_site("load", 0) << 32
+        records[:, SEAL] = seal_values(identity_words(records), slots, 0, canary.identity)
+        group.records[slots] = records
+        for layers in group.layers:
+            canary.take_now(group, layers, slots, own)
+        layers = group.layers[0]
+        wanted, is_known = lane_of(own)
+        canary.coverage.skip("entries loaded under a prefix that nobody wrote here", int((~is_known).sum()))
+        compared += int(is_known.sum())
+        wrong = is_known & (layers.lanes[0, :, slots].sum(0) != wanted)
+        canary.total += wrong.sum()
+        count = len(layers.names)
+        every = torch.tensor([signed((1 << min(count, 64)) - 1), (1 << max(count - 64, 0)) - 1], device=canary.device)
+        requests = dict.fromkeys((slots // group.block_size).tolist(), request)
+        canary.events.append(Event("T1", "an external load", layers, slots, wrong[:, None] * every, group, requests))
+    return compared
+
+
+def _event(
+    canary: PagedCanary,
+    what: str,
+    group: Group,
+    layers: Layers,
+    slots: Tensor,
+    requests: Mapping[int, str],
+    judged: Tensor | None = None,
+) -> None:
+    """Read slots at once, all or where `judged` says so (T1)."""
+    if canary.config.content == "write":
+        return
+    mismatch = torch.zeros(len(slots), 2, dtype=torch.int64, device=canary.device)
+    check = check_content if canary.uses_kernels else check_content_torch
+    check(layers.rows, slots, layers.keys, layers.lanes[0], mismatch=mismatch)
+    if judged is not None:
+        mismatch *= judged[:, None]
+    canary.total += (mismatch != 0).any(1).sum()
+    canary.events.append(Event("T1", what, layers, slots, mismatch, group, requests))
+
+
+def _slots(group: Group, blocks: Tensor) -> Tensor:
+    size = group.block_size
+    return (blocks.to(torch.int64)[:, None] * size + torch.arange(size, device=blocks.device)).flatten()

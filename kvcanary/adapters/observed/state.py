@@ -1,0 +1,121 @@
+"""What a canary of watched pools keeps: where bytes lie, what is fed, and what the host must know of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.pools.views import PoolView
+from kvcanary_kernels.record.layout import Keys
+from kvcanary_kernels.record.rows import WORD_BYTES, PoolRows
+from kvcanary_kernels.watch.walk import NOW_WIDTH
+
+RING = 8  # steps whose hits are kept: more than any engine's host is behind its device
+LOOKS = 2  # at whole rows in a step: those that went, those that begin with entries of others
+SPLITS = 8  # shares of a row that are judged side by side
+#: Columns behind those of `walk`: the cell of the ring, and the step above the bits of a count that is sent with it.
+PLACE, STAMP, HEAD = NOW_WIDTH, NOW_WIDTH + 1, NOW_WIDTH + 2
+COUNT_BITS = 40
+
+
+@dataclass(eq=False)
+class Layers:
+    """Layers of one group whose rows are alike: where their bytes lie and what these were.
+
+    names: what the engine calls them
+    is_late: they are stored by a later forward of the step (a draft's), `took` says when
+    """
+
+    view: PoolView
+    names: tuple[str, ...]
+    keys: Keys
+    lanes: Tensor
+    stamps: Tensor
+    is_late: bool = False
+
+    @property
+    def rows(self) -> PoolRows:
+        return self.view.rows
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.rows.num_layers * self.rows.words_per_row * WORD_BYTES
+
+
+@dataclass(eq=False)
+class Group:
+    """Layers that share slots: one block table, one record a slot."""
+
+    number: int
+    block_size: int
+    window: int
+    records: Tensor
+    layers: list[Layers] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """What the host must know to tell of a step's hits later.
+
+    looked:  requests whose rows were read whole in this step, look by look
+    """
+
+    number: int
+    requests: Sequence[str]
+    numbers: NDArray[np.integer]
+    site: tuple[str, int]
+    events: list[Event]
+    looked: Sequence[tuple[str, ...]]
+    count: int = 0
+    is_settled: bool = False
+
+
+@dataclass(eq=False)
+class Event:
+    """Slots that were looked at by themselves: after a copy, a load, a zeroing, or before a row goes.
+
+    mismatch: [n, 2] int64 bitmap of layers; slots: [n] int64
+    requests: whose blocks they are, by block, where that is known
+    """
+
+    code: str
+    what: str
+    layers: Layers
+    slots: Tensor
+    mismatch: Tensor
+    group: Group
+    requests: Mapping[int, str]
+
+
+@dataclass(eq=False, slots=True)
+class Forward:
+    """What a forward is about to read and to write; tensors on the device, int32 or int64.
+
+    requests:   their names, in the order of the batch
+    numbers:    [rows] on the host, where they stand among all rows of the engine
+    ends:       [>= rows] on the host, at least the entries of each row, new ones included; read at once
+    num_tokens: that are fed
+    tables:     by group, [>= rows, width] block tables of the batch
+    lengths:    [>= rows] entries of each row, new ones included
+    starts:     [>= rows + 1] where each row's new entries begin
+    tokens, positions: [>= num_tokens]
+    slots:      by group, [>= num_tokens] where they are stored
+    known:      tokens that the engine knows, as in `Fed`
+    """
+
+    requests: Sequence[str]
+    numbers: NDArray[np.integer]
+    site: tuple[str, int]
+    ends: Tensor
+    num_tokens: int
+    tables: Sequence[Tensor]
+    lengths: Tensor
+    starts: Tensor
+    tokens: Tensor
+    positions: Tensor
+    slots: Sequence[Tensor]
+    known: tuple[Tensor, Tensor] | tuple[()] = ()

@@ -1,0 +1,237 @@
+"""Dense caches: what every entry of every layer should hold, while its bytes lie in tensors that come and go.
+
+A dense cache is one tensor a layer for K and one for V, [batch, heads, length, dim]. It has no slots and no pages, and
+most of its tensors are new after every step: so an entry is named by layer, row and position (its index in the row,
+padding counted), its lanes are kept here, and its bytes are looked at in whatever tensor attention is given. A tensor
+of n entries holds the last n positions of the row; a longer one has an unwritten tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.transformers.judging import (
+    NOT_KNOWN,
+    DenseCanary,
+    DenseHit,
+    Look,
+    Site,
+    judge_fed,
+    judge_look,
+    judge_tokens,
+    wrong_length,
+)
+from kvcanary.config import share_of
+
+Said = Callable[[int], int]  # by layer, the length that it says it has
+Held = Callable[[int], tuple[Tensor, Tensor]]  # by layer, K and V as they lie now
+
+
+@dataclass
+class DenseLayer:
+    """What one layer should hold.
+
+    lanes:  [2, batch, length] int64, both content lanes
+    seen:   [length] int64, step of the last good look
+    first:  position of the first entry that attention was last given
+    cursor: where the next slice of a rolling check begins
+    """
+
+    lanes: Tensor
+    seen: Tensor
+    first: int = 0
+    cursor: int = 0
+    _room: tuple[Tensor, Tensor] | None = None  # of which lanes and seen are the beginning, unless they were replaced
+
+    @property
+    def length(self) -> int:
+        return self.lanes.shape[2]
+
+    def append(self, lanes: Tensor, step: int) -> None:
+        """Entries follow, seen in this step; what lies there is copied only when there is no room left."""
+        before, length = self.length, self.length + lanes.shape[2]
+        room = self._room
+        if room is None or room[0].data_ptr() != self.lanes.data_ptr() or room[1].shape[0] < length:
+            room = self._room = lanes.new_empty(2, lanes.shape[1], 2 * length), lanes.new_empty(2 * length)
+            room[0][:, :, :before], room[1][:before] = self.lanes, self.seen
+        room[0][:, :, before:length], room[1][before:length] = lanes, step
+        self.lanes, self.seen = room[0][:, :, :length], room[1][:length]
+
+
+@dataclass
+class DenseRows:
+    """All layers of one cache.
+
+    tokens: [batch, length] int64 on the host, NOT_KNOWN where nobody said; None before the first forward
+    step:   forwards so far
+    """
+
+    canary: DenseCanary
+    layers: dict[int, DenseLayer] = field(default_factory=dict)
+    tokens: Tensor | None = None
+    step: int = 0
+    last_layer: int = -1
+
+    @property
+    def length(self) -> int:
+        """Entries that every row should have."""
+        return max((layer.length for layer in self.layers.values()), default=0)
+
+    @property
+    def live_bytes(self) -> int:
+        entries = sum(own.lanes.shape[1] * (own.length - own.first) for own in self.layers.values())
+        return entries * self.canary.entry_bytes
+
+    def length_of(self, layer: int) -> int:
+        return self.layers[layer].length if layer in self.layers else 0
+
+    @torch.no_grad()
+    def adopt(self, layer: int, k: Tensor, v: Tensor, length: int) -> None:
+        """Take the bytes of a layer for the truth as they lie: they were written when nobody looked."""
+        count = min(k.shape[2], length)
+        held = self.canary.lanes(layer, k[:, :, :count], v[:, :, :count])
+        lanes = held.new_zeros(2, len(k), length)  # what a window has dropped is never read
+        lanes[:, :, length - count :] = held
+        self.layers[layer] = DenseLayer(lanes, torch.full((length,), self.step, device=lanes.device))
+        self.canary.coverage.skip("entries taken as they lay", len(k) * count)
+
+    @torch.no_grad()
+    def stored(self, layer: int, new: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor], said: int) -> None:
+        """A layer was given `new` K and V, and gives attention `read` to read; `said`: its own length now.
+
+        Raises KVCorruptionError in mode raise, as all that looks.
+        """
+        canary, (k, v) = self.canary, new
+        if layer <= self.last_layer or not self.step:
+            self.step += 1
+            canary.coverage.forwards += 1
+        self.last_layer = layer
+        before, lanes = self.length_of(layer), canary.lanes(layer, k, v)
+        if layer not in self.layers:
+            self.layers[layer] = DenseLayer(lanes[:, :, :0], lanes.new_empty(0))
+        own = self.layers[layer]
+        own.append(lanes, self.step)
+        canary.coverage.slots_sealed += lanes.shape[1] * lanes.shape[2]
+        site = _site(before, k.shape[2])
+        if said != own.length:
+            hit = wrong_length(layer, own.length, said, site)
+            self.adopt(layer, *read, said)
+            canary.report([hit], self.step)
+            return
+        first = own.length - min(read[0].shape[2], own.length)
+        self._count_unread(own, first, before)
+        canary.coverage.slots_checked += lanes.shape[1] * (own.length - first)
+        looks = [Look(layer, *read, first, *bounds, before, site) for bounds in self._planned(layer, first, before)]
+        canary.report([hit for look in looks for hit in self._hits(look)], self.step)
+
+    def cropped(self, count: int, said: Said, held: Held) -> None:
+        """The last `count` entries are to be gone (R10)."""
+        hits = []
+        for layer, own in self.layers.items():
+            length = max(own.length - count, 0)
+            own.lanes, own.seen = own.lanes[:, :, :length], own.seen[:length]
+            if said(layer) != length:
+                hits.append(wrong_length(layer, length, said(layer), ("move", 0)))
+                self.adopt(layer, *held(layer), said(layer))
+        self.canary.report(hits, self.step)
+        if self.tokens is not None and count:
+            self.tokens = self.tokens[:, : max(self.tokens.shape[1] - count, 0)]
+
+    def selected(self, rows: Tensor, held: Held) -> None:
+        """Row i is what row `rows[i]` was; all bytes are read again at once (T1)."""
+        for own in self.layers.values():
+            own.lanes = own.lanes.index_select(1, rows.to(own.lanes.device))
+        if self.tokens is not None:
+            self.tokens = self.tokens.index_select(0, rows.to(self.tokens.device))
+        if self.canary.config.content != "write":
+            self.look_at_all(held, ("move", 0))
+
+    @torch.no_grad()
+    def look_at_all(self, held: Held, site: Site) -> None:
+        """Read every byte that lies in the cache now."""
+        hits = []
+        for layer, own in self.layers.items():
+            if own.length:
+                k, v = held(layer)
+                first = own.length - min(k.shape[2], own.length)
+                hits += self._hits(Look(layer, k, v, first, first, own.length, own.length, site))
+        self.canary.report(hits, self.step)
+
+    def forget(self) -> None:
+        """The cache was emptied."""
+        self.layers.clear()
+        self.tokens = None
+
+    # what only the model's own inputs say
+
+    def expect(self, row_tokens: Tensor, num_fed: int) -> None:
+        """`row_tokens` [batch, n]: the whole rows, of which the last `num_fed` are about to be fed (R10, R6)."""
+        past = row_tokens.shape[1] - num_fed
+        known = self._known(self.length, len(row_tokens))
+        hits = judge_tokens(known, row_tokens[:, :past].cpu(), _site(past, num_fed), self.canary.config.show_tokens)
+        self.canary.coverage.skip("entries whose token nobody said", int((known == NOT_KNOWN).sum()))
+        self.canary.report(hits, self.step)
+
+    def fed(self, tokens: Tensor, before: int) -> None:
+        """A forward was fed these tokens [batch, n], NOT_KNOWN where nobody says, when rows had `before` entries."""
+        length = before + tokens.shape[1]
+        self.canary.coverage.peak_live_bytes = max(self.canary.coverage.peak_live_bytes, self.live_bytes)
+        lengths = {layer: own.length for layer, own in self.layers.items()}
+        self.canary.report(judge_fed(lengths, length, _site(before, tokens.shape[1])), self.step)
+        self.tokens = torch.cat((self._known(before, len(tokens)), tokens.cpu()), 1)
+
+    # helpers
+
+    def _known(self, length: int, default_rows: int) -> Tensor:
+        """Tokens of as many entries; NOT_KNOWN where the cache was filled, or cut to size, when nobody looked."""
+        if self.tokens is not None and self.tokens.shape[1] == length:
+            return self.tokens
+        rows = next((own.lanes.shape[1] for own in self.layers.values()), default_rows)
+        return torch.full((rows, length), NOT_KNOWN)
+
+    def _planned(self, layer: int, first: int, before: int) -> Iterator[tuple[int, int]]:
+        """Positions to look at: what was just stored, and all before it (`full`) or its next slice (`rolling`)."""
+        content, own = self.canary.config.content, self.layers[layer]
+        if content == "write":
+            self.canary.coverage.unproved_stores += 1
+            return
+        if content == "full":
+            yield first, own.length
+            return
+        start = own.cursor if first <= own.cursor < before else first
+        end = min(start + self._share(before - first, own), before)
+        own.cursor = end
+        if start < end:
+            yield start, end
+        yield max(before, first), own.length
+
+    def _count_unread(self, own: DenseLayer, first: int, before: int) -> None:
+        """How long what attention is about to read was not looked at, and what a window dropped since the last look."""
+        coverage = self.canary.coverage
+        if first > own.first:
+            dropped = int((own.seen[own.first : first] < self.step - 1).sum())
+            coverage.freed_unread_bytes += dropped * own.lanes.shape[1] * self.canary.entry_bytes
+        if first < before:
+            coverage.max_unread_steps = max(coverage.max_unread_steps, self.step - int(own.seen[first:before].min()))
+        own.first = first
+
+    def _share(self, entries: int, own: DenseLayer) -> int:
+        budget = self.canary.config.budget
+        if budget is None:
+            return share_of(entries, 1)
+        return max(1, budget // (len(self.layers) * own.lanes.shape[1] * self.canary.entry_bytes))
+
+    def _hits(self, look: Look) -> list[DenseHit]:
+        own = self.layers[look.layer]
+        return judge_look(self.canary, look, own.lanes, own.seen, self.step)
+
+
+def _site(before: int, num_new: int) -> Site:
+    """What a forward is, by what it writes."""
+    if not before:
+        return "prefill", 0
+    return ("decode" if num_new == 1 else "extend"), 0

@@ -1,0 +1,73 @@
+"""Unwatched: a model of which nothing can be watched is refused, and forwards that nobody watches are told at once."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import structlog
+
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import AdapterError, CanaryNotRunningError, PlanError
+from kvcanary.report.certificate import Coverage
+
+#: What forwards call the cache that they are given, by release of transformers.
+CACHES = ("past_key_values", "cache")
+_events = structlog.get_logger("kvcanary")
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which a model takes its cache; AdapterError where it takes none that is known here.
+
+    A wrapper that passes on what it does not name is taken for one that knows.
+    """
+    name, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+    known = [own for own in CACHES if own in parameters]
+    passes = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    if known:
+        return known[0]
+    if passes and "use_cache" not in parameters:
+        return CACHES[0]
+    raise AdapterError(
+        f"forward of {name} must take its cache as {' or '.join(CACHES)}, it takes {', '.join(parameters)}: "
+        "nothing of such a model can be watched yet, run it without a canary"
+    )
+
+
+class Unwatched:
+    """Forwards of one model whose caches nobody watches: counted, told once, an error where a generate() had no other.
+
+    num_forwards: with and without a cache that is watched
+    """
+
+    def __init__(self, model: Any, config: CanaryConfig, coverage: Coverage) -> None:
+        self._model, self._config, self._coverage = type(model).__name__, config, coverage
+        self._is_told = False
+        self.num_forwards = 0
+
+    def skip(self, reason: str) -> None:
+        """One more, and why."""
+        self._coverage.skip("forwards without a cache that is watched", 1)
+        if not self._is_told:
+            self._is_told = True
+            _events.error("kvcanary.not_watching", model=self._model, reason=reason)
+
+    def refuse(self, error: AdapterError | PlanError) -> None:
+        """A cache that is not followed: the error in mode raise, else the model goes on without."""
+        if self._config.mode == "raise":
+            raise error
+        self.skip(str(error))
+
+    def ended(self, num_forwards: int, num_entries: int) -> None:
+        """A generate() is over that began after so many forwards, and has written and read so many entries.
+
+        CanaryNotRunningError in mode raise where it ran and nothing was watched.
+        """
+        ran = self.num_forwards - num_forwards
+        if not ran or num_entries:
+            return
+        reason = f"generate() of {self._model} ran {ran} forwards, and no cache of theirs is watched"
+        if self._config.mode == "raise":
+            raise CanaryNotRunningError(f"{reason}: let it use its cache, or detach() the canary")
+        self._is_told = True
+        _events.error("kvcanary.not_watching", model=self._model, reason=reason)

@@ -1,0 +1,69 @@
+"""Findings of several workers of one engine: told once, counted for Prometheus, and one report of all.
+
+Workers of one host have one parent. Who is the first to make a file with the name of a finding tells of it; the others
+find the file there. What only one of them can see (its bytes, its tables) has a name of its own all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvcanary.report.finding import Finding, tell
+
+
+class Teller:
+    """What tells of a worker's findings; `is_alone`: there is no other worker."""
+
+    def __init__(self, rank: int, is_alone: bool, folder: Path | None = None) -> None:
+        self.rank, self._is_alone = rank, is_alone
+        self._folder = folder or Path(tempfile.gettempdir()) / f"kvcanary-{os.getuid()}-{os.getppid()}"
+
+    def tell(self, finding: Finding) -> None:
+        """Tell of it, unless another worker has."""
+        if self._is_alone or self._is_first(finding):
+            tell(finding, rank=self.rank)
+            if self._counter is not None:
+                self._counter.labels(code=finding.code).inc()
+
+    def _is_first(self, finding: Finding) -> bool:
+        name = hashlib.blake2b(repr(_place(finding.to_dict())).encode(), digest_size=16).hexdigest()
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # no place for it: better twice than never
+            return True
+        return True
+
+    @cached_property
+    def _counter(self) -> Any:
+        """`kvcanary_findings_total{code}`; None where this process has no Prometheus."""
+        host = sys.modules.get("prometheus_client")
+        if host is None:
+            return None
+        held = getattr(host.REGISTRY, "_names_to_collectors", {}).get("kvcanary_findings_total")
+        return held or host.Counter("kvcanary_findings", "findings of the canary in this engine, each once", ["code"])
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of what `collective_rpc("kvcanary_report")` gave: each incident once, with the ranks that had it."""
+    findings: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for report in reports:
+        for finding in report.get("incidents", ()):
+            findings.setdefault(_place(finding), {**finding, "ranks": []})["ranks"].append(report["rank"])
+    workers = [{k: v for k, v in report.items() if k not in ("findings", "incidents")} for report in reports]
+    armed = bool(reports) and all(report["armed"] for report in reports)
+    return {"armed": armed, "findings": list(findings.values()), "workers": workers}
+
+
+def _place(finding: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for what several workers find of one fault: they run the same steps over the same requests."""
+    return tuple(finding[name] for name in ("code", "reader", "writer", "position", "slot", "layer", "first_bad_step"))

@@ -1,0 +1,64 @@
+"""Bytes from elsewhere: what a connector loaded is recorded as it lies, and compared with its name where that is known.
+
+A content name is what the bytes of an entry were when this worker wrote the same prefix: chain to fingerprint, in a
+table that never changes an entry. A prefix whose bytes were once written in two ways has no name any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcanary.adapters.observed import moves as paged_moves
+from kvcanary.adapters.observed.canary import PagedCanary
+
+NAMES = 1 << 20
+
+
+class Loads:
+    """External loads of one worker."""
+
+    def __init__(self, canary: PagedCanary) -> None:
+        self.canary, self.compared = canary, 0
+        self._known = torch.zeros(
+            2, NAMES + 1, dtype=torch.int64, device=canary.device
+        )  # chain, lane; the last is nobody's
+        self._several = torch.zeros(NAMES + 1, dtype=torch.bool, device=canary.device)
+        self._new: list[tuple[tuple[int, str], Tensor, Tensor]] = []
+
+    def expect(self, new: Sequence[tuple[int, str, Sequence[int] | None, int, str]]) -> None:
+        """Requests whose first entries may come from elsewhere; as `PagedCanary.admit` takes them."""
+        for number, request, tokens, length, salt in new:
+            if tokens is not None and length:
+                prefix = list(tokens[:length])
+                self._new.append(((number, request), torch.tensor(prefix), self.canary.prefixes.every(prefix, salt)))
+
+    def arrived(self, lines: Sequence[Tensor]) -> None:
+        """Loads were started, on the stream of the forward: judge and record what they brought."""
+        new, self._new = self._new, []
+        for row, tokens, chains in new:
+            self.compared += paged_moves.loaded(self.canary, row, tokens, chains, lines, self._lane_of)
+
+    def name(self) -> None:
+        """Give names to what the last forward stored."""
+        self.canary.launch_on_stored("name", self._name)
+
+    def _name(self, slots: Tensor, chains: Tensor) -> None:
+        """Slots, -1 where nothing was stored, and their chains."""
+        lanes = self.canary.groups[0].layers[0].lanes[0].index_select(1, slots.clamp(min=0)).sum(0)
+        places = torch.where(slots >= 0, chains & (NAMES - 1), NAMES)
+        is_free = self._known[0, places] == 0
+        self._known[0, torch.where(is_free, places, NAMES)] = chains
+        is_own = self._known[0, places] == chains
+        first = torch.where(is_own & is_free, places, NAMES)
+        self._known[1, first] = lanes
+        differs = is_own & (self._known[1, places] != lanes)
+        self._several.index_fill_(0, torch.where(differs, places, NAMES), True)
+
+    def _lane_of(self, chains: Tensor) -> tuple[Tensor, Tensor]:
+        """([n] int64 lanes, [n] bool where they are known)."""
+        places = chains & (NAMES - 1)
+        known = (self._known[0, places] == chains) & ~self._several[places]
+        return self._known[1, places], known

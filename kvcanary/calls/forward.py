@@ -1,0 +1,387 @@
+"""Forward: one model call as the canary keeps it from `open` until its checks have run."""
+
+from __future__ import annotations
+
+from array import array
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.errors import ContradictionError
+from kvcanary.ledger.ledger import Request
+from kvcanary.native.layout import ADDRESS, BEFORE, CONTRADICTS, HEAD, KINDS, NUM_BEFORE, OTHER, REFUSES
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary.records.state import PoolState
+
+Ints = NDArray[np.int64]
+
+
+class Refused(NamedTuple):
+    """Entries of a plan that were refused, the ids that were asked for, and why; all [n].
+
+    entries:    int64
+    ids, names: int64, slots of the pool, and the ids in the plan: of the full group where the pool has a slot map
+    codes:      of their findings
+    """
+
+    entries: Ints
+    ids: Ints
+    names: Ints
+    codes: NDArray[np.str_]
+
+
+class Planned(NamedTuple):
+    """The entries of a write plan as they were when the forward was opened; an engine may reuse its tensors.
+
+    slots, tokens, positions: [n] int64; slots of the pool that are safe to write
+    """
+
+    slots: Ints
+    tokens: Ints
+    positions: Ints
+
+
+class Drafted(NamedTuple):
+    """A draft forward whose branches the next one may name; number: its index; chains: [n], by row, once sealed."""
+
+    step: int
+    number: int
+    request_ids: tuple[str, ...]
+    width: int
+    chains: Ints
+
+
+SLOT_BYTES = 8  # of a slot id in an index array
+
+
+class Forward:
+    """What a forward was told to read and write, and what it stored.
+
+    width:          rows a request: 1, or the tree width of a draft substep
+    num_entries:    that it writes;  num_rows: that it reads;  num_reads: entries of all of these
+    request_ids:    names of `requests`
+    memory:         int64, filled by `loops.take_plan`: HEAD numbers (cards.py), the plan, of each request its uid and
+                    what acceptance had made final, and room for `chains`; `head`: its address
+    plan:           both plans, one after another: slots, tokens, positions and parents [num_entries]; bounds
+                    [num_rows + 1]; written, starts, owns, begins and skipped [num_rows]; prefixes [requests]. The
+                    lists of these names are made when somebody asks
+    is_usable:      whether the loops saw nothing that must be refused
+    dense_indices:  where loops read the plan's indices: those themselves, or a copy of them as they were
+    has_parents:    whether the entries are nodes of trees;  has_lineage: whether rows say of which branch of the draft
+                    forward before they go on, which stands in the place of parents
+    has_starts:     whether rows may begin behind position 0
+    indices, slots: the plans' own, or copies in which refused ids are null slot 0
+    pool_indices, pool_slots: where these lie in the pool, null slot 0 where nowhere; the same without a slot map
+    tree_mask:      [requests, N, N] bool, or None
+    refused:        entries of the write plan that were refused (W1, W2, W3, W7, W8); None: none were
+    refused_reads:  entries of `indices` that were refused (R1)
+    lanes:          [layers, 2, n] int64, of what it stores; None where nobody will compare the bytes; `lanes_at`: its
+                    address
+    chains_before:  of the draft forward before, by row, where its lineage can be compared with them; None: it can not
+    stored:         bitmap of the layers that have stored; `told`: whether one was stored by the engine itself
+    names, ids:     `indices` and `pool_indices` as integers, from `read_rows` on; `raw`: `indices` as bytes;
+                    `host_names`, `host_ids`: where the loops read them
+    """
+
+    refused: Refused | None = None
+    refused_reads: Refused | None = None
+    lanes: Tensor | None = None
+    lanes_at = stored = 0
+    told = False
+    chains_before: Ints | None = None
+    raw = b""
+    names: Ints
+    ids: Ints
+    host_names: Tensor
+    host_ids: Tensor
+
+    def __init__(
+        self,
+        kind: str,
+        index: int,
+        pool: PoolState,
+        step: int,
+        requests: list[Request],
+        read: ReadPlan,
+        write: WritePlan,
+    ) -> None:
+        """Read both plans to the host once, an engine may reuse its tensors; refuse those that contradict themselves.
+
+        What only a rule asks for is made when one does.
+        """
+        width, parents, starts, mask = read.rows_per_request, write.parents, read.starts, read.tree_mask
+        lineage = write.lineage
+        n, num_rows, written = write.slots.shape[0], len(requests) * width, read.num_written
+        who = array("q")
+        for request in requests:
+            who.extend((request.uid, request.committed_len))
+        memory = np.empty(HEAD + 5 * n + 6 * num_rows + 1 + 3 * len(requests), np.int64)
+        self.kind, self.index, self.pool, self.step, self.requests, self.width = (
+            kind,
+            index,
+            pool,
+            step,
+            requests,
+            width,
+        )
+        self.num_entries, self.num_rows, self.memory = n, num_rows, memory
+        self.request_ids, self.num_reads = tuple(read.requests), read.indices.shape[0]
+        self.has_parents, self.has_starts, self.tree_mask = parents is not None, starts is not None, mask
+        self.has_lineage = lineage is not None
+        self.indices, self.slots = read.indices, write.slots
+        asked = read.indices, write.slots, write.tokens, write.positions, read.indptr, read.prefix_lens
+        indices, slots, tokens, positions, indptr, prefixes = map(dense, asked)
+        self.dense_indices = indices
+        parents = None if parents is None else dense(parents)
+        starts = None if starts is None else dense(starts)
+        lineage = None if lineage is None else dense(lineage)
+        counts = dense(written) if isinstance(written, Tensor) else None
+        seen = pool.loops.take_plan(
+            pool.card_at,
+            KINDS.get(kind, OTHER),
+            index,
+            step,
+            pack_site(kind, index),
+            slots.data_ptr(),
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            0 if parents is None else parents.data_ptr(),
+            0 if lineage is None else lineage.data_ptr(),
+            n,
+            indptr.data_ptr(),
+            0 if counts is None else counts.data_ptr(),
+            0 if isinstance(written, Tensor) else written,
+            0 if starts is None else starts.data_ptr(),
+            num_rows,
+            prefixes.data_ptr(),
+            width,
+            indices.data_ptr(),
+            self.num_reads,
+            mask.data_ptr() if mask is not None and mask.is_cpu and mask.is_contiguous() else 0,
+            -1 if mask is None else mask.shape[1],
+            who.buffer_info()[0],
+            len(requests),
+            memory,
+        )
+        if seen & CONTRADICTS or (mask is not None and len(mask) != num_rows):
+            refuse_contradiction(self)
+        self.head, self.is_usable = seen & ADDRESS, not seen & REFUSES
+
+    @property
+    def site(self) -> tuple[str, int]:
+        return self.kind, self.index
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the canary itself wrote all that it stored, where it was planned."""
+        return not self.told and self.stored == self.pool.full_layers
+
+    @cached_property
+    def uids(self) -> Ints:
+        """[requests]"""
+        return np.array([request.uid for request in self.requests], np.int64)
+
+    @cached_property
+    def committed(self) -> list[int]:
+        """By request, what acceptance had made final."""
+        return self.memory[HEAD + len(self.plan) + 1 : -self.num_entries or None : 2].tolist()
+
+    @cached_property
+    def plan(self) -> Ints:
+        return self.memory[HEAD : len(self.memory) - 2 * len(self.requests) - self.num_entries]
+
+    @property
+    def chains(self) -> Ints:
+        """[n] chain value of each entry that it writes, from when it is sealed."""
+        return self.memory[len(self.memory) - self.num_entries :]
+
+    @property
+    def before(self) -> tuple[int, int]:
+        """Address and number of the chains of the draft forward before, where the lineage can be compared with them."""
+        return int(self.memory[BEFORE]), int(self.memory[NUM_BEFORE])
+
+    @property
+    def drafted(self) -> Drafted:
+        """What is kept of a draft forward for the one behind it."""
+        return Drafted(self.step, self.index, self.request_ids, self.width, self.chains)
+
+    def go_on_from(self, last: Drafted) -> None:
+        """Its lineage names branches of the last draft forward, where that is the one before it, of the same rows."""
+        if self.has_lineage and last[:-1] == (self.step, self.index - 1, self.request_ids, self.width):
+            self.chains_before = last.chains
+            self.memory[BEFORE], self.memory[NUM_BEFORE] = last.chains.ctypes.data, len(last.chains)
+
+    @cached_property
+    def pool_indices(self) -> Tensor:
+        return self.indices
+
+    @cached_property
+    def pool_slots(self) -> Tensor:
+        return self.slots
+
+    # the write plan
+
+    @cached_property
+    def planned(self) -> Planned:
+        """The entries that it writes."""
+        n = self.num_entries
+        return Planned(self.plan[:n], self.plan[n : 2 * n], self.plan[2 * n : 3 * n])
+
+    @cached_property
+    def write_slots(self) -> list[int]:
+        """`planned.slots` as plain integers."""
+        return self.planned.slots.tolist()
+
+    @cached_property
+    def pages(self) -> set[int]:
+        """Those whose slots it writes, by the plan's names."""
+        return set((self.slot_names // self.pool.view.page_size).tolist())
+
+    @cached_property
+    def slot_names(self) -> Ints:
+        """[n] int64: what the plan calls these slots."""
+        return self.planned.slots
+
+    @cached_property
+    def lineage(self) -> Ints | None:
+        """[n] by row, the branch of the draft forward before from whose entry it goes on; None: nobody says."""
+        return self.plan[3 * self.num_entries : 4 * self.num_entries] if self.has_lineage else None
+
+    @cached_property
+    def parents(self) -> list[int] | None:
+        """By entry of the write plan, its tree parent in the plan or -1; None: every row is a chain."""
+        return self.plan[3 * self.num_entries : 4 * self.num_entries].tolist() if self.has_parents else None
+
+    # by row
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """By row and one more, where rows begin in `indices`."""
+        first = 4 * self.num_entries
+        return self.plan[first : first + self.num_rows + 1].tolist()
+
+    @cached_property
+    def written(self) -> list[int]:
+        """Entries at the row's end that this forward writes."""
+        return self._by_row(0)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The position of the row's first entry."""
+        return self._by_row(1)
+
+    @cached_property
+    def owns(self) -> list[int]:
+        """Where the entries that this forward writes begin in `indices`."""
+        return self._by_row(2)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The position of the first of them."""
+        return self._by_row(3)
+
+    @cached_property
+    def skipped(self) -> list[int]:
+        """Entries at the row's head that lie before its window: they are not judged."""
+        return self._by_row(4)
+
+    @cached_property
+    def prefixes(self) -> list[int]:
+        """By request, entries of its rows that earlier forwards wrote and acceptance made final, says the plan."""
+        return self.plan[len(self.plan) - len(self.requests) :].tolist()
+
+    @cached_property
+    def short_rows(self) -> frozenset[int]:
+        """Rows that have fewer entries than their prefix and what they write (R10)."""
+        if self.is_usable:
+            return frozenset()
+        rows = zip(self.bounds, self.bounds[1:], self.starts, self.written, strict=False)
+        reach = [(start + end - first - written, start) for first, end, start, written in rows]
+        return frozenset(
+            row for row, (own, start) in enumerate(reach) if own < max(start, self.prefixes[row // self.width])
+        )
+
+    def read_rows(self) -> None:
+        """Take the slot ids of all rows to the host."""
+        self.host_names = self.host_ids = dense(self.indices)
+        self.raw = self.host_names.numpy().tobytes()
+        self.names = self.ids = np.frombuffer(self.raw, np.int64)
+        if self.pool.view.slot_map is not None:
+            self.host_ids = dense(self.pool_indices)
+            self.ids = self.host_ids.numpy()
+
+    def request_of(self, row: int) -> Request:
+        return self.requests[row // self.width]
+
+    def _by_row(self, number: int) -> list[int]:
+        first = 4 * self.num_entries + self.num_rows + 1 + number * self.num_rows
+        return self.plan[first : first + self.num_rows].tolist()
+
+
+def dense(values: Tensor) -> Tensor:
+    """In host memory, one after another."""
+    return values if values.is_cpu and values.is_contiguous() else values.cpu().contiguous()
+
+
+def on_host(values: Tensor) -> Ints:
+    """An int64 tensor as an array; of the same memory where that is possible."""
+    return (values if values.is_cpu else values.cpu()).numpy()
+
+
+def refuse_contradiction(forward: Forward) -> None:
+    """ContradictionError for what `loops.take_plan` has seen."""
+    _check_sizes(forward)
+    _check_parents(forward)
+
+
+def _check_sizes(forward: Forward) -> None:
+    bounds, entries, n = forward.bounds, forward.indices.shape[0], forward.num_entries
+    if bounds[0] != 0 or bounds[-1] != entries:
+        raise _contradiction(f"indptr must run from 0 to the {entries} indices, got {bounds[0]} to {bounds[-1]}")
+    for row, written in enumerate(forward.written):
+        if written < 0:
+            who = forward.request_of(row).request_id
+            raise _contradiction(f"num_written must not be negative, got {written} for row {row} of {who!r}", who)
+    if sum(forward.written) != n:
+        raise _contradiction(f"the rows write {sum(forward.written)} entries, the write plan has {n}")
+    if forward.has_lineage and set(forward.written) - {1}:
+        raise _contradiction(
+            f"a lineage belongs to rows that write one entry each, got rows that write {forward.written}"
+        )
+    mask = forward.tree_mask
+    if mask is not None and (len(mask) != len(forward.written) or set(forward.written) - {mask.shape[1]}):
+        raise _contradiction(
+            f"tree_mask must be [{len(forward.written)}, N, N] for rows that write N entries each, got "
+            f"{list(mask.shape)} for rows of {forward.written}"
+        )
+    for row, start in enumerate(forward.starts):
+        who = forward.request_of(row).request_id
+        if bounds[row + 1] < bounds[row]:
+            raise _contradiction(
+                f"indptr must not fall, row {row} of {who!r} runs from {bounds[row]} to {bounds[row + 1]}", who
+            )
+        for name, number in (("prefix_lens", forward.prefixes[row // forward.width]), ("starts", start)):
+            if number < 0:
+                raise _contradiction(f"{name} must not be negative, got {number} for row {row} of {who!r}", who)
+
+
+def _check_parents(forward: Forward) -> None:
+    """Nodes come after their parents, and a row's parents lie in the row."""
+    if forward.parents is None:
+        return
+    first = 0
+    for row, written in enumerate(forward.written):
+        for entry, parent in enumerate(forward.parents[first : first + written], first):
+            if parent != -1 and not first <= parent < entry:
+                who = forward.request_of(row).request_id
+                raise _contradiction(f"parents[{entry}] must be -1 or in [{first}, {entry}), got {parent}", who)
+        first += written
+
+
+def _contradiction(message: str, *request_ids: str) -> ContradictionError:
+    """`request_ids`: of the row that contradicts itself; none where nobody can tell which does."""
+    return ContradictionError(message, request_ids=request_ids)

@@ -1,0 +1,83 @@
+"""What was set aside: requests and pages of which the canary does not know enough any more to judge them (L1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from kvcanary.calls.violation import Hit
+from kvcanary.calls.violation_log import HitBatch
+from kvcanary.report.certificate import Coverage
+
+REQUESTS, PAGES = "requests set aside after L1", "pages set aside after L1"
+CHECKS, EVENTS = "checks that fired on what was set aside", "contradictions of what was set aside"
+
+
+class SetAside:
+    """A request is set aside until it is admitted anew, a page until it is granted anew; false while nothing is.
+
+    forwards: pools and sites of captured forwards that were launched otherwise than they were built; their H1 follows
+    """
+
+    def __init__(self, coverage: Coverage) -> None:
+        self._coverage = coverage
+        self.requests: set[str] = set()
+        self.pages: set[int] = set()
+        self.forwards: set[tuple[str, tuple[str, int]]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.pages)
+
+    def add(self, requests: Iterable[str], pages: Iterable[int]) -> None:
+        """They are judged no more."""
+        names, numbers = {*requests} - self.requests, {*pages} - self.pages
+        self.requests |= names
+        self.pages |= numbers
+        self._coverage.skip(REQUESTS, len(names))
+        self._coverage.skip(PAGES, len(numbers))
+
+    def is_known(self, requests: Iterable[str], pages: Iterable[int]) -> bool:
+        """Whether one of these was set aside before: what contradicts now follows from that, and is counted alone."""
+        if self.requests.isdisjoint(requests) and self.pages.isdisjoint(pages):
+            return False
+        self._coverage.skip(EVENTS, 1)
+        return True
+
+    def granted(self, request_ids: Iterable[str], pages: Iterable[Iterable[int]]) -> None:
+        """Pages have a new life; those of a request that is set aside are as little known as it is."""
+        for name, own in zip(request_ids, pages, strict=True):
+            if name in self.requests:
+                self.add((), own)
+            else:
+                self.pages.difference_update(own)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or begins."""
+        self.requests.discard(request_id)
+
+    def judged(self, hit: Hit | HitBatch) -> Hit | HitBatch | None:
+        """What is left of a hit, None where nothing is; the rest is counted."""
+        if not self or hit.code == "L1":
+            return hit
+        if isinstance(hit, Hit) and hit.code == "H1" and (hit.pool.name, hit.site) in self.forwards:
+            self._coverage.skip(CHECKS, 1)
+            return None
+        return self._rows(hit) if isinstance(hit, HitBatch) else self._hit(hit)
+
+    def _hit(self, hit: Hit) -> Hit | None:
+        names = [name for name in (hit.request_id, *hit.others) if name is not None]
+        left = [name for name in names if name not in self.requests]
+        if (hit.slot >= 0 and hit.page in self.pages) or (names and not left):
+            self._coverage.skip(CHECKS, 1)
+            return None
+        return hit if left == names else replace(hit, request_id=left[0], others=tuple(left[1:]))
+
+    def _rows(self, batch: HitBatch) -> HitBatch | None:
+        is_aside = np.array([*(name in self.requests for name in batch.request_ids), False])  # the last: nobody's
+        slots = batch.slots if batch.names is None else batch.names
+        on_page = np.isin(slots // batch.pool.view.page_size, np.array(sorted(self.pages), np.int64)) & (slots >= 0)
+        left = np.flatnonzero(~(is_aside[batch.rows] | on_page))
+        self._coverage.skip(CHECKS, len(batch) - len(left))
+        return batch.at(left) if len(left) else None

@@ -1,0 +1,250 @@
+"""Hits: single checks that fired, and how they are joined so that one fault is one incident."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvcanary.calls.forward import Ints
+from kvcanary.codes import ARRIVED, CAME_BACK, CODES, NOT_FINITE, RANK, SPEAK_FIRST, UNWRITTEN, Code
+from kvcanary.records.state import PoolState
+
+if TYPE_CHECKING:
+    from kvcanary.transfers.arrivals import Arrival
+
+NO_SLOT = -1  # of hits that have no place, as those of forwards that ran without hooks
+#: What is found in rows of which no hook has told what was written.
+FOLLOWING = frozenset({"W5", "T1", "R12", "R4", "R5", "R10", "R9", "R6", "H1"})
+NO_BRANCH = -1
+
+
+class Lineage(NamedTuple):
+    """Of a row of a draft forward that does not read what it should go on from; branches of its request.
+
+    branch: the row's own
+    parent: of the draft forward before, that from which it descends, as the engine says
+    found:  that whose entry it reads instead; NO_BRANCH (-1): none's
+    """
+
+    branch: int
+    parent: int
+    found: int
+
+
+@dataclass(slots=True, eq=False)
+class Hit:
+    """One check that fired at one place.
+
+    slot:      as the plan named it; outside the pool for R1 and W1
+    position:  where the entry stands in its row
+    request_id: whose row it is
+    site:      substep kind and index of the forward that read or wrote, or of the canary's own look
+    layers:    layers that differ; empty where that says nothing
+    last_good: step in which this was last known good
+    until:     position of the last entry of an unbroken run of the row that this hit speaks for; None: itself alone
+    parent_position: for W5, the position of the parent
+    found_position:  for R4, the position that the record has
+    lineage:   for R5, where it contradicts what the engine says of a draft's branches
+    row_slots: for R6, the slots of the row
+    fingerprint_hit: for R3, lane a disagrees but lane b over all layers is right
+    is_unwritten: for R9, nobody has written the slot, and what lies there is not finite (U1)
+    is_unhooked: for H1, a forward of these requests ran without hooks: what their rows show since then follows from it
+    named:     slot of the full group that a slot map sends to `slot`; None: the pool's slots are those of the plans
+    arrival:   for T1 of bytes that came back, what is known of their way; `arrived_as`: number of this slot there
+    is_captured: the device found it, in a forward that is replayed
+    others:    requests besides whose rows read the same place, with the same result, or a place that nobody can tell
+    told:      for L1, what the typed error says
+    expected, found: what the report should say, where the code alone does not tell it
+    """
+
+    code: str
+    pool: PoolState
+    slot: int
+    position: int | None
+    request_id: str | None
+    site: tuple[str, int]
+    step: int
+    layers: tuple[int, ...] = ()
+    last_good: int | None = None
+    until: int | None = None
+    parent_position: int | None = None
+    found_position: int | None = None
+    lineage: Lineage | None = None
+    row_slots: Sequence[int] | Ints = ()
+    fingerprint_hit: bool = False
+    is_unwritten: bool = False
+    is_unhooked: bool = False
+    named: int | None = None
+    is_captured: bool = False
+    others: tuple[str, ...] = ()
+    expected: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None
+    arrival: Arrival | None = None
+    arrived_as: int = 0
+    told: str = ""
+
+    @property
+    def meaning(self) -> Code:
+        """What the hit says."""
+        if self.arrival is not None:
+            return CAME_BACK
+        return NOT_FINITE if self.is_unwritten else CODES[self.code]
+
+    @property
+    def kind(self) -> str:
+        """The code, or what stands for it where its causes are others."""
+        if self.arrival is not None:
+            return ARRIVED
+        return UNWRITTEN if self.is_unwritten else self.code
+
+    @property
+    def sentence(self) -> str:
+        """The same in words, and of a contradiction what contradicts what."""
+        return f"{self.meaning.sentence}: {self.told}" if self.told else self.meaning.sentence
+
+    @property
+    def page(self) -> int:
+        """Whose grant, owner and state count for the slot."""
+        return (self.slot if self.named is None else self.named) // self.pool.view.page_size
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What has a number of its own: a slot of a pool; a forward, where the canary did not run."""
+        where = self.pool.pool_id, self.slot
+        return (*where, self.site) if self.code == "H1" else where
+
+    @property
+    def run(self) -> int:
+        """Entries that this hit speaks for."""
+        return 1 if self.until is None or self.position is None else self.until - self.position + 1
+
+    @property
+    def row(self) -> tuple[int, str | None]:
+        return self.pool.pool_id, self.request_id
+
+    @property
+    def rows(self) -> list[tuple[int, str | None]]:
+        """All of them."""
+        return [(self.pool.pool_id, name) for name in (self.request_id, *self.others)]
+
+
+def join_hits(hits: Sequence[Hit]) -> list[list[Hit]]:
+    """Incidents, the hit that speaks first; the others are its evidence.
+
+    Hits are one incident when they share the slot; the page and the step; the arrival; when their entries are
+    neighbours in one row (what follows a wrong entry breaks too); when a wrong position points at another of them (an
+    exchange); when one is R6 and the other lies in the same row; or when one is a forward without hooks and the other
+    is such a one of the same step, or follows from it.
+    """
+    parents = list(range(len(hits)))
+    for first, second in _related(hits):
+        parents[_root(parents, second)] = _root(parents, first)
+    incidents: dict[int, list[Hit]] = {}
+    for number, hit in enumerate(hits):
+        incidents.setdefault(_root(parents, number), []).append(hit)
+    joined = [_without_repeats(sorted(incident, key=speaks_first)) for incident in incidents.values()]
+    return sorted(joined, key=lambda incident: speaks_first(incident[0]))
+
+
+def fair_share(incidents: Sequence[list[Hit]], most: int) -> list[list[Hit]]:
+    """At most so many incidents, in their order; every code at every site gets its first before any its second."""
+    turns: dict[tuple[object, ...], int] = {}
+    order = []
+    for number, incident in enumerate(incidents):
+        group = incident[0].code, incident[0].site
+        turns[group] = turns.get(group, -1) + 1
+        order.append((turns[group], number))
+    return [incidents[number] for number in sorted(number for _, number in sorted(order)[:most])]
+
+
+def speaks_first(hit: Hit) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
+    """Forwards without hooks, then their entries; events that contradict; writes before moves before reads; then along
+    the row; at one slot by rank; the first pool before the second.
+
+    Of bytes that came back, what happened to most of them goes before all else, in the order in which they came.
+    """
+    nowhere, is_read = hit.position is None, hit.code not in SPEAK_FIRST
+    along = hit.position or 0 if hit.arrival is None else hit.arrival.turn(hit.pool.name, hit.arrived_as)
+    where = nowhere != hit.is_unhooked, along, RANK[hit.code], hit.pool.pool_id
+    return not hit.is_unhooked, hit.code != "L1", is_read, hit.code == "T1", *where
+
+
+def _related(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+    """Pairs of hits, by number, that belong to one incident."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, hit in enumerate(hits):
+        if not hit.code.startswith("H") and (hit.code != "L1" or hit.slot >= 0):  # those have no slot
+            groups.setdefault(("slot", *hit.place), []).append(number)
+            groups.setdefault(("page", hit.page, hit.step), []).append(number)
+        if hit.arrival is not None:
+            groups.setdefault(("arrival", id(hit.arrival)), []).append(number)
+        if hit.position is not None and hit.request_id is not None:
+            groups.setdefault(("row", *hit.row), []).append(number)
+        if hit.request_id is not None:
+            groups.setdefault(("request", hit.request_id), []).append(number)
+    for (what, *_), group in groups.items():
+        if what == "row":
+            yield from _related_in_row(hits, group)
+        elif what == "request":
+            wrong_rows = [number for number in group if hits[number].code == "R6"]
+            yield from ((wrong_rows[0], number) for number in group if wrong_rows)
+        else:
+            yield from pairwise(group)
+    yield from _related_to_unhooked(hits)
+
+
+def _related_to_unhooked(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+    """Forwards of one step that ran without hooks, and what is found in their rows."""
+    steps: dict[int, int] = {}
+    rows: dict[tuple[int, str | None], int] = {}
+    for number, hit in enumerate(hits):
+        if hit.is_unhooked:
+            yield steps.setdefault(hit.step, number), number
+            rows |= dict.fromkeys(hit.rows, number)
+    for number, hit in enumerate(hits if rows else ()):
+        if hit.code in FOLLOWING and hit.row in rows:
+            yield rows[hit.row], number
+
+
+def _related_in_row(hits: Sequence[Hit], row: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours, and entries that hold each other's positions."""
+    reached: list[tuple[int, int, int]] = []  # stretches without a gap: first and last position, one hit in it
+    for number in sorted(row, key=lambda number: hits[number].position or 0):
+        start, end = _span(hits[number])
+        if reached and start <= reached[-1][1] + 1:
+            first, last, member = reached[-1]
+            reached[-1] = first, max(last, end), member
+            yield member, number
+        else:
+            reached.append((start, end, number))
+    for number in row:
+        pointed = hits[number].found_position
+        place = bisect_right(reached, pointed, key=itemgetter(0)) - 1 if pointed is not None else -1
+        if pointed is not None and place >= 0 and pointed <= reached[place][1]:
+            yield number, reached[place][2]
+
+
+def _span(hit: Hit) -> tuple[int, int]:
+    start = hit.position or 0
+    return start, start if hit.until is None else hit.until
+
+
+def _root(parents: list[int], number: int) -> int:
+    while parents[number] != number:
+        parents[number] = parents[parents[number]]
+        number = parents[number]
+    return number
+
+
+def _without_repeats(hits: Sequence[Hit]) -> list[Hit]:
+    """Branches, substeps and requests that read the same damaged slot say it once."""
+    first: dict[tuple[object, ...], Hit] = {}
+    for hit in hits:
+        told = first.setdefault((hit.code, *hit.place), hit)
+        if hit.request_id is not None and hit.request_id not in (told.request_id, *told.others):
+            told.others += (hit.request_id,)
+    return list(first.values())

@@ -1,0 +1,219 @@
+"""Intake: every check that fires is counted, few are kept whole, and no group of checks crowds out another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.calls.violation import Hit, Lineage
+from kvcanary.records.state import PoolState
+
+KEPT_HITS = 64  # of each code at each site, until they are taken
+PORTION = 1 << 16  # entries that are looked at together
+Ints = NDArray[np.int64]
+_BY_ENTRY = (
+    *("slots", "positions", "rows", "layers", "last_good"),
+    *("found_positions", "parent_positions", "fingerprint_hits", "names"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class HitBatch:
+    """Entries at which one check fired in one forward or look, as arrays: row after row, along each row.
+
+    slots:            [n] int64, as the plan named them
+    positions:        [n] int64 in their rows; -1: not known
+    rows:             [n] int64 into `request_ids`; -1: nobody's
+    layers:           [n, layers] bool, those that differ or are missing
+    last_good:        [n] int64, step in which the entry was last known good; -1: not known
+    found_positions:  [n] int64, for R4
+    parent_positions: [n] int64, for W5
+    lineages:         [n, 3] int64, for R5, the fields of each `Lineage`
+    fingerprint_hits: [n] bool, for R3
+    names:            [n] int64, slots of the full group that a slot map sends there; None: slots are the pool's own
+    is_unwritten:     for R9, nobody has written these slots, and what lies there is not finite (U1)
+    """
+
+    code: str
+    pool: PoolState
+    site: tuple[str, int]
+    step: int
+    slots: Ints
+    positions: Ints
+    rows: Ints
+    request_ids: Sequence[str]
+    layers: NDArray[np.bool_] | None = None
+    last_good: Ints | None = None
+    found_positions: Ints | None = None
+    parent_positions: Ints | None = None
+    lineages: Ints | None = None
+    fingerprint_hits: NDArray[np.bool_] | None = None
+    names: Ints | None = None
+    is_unwritten: bool = False
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def at(self, which: Ints) -> HitBatch:
+        """These entries alone, [n] int64."""
+        arrays = {name: getattr(self, name) for name in _BY_ENTRY}
+        kept: dict[str, Any] = {name: None if own is None else own[which] for name, own in arrays.items()}
+        return replace(self, **kept)
+
+    def hit(self, number: int, until: int | None = None) -> Hit:
+        """One entry as an object."""
+        row = int(self.rows[number])
+        return Hit(
+            self.code,
+            self.pool,
+            int(self.slots[number]),
+            _known(self.positions, number),
+            self.request_ids[row] if row >= 0 else None,
+            self.site,
+            self.step,
+            layers=() if self.layers is None else tuple(np.flatnonzero(self.layers[number]).tolist()),
+            last_good=_known(self.last_good, number),
+            until=until,
+            parent_position=None if self.parent_positions is None else int(self.parent_positions[number]),
+            found_position=_known(self.found_positions, number),
+            lineage=None if self.lineages is None else Lineage(*self.lineages[number].tolist()),
+            fingerprint_hit=self.fingerprint_hits is not None and bool(self.fingerprint_hits[number]),
+            named=None if self.names is None else int(self.names[number]),
+            is_unwritten=self.is_unwritten,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class HitGroup:
+    """What one code did at one site since the last `take`: the first hits whole, the last one, and how many."""
+
+    kept: list[Hit] = field(default_factory=list)
+    last: Hit | None = None
+    count: int = 0
+    request_ids: set[str] = field(default_factory=set)
+
+
+class HitLog:
+    """Hits by (code, site). Its memory is bounded by the groups times KEPT_HITS, whatever fires.
+
+    groups: of hits since the last `take`
+    watch:  is told of every hit as it comes
+    """
+
+    def __init__(
+        self,
+        disabled: Set[str] = frozenset(),
+        judged: Callable[[Hit | HitBatch], Hit | HitBatch | None] | None = None,
+    ) -> None:
+        """`judged`: what is left of a hit when nothing is judged that was set aside; None: all of every one."""
+        self._disabled, self._judged = disabled, judged
+        self.watch: Callable[[Hit | HitBatch], None] = _nobody
+        self.groups: dict[tuple[str, tuple[str, int]], HitGroup] = {}
+
+    def __len__(self) -> int:
+        """Hits since the last `take`, kept or only counted."""
+        return sum(group.count for group in self.groups.values())
+
+    def __iadd__(self, hits: Iterable[Hit | HitBatch]) -> Self:
+        """`log += hits`: single hits, and batches of any number of entries, in any order."""
+        for fired in hits:
+            hit = fired if self._judged is None else self._judged(fired)
+            if hit is None:
+                continue
+            if isinstance(hit, HitBatch):
+                self.add_batch(hit)
+            else:
+                self.add(hit)
+        return self
+
+    def add(self, hit: Hit) -> None:
+        """One hit; what may fire for very many entries comes as a batch."""
+        if hit.code in self._disabled:
+            return
+        self.watch(hit)
+        group = self.groups.setdefault((hit.code, hit.site), HitGroup())
+        group.count, group.last = group.count + 1, hit
+        if len(group.kept) < KEPT_HITS:
+            group.kept.append(hit)
+        group.request_ids.update(name for name in (hit.request_id, *hit.others) if name is not None)
+
+    def add_batch(self, batch: HitBatch) -> None:
+        """Any number of entries at once; only those that are kept become objects."""
+        if not len(batch) or batch.code in self._disabled:
+            return
+        self.watch(batch)
+        group = self.groups.setdefault((batch.code, batch.site), HitGroup())
+        chosen = _choose(batch, KEPT_HITS - len(group.kept))
+        group.kept += [batch.hit(number, end) for number, end in zip(chosen, _run_ends(batch, chosen), strict=True)]
+        group.count += len(batch)
+        group.last = batch.hit(len(batch) - 1)
+        group.request_ids |= _requests_of(batch)
+
+    def take(self) -> list[HitGroup]:
+        """All groups; the log is empty afterwards."""
+        groups, self.groups = list(self.groups.values()), {}
+        return groups
+
+
+def _nobody(hit: Hit | HitBatch) -> None:
+    """Who watches where nobody does."""
+
+
+def _choose(batch: HitBatch, room: int) -> list[int]:
+    """At most `room` entries: the first of many rows, the first of many pages, and the first ones."""
+    n = len(batch)
+    if n <= room or room <= 0:
+        return list(range(min(n, max(room, 0))))
+    pages = batch.positions[:PORTION] // batch.pool.view.page_size
+    starts = [*_starts(batch.rows, room // 4), *_starts(pages, room // 4)]
+    return sorted(list(dict.fromkeys([*starts, *range(room)]))[:room])
+
+
+def _starts(values: Ints, most: int) -> list[int]:
+    """The first entries that differ from the one before them, and entry 0."""
+    starts = [0]
+    for first in range(1, len(values), PORTION):
+        here, before = values[first : first + PORTION], values[first - 1 : first - 1 + PORTION]
+        starts += (np.flatnonzero(here != before[: len(here)])[:most] + first).tolist()
+        if len(starts) >= most:
+            break
+    return starts[:most]
+
+
+def _run_ends(batch: HitBatch, chosen: Sequence[int]) -> list[int | None]:
+    """For each chosen entry the last position of the unbroken run of its row; None where it is the run's last."""
+    ends: list[int | None] = []
+    end = -1
+    for number in chosen:
+        end = end if number <= end else _run_end(batch, number)
+        ends.append(int(batch.positions[end]) if end > number else None)
+    return ends
+
+
+def _run_end(batch: HitBatch, first: int) -> int:
+    """The last entry that goes on from `first` in its row without a gap."""
+    row, position, portion = batch.rows[first], batch.positions[first], 256
+    place = first + 1
+    while place < len(batch):
+        rows, positions = batch.rows[place : place + portion], batch.positions[place : place + portion]
+        expected = np.arange(position + place - first, position + place - first + len(rows))
+        broken = np.flatnonzero((rows != row) | (positions != expected))
+        if len(broken):
+            return place + int(broken[0]) - 1
+        place, portion = place + portion, PORTION
+    return len(batch) - 1
+
+
+def _requests_of(batch: HitBatch) -> set[str]:
+    fired = np.zeros(len(batch.request_ids) + 1, dtype=np.bool_)  # one more, for what is nobody's
+    fired[batch.rows] = True
+    return {batch.request_ids[row] for row in np.flatnonzero(fired[:-1]).tolist()}
+
+
+def _known(values: Ints | None, number: int) -> int | None:
+    """A value where it is known, which is to say not negative."""
+    return None if values is None or values[number] < 0 else int(values[number])

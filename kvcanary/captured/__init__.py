@@ -1,0 +1,1 @@
+"""The same checks inside CUDA graphs, and reading back what they found."""

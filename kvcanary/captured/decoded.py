@@ -1,0 +1,254 @@
+"""Learning: captured forwards as the host's rules take them, from what the device has told of their runs."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvcanary.calls.forward import Ints, Planned
+from kvcanary.captured.launch_group import Series
+from kvcanary.captured.readback import Ran
+from kvcanary.captured.substep import MASKS, StaticSubstep
+from kvcanary.ledger.ledger import Request
+from kvcanary.ledger.requests import Batch
+from kvcanary.native.layout import ROW_COMMITTED, ROW_NUMBERS
+from kvcanary.records.mailbox import Line
+from kvcanary.records.state import PoolState
+from kvcanary_kernels.judge.count import NUM_BITS
+
+
+class Launch(NamedTuple):
+    """Captured forwards that the host has launched in this turn and knows nothing more of.
+
+    rows:      by part, [ROW_NUMBERS * requests + 1] (cards.py), at that time
+    written:   by part of which the host says it, and by request, entries that each of their rows writes
+    record:    where the listener keeps them, by forward; None: nowhere
+    """
+
+    series: Series
+    batch: Batch
+    rows: array[int]
+    step: int
+    turn: int
+    written: array[int]
+    record: Any = None
+
+    def runs(self) -> Iterator[Launched]:
+        """Each of them."""
+        accepted, records = self.series.accepted(self.turn), repeat(None) if self.record is None else self.record
+        for (substep, entries), record in zip(self.series.of_each(len(self.batch)), records, strict=False):
+            own = self.batch, self.rows, self.step, self.turn, substep.written.line_of(self.turn)
+            if entries is None:
+                yield Launched(substep, *own, None, accepted, record)
+            else:
+                yield Launched(substep, *own, self.written[entries], None, record)
+
+
+def runs_of(launches: Iterable[Launch]) -> list[Launched]:
+    """All of them, in the order of their run."""
+    return [run for launch in launches for run in launch.runs()]
+
+
+class Launched(NamedTuple):
+    """One captured forward of a `Launch`.
+
+    rows:      of the launch
+    line:      what `StaticSubstep.written` will say of it
+    written:   by request, entries that each of its rows writes; None: as many as were accepted
+    accepted:  [size, 1 + places], what the step says that it has accepted before
+    record:    where the listener keeps it
+    """
+
+    substep: StaticSubstep
+    batch: Batch
+    rows: array[int]
+    step: int
+    turn: int
+    line: Line
+    written: array[int] | None
+    accepted: Ints | None = None
+    record: Any = None
+
+    @property
+    def number(self) -> int:
+        """Of its substep, which has one."""
+        return -1 if self.substep.number is None else self.substep.number
+
+    @property
+    def ran(self) -> Ran:
+        return Ran(self.turn, self.line, self.batch.requests)
+
+    @property
+    def committed(self) -> list[int]:
+        """By request; of the first part, which has those of all others."""
+        return self.rows[ROW_COMMITTED * len(self.batch) : ROW_NUMBERS * len(self.batch)].tolist()
+
+
+class Heard(NamedTuple):
+    """What is kept of a captured forward that a loop has proved clean; `learned` makes of it what the rules take.
+
+    numbers:    of several forwards; its own are [first, end): `num_kept` of its line, and behind them what the step
+                before it has accepted, as `Launched` has it
+    """
+
+    substep: StaticSubstep
+    step: int
+    num_requests: int
+    numbers: array[int]
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, run: Launched) -> Heard:
+        """As `loops.land_quiet` keeps it."""
+        n, accepted = len(run.batch), () if run.accepted is None else run.accepted[: len(run.batch)].ravel()
+        numbers = array("q", [*run.line.numbers[: run.substep.num_kept], *accepted])
+        return cls(run.substep, run.step, n, numbers, 0, len(numbers))
+
+    @property
+    def num_bytes(self) -> int:
+        """That it keeps."""
+        return 8 * (self.end - self.first)
+
+    def learned(self) -> Learned:
+        numbers = np.frombuffer(self.numbers, np.int64)[self.first : self.end]
+        parts = [numbers[part] for part in self.substep.written.line().where[: MASKS + 1]]
+        accepted = numbers[self.substep.num_kept :]
+        tokens = tokens_of(accepted.reshape(self.num_requests, -1)) if len(accepted) else None
+        own = self.substep, self.step, self.num_requests
+        return Learned(*own, [*parts, np.zeros(2 * NUM_BITS, np.int64)], tokens)
+
+
+def tokens_of(accepted: Ints) -> list[list[int]]:
+    """By request, of [requests, 1 + places]: how many tokens, then these."""
+    return [row[1 : 1 + max(row[0], 0)] for row in accepted.tolist()]
+
+
+class Learned:
+    """What a captured forward was told to write and how long its rows were; attributes as those of `Forward`.
+
+    slots: of all live entries, those that were refused left out;  tree_mask: [requests, N, N] bool, or None
+    ancestors: [rows, n], what each row reads between its prefix and what it writes
+    lineage:  [n], as `Forward` has it, or None
+    accepted: by request, the tokens of which the forward writes the entries, where only the device knew them; else None
+    has_read_hits: whether a check of what was read has fired, in this forward or an earlier one of its substep
+    """
+
+    refused, has_starts = None, False
+
+    def __init__(
+        self,
+        substep: StaticSubstep,
+        step: int,
+        num_requests: int,
+        written: Sequence[Ints],
+        accepted: list[list[int]] | None = None,
+        requests: Sequence[Request] = (),
+    ) -> None:
+        """`written`: as `StaticSubstep.written` tells it; parts between masks and header are not looked at."""
+        self.accepted, self.requests = accepted, requests
+        bounds, starts, ends, slots, tokens, positions, parents, safe_slots, ancestors, words, *_, header = written
+        self.has_read_hits = np.count_nonzero(header[NUM_BITS : 2 * NUM_BITS]) > 0
+        self._indices, self._spans = substep.forward.table.pages, (starts, ends)
+        self.kind, self.index = self.site = substep.site
+        self.pool: PoolState = substep.pool
+        self.step, self.width = step, substep.width
+        self.num_rows = num_rows = num_requests * substep.width
+        self._num_ancestors = substep.forward.ancestors
+        self.ancestors: Ints = ancestors.reshape(substep.forward.num_rows, -1)[:num_rows]
+        self._bounds = bounds[: num_rows + 1]
+        self._counts = self._bounds[1:] - self._bounds[:-1]
+        self._begins = ends[:num_rows] - starts[:num_rows] - self._counts
+        self._live = live = slice(0, int(bounds[num_rows]))
+        self.planned = Planned(slots[live], tokens[live], positions[live])
+        has_lineage = substep.forward.lineage is not None
+        self._parents: Ints | None = parents[live] if len(parents) and not has_lineage else None
+        self.lineage: Ints | None = parents[live] if has_lineage else None
+        safe = safe_slots[live]
+        self.slots: Ints = safe[safe >= self.pool.view.null_slots]
+        self.tree_mask = None
+        if substep.masks is not None:
+            self.tree_mask = torch.from_numpy(substep.masks.read(words)[:num_requests])
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether lengths and parents make a plan at all; where they do not, R10 and the write codes tell."""
+        counts, begins, nodes = self._counts, self._begins, self._parents
+        is_plan = not np.count_nonzero((counts | begins) < 0) and len(self.planned.slots) == self._live.stop
+        if self.tree_mask is not None:
+            is_plan = is_plan and bool((counts == self.tree_mask.shape[-1]).all())
+        if not is_plan or nodes is None:
+            return is_plan
+        first = np.repeat(self._bounds[:-1], counts)
+        return bool(((nodes == -1) | (nodes >= first) & (nodes < np.arange(len(nodes)))).all())
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.planned.slots)
+
+    @property
+    def has_parents(self) -> bool:
+        return self._parents is not None
+
+    @property
+    def has_lineage(self) -> bool:
+        return self.lineage is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the plans, where somebody keeps them: four numbers an entry, six a row."""
+        mask = 0 if self.tree_mask is None else self.tree_mask.numel()
+        return 8 * (4 * self.num_entries + 6 * self.num_rows + self.ancestors.size) + mask
+
+    def keep(self) -> None:
+        """The plans stay as they are, whatever is told next; without what the rules of the step alone need."""
+        slots, tokens, positions = self.planned
+        self.planned = Planned(slots.copy(), tokens.copy(), positions.copy())
+        self._parents, self.lineage = (None if one is None else one.copy() for one in (self._parents, self.lineage))
+        self.ancestors, self._bounds = self.ancestors.copy(), self._bounds.copy()
+        self.tree_mask = None if self.tree_mask is None else self.tree_mask.clone()
+        self.requests, self._indices = (), self._indices[:0]
+
+    @property
+    def plan(self) -> Ints:
+        """As `Forward.plan`."""
+        none = np.zeros(self.num_rows, np.int64)
+        reads = np.zeros(self.num_rows + 1, np.int64)
+        np.add(self._begins, self._counts).cumsum(out=reads[1:])
+        prefixes = (self._begins - self._num_ancestors)[:: self.width]
+        known = (one for one in (self._parents, self.lineage) if one is not None)
+        parents = next(known, np.full(self.num_entries, -1))
+        rows = self._counts, none, reads[:-1] + self._begins, self._begins, none
+        return np.concatenate((*self.planned, parents, reads, *rows, prefixes))
+
+    @property
+    def written(self) -> list[int]:
+        """By row, entries that it writes."""
+        return self._counts.tolist()
+
+    @property
+    def begins(self) -> list[int]:
+        """By row, the position of the first of them."""
+        return self._begins.tolist()
+
+    @property
+    def parents(self) -> list[int] | None:
+        return None if self._parents is None else self._parents.tolist()
+
+    @property
+    def slot_names(self) -> Ints:
+        return self.planned.slots
+
+    def rows(self) -> list[Ints]:
+        """The slots that each row names, of a forward that came once; waits for the device."""
+        indices, (starts, ends) = self._indices[0].cpu().numpy(), self._spans
+        spans = zip(starts[: self.num_rows], ends[: self.num_rows], strict=True)
+        return [indices[start:end] for start, end in spans]
+
+    def request_of(self, row: int) -> Request:
+        return self.requests[row // self.width]

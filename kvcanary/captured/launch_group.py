@@ -1,0 +1,116 @@
+"""Series: captured forwards that are launched together, and what of them stays the same from launch to launch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from kvcanary.calls.forward import Ints
+from kvcanary.captured.accepted_tokens import StaticAcceptance
+from kvcanary.captured.substep import StaticSubstep
+from kvcanary.errors import PlanError
+from kvcanary.native.layout import RUN_ACCEPTED, RUN_CARD, RUN_KEEP, RUN_LINE, RUN_LINE_CARD, RUN_PLACES
+from kvcanary.pools.launch_site import site_name
+from kvcanary.records.mailbox import LINES
+
+Part = tuple[StaticSubstep, ...]
+
+
+class Series:
+    """Forwards that run one behind the other, in parts; those of a part are of one kind and pool, and have one truth.
+
+    Made by `SubstepBank.series`.
+
+    parts, substeps: of each part, and of all
+    count:      how many, without a call
+    acceptance: of the step whose tokens the last part writes, one forward then; None: the host says how many entries
+    num_told:   parts of which the host says it
+    places:     numbers that such a step tells of a request: how many tokens, then these; else 0
+    sizes:      how many parts, and the address of how many forwards each has, as `loops.launch_runs` takes them
+    cards:      by line, [forwards * RUN_CARD] int64 (cards.py): what is known before a launch
+    num_kept:   numbers that are kept of clean runs, beside what was accepted
+    comes_once: its forward is no captured one
+    """
+
+    __slots__ = (
+        "_sizes",
+        "acceptance",
+        "cards",
+        "comes_once",
+        "count",
+        "num_kept",
+        "num_told",
+        "parts",
+        "places",
+        "sizes",
+        "substeps",
+    )
+
+    def __init__(self, parts: Sequence[Part], acceptance: StaticAcceptance | None = None) -> None:
+        for part in parts:
+            kinds = {f"{substep.site[0]} of the {substep.pool.name} pool" for substep in part}
+            if len(kinds) != 1:
+                what = ", ".join(sorted(kinds)) or "none"
+                raise PlanError(
+                    f"forwards that are launched together must be of one kind and pool, got {what}: launch each"
+                )
+            _expect_in_a_row(part)
+        if acceptance is not None and len(parts[-1]) != 1:
+            raise PlanError(f"what a step accepts must be written by one forward, got {len(parts[-1])}: launch each")
+        self.parts, self.substeps = tuple(parts), tuple(substep for part in parts for substep in part)
+        self.count, self.acceptance = len(self.substeps), acceptance
+        self.num_told = len(parts) - (acceptance is not None)
+        self.comes_once = any(substep.number is None for substep in self.substeps)
+        self.places = 0 if acceptance is None else 1 + acceptance.places
+        self._sizes = array("q", map(len, parts))
+        self.sizes = self._sizes.buffer_info()[::-1]
+        self.num_kept = 0 if self.comes_once else sum(substep.num_kept for substep in self.substeps)
+        self.cards = [self._cards_of(0)] * LINES if self.comes_once else [*map(self._cards_of, range(LINES))]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[StaticSubstep]:
+        return iter(self.substeps)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.substeps))
+
+    def of_each(self, num_requests: int) -> Iterator[tuple[StaticSubstep, slice | None]]:
+        """By forward, in the order of their run, which of the entries that a launch of so many requests names are its
+        own, by request; None: as many as the step has accepted.
+        """
+        for number, part in enumerate(self.parts):
+            own = slice(number * num_requests, (number + 1) * num_requests) if number < self.num_told else None
+            for substep in part:
+                yield substep, own
+
+    def accepted(self, turn: int) -> Ints | None:
+        """[size, places], what the step has accepted that runs before them in this turn."""
+        if self.acceptance is None:
+            return None
+        return self.acceptance.told.line_of(turn)[0].reshape(-1, self.places)
+
+    def _cards_of(self, turn: int) -> array[int]:
+        cards = array("q", bytes(8 * RUN_CARD * self.count))
+        for number, substep in enumerate(self.substeps):
+            first = RUN_CARD * number
+            cards[first + RUN_LINE_CARD] = substep.line_card_at
+            cards[first + RUN_LINE] = substep.written.line_of(turn).at
+            cards[first + RUN_KEEP] = substep.num_kept
+        if self.acceptance is not None:
+            cards[first + RUN_PLACES] = self.places
+            cards[first + RUN_ACCEPTED] = self.acceptance.told.line_of(turn).at
+        return cards
+
+
+def _expect_in_a_row(part: Part) -> None:
+    """PlanError where one of several draft forwards is left out between two others, or comes twice."""
+    names = [site_name(*substep.site) for substep in part]
+    first = part[0].site[1]
+    wanted = [site_name("draft", number) for number in range(first, first + len(part))]
+    if part[0].site[0] == "draft" and names != wanted:
+        raise PlanError(
+            f"draft forwards of the {part[0].pool.name} pool that are launched together must be numbered without gaps, "
+            f"{', '.join(wanted)}, got {', '.join(names)}: give one substep for each"
+        )

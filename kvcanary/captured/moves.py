@@ -1,0 +1,88 @@
+"""StaticMove: a declared move inside a captured step; records follow bytes between slots that only the device knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcanary.captured.kernel_launches import Shared
+from kvcanary.pools.launch_site import pack_site
+from kvcanary.records.dispatch import ops_for
+from kvcanary.records.mailbox import Packed
+from kvcanary.records.state import PoolState
+from kvcanary_kernels.record.layout import TOKEN_POSITION
+
+NOWHERE = -1
+
+
+class StaticMove:
+    """At most ``size`` entries of one pool, made by `SubstepBank.add_move`. No hook allocates or waits for the device.
+
+    src, dst: [size] int64, what moved in the last run; NOWHERE (-1): nothing
+    moved:    what the host learns of a run: dst, the first column of the records there, src, and [size, 2] bitmaps of
+              the layers whose bytes at dst are not those that were written at src (T1)
+    """
+
+    def __init__(self, shared: Shared, pool: PoolState, size: int, compares_content: bool) -> None:
+        """`compares_content`: what arrived is read again; else no layer differs."""
+        self.pool, self._shared, self._ops = pool, shared, ops_for(pool.records.device)
+        self._compares_content = compares_content
+        layers, device = pool.view.num_layers, pool.records.device
+        with torch.inference_mode(False):
+            self.src, self.dst = (torch.full((size,), NOWHERE, dtype=torch.int64, device=device) for _ in range(2))
+            self._pages, self._generations, self._owners = (torch.zeros_like(self.src) for _ in range(3))
+            self._arrived = torch.full_like(self.dst, NOWHERE)
+            self._nowhere = self.src.new_full((1,), NOWHERE)
+            columns = pool.records.shape[1]
+            scratch = (
+                torch.zeros(size, width, dtype=torch.int64, device=device) for width in (columns + layers, columns)
+            )
+            both = (pool.records, pool.content_a), (pool.expected, pool.content_a[:0])
+            self._copies = [(*copy, own) for copy, own in zip(both, scratch, strict=True)]
+            self._site = torch.tensor([pack_site("move", 0)], device=device)
+            self._tokens = torch.zeros_like(self.dst)
+            self._mismatch = self.dst.new_zeros(size, 2)
+            self.moved = Packed((self.dst, self._tokens, self.src, self._mismatch), shared.step, self._ops.post)
+
+    def record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
+        """Behind the move of the bytes: ``source, destination [size] int64`` slots, where ``moves [size] bool``.
+
+        Every source was read before any destination was written; destinations are distinct. It runs beside: behind the
+        forwards that have judged and sealed these records, and before any that reads them.
+        """
+        with self._shared.beside.behind():
+            self._record(source, destination, moves)
+            if self._compares_content:
+                self._mismatch.zero_()
+                pool = self.pool
+                self._ops.check_content(pool.rows, self._arrived, pool.keys, pool.content_a, mismatch=self._mismatch)
+            self.moved.pack()
+
+    def _record(self, source: Tensor, destination: Tensor, moves: Tensor) -> None:
+        """Kernels alone: a copy would have no priority, and wait for all blocks of the forward beside it."""
+        state, pool, places = self._shared.state, self.pool, self._pages
+        torch.where(moves, source, self._nowhere, out=self.src)
+        torch.where(moves, destination, self._nowhere, out=self.dst)
+        torch.clamp(self.dst, 0, pool.view.num_slots - 1, out=places)
+        torch.floor_divide(places, state.page_size, out=places)
+        torch.index_select(state.generations, 0, places, out=self._generations)
+        torch.index_select(state.owners, 0, places, out=self._owners)
+        for records, content, scratch in self._copies:
+            self._ops.move(
+                records,
+                content,
+                self.src,
+                self.dst,
+                generations=self._generations,
+                step=self._shared.step,
+                sites=self._site,
+                requests=self._owners,
+                page_generations=state.generations,
+                page_size=state.page_size,
+                arrived=self._arrived,
+                pool_id=pool.pool_id,
+                keys=pool.keys,
+                scratch=scratch,
+            )
+        torch.clamp(self.dst, min=0, out=places)
+        torch.index_select(pool.expected[:, TOKEN_POSITION], 0, places, out=self._tokens)

@@ -1,0 +1,391 @@
+"""SubstepBank: every static substep, made before the canary is armed, found without allocation, harvested together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcanary.calls.forward import Ints
+from kvcanary.captured.accepted_tokens import Seats, StaticAcceptance, StaticTruth
+from kvcanary.captured.buffers import Batch, StaticBuffers
+from kvcanary.captured.decoded import Launch, runs_of
+from kvcanary.captured.kernel_launches import HEADER, Settings, Shared
+from kvcanary.captured.launch_group import Part, Series
+from kvcanary.captured.moves import StaticMove
+from kvcanary.captured.one_shot import OnceSubstep
+from kvcanary.captured.readback import CODES_BY_BIT, CoverageGap, Harvest, Ran, read_hits, rows_of
+from kvcanary.captured.substep import StaticSubstep
+from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.native.layout import RUN_CARD
+from kvcanary.pools.launch_site import site_name
+from kvcanary.records.mailbox import Outbox
+from kvcanary.records.side_stream import Beside
+from kvcanary.records.state import CanaryState, PoolState
+from kvcanary_kernels.content.reads import ReadKeys, reads_fit
+from kvcanary_kernels.judge.count import NUM_BITS
+from kvcanary_kernels.judge.forward import ForwardPlan
+from kvcanary_kernels.judge.plan import NO_CLAIM
+from kvcanary_kernels.judge.settle import NUM_RUNS, RUN_READ, RUN_ROWS, RUN_WRITTEN
+from kvcanary_kernels.record.layout import MASK_32
+from kvcanary_kernels.record.streams import current
+
+CAPACITY = 256  # substeps: kinds and indices times buckets
+
+
+class Snapshot(NamedTuple):
+    """Headers of substeps on their way to the host, and what was planned since the last snapshot.
+
+    headers:       by number of the substep, [HEADER] int64, None: as runs say; those not there have not run
+    once:          substeps of forwards that came once, each with its header
+    planned:       [substeps * NUM_RUNS] rows, entries and reads that were expected
+    reads_unknown: substeps whose reads were not
+    launches:      of numbered substeps, in their order
+    cards:         of their runs, and of those that came once, [runs, RUN_CARD] (cards.py)
+    """
+
+    headers: dict[int, Ints] | None
+    once: Sequence[tuple[OnceSubstep, Ints]]
+    planned: array[int]
+    reads_unknown: frozenset[int]
+    launches: Sequence[Launch]
+    cards: array[int]
+
+    def by_substep(self) -> dict[int, Ran]:
+        """The last run of each."""
+        return {run.number: run.ran for run in runs_of(self.launches)}
+
+
+class SubstepBank:
+    """One substep for each (pool, kind, index, bucket); a bucket is a number of rows.
+
+    moves:  as they were added;  turn: how many steps have begun
+    step:   [1] int64 (`launches.Shared`), where nobody names another;  now: what is to stand there
+    seats:  of what steps accept; None: nobody asked for them
+    most_unlanded: steps of which the device can add what they have accepted
+    compares_moves: whether what moves is read again where it arrives
+    compares_reads: whether bytes are compared as attention reads them, where it can
+    shared: what all substeps use, those of forwards that come once too
+    publish: makes true on the device what has happened to pages; before a forward runs
+    """
+
+    def __init__(self, state: CanaryState, capacity: int = CAPACITY) -> None:
+        if capacity < 1:
+            raise PlanError(f"capacity must be at least 1, got {capacity}: a bank holds every bucket's substeps")
+        device = state.records.device
+        self._state, self._capacity, self.turn, self.now = state, capacity, 0, 0
+        self._reads_step = False  # whether a forward or a move reads the bank's own
+        self._substeps: dict[tuple[str, str, int, int], StaticSubstep] = {}
+        self._in_order: list[StaticSubstep] = []
+        self._series: dict[tuple[tuple[Part, ...], StaticAcceptance | None], Series] = {}
+        self.moves: list[StaticMove] = []
+        self.publish: Callable[[], None] = _nobody
+        self.seats: Seats | None = None
+        self.most_unlanded = 0
+        self.compares_moves, self.compares_reads = True, False
+        self._read_keys: dict[str, ReadKeys] = {}
+        self._is_armed = False
+        with torch.inference_mode(False):
+            self.step = torch.zeros(1, dtype=torch.int64, device=device)
+            self._headers = torch.zeros(capacity, HEADER, dtype=torch.int64, device=device)
+            claims = {
+                pool.name: torch.full((pool.view.num_slots,), NO_CLAIM, dtype=torch.int64, device=device)
+                for pool in state.pools
+            }
+        self.shared = Shared(state, self.step, claims, Beside(device))
+        self._outbox = Outbox(self._headers)
+        self._seen = np.zeros((capacity, HEADER), np.int64)
+        self._seen_at, self._loops = self._seen.ctypes.data, state.pools[0].loops
+        self._planned, self._unplanned = array("q"), array("q")  # the second: to be copied
+        self._reads_unknown: set[int] = set()
+        self._expected: set[int] = set()  # numbers of substeps
+
+    def __iter__(self) -> Iterator[StaticSubstep]:
+        return iter(self._in_order)
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    def add(
+        self,
+        pool: str,
+        kind: str,
+        index: int,
+        inputs: StaticBuffers | ForwardPlan,
+        step: Tensor | None = None,
+        **settings: Any,
+    ) -> StaticSubstep:
+        """A substep over these inputs; their number of rows is its bucket. `settings`: fields of `Settings`.
+
+        step: [1] int64 that the caller fills with `RowTruth.step` before each run; None: the bank's, in a launch of
+              its own at every step
+        """
+        if self._is_armed:
+            raise HookOrderError(f"add() must come before arm(): {site_name(kind, index)} of the {pool} pool is late")
+        if pool in self._state.by_name and self._state.by_name[pool].is_partial:
+            raise PlanError(
+                f"pool {pool!r} must have neither slot_map nor window in a static substep: judge it by substep()"
+            )
+        if pool not in self._state.by_name:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
+        if len(self._in_order) == self._capacity:
+            raise PlanError(f"a bank of {self._capacity} substeps is full: give SubstepBank a larger capacity")
+        number = len(self._in_order)
+        header, made = self._headers[number], Settings(**settings)
+        if inputs.lineage is not None:
+            made = replace(made, before=self._before(pool, kind, index, inputs.num_rows))
+        if made.attends and self.compares_reads:
+            made = replace(made, read_keys=self._keys_of(self._state.by_name[pool]))
+        substep = StaticSubstep(
+            self._shared(step), self._state.by_name[pool], (kind, index), inputs, header, number, made
+        )
+        key = pool, kind, index, substep.forward.num_rows
+        if key in self._substeps:
+            raise PlanError(f"a bank holds each substep once, got {substep} twice")
+        self._substeps[key] = substep
+        self._in_order.append(substep)
+        self._planned.extend(bytes(NUM_RUNS))
+        self._unplanned.extend(bytes(NUM_RUNS))
+        return substep
+
+    def add_move(self, pool: str, size: int, step: Tensor | None = None) -> StaticMove:
+        """A declared move of at most ``size`` entries within this pool; `step` as for `add`."""
+        if self._is_armed:
+            raise HookOrderError(f"add_move() must come before arm(): the move in the {pool} pool is late")
+        if pool not in self._state.by_name:
+            raise PlanError(f"pool must be one of {', '.join(self._state.by_name)}, got {pool!r}")
+        self.moves.append(StaticMove(self._shared(step), self._state.by_name[pool], size, self.compares_moves))
+        return self.moves[-1]
+
+    def add_seats(self, num_seats: int, places: int) -> Seats:
+        """For captured steps that accept up to ``places`` tokens a request, whose host may not have heard of them."""
+        if self._is_armed:
+            raise HookOrderError("add_seats() must come before arm(): they are late")
+        self.seats, self.most_unlanded = Seats(self.shared, num_seats, places), 1
+        return self.seats
+
+    def add_truth(self, pool: str, seats: Tensor, *known: Tensor) -> StaticTruth:
+        """The truth of rows of this pool in one program; arguments of `StaticTruth`."""
+        if self.seats is None:
+            raise HookOrderError("add_truth() must follow add_seats(): nobody keeps what was accepted")
+        return StaticTruth(self.seats, self._state.by_name[pool], seats, *known)
+
+    def series(self, *parts: Sequence[StaticSubstep], acceptance: StaticAcceptance | None = None) -> Series:
+        """Substeps that are launched together, in parts of one kind and pool: the same for the same ones.
+
+        acceptance: of the step whose tokens the last part writes
+        """
+        key = tuple(map(tuple, parts)), acceptance
+        if key not in self._series:
+            self._series[key] = Series(*key)
+        return self._series[key]
+
+    def join(self) -> None:
+        """What is launched from now on follows all that substeps have launched beside it, or postponed."""
+        self.shared.beside.finish()
+
+    def arm(self) -> None:
+        """Everything is warmed up and captured: what has run so far is forgotten, what comes is counted."""
+        if self.shared.opened:
+            raise self._not_closed("arm()")
+        self._is_armed = True
+        self._headers.zero_()
+        self._seen.fill(0)
+        self._planned = self._unplanned[:]
+        self._reads_unknown.clear()
+        self._expected.clear()
+        for substep in self._in_order:
+            substep.work.forget_firsts(self.now & MASK_32)
+
+    def get(self, pool: str, kind: str, index: int, bucket: int) -> StaticSubstep:
+        """The substep of this bucket."""
+        found = self._substeps.get((pool, kind, index, bucket))
+        if found is None:
+            raise PlanError(
+                f"no substep was made for {site_name(kind, index)} of the {pool} pool with {bucket} rows: "
+                "add() it before arm()"
+            )
+        return found
+
+    def begin_step(self, step: int) -> None:
+        """The number that records and findings carry from here on, on the stream of the forwards."""
+        self.turn += 1
+        self.now = self.turn << 32 | step & MASK_32
+        if self._reads_step:
+            self.step.fill_(self.now)
+
+    def expect(self, substep: StaticSubstep, rows: int, entries: int, reads: int | None = None) -> None:
+        """The host launches this forward now, with so many live rows, entries written, and entries of rows read.
+
+        `reads` None: lengths are known to the device alone, and are not compared.
+        """
+        self.publish()
+        number, planned = substep.number, self._planned
+        if number is None:
+            raise PlanError(f"expect() needs a substep that was added, got {substep}: its forward comes once")
+        first = number * NUM_RUNS
+        self._expected.add(number)
+        planned[first + RUN_ROWS] += rows
+        planned[first + RUN_WRITTEN] += entries
+        if reads is None:
+            self._reads_unknown.add(number)
+        else:
+            planned[first + RUN_READ] += reads
+
+    def load(self, substep: StaticSubstep, batch: Batch) -> None:
+        """Fill the buffers of a forward that runs next, and expect it to run."""
+        if substep.buffers is None:
+            raise PlanError(f"load() needs StaticBuffers: {substep} reads the engine's own tensors, expect() it")
+        substep.buffers.fill(batch)
+        self.expect(substep, batch.num_rows, batch.num_entries, batch.indices.numel())
+
+    def snapshot(
+        self,
+        launches: Sequence[Launch] = (),
+        once: Sequence[tuple[OnceSubstep, Ints]] = (),
+        cards: array[int] | None = None,
+    ) -> Snapshot:
+        """What `harvest` needs of all that has run since the last one, on its way.
+
+        launches: of numbered substeps, whose headers are on their way already; none, or where others were expected to
+                  run: all headers go in one small copy. Nobody waits for it
+        once, cards: as in the `Snapshot`
+        """
+        if self.shared.opened:
+            raise self._not_closed("harvest()")
+        planned, unknown, headers = self._planned, _NO_NUMBERS, None
+        self._planned = self._unplanned[:]
+        if self._reads_unknown:
+            unknown, self._reads_unknown = frozenset(self._reads_unknown), set()
+        if self._expected or not launches:
+            if self._in_order and (not launches or self._expected - _numbers_of(launches)):
+                headers = dict(enumerate(self._outbox.send()[: len(self._in_order)]))
+            self._expected.clear()
+        own = headers, once, planned, unknown, launches, array("q") if cards is None else cards
+        return tuple.__new__(Snapshot, own)  # as `Snapshot(*own)`, without a call
+
+    def harvest(self, snapshot: Snapshot | None = None, step: int | None = None) -> Harvest:
+        """What fired and what did not run between the last harvested snapshot and this one, whose copy is over.
+
+        None: of now, after the step has been synchronised. `step`: what the hits are labelled with, None: the one that
+        runs. Details are read only where something fired, and waited for.
+        """
+        if snapshot is None:
+            snapshot = self.snapshot()
+            if self.step.is_cuda:
+                current(self.step.device).synchronize()
+        harvest, totals = Harvest(), array("q", bytes(8 * NUM_RUNS))
+        if snapshot.headers is not None or not self._is_quiet(snapshot, totals):
+            self._take_all(snapshot, totals, harvest, step)
+        for substep, header in snapshot.once:
+            with torch.inference_mode():
+                self._take(substep, header, substep.planned, totals, harvest, step, None)
+        harvest.runs = totals[RUN_ROWS], totals[RUN_WRITTEN], totals[RUN_READ]
+        return harvest
+
+    # helpers
+
+    def _shared(self, step: Tensor | None) -> Shared:
+        """What a forward or a move shares that reads its step there."""
+        if step is not None:
+            return replace(self.shared, step=step)
+        self._reads_step = True
+        return self.shared
+
+    def _before(self, pool: str, kind: str, index: int, rows: int) -> StaticSubstep:
+        """The forward from whose entries rows with a lineage go on."""
+        before = self._substeps.get((pool, kind, index - 1, rows))
+        if before is None:
+            raise PlanError(
+                f"a lineage names branches of {site_name(kind, index - 1)} of the {pool} pool with {rows} rows: add() "
+                f"that before {site_name(kind, index)}"
+            )
+        return before
+
+    def _keys_of(self, pool: PoolState) -> ReadKeys | None:
+        """For attention over this pool; None where it does not read whole rows."""
+        if not reads_fit(pool.rows, pool.view.kv_heads):
+            return None
+        if pool.name not in self._read_keys:
+            with torch.inference_mode(False):
+                self._read_keys[pool.name] = ReadKeys(pool.rows, pool.keys, pool.view.kv_heads)
+        return self._read_keys[pool.name]
+
+    @property
+    def seen(self) -> tuple[int, int, int]:
+        """Address of the headers as they were taken last, and their sizes, as `loops.take_quiet` has them."""
+        return self._seen_at, 2 * NUM_BITS, HEADER
+
+    def _is_quiet(self, snapshot: Snapshot, totals: array[int]) -> bool:
+        """Whether all headers were taken by `loops.take_quiet`."""
+        at = (self._seen_at, snapshot.planned.buffer_info()[0], totals.buffer_info()[0])
+        cards = snapshot.cards
+        num_runs = len(cards) // RUN_CARD
+        return bool(self._loops.take_quiet(num_runs, cards.buffer_info()[0], *at, 2 * NUM_BITS, HEADER))
+
+    def _take_all(self, snapshot: Snapshot, totals: array[int], harvest: Harvest, step: int | None) -> None:
+        headers, runs = snapshot.headers, snapshot.by_substep()
+        if headers is None:
+            headers = {number: ran.header for number, ran in runs.items()}
+        for number, header in headers.items():
+            header = np.maximum(header, self._seen[number])  # a line that a run before has left says less
+            new = header - self._seen[number]
+            self._seen[number] = header
+            planned = snapshot.planned[number * NUM_RUNS : (number + 1) * NUM_RUNS].tolist()
+            if number in snapshot.reads_unknown:
+                planned[RUN_READ] = int(new[2 * NUM_BITS + RUN_READ])
+            with torch.inference_mode():
+                self._take(self._in_order[number], new, planned, totals, harvest, step, runs.get(number))
+
+    def _take(
+        self,
+        substep: StaticSubstep,
+        header: Ints,
+        planned: list[int],
+        totals: array[int],
+        harvest: Harvest,
+        step: int | None,
+        ran: Ran | None,
+    ) -> None:
+        """What a substep says since the last time into harvest and totals, H1 where it covered what was not planned.
+
+        planned, totals: [NUM_RUNS]
+        """
+        counts, runs = header[: 2 * NUM_BITS], header[2 * NUM_BITS :].tolist()
+        if counts.any():
+            self._collect(substep, torch.from_numpy(counts).view(2, NUM_BITS), harvest, step, ran)
+        if planned != runs:
+            both = [count for pair in zip(planned, runs, strict=True) for count in pair]
+            harvest.gaps.append(CoverageGap(substep.pool.name, substep.site, substep.forward.num_rows, *both))
+        for run, count in enumerate(runs):
+            totals[run] += count
+
+    def _collect(
+        self, substep: StaticSubstep, new_counts: Tensor, harvest: Harvest, step: int | None, ran: Ran | None
+    ) -> None:
+        hits = read_hits(substep, new_counts, int(substep.step) & MASK_32 if step is None else step, ran)
+        harvest.hits += hits
+        harvest.rows += rows_of(substep, hits)
+        for bit, count in enumerate(new_counts.sum(0).tolist()):
+            if count:
+                what = CODES_BY_BIT[bit], substep.pool.name, substep.site
+                harvest.totals[what] = harvest.totals.get(what, 0) + count  # buckets share a site
+
+    def _not_closed(self, what: str) -> HookOrderError:
+        return HookOrderError(f"{what} must wait for close() of {next(iter(self.shared.opened))}")
+
+
+def _numbers_of(launches: Iterable[Launch]) -> set[int | None]:
+    return {substep.number for launch in launches for substep in launch.series}
+
+
+def _nobody() -> None:
+    """Who publishes pages where nobody keeps books of them."""
+
+
+_NO_NUMBERS: frozenset[int] = frozenset()

@@ -1,0 +1,307 @@
+"""StaticSubstep: the hooks of one forward that a CUDA graph can hold: fixed addresses, counts read on the device.
+
+No hook allocates, waits for the device or looks at a device value. What fires is counted on the device and read by
+`SubstepBank.harvest` after the step.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from kvcanary.captured.buffers import StaticBuffers
+from kvcanary.captured.kernel_launches import Launches, Settings, Shared, Workspace
+from kvcanary.errors import HookOrderError, PlanError
+from kvcanary.native.layout import KINDS, LINE_TURN, NOWHERE, OTHER
+from kvcanary.pools.launch_site import SUBSTEP_KINDS, site_name
+from kvcanary.records.mailbox import LINES, Packed, PackedMask
+from kvcanary.records.state import PoolState
+from kvcanary_kernels.content.reads import ReadSums
+from kvcanary_kernels.judge.forward import ForwardPlan, Room
+from kvcanary_kernels.judge.plan import NO_CLAIM
+
+#: Of what `StaticSubstep.written` sends: where rows begin, slots that may be written, words of masks, entries that are
+#: wrong, the header.
+ROW_STARTS, SAFE, MASKS, VIOLATIONS, HEADER_PART = 1, 7, -3, -2, -1
+
+
+class StaticSubstep:
+    """One forward of one pool in one bucket, made by `SubstepBank`: open(), store() of each layer, close(), and again.
+
+    forward: its inputs; buffers: the same, where they are ours to fill, else None
+    work:    its outputs. `work.row_violations` may ride with the tokens of the step
+    number:  of the substep in its bank; None: its forward comes once
+    layers:  that the body has stored, in its order
+    judges_bytes: what attention reads is compared as it is read; the body asks for `reads` of every layer
+    width:   rows a request
+    is_postponed: admit() comes before open(), and it is judged beside a later forward of another pool, or at a join
+    before:  the draft forward before it, whose branches the forward's lineage names; None: it has none
+    depth, masks: of trees, in steps, and what attention lets each node see; None: no trees
+    written: what the host learns of a run: of its plan what `Learned` takes, masks, `row_violations` and its header
+    num_kept: numbers of that which are kept where it is clean: all up to the masks
+    line_card_at: address of where parts of that begin, [LINE_CARD] int64 (cards.py)
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        pool: PoolState,
+        site: tuple[str, int],
+        inputs: StaticBuffers | ForwardPlan,
+        header: Tensor,
+        number: int | None,
+        settings: Settings,
+        room: Room | None = None,
+    ) -> None:
+        """`header`: [HEADER] int64 zeros: counts by bit of both sides, then what has run. `room`: as of `Workspace`."""
+        if site[0] not in SUBSTEP_KINDS:
+            raise PlanError(f"kind must be one of {', '.join(SUBSTEP_KINDS)}, got {site[0]!r}")
+        self.pool, self.site, self.number, self.step = pool, site, number, shared.step
+        self.buffers = inputs if isinstance(inputs, StaticBuffers) else None
+        self.forward = inputs.plan() if isinstance(inputs, StaticBuffers) else inputs
+        with torch.inference_mode(False):
+            self.work = Workspace(self.forward, pool, settings, room)
+        self._claims, self._beside = shared.claims[pool.name], shared.beside
+        self._launch = Launches(shared, pool, site, self.forward, self.work, header, settings)
+        self.width, self.depth, self._puts = settings.width, settings.max_depth, settings.puts
+        self.is_postponed, self.before = settings.is_postponed, settings.before
+        self.masks = None if settings.tree_mask is None else PackedMask(settings.tree_mask)
+        lines = 1 if number is None else LINES
+        self.written = Packed(self._parts(header), shared.step, self._launch.post, lines)
+        self.num_kept = int(self.written.line().where[MASKS].stop)
+        self._engine_stores, self._num_layers = settings.engine_stores, pool.view.num_layers
+        self.layers: tuple[int, ...] = ()
+        keys, self._num_read = settings.read_keys, 0
+        self._reads = [] if keys is None else [keys.of(layer, self.work.sums) for layer in range(self._num_layers)]
+        self._stores: int | None = None  # that a body has when it runs; None: none has run yet
+        self._opened = shared.opened
+        self._is_admitted = self._has_sealed = self._has_looked = self._has_judged = False
+        self._line_card = line_card(self)
+        self.line_card_at = self._line_card.buffer_info()[0]
+
+    def __str__(self) -> str:
+        return f"{site_name(*self.site)} of the {self.pool.name} pool, bucket of {self.forward.num_rows} rows"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is between open() and close()."""
+        return self in self._opened
+
+    @property
+    def last_turn(self) -> int:
+        """In which it was launched last."""
+        return self._line_card[LINE_TURN]
+
+    @property
+    def judges_bytes(self) -> bool:
+        return bool(self._reads)
+
+    def admit(self) -> None:
+        """Where a postponed forward may write: before its open(), when its slots and rows are on the device."""
+        self._is_admitted = True
+        with self._beside.behind():
+            self._launch.admit()
+
+    def open(self) -> None:
+        """Before the body: judge, beside what it does before its first store, what the forward writes and where."""
+        if self.is_open:
+            raise HookOrderError(f"open() must follow close(): {self} is open")
+        if self.is_postponed and not self._is_admitted:
+            raise HookOrderError(f"open() must follow admit(): nobody says where {self} may write")
+        self._has_sealed = self._has_looked = self._has_judged = False
+        self._opened.add(self)
+        self.layers = ()
+        self._num_read = 0
+        if self.is_postponed:
+            self._is_admitted = False
+            return
+        if self._puts:
+            self._has_sealed = True
+            self._plan_puts()
+            return
+        with self._beside.behind():  # of all that forwards before it have sealed
+            if self._beside.owes(self.pool.name):
+                self._beside.catch_up()
+            self._launch.plan()
+        if self._engine_stores:
+            self._beside.join()
+            self._launch.poison()
+
+    def store(
+        self,
+        layer: int,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *extras: Tensor,
+        slots: Tensor | None = None,
+    ) -> None:
+        """Write one layer's K, V and extras [entries, ...] into the pool and fingerprint them; v None for latent rows.
+
+        Where the engine stores by itself only the order of hooks is looked at, and values are not needed.
+        slots: [entries] int64, where the engine would store them, in its own words; None: where they were planned
+        """
+        if not self.is_open:
+            raise HookOrderError(f"store(layer={layer}) belongs between open() and close(): {self} is closed")
+        if not 0 <= layer < self._num_layers:
+            raise PlanError(f"layer must be in [0, {self._num_layers}) for {self}, got {layer}")
+        if self._has_judged:
+            raise HookOrderError(f"a captured body must store as often as before its capture, got more for {self}")
+        waited = not self.layers and self._beside.join()  # for the plan, which says where
+        if not self._engine_stores:
+            if k is None:
+                raise PlanError(f"k must be given, for {self} stores it, got None: or add() it with engine_stores=True")
+            is_settled = (bool(self.layers) or self.is_postponed) and not waited and layer not in self.layers
+            self._write(layer, slots, k, v, extras, is_settled)
+        self.layers += (layer,)
+        if self.is_postponed:
+            return
+        is_last = len(self.layers) == self._stores and not self._engine_stores and self._beside.is_captured
+        is_last = is_last and not self.judges_bytes  # this layer's attention is still to come
+        # a graph that begins with branches begins late
+        begins = layer >= self._num_layers // 2 and not self._has_looked
+        if is_last or begins:
+            room = self._num_layers - 1 - layer  # layers whose attention leaves room for what was postponed
+            with self._beside.behind():
+                if is_last or not self._beside.catch_up(among=room):
+                    self._look()
+                if is_last:
+                    self._judge()
+
+    def reads(self, layer: int) -> ReadSums | None:
+        """For this layer's attention, behind its store: by which it fingerprints every row that it reads, once."""
+        if not self._reads:
+            return None
+        if not self.is_open or not 0 <= layer < self._num_layers:
+            state = "open" if self.is_open else "closed"
+            raise HookOrderError(f"reads(layer={layer}) belongs between open() and close(): {self} is {state}")
+        self._num_read += 1
+        return self._reads[layer]
+
+    def close(self, joins: bool = True) -> None:
+        """After the body: fingerprints, layers and own entries are judged, what fired and what has run is counted.
+
+        In a capture that came behind the last store: it runs beside what that layer does with what it stored.
+        joins: what is launched next follows that; else `SubstepBank.join` must come, and before a graph's end
+        """
+        if not self.is_open:
+            raise HookOrderError(f"close() must follow open(): {self} is closed")
+        if self._reads and self._num_read != self._num_layers:
+            raise HookOrderError(
+                f"reads() must come once for each of {self._num_layers} layers: {self} was read {self._num_read} times"
+            )
+        self._opened.remove(self)
+        self._stores = len(self.layers)
+        if self.is_postponed:
+            self._beside.postpone(self.pool.name, self._plan_and_seal, self._judge_rows, self._count)
+        elif not self._has_judged:
+            with self._beside.behind():
+                self._look()
+                self._judge()
+        if joins:
+            self._beside.finish()
+
+    def abandon(self) -> None:
+        """The body raised: the forward is not judged, and the next open() starts afresh.
+
+        What it sealed and did not store is R12 to whoever reads it; what was expected of it is H1.
+        """
+        if self.is_open:
+            self._opened.remove(self)
+            if not self.is_postponed:
+                with self._beside.behind():
+                    self._look()
+            self._beside.finish()
+            self._claims.fill_(NO_CLAIM)
+            self.work.times.zero_()
+            self.work.sums.zero_()
+
+    def _write(
+        self,
+        layer: int,
+        slots: Tensor | None,
+        k: Tensor,
+        v: Tensor | None,
+        extras: tuple[Tensor, ...],
+        is_settled: bool,
+    ) -> None:
+        """`is_settled`: where it goes by plan, and how often it came, is known since before the last launch."""
+        where, launch = self.work.planned.safe_slots if slots is None else slots, self._launch
+        if self._puts:
+            launch.put(layer, where, k, v, extras=extras)
+        else:
+            launch.store(layer, where, k, v, extras=extras, is_settled=is_settled and slots is None)
+
+    def _plan_puts(self) -> None:
+        """The first store waits for all of it: nothing runs beside."""
+        self._launch.plan()
+        self._launch.chain()
+        self._launch.seal()
+
+    # beside the body, or a later one
+
+    def _look(self) -> None:
+        """Once: what was postponed; then seal what the forward writes, judge what its rows read of earlier forwards."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        self._beside.catch_up()
+        self._seal()
+        self._launch.verify_prefixes()
+
+    def _seal(self) -> None:
+        if not self._has_sealed:
+            self._has_sealed = True
+            self._launch.chain()
+            self._launch.seal()
+
+    def _judge(self) -> None:
+        """When all is stored: fingerprints, layers and own entries, what fired and what has run."""
+        self._has_judged = True
+        self._settle()
+        self._count()
+
+    def _settle(self) -> None:
+        launch = self._launch
+        launch.attest()
+        launch.verify_own()
+        launch.settle()
+        launch.judge_reads()
+
+    def _count(self) -> None:
+        self._launch.count_planned()
+        self._launch.count_read()
+        if self.masks is not None:
+            self.masks.pack()
+        self.written.pack()
+
+    # a postponed forward, of which only stores have been launched
+
+    def _plan_and_seal(self) -> None:
+        self._launch.plan()
+        self._seal()
+
+    def _judge_rows(self) -> None:
+        self._launch.verify_prefixes()
+        self._settle()
+
+    def _parts(self, header: Tensor) -> tuple[Tensor, ...]:
+        plan, planned = self.forward, self.work.planned
+        parents = next((one for one in (plan.parents, plan.lineage) if one is not None), plan.slots[:0])
+        own = plan.bounds, plan.row_starts, plan.row_ends, plan.slots, plan.tokens, plan.positions, parents
+        words = plan.slots[:0] if self.masks is None else self.masks.words
+        return *own, planned.safe_slots, planned.ancestors, words, planned.row_violations, header
+
+
+def line_card(substep: StaticSubstep) -> array[int]:
+    """[LINE_CARD] (cards.py)."""
+    line = substep.written.line()
+    where = [part.start if part.stop > part.start else NOWHERE for part in line.where]
+    bounds, starts, ends, _, tokens, _, parents, safe, _, mask, *_ = where
+    parents = parents if substep.forward.lineage is None else NOWHERE  # the part holds that
+    nodes = 0 if substep.masks is None else substep.masks.device.shape[-1]
+    kind, number = KINDS.get(substep.site[0], OTHER), NOWHERE if substep.number is None else substep.number
+    header = line.where[HEADER_PART].start
+    rest = substep.forward.num_entries, substep.width, nodes, kind, number, header, len(line.numbers) - 1, 0
+    return array("q", (substep.pool.card_at, bounds, starts, ends, tokens, parents, safe, mask, *rest))

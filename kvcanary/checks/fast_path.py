@@ -1,0 +1,114 @@
+"""Settling: all forwards that wait are proved clean, sealed and noted in one compiled loop, as they nearly always are.
+
+The loop only says that something is wrong; the rules (`checks.StepChecks`) then judge the same forwards and name it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from kvcanary.calls.forward import Forward, Ints
+from kvcanary.calls.violation_log import HitLog
+from kvcanary.checks.seals import Sealer
+from kvcanary.ledger.ledger import Judged, Ledger, Request
+from kvcanary.native.layout import (
+    FACTS,
+    JUDGED,
+    JUDGED_STEP,
+    KNOWN,
+    NUM_ROW_SLOTS,
+    NUM_TOKENS_KNOWN,
+    NUM_TRUTHS,
+    PLANS_WRONG,
+    READS_WRONG,
+    ROW_LEN,
+    ROW_SLOTS,
+    SEALED_BITS,
+    SEEN,
+    TOKENS_KNOWN,
+)
+from kvcanary.records.host_pool import REWRITTEN
+from kvcanary.records.record_store import Mirror
+from kvcanary.records.state import CanaryState
+
+
+class Settled(Enum):
+    """What is left to the rules."""
+
+    NOTHING = "all is clean"
+    READS = "all is sealed, some row is not what it should be"
+    ALL = "nothing was done"
+
+
+class Settler:
+    """Forwards over pools in host memory, whose rows begin at position 0 and lie where plans say."""
+
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, sealer: Sealer) -> None:
+        self._ledger, self._mirror, self._sealer = ledger, mirror, sealer
+        self._is_able = all(pool.host is not None and not pool.is_partial for pool in state.pools)
+        self._cards = np.array([pool.card_at for pool in state.pools], np.int64)
+        self._loop = state.pools[0].loops.settle_forwards
+
+    def settle(self, forwards: Sequence[Forward], hits: HitLog) -> Settled:
+        """Prove, seal and note; W5 of what was sealed goes to `hits`."""
+        if not self._is_able or not all(map(_is_whole, forwards)):
+            return Settled.ALL
+        requests, numbers = _requests_of(forwards), array("q")
+        for request in requests:
+            self._add_facts(request, numbers)
+        facts = np.frombuffer(numbers, np.int64).reshape(len(requests), len(self._cards), FACTS)
+        ledger = self._ledger
+        found = self._loop(
+            np.frombuffer(array("q", [forward.head for forward in forwards]), np.int64),
+            facts,
+            self._cards,
+            ledger.generations,
+            ledger.states,
+            *self._mirror.memory_of_loops,
+        )
+        if found == PLANS_WRONG:
+            return Settled.ALL
+        wrong, seen = found & READS_WRONG, found >> SEALED_BITS
+        if seen:
+            self._mirror.epoch += bool(seen & REWRITTEN)
+            hits += self._sealer.sealed(forwards, [int(forward.memory[SEEN]) for forward in forwards])
+        self._note(requests, facts, has_judged=not wrong)
+        return Settled.READS if wrong else Settled.NOTHING
+
+    def _add_facts(self, request: Request, numbers: array[int]) -> None:
+        """[pools * FACTS] (cards.py)."""
+        card, epoch, committed_len = request.known.card, self._mirror.epoch, request.committed_len
+        row, tokens = (card[ROW_SLOTS], card[NUM_ROW_SLOTS]), (card[TOKENS_KNOWN], card[NUM_TOKENS_KNOWN])
+        common = request.uid, *row, *tokens
+        for truth, row_len, (length, _, judged_in) in zip(
+            request.truths, request.row_lens, request.judged, strict=True
+        ):
+            is_judged = length if judged_in == epoch else 0
+            facts = truth.values_at, truth.count, truth.signed_root, committed_len, row_len, is_judged, 0, 0, 0
+            numbers.extend(common + facts)
+
+    def _note(self, requests: Sequence[Request], facts: Ints, has_judged: bool) -> None:
+        """How far rows are written, their truth is known, and they were judged clean."""
+        epoch = self._mirror.epoch
+        learned = facts[:, :, [ROW_LEN, NUM_TRUTHS, KNOWN, JUDGED, JUDGED_STEP]].tolist()
+        for request, pools in zip(requests, learned, strict=True):
+            for pool_id, (row_len, num_truths, known, judged, step) in enumerate(pools):
+                request.row_lens[pool_id] = row_len
+                request.truths[pool_id].grown(num_truths)
+                if has_judged and judged:
+                    request.judged[pool_id] = Judged(max(known, judged), step, epoch)
+
+
+def _requests_of(forwards: Sequence[Forward]) -> list[Request]:
+    """All of them, each once."""
+    batches = {forward.request_ids: forward.requests for forward in forwards}.values()  # most steps have one
+    return list({request.uid: request for batch in batches for request in batch}.values())
+
+
+def _is_whole(forward: Forward) -> bool:
+    """Whether nothing was refused, every layer has stored, and the loop reads what the plan names."""
+    return forward.is_usable and forward.stored == forward.pool.full_layers and forward.dense_indices is forward.indices

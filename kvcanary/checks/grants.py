@@ -1,0 +1,59 @@
+"""Grants: entries of rows that lie on shared pages which their requests do not hold.
+
+A free page, and another request's private one, say so themselves. A shared page has no owner: its bytes may be right,
+and its tokens those that the row would have had, but who reads it without holding it reads what may be evicted and
+reused at any time. Only the host knows the pages of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvcanary.calls.entries import Entries
+from kvcanary.calls.forward import Ints
+from kvcanary.calls.violation_log import HitBatch
+from kvcanary.captured.readback import ReadRow
+from kvcanary.ledger.ledger import Ledger, Request
+from kvcanary_kernels.record.layout import CODE_BITS, SHARED
+
+
+def grant_codes(ledger: Ledger, request: Request, first_position: int, names: Ints) -> Ints:
+    """[n] int64: R7 or R8 for entries of a row, from a position on, on shared pages that it does not hold; else 0.
+
+    names: [n] int64, slots as plans name them, inside the pool or not
+
+    R7: the row has given the page back, or was granted none for this position. R8: it was granted another one there.
+    An own page in the place of another is left to the positions that its records hold (R4).
+    """
+    granted, codes = request.known.slots[first_position : first_position + len(names)], np.zeros_like(names)
+    known = np.full(len(names), -1)
+    known[: len(granted)] = granted
+    strange = np.flatnonzero(names != known)
+    pages = names[strange] // ledger.page_size
+    for page in np.unique(pages).tolist():
+        is_shared = 0 <= page < len(ledger.states) and ledger.states[page] == SHARED
+        if not is_shared or page in request.pages:
+            continue
+        own = strange[pages == page]
+        is_foreign = (known[own] >= 0) & (not ledger.had(page, request.request_id))
+        codes[own] = np.where(is_foreign, CODE_BITS["R8"], CODE_BITS["R7"])
+    return codes
+
+
+def judge_read_rows(ledger: Ledger, rows: Iterable[ReadRow], step: int) -> list[HitBatch]:
+    """R7 and R8 of captured forwards in which something else fired, or whose requests lack pages."""
+    hits = []
+    for row in dict.fromkeys(rows):
+        request = ledger.requests.get(ledger.name(row.uid) or "")
+        if request is None or request.uid != row.uid:
+            continue
+        slots, positions = np.array(row.slots, np.int64), np.arange(len(row.slots))
+        codes = grant_codes(ledger, request, 0, slots)
+        entries = Entries(slots, positions, np.zeros_like(positions), [request.request_id])
+        for code in ("R7", "R8"):
+            which = np.flatnonzero(codes == CODE_BITS[code])
+            if len(which):
+                hits.append(entries.fired(code, row.pool, row.site, step, which))
+    return hits

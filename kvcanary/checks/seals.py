@@ -1,0 +1,73 @@
+"""Sealing: a record for everything that the pending forwards have written, each chained to what it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcanary.calls.entries import fired_writes
+from kvcanary.calls.forward import Forward, Ints
+from kvcanary.calls.violation_log import HitBatch
+from kvcanary.checks.lineage import judge_lineage
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.records.host_pool import ASTRAY, MISPLACED, NULL_WRITTEN, PAGE_FRESH
+from kvcanary.records.record_store import Mirror, Words
+
+
+class Sealer:
+    """Seals all entries of a step, forward by forward, in one compiled loop each."""
+
+    def __init__(self, mirror: Mirror, ledger: Ledger) -> None:
+        self._mirror, self._ledger = mirror, ledger
+
+    def seal(self, forwards: Sequence[Forward]) -> list[HitBatch]:
+        """Seal all entries in the order of their run; W5 where a position does not follow the parent's, R5 where a row
+        does not read what its lineage goes on from.
+        """
+        seen = [self._mirror.seal(forward, self._roots(forward), self._ledger.pages) for forward in forwards]
+        return self.sealed(forwards, seen)
+
+    def sealed(self, forwards: Sequence[Forward], seen: Sequence[int]) -> list[HitBatch]:
+        """What follows from what a loop has seen while it sealed each of these forwards (host.py)."""
+        hits = []
+        for forward, found in zip(forwards, seen, strict=True):
+            if found & PAGE_FRESH:
+                self._ledger.pages.wrote(forward.slot_names, self._ledger.page_size)
+            if found & NULL_WRITTEN:
+                self._mirror.forget_null_chains(forward)
+            if found & MISPLACED:
+                hits.append(_misplaced(forward))
+            if found & ASTRAY:
+                hits += judge_lineage(forward, self._mirror.memory[forward.pool.base :])
+        return hits
+
+    def _roots(self, forward: Forward) -> Words:
+        """[rows] chain that a row continues where it reads nothing before its own entries."""
+        pool_id = forward.pool.pool_id
+        roots = np.array([request.root(pool_id) for request in forward.requests], np.uint64)
+        if forward.width > 1:
+            roots = roots.repeat(forward.width)
+        if forward.has_starts:
+            self._continue_tokens(forward, roots)
+        return roots
+
+    def _continue_tokens(self, forward: Forward, roots: Words) -> None:
+        """Rows of a window that shows nothing before their own entries continue what the host knows."""
+        for row, (own, bound, start) in enumerate(zip(forward.owns, forward.bounds, forward.starts, strict=False)):
+            if own == bound and start:
+                truth = self._ledger.truth(forward.request_of(row), forward.pool.pool_id, forward.begins[row])
+                roots[row] = 0 if truth is None else truth
+
+
+def _misplaced(forward: Forward) -> HitBatch:
+    """W5 for every entry whose position is not its parent's plus one."""
+    positions, per_row = forward.planned.positions, np.array(forward.written, np.int64)
+    wanted = np.repeat(np.array(forward.begins, np.int64), per_row)
+    if forward.parents is None:
+        wanted += np.arange(len(wanted)) - np.repeat(per_row.cumsum() - per_row, per_row)
+    else:
+        parents: Ints = np.array(forward.parents, np.int64)
+        wanted = np.where(parents < 0, wanted, positions[parents] + 1)
+    which = np.flatnonzero(positions != wanted)
+    return fired_writes("W5", forward, which, parent_positions=wanted - 1)

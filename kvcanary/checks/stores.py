@@ -1,0 +1,156 @@
+"""Storing: the content lanes of values on their way into a pool, taken at the store and written when they are sealed.
+
+They are those of what was to be stored, not of what the pool holds now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcanary.calls.forward import Forward
+from kvcanary.native.layout import LANES
+from kvcanary.records.fingerprints import joined, lanes_of_layer
+from kvcanary.records.state import PoolState
+from kvcanary_kernels.record.layout import signed
+from kvcanary_kernels.record.rows import WORD_BYTES
+
+LANES_BYTES = 16  # of one entry and layer
+
+
+def expect_values(forward: Forward) -> None:
+    """Room for the lanes of everything that this forward will store."""
+    shape = forward.pool.view.num_layers, 2, forward.num_entries
+    forward.lanes = torch.empty(shape, dtype=torch.int64, device=forward.pool.records.device)
+    forward.lanes_at = forward.memory[LANES] = forward.lanes.data_ptr()
+
+
+def take_lanes(forward: Forward, lanes: Tensor, layer: int, values: Sequence[Tensor]) -> None:
+    """What a layer stores: `pool.view.value_shapes(n)`, K, V and extras in logical order.
+
+    lanes: [layers, 2, n] int64 out, lane a of each layer, and what it adds to lane b
+    """
+    pool, host = forward.pool, forward.pool.host
+    if host is None:
+        lanes[layer] = torch.stack(lanes_of_layer(pool, layer, _words(pool, values)))
+        return
+    n, keys, start = forward.num_entries, host.layer_keys[layer], host.starts[layer]
+    out = forward.lanes_at + layer * n * LANES_BYTES
+    if len(values) == 2:  # K and V as a model gives them, or a split view of its product
+        (k, v), (own, other) = values, host.parts
+        k_stride, v_stride, k_at, v_at = k.stride(), v.stride(), k.data_ptr(), v.data_ptr()
+        k_step, v_step = k_stride[0] * own.size, v_stride[0] * other.size
+        if (
+            k_stride[1:] == own.inner
+            and v_stride[1:] == other.inner
+            and k.dtype is own.dtype
+            and v.dtype is other.dtype
+            and not (k_at | v_at | k_step | v_step) % WORD_BYTES
+            and k.is_cpu
+            and v.is_cpu
+        ):
+            pool.loops.sum_values(k_at, k_step, own.words, v_at, v_step, other.words, n, keys, start, out)
+            return
+    row, step, words = _words(pool, values), WORD_BYTES * host.words, host.words
+    pool.loops.sum_values(row.data_ptr(), step, words, 0, 0, 0, n, keys, start, out)
+
+
+class Store:
+    """The stores of one forward whose pool lies in host memory and holds K and V: writes and lanes in one loop a layer.
+
+    What was found about slots and values of one layer is asked again only where those of the next are different.
+    """
+
+    __slots__ = ("_bit_of", "_forward", "_geometry", "_head", "_k_step", "_loop", "_slots", "_slots_step", "_v_step")
+
+    def __init__(self, forward: Forward) -> None:
+        pool = forward.pool
+        self._forward, self._head, self._loop, self._bit_of = forward, forward.head, pool.loops.put_values, pool.bit_of
+        self._slots: Tensor | None = None
+        self._geometry: tuple[object, ...] = ()
+
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
+        """Store what this layer stores at `slots` [n], instead of the engine; False: it must, and tell `store`.
+
+        k, v: [n, kv_heads, head_dim], in the order of the write plan, whatever the pool's layout
+        Nothing was done where values are no dense rows of the pool's types, or slots are not those that were planned.
+        """
+        if extras:
+            return False
+        geometry = k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, k.is_cpu and v.is_cpu
+        if geometry != self._geometry and not self._learn(geometry):
+            return False
+        if slots is not self._slots and not self._follow(slots):
+            return False
+        forward, bit, at = self._forward, self._bit_of(layer, 0), slots.data_ptr()
+        if not bit or forward.stored & bit:
+            return False
+        k_step, v_step = self._k_step, self._v_step
+        if not self._loop(self._head, layer, at, self._slots_step, k.data_ptr(), k_step, v.data_ptr(), v_step):
+            return False
+        forward.stored |= bit
+        return True
+
+    def _learn(self, geometry: tuple[Any, ...]) -> bool:
+        """Whether values like these are this forward's rows, as the pool holds them; where they lie."""
+        host = self._forward.pool.host
+        steps = None if host is None else host.steps[geometry]
+        if steps is None or geometry[0][0] != self._forward.num_entries:
+            return False
+        self._geometry, (self._k_step, self._v_step) = geometry, steps
+        return True
+
+    def _follow(self, slots: Tensor) -> bool:
+        if not slots.is_cpu or slots.dtype is not torch.int64 or slots.shape != (self._forward.num_entries,):
+            return False
+        self._slots, self._slots_step = slots, slots.stride(0)
+        return True
+
+
+def leave_it(layer: int, slots: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> bool:
+    """The engine stores by itself."""
+    return False
+
+
+def keep_lanes(forward: Forward) -> None:
+    """Write the lanes where looks will compare them; the records of this forward must be sealed.
+
+    What a layer did not store is taken as it lies in the pool: R12 names it, R9 need not.
+    """
+    pool, lanes, host = forward.pool, forward.lanes, forward.pool.host
+    if lanes is None:
+        return
+    if forward.stored != pool.full_layers:
+        for layer in range(pool.view.num_layers):
+            if not forward.stored >> layer & 1:
+                lanes[layer] = torch.stack(
+                    lanes_of_layer(pool, layer, pool.rows.gather_layer(layer, forward.pool_slots))
+                )
+    if host is None:
+        _keep_on_device(forward, lanes)
+    else:
+        slots = forward.planned.slots
+        pool.loops.keep_lanes(slots, lanes.numpy(), host.start_b, host.content_a, host.records, host.expected)
+
+
+def _keep_on_device(forward: Forward, lanes: Tensor) -> None:
+    last = dict(zip(forward.write_slots, range(len(forward.write_slots)), strict=True))  # W4 may repeat a slot
+    slots, entries = (torch.tensor(list(values), device=lanes.device) for values in (last, last.values()))
+    lane_a, lane_b = lanes.index_select(2, entries).unbind(1)
+    forward.pool.write_lanes(slots, lane_a, lane_b.sum(0).add_(signed(forward.pool.keys.start_b)))
+
+
+def _words(pool: PoolState, values: Sequence[Tensor]) -> Tensor:
+    """[n, words_per_row] int32: the rows that these values are in the pool, in fresh memory."""
+    device = pool.records.device
+    typed = [
+        value.to(device, part.dtype).reshape(len(value), -1)
+        for part, value in zip(pool.view.parts, values, strict=True)
+    ]
+    return joined(
+        [torch.cat(list(same), 1).view(torch.int32) for _, same in groupby(typed, lambda part: part.dtype)], 1
+    )

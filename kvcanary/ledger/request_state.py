@@ -1,0 +1,214 @@
+"""Known: what steps change of a request, where compiled loops read and write it by one address."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.ledger.reread_queue import ReadQueue
+from kvcanary.native.layout import (
+    ALL,
+    CHAIN_CARD,
+    CHAIN_COUNT,
+    CHAIN_OFFSET,
+    CHAIN_ROOT,
+    CHAIN_VALUES,
+    CHAIN_WRITTEN,
+    NOWHERE,
+    NUM_CHAINS,
+    NUM_ROW_SLOTS,
+    NUM_TOKENS_KNOWN,
+    NUM_UNHEARD,
+    OWNED_LEN,
+    REQUEST_CARD,
+    ROW_LACKS,
+    ROW_ROOM,
+    ROW_SLOTS,
+    TAIL_PAGE,
+    TOKEN_STEPS,
+    TOKENS_KNOWN,
+    TOKENS_ROOM,
+    UNHEARD_CARD,
+    UNHEARD_ROOM,
+    UNHEARD_STEPS,
+)
+from kvcanary_kernels.record.layout import Keys, signed, unsigned
+
+LEAST_ROOM = 64
+LEAST_UNHEARD = 4
+TOKENS, STEPS, CHAINS = range(3)  # rows of a request's numbers; of every chain one
+
+
+class Unheard(NamedTuple):
+    """What a step has accepted, as the device says before the engine does: tokens, what was final, and what is now."""
+
+    tokens: list[int]
+    before: int
+    committed_len: int
+
+
+class Known:
+    """Of one request; what is there stays, and moves when it needs more room.
+
+    card: [REQUEST_CARD + pools * CHAIN_CARD] int64 (cards.py);  at: its address, which stays
+    slots: [n] int64, in row order;  row: the same as bytes
+    row_lens: by pool, entries that a prefill, decode, verify or extend has written;  reads: by pool, `ReadQueue`
+    """
+
+    __slots__ = ("_numbers", "_row", "_unheard", "at", "card", "reads", "row_lens")
+
+    def __init__(
+        self, uid: int, tokens: Sequence[int], chains: Sequence[tuple[int, int, int]], keys: Keys, step: int = 0
+    ) -> None:
+        """`chains`: by pool the value that position 0 continues, unsigned, the first token of its chain, and entries
+        that a row holds beyond the committed length.
+        """
+        self.reads = [ReadQueue() for _ in chains]
+        common = signed(keys.multiplier), signed(keys.mix_key), uid, len(chains), True
+        self.card = array("q", (0, 0, 0, 0, *common, *([0] * (REQUEST_CARD - 9))))
+        for (root, token_offset, ahead), queue in zip(chains, self.reads, strict=True):
+            self.card.extend((0, 0, signed(root), token_offset, ahead, 0, queue.at, NOWHERE, 0))
+        self.at = self.card.buffer_info()[0]
+        self.row_lens = memoryview(self.card)[REQUEST_CARD + CHAIN_WRITTEN :: CHAIN_CARD]
+        self._numbers: NDArray[np.int64] = np.empty((CHAINS + len(chains), 0), np.int64)
+        self._unheard = array("q")
+        self._row: NDArray[np.int64] = np.empty(0, np.int64)
+        self.card[OWNED_LEN] = ALL
+        self.write(0, tokens, step)
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """In place until there is no room for more."""
+        return self._row[: self.card[NUM_ROW_SLOTS]]
+
+    @property
+    def row(self) -> bytes:
+        return self.slots.tobytes()
+
+    @row.setter
+    def row(self, row: bytes) -> None:
+        slots = np.frombuffer(row, np.int64)
+        self.make_row_room(len(slots))
+        self._row[: len(slots)] = slots
+        self.card[NUM_ROW_SLOTS] = len(slots)
+        self.card[ROW_LACKS] |= bool((slots < 0).any())
+
+    def make_row_room(self, count: int) -> None:
+        """For so many slots."""
+        if count > self.card[ROW_ROOM]:
+            before, self._row = self.slots, np.empty(max(2 * count, LEAST_ROOM), np.int64)
+            self._row[: len(before)] = before
+            self.card[ROW_SLOTS], self.card[ROW_ROOM] = self._row.ctypes.data, len(self._row)
+
+    def forget_tail(self, pool_id: int) -> None:
+        """The end of the row is looked at again."""
+        self.card[REQUEST_CARD + CHAIN_CARD * pool_id + TAIL_PAGE] = NOWHERE
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[n], in place until more than there is room for are known."""
+        return self._numbers[TOKENS, : self.card[NUM_TOKENS_KNOWN]]
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """[n], in which each became known."""
+        return self._numbers[STEPS, : self.card[NUM_TOKENS_KNOWN]]
+
+    def write(self, first: int, tokens: Sequence[int], steps: int | Sequence[int]) -> None:
+        """The tokens from this place on; chains are known so far as tokens are the same."""
+        count = first + len(tokens)
+        self.make_room(count)
+        self._numbers[TOKENS, first:count] = tokens
+        self._numbers[STEPS, first:count] = steps
+        self.card[NUM_TOKENS_KNOWN] = count
+
+    def make_room(self, count: int) -> None:
+        """For so many tokens, as many values of every chain, and one more step of which the engine has not told."""
+        card = self.card
+        if card[NUM_UNHEARD] == card[UNHEARD_ROOM]:
+            self._unheard.extend([0] * UNHEARD_CARD * max(card[NUM_UNHEARD], LEAST_UNHEARD))
+            card[UNHEARD_STEPS], size = self._unheard.buffer_info()
+            card[UNHEARD_ROOM] = size // UNHEARD_CARD
+        if count <= card[TOKENS_ROOM] and self._numbers.size:
+            return
+        room = max(2 * count, LEAST_ROOM)
+        numbers = np.empty((len(self._numbers), room), np.int64)
+        numbers[:, : card[TOKENS_ROOM]] = self._numbers
+        self._numbers = numbers
+        card[TOKENS_KNOWN], card[TOKEN_STEPS] = numbers[TOKENS].ctypes.data, numbers[STEPS].ctypes.data
+        card[TOKENS_ROOM] = room
+        for pool_id in range(card[NUM_CHAINS]):
+            card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_VALUES] = numbers[CHAINS + pool_id].ctypes.data
+
+    @property
+    def unheard(self) -> list[Unheard]:
+        """Steps that are in the books and of which the engine has not told yet, oldest first; their tokens are last."""
+        numbers = self._unheard[: UNHEARD_CARD * self.card[NUM_UNHEARD]]
+        steps = list(zip(*[iter(numbers)] * UNHEARD_CARD, strict=True))
+        first, told = self.card[NUM_TOKENS_KNOWN] - sum(count for count, *_ in steps), list[Unheard]()
+        for count, *lens in steps:
+            told.append(Unheard(self.tokens[first : first + count].tolist(), *lens))
+            first += count
+        return told
+
+    @unheard.setter
+    def unheard(self, steps: Sequence[Unheard]) -> None:
+        self.card[NUM_UNHEARD] = 0
+        for number, (tokens, *lens) in enumerate(steps):
+            self.make_room(0)
+            self._unheard[UNHEARD_CARD * number : UNHEARD_CARD * (number + 1)] = array("q", (len(tokens), *lens))
+            self.card[NUM_UNHEARD] = number + 1
+
+    def values(self, pool_id: int) -> NDArray[np.uint64]:
+        """Of a pool's chain, as many as have been asked for."""
+        count = self.card[REQUEST_CARD + CHAIN_CARD * pool_id + CHAIN_COUNT]
+        return self._numbers[CHAINS + pool_id, :count].view(np.uint64)
+
+
+class TruthChain:
+    """The chain of one request in one pool: by position its value, as far as it has been asked for, unsigned.
+
+    token_offset: entry p holds token p + token_offset
+    count: of these;  values_at: their address, with room for one of every token
+    """
+
+    __slots__ = ("_known", "_place", "_pool_id", "root", "signed_root", "token_offset")
+
+    def __init__(self, known: Known, pool_id: int) -> None:
+        self._known, self._pool_id, self._place = known, pool_id, REQUEST_CARD + CHAIN_CARD * pool_id
+        self.signed_root, self.token_offset = (
+            known.card[self._place + CHAIN_ROOT],
+            known.card[self._place + CHAIN_OFFSET],
+        )
+        self.root = unsigned(self.signed_root)
+
+    @property
+    def values(self) -> NDArray[np.uint64]:
+        """[count]"""
+        return self._known.values(self._pool_id)
+
+    @property
+    def count(self) -> int:
+        return self._known.card[self._place + CHAIN_COUNT]
+
+    @property
+    def values_at(self) -> int:
+        return self._known.card[self._place + CHAIN_VALUES]
+
+    def grown(self, length: int) -> None:
+        """A loop has filled the room up to here."""
+        self._known.card[self._place + CHAIN_COUNT] = max(self.count, length)
+
+    def forget_behind(self, length: int) -> None:
+        """Tokens behind these entries are others now."""
+        self._known.card[self._place + CHAIN_COUNT] = min(self.count, length)
+
+    def reaches(self, length: int) -> bool:
+        """Whether the tokens of so many entries are known; then it has at least as many values."""
+        from kvcanary.native.loops import grow_chain
+
+        return bool(grow_chain(self._known.at, self._place, length))

@@ -1,0 +1,353 @@
+"""Requests: tokens and their truth chains, the row of pages, and how much of it is final, read and judged."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.errors import LifetimeError, UnknownRequestError
+from kvcanary.ledger.request_ids import Uids
+from kvcanary.ledger.request_state import Known, TruthChain, Unheard
+from kvcanary.ledger.reread_queue import ReadQueue
+from kvcanary.native.layout import (
+    ALL,
+    COMMIT_STEP,
+    COMMITTED_LEN,
+    FINAL_PAGES,
+    IS_LIVE,
+    NUM_IN_THE_AIR,
+    NUM_UNLANDED,
+    OWNED_LEN,
+    ROW_LACKS,
+    ROW_NUMBERS,
+)
+from kvcanary_kernels.record.layout import Keys, chain_root
+
+NO_PAGE = -1
+MOST_BATCHES = 16
+
+
+class Judged(NamedTuple):
+    """How many entries of a row were judged clean, in which step, and in which epoch of the mirror."""
+
+    length: int = 0
+    step: int = 0
+    epoch: int = 0
+
+
+class Role(NamedTuple):
+    """What one pool holds of a request: the name in its chain roots, and how its entries relate to tokens and lengths.
+
+    token_offset: the slot of position p holds token p + token_offset
+    ahead:        entries that a row holds beyond the committed length
+    """
+
+    name: str
+    token_offset: int = 0
+    ahead: int = 0
+
+
+class _OfCard:
+    """A number of a request that its card holds, where compiled loops read and write it too (cards.py)."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    @overload
+    def __get__(self, request: None, owner: type[Request]) -> _OfCard: ...
+    @overload
+    def __get__(self, request: Request, owner: type[Request]) -> int: ...
+    def __get__(self, request: Request | None, owner: type[Request]) -> int | _OfCard:
+        return self if request is None else request.known.card[self._place]
+
+    def __set__(self, request: Request, number: int) -> None:
+        request.known.card[self._place] = number
+
+
+@dataclass
+class Request:
+    """One request: what it is, what it owns, and how much of it is final.
+
+    known:         tokens, chain values, and all below that steps change, for the compiled loops
+    judged:        by pool, how much of the row was judged clean
+    ahead:         by pool, entries that its row may hold beyond the committed length
+    pages:         page i holds positions [i * page_size, (i + 1) * page_size); NO_PAGE where it was freed
+    is_damaged:    something was found in what it holds, and it may have computed NaN from that
+    brought_len:   entries that a load or restore is said to have brought: no forward need have written them
+    committed_len: entries [0, committed_len) are final
+    final_pages:   pages of the row's head that are final in every pool: committed, or acquired from a prefix cache
+    commit_step:   step of the last commit
+    in_the_air:    captured forwards with its rows of which the host has not learned yet
+    lacks_pages:   1 where pages of what is final were given back, while the request goes on
+    unlanded:      captured steps with its rows that accept what the host has not learned yet
+    """
+
+    request_id: str
+    uid: int
+    known: Known
+    truths: list[TruthChain]
+    judged: list[Judged]
+    ahead: tuple[int, ...]
+    pages: list[int] = field(default_factory=list)
+    released: bool = False
+    is_damaged: bool = False
+    brought_len: int = 0
+
+    committed_len = _OfCard(COMMITTED_LEN)
+    final_pages = _OfCard(FINAL_PAGES)
+    commit_step = _OfCard(COMMIT_STEP)
+    in_the_air = _OfCard(NUM_IN_THE_AIR)
+    unlanded = _OfCard(NUM_UNLANDED)
+    lacks_pages = _OfCard(ROW_LACKS)
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[n], all that are known."""
+        return self.known.tokens
+
+    @property
+    def row(self) -> bytes:
+        """Slots in row order, as the bytes of an index array."""
+        return self.known.row
+
+    @row.setter
+    def row(self, slots: bytes) -> None:
+        self.known.row = slots
+
+    @property
+    def owned_len(self) -> int | None:
+        """Entries that are the request's own when it has ended inside what was accepted; None: all are."""
+        length = self.known.card[OWNED_LEN]
+        return None if length == ALL else length
+
+    @owned_len.setter
+    def owned_len(self, length: int | None) -> None:
+        self.known.card[OWNED_LEN] = ALL if length is None else length
+
+    @property
+    def row_lens(self) -> memoryview:
+        """By pool, entries that a prefill, decode, verify or extend has written."""
+        return self.known.row_lens
+
+    @row_lens.setter
+    def row_lens(self, lens: Sequence[int]) -> None:
+        self.known.row_lens[:] = array("q", lens)
+
+    @property
+    def reads(self) -> list[ReadQueue]:
+        """By pool, when the bytes of each committed position were last known good."""
+        return self.known.reads
+
+    @property
+    def unheard(self) -> list[Unheard]:
+        """Steps that are in these books and of which the engine has not told yet, oldest first."""
+        return self.known.unheard
+
+    @unheard.setter
+    def unheard(self, steps: Sequence[Unheard]) -> None:
+        self.known.unheard = steps
+
+    @property
+    def heard_len(self) -> int:
+        """The committed length that the engine has told last."""
+        return self.unheard[0].before if self.unheard else self.committed_len
+
+    def final_len(self, pool_id: int, committed_len: int | None = None) -> int:
+        """Entries of this pool that are COMMITTED: final, and written by a forward that is no guess.
+
+        committed_len: as it was at some time; None: as it is now
+        """
+        return min(self.most_final(pool_id, committed_len), self.row_lens[pool_id])
+
+    def most_final(self, pool_id: int, committed_len: int | None = None) -> int:
+        """Entries of this pool that acceptance has made final, written or not: what lies behind them is no row's."""
+        return (self.committed_len if committed_len is None else committed_len) + self.ahead[pool_id]
+
+    def root(self, pool_id: int) -> int:
+        """The chain value that position 0 of this request continues in a pool, unsigned: role, salt and adapter."""
+        return self.truths[pool_id].root
+
+    def start_anew(self) -> None:
+        """All pages are back: a request that goes on computes its rows again."""
+        self.committed_len = 0
+        self.row_lens = [0] * len(self.row_lens)
+        for queue in self.reads:
+            queue.clear()
+        self.judged = [Judged()] * len(self.judged)
+        self.unheard = []
+        self.is_damaged = False
+        self.brought_len = self.lacks_pages = 0
+
+    @property
+    def growth(self) -> list[tuple[int, int]]:
+        """(step, tokens known after it) of every step in which some became known."""
+        return growth_of(self.known.steps)
+
+    @growth.setter
+    def growth(self, told: Sequence[tuple[int, int]]) -> None:
+        first = 0
+        for step, end in told:
+            self.known.steps[first:end] = step
+            first = end
+
+    def tokens_since(self, step: int) -> int:
+        """Tokens appended in steps after `step`."""
+        return int(np.count_nonzero(self.known.steps > step))
+
+
+def growth_of(steps: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """(step, tokens known after it) of every step in which some became known; `steps`: by token, in which it did."""
+    ends = np.flatnonzero(np.diff(steps, append=steps[-1:] + 1)) + 1
+    return list(zip(steps[ends - 1].tolist(), ends.tolist(), strict=True))
+
+
+class Batch:
+    """Requests that steps name together: made once, as they name the same again and again.
+
+    told:    how many, and the address of the addresses of their cards, as compiled loops take them
+    no_rows: [ROW_NUMBERS * requests + 1] zeros, to be copied (cards.py)
+    """
+
+    __slots__ = ("_cards", "names", "no_rows", "requests", "told")
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = list(requests)
+        self.names = tuple([request.request_id for request in self.requests])
+        self._cards = array("q", [request.known.at for request in requests])
+        self.told = len(self._cards), self._cards.buffer_info()[0]
+        self.no_rows = array("q", bytes(8 * (ROW_NUMBERS * len(self._cards) + 1)))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def make_room(self, counts: Iterable[int]) -> None:
+        """For so many more tokens of each, and one more step."""
+        for request, count in zip(self.requests, counts, strict=True):
+            request.known.make_room(len(request.tokens) + count)
+            for queue in request.reads:
+                queue.make_room()
+
+    def make_row_room(self, counts: Iterable[int]) -> None:
+        """For so many more slots of each row."""
+        for request, count in zip(self.requests, counts, strict=True):
+            request.known.make_row_room(len(request.known.slots) + count)
+
+
+class Batches(dict[tuple[str, ...], Batch]):
+    """By names, those that steps have named together; `batches[names]` makes one that is not there."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        self._requests = requests
+
+    def __missing__(self, names: tuple[str, ...]) -> Batch:
+        batch = self._make(names)
+        if len(self) == MOST_BATCHES:
+            self.clear()
+        self[names] = batch
+        return batch
+
+    def once(self, names: tuple[str, ...]) -> Batch:
+        """The same for an event after which nobody need name these together again: what is made is not kept."""
+        batch = self.get(names)
+        return self._make(names) if batch is None else batch
+
+    def _make(self, names: tuple[str, ...]) -> Batch:
+        return Batch([_named(self._requests, name) for name in names])
+
+
+class RequestBook:
+    """The live requests, by id, and in the batches in which steps name them."""
+
+    def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
+        self.requests: dict[str, Request] = {}
+        self.batches = Batches(self.requests)
+        self._uids, self._keys, self._roles = Uids(), keys, [Role(*role) for role in roles]
+
+    def admit(self, request_id: str, token_ids: Sequence[int], step: int, salt: str = "", adapter: str = "") -> Request:
+        """A request with its prompt. `salt` and `adapter` name what makes equal tokens mean other K and V."""
+        if request_id in self.requests:
+            raise LifetimeError(f"request {request_id!r} is admitted already")
+        tokens = list(token_ids)
+        roots = [chain_root(self._keys, role.name, salt, adapter) for role in self._roles]
+        chains = [(root, role.token_offset, role.ahead) for root, role in zip(roots, self._roles, strict=True)]
+        uid = self._uids.new(request_id)
+        known = Known(uid, tokens, chains, self._keys, step)
+        truths = [TruthChain(known, pool_id) for pool_id in range(len(roots))]
+        ahead = tuple(role.ahead for role in self._roles)
+        request = Request(request_id, uid, known, truths, [Judged()] * len(roots), ahead)
+        self.requests[request_id] = request
+        return request
+
+    def known(self, request_ids: Sequence[str]) -> list[Request]:
+        """The requests of these ids; LifetimeError for one that is not admitted."""
+        return self.batches[tuple(request_ids)].requests
+
+    def batch(self, request_ids: Sequence[str]) -> Batch:
+        """The same as steps take them."""
+        return self.batches[tuple(request_ids)]
+
+    def confirm(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The engine tells tokens that the device has told before; where they differ, the engine's word counts.
+
+        What it has said goes out to its clients, and is what the next forwards must have been fed with.
+        """
+        unheard, tokens = request.unheard, [int(token) for token in token_ids]
+        told = unheard[0].tokens
+        if told == tokens:
+            return
+        first = len(request.tokens) - sum(len(step.tokens) for step in unheard)
+        end = first + len(told)
+        steps = [*[int(request.known.steps[first])] * len(tokens), *request.known.steps[end:].tolist()]
+        request.known.write(first, [*tokens, *request.tokens[end:].tolist()], steps)
+        request.unheard = [unheard[0]._replace(tokens=tokens), *unheard[1:]]
+        for truth in request.truths:
+            truth.forget_behind(max(first - truth.token_offset, 0))
+
+    def request(self, request_id: str) -> Request:
+        return _named(self.requests, request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; its name stays known to reports for a while."""
+        request = self.request(request_id)
+        if held := sum(page != NO_PAGE for page in request.pages):
+            raise LifetimeError(f"request {request_id!r} still holds {held} pages: free them first")
+        self._uids.retire(request.uid)
+        del self.requests[request_id]
+        request.known.card[IS_LIVE] = False
+        self.batches.clear()
+
+    def remember(self, uid: int, name: str) -> None:
+        """The request that had this uid, before anybody was told of it here."""
+        self._uids.remember(uid, name)
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether a request of this name was admitted, and has ended."""
+        return self._uids.has_ended(request_id)
+
+    def name(self, uid: int) -> str | None:
+        """The request that has this uid, or had it last."""
+        return self._uids.name(uid)
+
+    def truth(self, request: Request, pool_id: int, length: int) -> int | None:
+        """Chain that the row's last entry must have at this length, unsigned; None: a token is not known yet."""
+        chains = self.truths(request, pool_id, length)
+        if chains is None:
+            return None
+        return int(chains[length - 1]) if length else request.root(pool_id)
+
+    def truths(self, request: Request, pool_id: int, length: int) -> NDArray[np.uint64] | None:
+        """By position the chain that the row's entries must have, at least `length` of them; None as for `truth`."""
+        truth = request.truths[pool_id]
+        return truth.values if truth.reaches(length) else None
+
+
+def _named(requests: Mapping[str, Request], request_id: str) -> Request:
+    request = requests.get(request_id)
+    if request is None:
+        raise UnknownRequestError(f"request {request_id!r} is not admitted: call admit() first", request_id=request_id)
+    return request

@@ -1,0 +1,107 @@
+"""ReadQueue: positions of a row in the order in which their bytes were last looked at."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from kvcanary.native.layout import (
+    FIRST_RANGE,
+    NUM_RANGES,
+    QUEUE_CARD,
+    QUEUE_LENGTH,
+    RANGE,
+    RANGES,
+    RANGES_ROOM,
+    RANGES_TO_SPARE,
+    TAKEN,
+)
+from kvcanary.pools.slot_maps import Ints
+
+Range = tuple[int, int, int]  # start, end, step in which it was known good
+LEAST_ROOM = 16
+
+
+class ReadQueue:
+    """Ranges of positions, oldest look first, where compiled loops read and write them.
+
+    at: address of its card, [QUEUE_CARD] int64 (cards.py), which stays
+    """
+
+    __slots__ = ("_card", "_ring", "at")
+
+    def __init__(self) -> None:
+        self._card = array("q", bytes(8 * QUEUE_CARD))
+        self.at = self._card.buffer_info()[0]
+        self._fill(np.empty((0, RANGE), np.int64))
+
+    @property
+    def length(self) -> int:
+        """Positions [0, length) are in the queue."""
+        return self._card[QUEUE_LENGTH]
+
+    @property
+    def ranges(self) -> list[Range]:
+        """All of them, as they are now."""
+        return [(start, end, step) for start, end, step in self.numbers().tolist()]
+
+    def make_room(self) -> None:
+        """For what joins in a step, and for what a look cuts off."""
+        if self._card[NUM_RANGES] + RANGES_TO_SPARE > self._card[RANGES_ROOM]:
+            self._fill(self.numbers())
+
+    def extend_to(self, length: int, step: int) -> None:
+        """Positions [self.length, length) are final; their bytes were known good in `step`, when written."""
+        from kvcanary.native.loops import extend_queue
+
+        self.make_room()
+        extend_queue(self.at, length, step)
+
+    def take(self, count: int, step: int, again: bool = False) -> list[Range]:
+        """The `count` positions that waited longest and are looked at now: (start, end, step when last known good).
+
+        again: also those that were looked at in this very step
+        """
+        from kvcanary.native.loops import take_ranges
+
+        self.make_room()
+        taken = array("q", bytes(8 * TAKEN * self._card[NUM_RANGES]))
+        found = take_ranges(self.at, count, step + again, step, taken.buffer_info()[0])
+        return [(start, end, read) for _, start, end, read in zip(*[iter(taken[: TAKEN * found])] * TAKEN, strict=True)]
+
+    def looks(self) -> tuple[Range, ...]:
+        """Ranges (start, end, step in which their bytes were last known good), oldest look first."""
+        return tuple(self.ranges)
+
+    def numbers(self) -> Ints:
+        """[ranges, RANGE] int64 in their order, a copy: `looks` as one array."""
+        first, count = self._card[FIRST_RANGE], self._card[NUM_RANGES]
+        return self._ring.take(range(first, first + count), 0, mode="wrap")
+
+    def put(self, looks: list[Range]) -> None:
+        """As `looks` has told them."""
+        self._fill(np.array(looks, np.int64).reshape(-1, RANGE))
+        self._card[QUEUE_LENGTH] = max((end for _, end, _ in looks), default=0)
+
+    def oldest(self) -> int | None:
+        """The step of the position that waits longest."""
+        from kvcanary.native.loops import oldest_look
+
+        return int(oldest_look(self.at)) if self._card[NUM_RANGES] else None
+
+    def last_look(self, position: int) -> int:
+        """The step in which the bytes at this position were known good; -1: in none."""
+        return next((step for start, end, step in self.ranges if start <= position < end), -1)
+
+    def clear(self) -> None:
+        self.put([])
+
+    def _fill(self, ranges: Ints) -> None:
+        """The queue is these, and has room for as many again."""
+        count = len(ranges)
+        room = max(2 * count, LEAST_ROOM)
+        self._ring = np.empty((room, RANGE), np.int64)
+        self._ring[:count] = ranges
+        self._card[NUM_RANGES], self._card[RANGES_ROOM], self._card[FIRST_RANGE] = count, room, 0
+        self._card[RANGES] = self._ring.ctypes.data

@@ -1,0 +1,69 @@
+"""StepBook: what a step changes of its requests, all of them at once, by compiled loops over their cards."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, chain, repeat
+
+from kvcanary.ledger.page_states import Pages
+from kvcanary.ledger.requests import Batch, RequestBook, Role
+from kvcanary.native.layout import KINDS, LEFT_TO_BOOKS, NO_ROOM, OTHER, RUN_CARD
+from kvcanary_kernels.record.layout import Keys
+
+
+class StepBook(RequestBook):
+    """The live requests, as steps go on with them."""
+
+    page_size: int
+    pages: Pages
+
+    def __init__(self, keys: Keys, roles: Sequence[Role]) -> None:
+        from kvcanary.native import loops
+
+        super().__init__(keys, roles)
+        self._loops = loops
+
+    def append(self, batch: Batch, counts: array[int], tokens: array[int], step: int) -> None:
+        """Tokens that were accepted, `in_a_row`; where the device has told of them, the same are expected."""
+        told = *batch.told, counts.buffer_info()[0], tokens.buffer_info()[0], step
+        found = self._loops.append_tokens(*told)
+        if found == NO_ROOM:
+            batch.make_room(counts)
+            found = self._loops.append_tokens(*told)
+        if found == LEFT_TO_BOOKS:
+            for request, end, count in zip(batch.requests, accumulate(counts), counts, strict=True):
+                if request.unheard:
+                    self.confirm(request, tokens[end - count : end])
+
+    def commit_rows(self, batch: Batch, committed_lens: array[int], step: int, is_judged: bool) -> int:
+        """Entries [0, committed length) are final; `loops.commit_rows`."""
+        told = *batch.told, committed_lens.buffer_info()[0], step, self.page_size, is_judged
+        found: int = self._loops.commit_rows(*told)
+        if found == NO_ROOM:
+            batch.make_room(repeat(0, len(batch)))
+            found = self._loops.commit_rows(*told)
+        return found
+
+    def land_runs(self, cards: array[int], first: int) -> int:
+        """`loops.land_runs` of the runs of these cards."""
+        told = cards.buffer_info()[0], len(cards) // RUN_CARD, first, self.page_size, self.pages.final_at
+        return int(self._loops.land_runs(*told))
+
+    def write_rows(self, batch: Batch, kind: str, pool_id: int, before: array[int] | None, written: array[int]) -> None:
+        """A forward of this kind has written rows of so many entries, None: of all that is final."""
+        at = 0 if before is None else before.buffer_info()[0]
+        self._loops.write_rows(*batch.told, pool_id, KINDS.get(kind, OTHER), at, written.buffer_info()[0])
+
+    def tell_rows(self, batch: Batch, pool_id: int, unlanded: int) -> tuple[array[int], int]:
+        """[ROW_NUMBERS * requests + 1] (cards.py) of rows of which nothing runs yet; how many lengths are UNKNOWN.
+
+        unlanded: steps that may have accepted what the host has not learned yet
+        """
+        rows = batch.no_rows[:]
+        return rows, self._loops.tell_rows(*batch.told, pool_id, unlanded, rows.buffer_info()[0])
+
+
+def in_a_row(values: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
+    """How many each request has, and those of all one behind the other."""
+    return array("q", map(len, values)), array("q", map(int, chain.from_iterable(values)))

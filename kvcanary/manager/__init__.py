@@ -1,0 +1,1 @@
+"""`CanaryManager`, the hooks of a forward, and the order of the checks of a step."""

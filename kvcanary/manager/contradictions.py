@@ -1,0 +1,414 @@
+"""Contradictions: what an engine tells and cannot be; an error in mode `raise`, in `log` and `abort` a finding (L1).
+
+`errors.ENGINES_DOING` says which errors these are, and which stay errors in every mode. After an L1 the canary follows
+the engine as far as it can: an event happens to those of its pages to which it may, a grant always happens, and what is
+not known any more is set aside (`set_aside`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+
+from kvcanary.calls.forward import on_host
+from kvcanary.calls.violation import NO_SLOT, Hit
+from kvcanary.captured.in_flight import Flight
+from kvcanary.errors import (
+    ENGINES_DOING,
+    ContradictionError,
+    HookOrderError,
+    LifetimeError,
+    PageStateError,
+    UnknownRequestError,
+)
+from kvcanary.ledger.ledger import NO_PAGE
+from kvcanary.ledger.page_states import EVENTS, STATE_NAMES
+from kvcanary.ledger.requests import Batch
+from kvcanary.pools.slot_maps import locate_slots
+from kvcanary.pools.views import ReadPlan, WritePlan
+from kvcanary_kernels.record.layout import FREE, LOAD_FAILED, LOADING, NEVER_WRITTEN, QUARANTINED, SHARED
+
+if TYPE_CHECKING:
+    from kvcanary.manager.manager import CanaryManager
+
+EVENT_SITE = "event", 0
+Refusal = LifetimeError | ContradictionError
+Given = dict[str, Any]
+Follow = Callable[["Contradictions", Given], Any]
+
+
+class Contradictions:
+    """Stands between an engine and the hooks of its canary, in modes that end nobody for what the engine did."""
+
+    def __init__(self, manager: CanaryManager) -> None:
+        """Puts each hook behind the one door through which its errors come."""
+        self._of = ref(manager)  # who drops a manager has dropped it
+        self._ledger, self._checks = manager._ledger, manager._checks
+        self._aside = manager._aside
+        self._outside: list[int] = []  # pages that the event names, and that nobody may have
+        for name, follow in FOLLOW.items():
+            setattr(manager, name, self._guarded(getattr(type(manager), name), follow))
+
+    @property
+    def _manager(self) -> CanaryManager:
+        manager = self._of()
+        if manager is None:
+            raise HookOrderError("the manager of these hooks is gone: keep it as long as its engine runs")
+        return manager
+
+    def _guarded(self, method: Callable[..., Any], follow: Follow) -> Callable[..., Any]:
+        @wraps(method)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            manager = self._manager
+            try:
+                return method(manager, *args, **kwargs)
+            except ENGINES_DOING as error:
+                bound = inspect.signature(method).bind(manager, *args, **kwargs)
+                bound.apply_defaults()
+                requests, pages = _named(bound.arguments)
+                if isinstance(error, UnknownRequestError):
+                    self._bring_back(error, requests)
+                    return hook(*args, **kwargs)
+                self._error, self._requests, self._pages = error, requests, self._inside(pages)
+                self._outside = sorted(set(pages) - set(self._pages))
+                return follow(self, bound.arguments)
+
+        return hook
+
+    def refused_plan(
+        self,
+        error: Refusal,
+        site: tuple[str, int],
+        pool: str,
+        read: ReadPlan,
+        write: WritePlan,
+    ) -> tuple[Tensor, Tensor] | None:
+        """A forward whose plans cannot be: what it may use all the same; None where it is to be opened again.
+
+        Nobody judges what it reads and writes, and its requests are set aside.
+        """
+        if isinstance(error, UnknownRequestError):
+            self._bring_back(error, read.requests)
+            return None
+        culprits = getattr(error, "request_ids", ()) or read.requests
+        self._tell(error, culprits, (), site=site, pool=pool)
+        self._set_aside(read.requests)
+        self._manager._coverage.skip("forwards whose plans contradict themselves", 1)
+        view = self._manager._state.by_name[pool].view
+        safe = [ids.where(~locate_slots(view, ids)[1], 0) for ids in (read.indices, write.slots)]
+        return safe[0], safe[1]
+
+    # what is told
+
+    def _tell(
+        self,
+        error: Exception,
+        requests: Iterable[str],
+        pages: Sequence[int],
+        site: tuple[str, int] = EVENT_SITE,
+        pool: str | None = None,
+    ) -> None:
+        """One L1 that names them and whoever holds these pages, unless one of them was set aside before."""
+        requests = list(dict.fromkeys(requests))
+        if self._aside.is_known(requests, pages):
+            return
+        state, page = self._manager._state, getattr(error, "page", None)
+        names = list(dict.fromkeys([*requests, *(name for own in pages for name in self._ledger.holders(own))]))
+        page = page if page is not None else pages[0] if pages else None
+        hit = Hit(
+            "L1",
+            state.pools[0] if pool is None else state.by_name[pool],
+            NO_SLOT if page is None else page * state.page_size,
+            None,
+            names[0] if names else None,
+            site,
+            self._manager.step,
+            others=tuple(names[1:]),
+            told=str(error),
+        )
+        hit.expected, hit.found = _sides(error)
+        if self._outside and site == EVENT_SITE:
+            hit.found["page"] = self._outside[0]
+        self._checks.report([hit])
+
+    def _bring_back(self, error: UnknownRequestError, requests: Sequence[str]) -> None:
+        """Requests that have ended, and of which an engine tells still: stand-ins, set aside from the beginning.
+
+        The error where one of these was never admitted.
+        """
+        ended = [name for name in requests if name not in self._ledger.requests]
+        if not all(map(self._ledger.has_ended, ended)):
+            raise error
+        self._tell(error, ended, ())
+        for name in ended:
+            self._ledger.admit(name, (), self._manager.step).released = True
+        self._aside.add(ended, ())
+
+    def _set_aside(self, requests: Iterable[str], pages: Iterable[int] = ()) -> None:
+        """These, and the private pages of the requests."""
+        pages, ledger = set(pages), self._ledger
+        for name in requests:
+            if (request := ledger.requests.get(name)) is not None:
+                own = (page for page in request.pages if page != NO_PAGE and ledger.owners[page] == request.uid)
+                pages.update(own)
+        self._aside.add(requests, pages)
+
+    def _inside(self, pages: Iterable[int]) -> list[int]:
+        """Those of these pages that may be granted at all, each once."""
+        first, end = self._ledger.null_pages, len(self._ledger.pages)
+        return [page for page in dict.fromkeys(map(int, pages)) if first <= page < end]
+
+    def _each(self, names: Iterable[Any], happen: Callable[[Any], None], refused: Callable[[Any], None]) -> None:
+        """An event that was refused for all happens to those to which it may; the first to which not was meant then."""
+        is_first = True
+        for name in names:
+            try:
+                happen(name)
+            except ENGINES_DOING as error:
+                self._error, is_first = self._error if is_first else error, False
+                refused(name)
+
+    # how an event is followed all the same
+
+    def _only_told(self, given: Given) -> None:
+        """What it names is set aside."""
+        self._tell(self._error, self._requests, self._pages)
+        self._set_aside(self._requests, self._pages)
+
+    def _admit(self, given: Given) -> None:
+        """A stand-in of a request that has ended makes room; a request that lives is judged no more."""
+        name = given["request_id"]
+        request = self._ledger.request(name)
+        if name in self._aside.requests and request.released:
+            self._take_away([page for page in request.pages if page != NO_PAGE])
+            self._ledger.forget(name)
+            self._manager._admit(name, given["token_ids"], given["salt"], given["adapter"])
+        else:
+            self._only_told(given)
+
+    def _append(self, given: Given) -> None:
+        """Not as many tokens as requests: nobody knows whose they are."""
+        self._only_told(given)
+
+    def _commit(self, given: Given) -> None:
+        if len(self._requests) != len(given["committed_lens"]):
+            return self._only_told(given)
+
+        def happen(told: tuple[str, int]) -> None:
+            self._checks.commit(Batch([self._ledger.request(told[0])]), array("q", told[1:]), self._manager.step)
+
+        def refused(told: tuple[str, int]) -> None:
+            self._tell(self._error, told[:1], ())
+            self._set_aside(told[:1])
+
+        self._each(zip(self._requests, given["committed_lens"], strict=True), happen, refused)
+        return None
+
+    def _grant(self, given: Given) -> None:
+        is_one = "request_id" in given
+        pages = [given["pages"]] if is_one else given["pages"]
+        if len(pages) != len(self._requests):
+            return self._only_told(given)
+        for_load = given.get("for_load", False)
+
+        def happen(told: tuple[str, Sequence[int]]) -> None:
+            self._manager._grant(told[:1], told[1:], for_load)
+
+        def refused(told: tuple[str, Sequence[int]]) -> None:
+            self._tell(self._error, told[:1], self._inside(told[1]))
+            self._grant_anyway(*told, for_load)
+
+        self._each(zip(self._requests, pages, strict=True), happen, refused)
+        return None
+
+    def _grant_anyway(self, name: str, pages: Sequence[int], for_load: bool = False) -> None:
+        """An engine's word on who has a page now: whoever had it is set aside, and the row if it is not as told."""
+        request = self._ledger.request(name)
+        new = [page for page in self._inside(pages) if page not in request.pages]
+        self._set_aside(self._take_away([page for page in new if self._ledger.states[page] != FREE]))
+        if new != list(pages):
+            self._set_aside([name])
+        self._manager._grant((name,), (new,), for_load and name not in self._aside.requests)
+
+    def _take_away(self, pages: Sequence[int]) -> set[str]:
+        """Pages are nobody's; the requests that had them."""
+        if not pages:
+            return set()
+        manager = self._manager
+        self._checks.settle()
+        manager.tickets.freed(pages)
+        robbed = self._ledger.take_away(pages, manager.step)
+        self._checks.forget(pages)
+        self._checks.cached.left(pages, manager.step)
+        manager._response.damaged_pages.difference_update(pages)
+        return robbed
+
+    def _free(self, given: Given) -> None:
+        """Pages of the row leave it; those of others stay theirs, and are set aside."""
+        name, ledger, manager = given["request_id"], self._ledger, self._manager
+        request = ledger.request(name)
+        self._tell(self._error, [name], self._pages)
+        own = [page for page in self._pages if page in request.pages]
+        nobodys = FREE, QUARANTINED
+        self._set_aside((), [p for p in self._pages if p not in own and ledger.states[p] not in nobodys])
+        may_go = [page for page in own if ledger.states[page] in EVENTS["freed"].after]
+        ledger.free(name, may_go, manager.step)
+        self._take_away([page for page in own if page not in may_go])
+        manager._gone(request, own)
+
+    def _share(self, given: Given) -> None:
+        name, step = given["request_id"], self._manager.step
+
+        def refused(page: int) -> None:
+            self._tell(self._error, [name], [page])
+            self._set_aside((), [page])
+
+        self._each(self._pages, lambda page: self._ledger.share(name, [page], step), refused)
+
+    def _acquire(self, given: Given) -> None:
+        """The row is not known; pages that a cache really holds are."""
+        self._tell(self._error, self._requests, self._pages)
+        self._set_aside(self._requests, [page for page in self._pages if self._ledger.states[page] != SHARED])
+
+    def _fork(self, given: Given) -> None:
+        self._tell(self._error, self._requests, self._pages)
+        self._set_aside([given["child_id"]], self._pages)
+
+    def _copy(self, given: Given) -> None:
+        self._tell(self._error, self._requests, self._pages)
+        self._set_aside(self._requests, self._inside([given["page"]]))
+        self._grant_anyway(given["request_id"], [given["copy"]])
+
+    def _evict(self, given: Given) -> None:
+        step, gone = self._manager.step, list[int]()
+
+        def happen(page: int) -> None:
+            self._ledger.evict([page], step)
+            gone.append(page)
+
+        def refused(page: int) -> None:
+            self._tell(self._error, (), [page])
+            if self._ledger.states[page] not in (FREE, QUARANTINED):
+                self._set_aside((), [page])
+
+        self._each(self._pages, happen, refused)
+        if len(self._pages) < len(given["pages"]):
+            self._tell(self._error, (), ())
+        self._manager._leave(gone)
+        self._manager._response.damaged_pages.difference_update(self._pages)
+
+    def _load(self, given: Given) -> None:
+        """Nobody knows what lies there, but forwards of the request may go on behind it."""
+        self._only_told(given)
+        request = self._ledger.request(given["request_id"])
+        loads = {NEVER_WRITTEN: "restored", LOADING: "loaded", LOAD_FAILED: "written"}
+        for page in self._pages:
+            event = loads.get(int(self._ledger.states[page]))
+            if event is not None and self._ledger.owners[page] == request.uid:
+                self._ledger.pages.advance(event, np.array([page]), self._manager.step, request.request_id)
+
+    def _pack(self, given: Given) -> Any:
+        self._only_told(given)
+        return self._checks.pack(self._pages, self._manager.step, given.get("group"))
+
+    def _pack_each(self, given: Given) -> Any:
+        return self._pack(given).each()
+
+    def _move(self, given: Given) -> None:
+        """Nobody knows what lies where it went."""
+        pages = self._inside((on_host(given["dst"]) // self._manager._state.page_size).tolist())
+        holders = [name for page in pages for name in self._ledger.holders(page)]
+        self._tell(self._error, holders, pages)
+        self._set_aside(holders, pages)
+
+    def _launch(self, given: Given) -> Any:
+        """It runs all the same, with as many numbers as it has forwards and requests, and what it says is of no use."""
+        series, written, reads = given["series"], list(given["written"]), list(given["reads"])
+        forwards = {(substep.pool.name, substep.site) for substep in series}
+        if not forwards <= self._aside.forwards:
+            self._tell(self._error, self._requests, (), site=series.substeps[0].site)
+        self._aside.forwards |= forwards
+        self._set_aside(self._requests)
+        count = series.num_told * len(self._requests)
+        written, reads = ((own + [0] * most)[:most] for own, most in ((written, count), (reads, series.count)))
+        return self._manager.launch_series(series, self._requests, written, reads, given["where"])
+
+    def _release(self, given: Given) -> Any:
+        """It ends with all that was committed."""
+        self._only_told(given)
+        return self._manager.release(given["request_id"])
+
+    def _acted(self, given: Given) -> Any:
+        self._only_told(given)
+        return self._manager._act()
+
+    def _checked(self, given: Given) -> Any:
+        self._only_told(given)
+        return self._manager._conclude()
+
+    def _departed(self, given: Given) -> Flight:
+        self._only_told(given)
+        flight = Flight(self._manager.step, None, [])
+        flight.has_landed = True
+        return flight
+
+
+#: By hook, how it is followed when it was refused.
+FOLLOW: dict[str, Follow] = {
+    "admit": Contradictions._admit,
+    "append_all": Contradictions._append,
+    "commit_all": Contradictions._commit,
+    "on_alloc": Contradictions._grant,
+    "on_alloc_all": Contradictions._grant,
+    "on_free": Contradictions._free,
+    "on_share": Contradictions._share,
+    "on_acquire": Contradictions._acquire,
+    "on_fork": Contradictions._fork,
+    "on_copy": Contradictions._copy,
+    "on_deduplicate": Contradictions._only_told,
+    "on_evict": Contradictions._evict,
+    "on_map": Contradictions._only_told,
+    "on_unmap": Contradictions._only_told,
+    "on_swap_out": Contradictions._pack_each,
+    "on_swap_in": Contradictions._only_told,
+    "on_load_begin": Contradictions._load,
+    "on_load_end": Contradictions._load,
+    "on_load_fail": Contradictions._load,
+    "on_offload": Contradictions._pack,
+    "on_restore": Contradictions._load,
+    "before_move": Contradictions._only_told,
+    "on_move": Contradictions._move,
+    "launch_series": Contradictions._launch,
+    "release": Contradictions._release,
+    "sweep_cached": Contradictions._acted,
+    "judge_copies": Contradictions._acted,
+    "drain": Contradictions._acted,
+    "check": Contradictions._checked,
+    "hear": Contradictions._checked,
+    "depart": Contradictions._departed,
+}
+
+
+def _named(given: Given) -> tuple[list[str], list[int]]:
+    """The requests and pages that an event names, in its order."""
+    requests = [given[name] for name in ("request_id", "child_id") if name in given]
+    requests += given.get("request_ids", ())
+    pages = [given[name] for name in ("page", "copy", "kept") if name in given]
+    for own in given.get("pages", ()):
+        pages += [own] if isinstance(own, (int, np.integer)) else own
+    return requests, pages
+
+
+def _sides(error: Exception) -> tuple[Given, Given]:
+    name = {"error": type(error).__name__}
+    if not isinstance(error, PageStateError):
+        return {}, name
+    legal = [STATE_NAMES[state] for state in EVENTS[error.event].after]
+    return {"state": " or ".join(legal)}, {"state": error.state, "event": error.event} | name

@@ -1,0 +1,1 @@
+"""What runs compiled on the host, and the layouts of memory that it shares with Python."""

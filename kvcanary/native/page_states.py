@@ -1,0 +1,137 @@
+"""Pages: what an event does to some of them, or to none where one of them is in no state for it (`pages.EVENTS`)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from kvcanary.native.jit import flags_at, longs_at, loop
+from kvcanary.native.layout import (
+    ASKS,
+    BEGINS,
+    ENDS,
+    ILLEGAL,
+    NOT_A_WRITER,
+    NOWHERE,
+    NUM_PAGES,
+    NUM_PUBLISHED,
+    NUM_ROW_SLOTS,
+    NUM_STATES,
+    PAGE_BOOK,
+    PAGE_GENERATIONS,
+    PAGE_HOLDERS,
+    PAGE_OWNERS,
+    PAGE_PUBLISHED,
+    PAGE_REFERENCES,
+    PAGE_STATES,
+    PAGE_WRITERS,
+    REQUEST_CARD,
+    ROW_ROOM,
+    ROW_SLOTS,
+    ROWS_FULL,
+    STAYS,
+    UID_KNOWN,
+    WRITABLE_STATES,
+)
+from kvcanary_kernels.record.layout import WRITTEN
+
+LOW_32 = (1 << 32) - 1
+
+
+@loop("int64(int64, int64, int64, int64, int64, int64)")
+def follow_event(book, n, pages, following, change, owner):
+    """The number of the first page to which the event may not happen, and then nothing has; else NOWHERE.
+
+    book:      address of a PAGE_BOOK;  pages: address of [n] distinct numbers inside it
+    following: address of [states] uint8, the state that follows each
+    change:    ASKS: nothing happens, it is only asked whether it may; STAYS: the state alone; CHANGES_OWNER; BEGINS,
+               ENDS: a new generation too, named by the row of this owner or by no row and no cache
+    """
+    book, pages = longs_at(book, PAGE_BOOK), longs_at(pages, n)
+    size, following = book[NUM_PAGES], flags_at(following, book[NUM_STATES])
+    states = flags_at(book[PAGE_STATES], size)
+    for i in range(n):
+        if following[states[pages[i]]] == ILLEGAL:
+            return i
+    if change == ASKS:
+        return NOWHERE
+    owners, writers = longs_at(book[PAGE_OWNERS], size), longs_at(book[PAGE_WRITERS], size)
+    generations, published = longs_at(book[PAGE_GENERATIONS], size), flags_at(book[PAGE_PUBLISHED], size)
+    references, holders = longs_at(book[PAGE_REFERENCES], size), longs_at(book[PAGE_HOLDERS], size)
+    is_writable = flags_at(book[WRITABLE_STATES], book[NUM_STATES])
+    for i in range(n):
+        page = pages[i]
+        if change != STAYS:
+            owners[page] = owner
+        if change in (BEGINS, ENDS):
+            generations[page] = max((generations[page] + 1) & LOW_32, 1)
+            references[page] = change == BEGINS
+            holders[page] = owner if change == BEGINS else 0
+        if change == ENDS:
+            book[NUM_PUBLISHED] -= published[page]
+            published[page] = 0
+        states[page] = following[states[page]]
+        writers[page] = owners[page] if is_writable[states[page]] else NOT_A_WRITER
+    return NOWHERE
+
+
+@loop("int64(int64, int64, int64, int64[::1], int64, int64, int64)")
+def grant_rows(n, cards, counts, pages, book, following, page_size):
+    """Pages that BEGIN, at the ends of rows of n requests; `follow_event` of all of them.
+
+    cards:  address of those of requests, [n], each once;  counts: address of [n], how many of the pages each is granted
+    ROWS_FULL: a row has no room for its own, and nothing has happened
+    """
+    own, new, at = longs_at(cards, n), longs_at(counts, n), 0
+    for number in range(n):
+        request = longs_at(own[number], REQUEST_CARD)
+        if request[NUM_ROW_SLOTS] + page_size * new[number] > request[ROW_ROOM]:
+            return ROWS_FULL
+    wrong = follow_event(book, pages.size, pages.ctypes.data, following, ASKS, 0)
+    if wrong != NOWHERE:
+        return wrong
+    for number in range(n):
+        request, count = longs_at(own[number], REQUEST_CARD), new[number]
+        follow_event(book, count, pages.ctypes.data + 8 * at, following, BEGINS, request[UID_KNOWN])
+        end = request[NUM_ROW_SLOTS]
+        request[NUM_ROW_SLOTS] = end + page_size * count
+        slots = longs_at(request[ROW_SLOTS], request[NUM_ROW_SLOTS])
+        for place in range(count):
+            for offset in range(page_size):
+                slots[end + page_size * place + offset] = page_size * pages[at + place] + offset
+        at += count
+    return NOWHERE
+
+
+@loop("int64(int64, int64[::1], int64, int64[::1])")
+def write_pages(book, slots, page_size, fresh):
+    """Pages in which a slot was written are WRITTEN, where they may be and were not yet; how many these are.
+
+    slots: [n];  fresh: out, these pages, as many as have room: the others stay as they are
+    """
+    book, found = longs_at(book, PAGE_BOOK), 0
+    states = flags_at(book[PAGE_STATES], book[NUM_PAGES])
+    is_writable = flags_at(book[WRITABLE_STATES], book[NUM_STATES])
+    for slot in slots:
+        page = slot // page_size
+        is_fresh = 0 <= page < book[NUM_PAGES] and states[page] != WRITTEN and is_writable[states[page]]
+        if is_fresh and found < fresh.size:
+            states[page] = WRITTEN
+            fresh[found] = page
+            found += 1
+    return found
+
+
+@loop("void(int64, int64[::1], int64, int64)")
+def tell_pages(book, pages, told, room):
+    """What is true of these pages, which are some; behind them the first of them again, as often as there is room.
+
+    told: address of [4, room] out: pages, generations, owners, states
+    """
+    book, told = longs_at(book, PAGE_BOOK), longs_at(told, 4 * room)
+    size = book[NUM_PAGES]
+    generations, owners = longs_at(book[PAGE_GENERATIONS], size), longs_at(book[PAGE_OWNERS], size)
+    states = flags_at(book[PAGE_STATES], size)
+    for i in range(room):
+        page = pages[i if i < pages.size else 0]
+        told[i], told[room + i] = page, generations[page]
+        told[2 * room + i], told[3 * room + i] = owners[page], states[page]

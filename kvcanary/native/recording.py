@@ -1,0 +1,77 @@
+"""Recording: what the flight recorder keeps of forwards that were proved clean, and of records."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from kvcanary.native.jit import longs_at, loop
+from kvcanary.native.layout import ENTRIES, HAS_LINEAGE, HAS_PARENTS, HEAD, IDS, NUM_IDS, REQUESTS, ROWS, WIDTH
+from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW, STEP_SITE
+
+
+@loop()
+def _measured(head):
+    """Sizes of `Forward.plan`, and of what its rows hold behind the prefixes that it believes."""
+    forward = longs_at(head, HEAD)
+    n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
+    size = 4 * n + 6 * rows + 1 + requests
+    plan, tails = longs_at(head + 8 * HEAD, size), 0
+    for row in range(rows):
+        known = plan[size - requests + row // forward[WIDTH]] - plan[4 * n + 2 * rows + 1 + row]
+        tails += plan[4 * n + row + 1] - plan[4 * n + row] - max(known, 0)
+    return size, tails
+
+
+@loop("int64(int64[::1], int32[::1], int64[:, ::1])")
+def keep_plans(heads, values, ends):
+    """By forward its plan, then its tails (`RecordedForward`), one after another; how many numbers these are.
+
+    More than there is room for in `values`, and none is there; -1: 32 bits do not hold them.
+    ends: [forwards, 2] where plan and tails end
+    """
+    total = 0
+    for head in heads:
+        size, tails = _measured(head)
+        total += size + tails
+    if total > values.shape[0]:
+        return total
+    at = 0
+    for number in range(heads.shape[0]):
+        forward = longs_at(heads[number], HEAD)
+        n, rows, requests = forward[ENTRIES], forward[ROWS], forward[REQUESTS]
+        size, _ = _measured(heads[number])
+        plan, ids = longs_at(heads[number] + 8 * HEAD, size), longs_at(forward[IDS], forward[NUM_IDS])
+        has_parents, fits = (forward[HAS_PARENTS] | forward[HAS_LINEAGE]) != 0, True
+        for i in range(size):
+            value = plan[i] if has_parents or not 3 * n <= i < 4 * n else -1
+            fits &= -(1 << 31) <= value < 1 << 31
+            values[at + i] = value
+        at += size
+        ends[number, 0] = at
+        for row in range(rows):
+            known = plan[size - requests + row // forward[WIDTH]] - plan[4 * n + 2 * rows + 1 + row]
+            for i in range(plan[4 * n + row] + max(known, 0), plan[4 * n + row + 1]):
+                fits &= -(1 << 31) <= ids[i] < 1 << 31
+                values[at] = ids[i]
+                at += 1
+        ends[number, 1] = at
+        if not fits:
+            return -1
+    return total
+
+
+@loop("int64(int64[:, ::1], int64, int64, int64, int64, int64[:, ::1], int64[::1])")
+def copy_records(table, first, end, low, high, kept, partial):
+    """Copy the first columns of these rows of records to the same rows of `kept`, unless it has none.
+
+    partial: filled with the rows that some layers have written and others not; how many these are
+    """
+    num_partial = 0
+    for row in range(first, end):
+        for column in range(kept.shape[1] if kept.shape[0] else 0):
+            kept[row, column] = table[row, column]
+        is_whole = table[row, LAYERS_LOW] == low and table[row, LAYERS_HIGH] == high
+        if not is_whole and table[row, STEP_SITE] >> 32:
+            partial[num_partial] = row
+            num_partial += 1
+    return num_partial

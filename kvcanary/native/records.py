@@ -1,0 +1,364 @@
+"""Records: sealing what forwards have written, and comparing what rows read with what was sealed.
+
+constants: Keys.constants
+table:     [rows, 8] int64, the records of all pools as the canary writes them; live: the same, as engines' stray writes
+           can reach them, or `table` again where they lie on a device
+judged:    [rows] bool, entries that were found to be their requests' truth
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcanary.native.jit import longs_at, loop
+from kvcanary.native.layout import BASE, CONTENT_A, LAYERS, NULL_SLOTS, POOL_CARD, SEAL_TERM, SLOTS
+from kvcanary.records.host_pool import ASTRAY, BLANK, MISPLACED, MOVED_BITS, NULL_WRITTEN, PAGE_FRESH, REWRITTEN
+from kvcanary_kernels.record.layout import (
+    CHAIN,
+    COLUMNS,
+    CONTENT_B,
+    LAYERS_HIGH,
+    LAYERS_LOW,
+    LOAD_FAILED,
+    MASK_32,
+    MIX_KEY,
+    MULTIPLIER,
+    REQUEST_GENERATION,
+    RESERVED,
+    SEAL,
+    SEAL_KEYS,
+    SEAL_SLOT_KEY,
+    SEAL_START,
+    SPLITMIX_FIRST,
+    SPLITMIX_SECOND,
+    STEP_SITE,
+    TOKEN_POSITION,
+)
+
+NODE_SHIFT = 48  # of a branch or node in STEP_SITE
+
+
+@loop()
+def mix(token, position, key):
+    """`record.mix`."""
+    z = ((np.uint64(token) << np.uint64(32)) | (np.uint64(position) & np.uint64(MASK_32))) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(SPLITMIX_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(SPLITMIX_SECOND)
+    return np.int64(z ^ (z >> np.uint64(31)))
+
+
+@loop("void(int64[::1], int64, int64, int64, int64, int64[::1])")
+def chain_tokens(tokens, first_position, value, multiplier, key, chains):
+    """`record.chain_host`: the chain values of consecutive tokens, [n] out; `value` is the predecessor's."""
+    for i in range(tokens.shape[0]):
+        value = multiplier * value + mix(tokens[i], first_position + i, key)
+        chains[i] = value
+
+
+@loop()
+def _write(row, record, pool_term, constants, table, live, judged):
+    """One record, under `seal.seal_values` and what its pool adds; whether an entry is rewritten that was judged."""
+    seal = pool_term + constants[SEAL_START] + constants[SEAL_SLOT_KEY] * row
+    for i in range(TOKEN_POSITION, STEP_SITE + 1):
+        low, high = record[i] & MASK_32, (record[i] >> 32) & MASK_32
+        seal += constants[SEAL_KEYS + 2 * i] * low + constants[SEAL_KEYS + 2 * i + 1] * high
+    for i in range(SEAL):
+        table[row, i] = live[row, i] = record[i]
+    table[row, SEAL] = live[row, SEAL] = seal
+    return judged[row]
+
+
+@loop("boolean(int64[::1], int64[:, ::1], int64[::1], int64[:, ::1], int64[:, ::1], boolean[::1])")
+def write_records(rows, records, constants, table, live, judged):
+    """Seal records [n, 8] whose last column is what the pool adds to the seal; whether one was judged before."""
+    rewritten = False
+    for i in range(rows.shape[0]):
+        rewritten |= _write(rows[i], records[i], records[i, SEAL], constants, table, live, judged)
+    return rewritten
+
+
+@loop()
+def seal_entries(
+    plan,
+    n,
+    rows,
+    width,
+    has_parents,
+    drafted,
+    chains,
+    names,
+    reads,
+    uids,
+    roots,
+    generations,
+    states,
+    page_size,
+    step_site,
+    low,
+    high,
+    base,
+    num_slots,
+    null_slots,
+    pool_term,
+    constants,
+    table,
+    live,
+    judged,
+):
+    """`seal_plan`; drafted: chains of the draft forward before, [0] where there is no lineage; reads: the slots that it
+    reads.
+    """
+    at = 4 * n + rows + 1
+    tokens, positions, parents = plan[n : 2 * n], plan[2 * n : 3 * n], plan[3 * n : 4 * n]
+    bounds, written, owns = plan[4 * n : at], plan[at : at + rows], plan[at + 2 * rows : at + 3 * rows]
+    begins = plan[at + 3 * rows : at + 4 * rows]
+    record = np.zeros(COLUMNS, np.int64)
+    seen = first = 0
+    for row in range(rows):
+        above, begin = roots[row], begins[row]
+        if owns[row] > bounds[row] and 0 <= reads[owns[row] - 1] < num_slots:
+            above = table[base + reads[owns[row] - 1], CHAIN]
+        if drafted.shape[0]:
+            branch, read, is_read = parents[row], above, owns[row] > bounds[row]
+            above = drafted[row // width * width + branch] if 0 <= branch < width else np.int64(0)
+            if above != read and is_read and null_slots <= reads[owns[row] - 1] < num_slots:
+                seen |= ASTRAY
+        for entry in range(first, first + written[row]):
+            parent = parents[entry] if has_parents else (entry - 1 if entry > first else -1)
+            before = above if parent < 0 else chains[parent]
+            chains[entry] = constants[MULTIPLIER] * before + mix(tokens[entry], positions[entry], constants[MIX_KEY])
+            wanted = positions[parent] + 1 if has_parents and parent >= 0 else begin
+            wanted += 0 if has_parents else entry - first
+            if positions[entry] != wanted:
+                seen |= MISPLACED
+        first += written[row]
+    record[LAYERS_LOW], record[LAYERS_HIGH], first = low, high, 0
+    for row in range(rows):
+        for entry in range(first, first + written[row]):
+            slot, page = plan[entry], names[entry] // page_size
+            table[base + slot, CHAIN] = chains[entry]
+            if states[page] == RESERVED or states[page] == LOAD_FAILED:
+                seen |= PAGE_FRESH
+            if slot < null_slots:
+                seen |= NULL_WRITTEN
+                continue
+            node = entry - first if has_parents else 0
+            record[TOKEN_POSITION] = tokens[entry] & MASK_32 | positions[entry] << 32
+            record[CHAIN] = chains[entry]
+            record[REQUEST_GENERATION] = uids[row // width] & MASK_32 | generations[page] << 32
+            record[STEP_SITE] = step_site + ((row % width + node) << NODE_SHIFT)
+            if _write(base + slot, record, pool_term, constants, table, live, judged):
+                seen |= REWRITTEN
+        first += written[row]
+    return seen
+
+
+@loop(
+    "int64(int64[::1], int64, int64, int64, boolean, int64, int64, int64[::1], int64[::1], int64, int64, int64[::1], "
+    "int64[::1], int64[::1], uint8[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64[::1], "
+    "int64[:, ::1], int64[:, ::1], boolean[::1])"
+)
+def seal_plan(
+    plan,
+    n,
+    rows,
+    width,
+    has_parents,
+    before,
+    num_before,
+    chains,
+    names,
+    ids,
+    num_ids,
+    uids,
+    roots,
+    generations,
+    states,
+    page_size,
+    step_site,
+    low,
+    high,
+    base,
+    num_slots,
+    null_slots,
+    pool_term,
+    constants,
+    table,
+    live,
+    judged,
+):
+    """Seal all entries of one forward, each chained to its parent; what was seen (host.py).
+
+    plan:  Forward.plan;  chains: [n] out;  before: address of chains [num_before] of the draft forward before, or 0
+    names: [n] its slots as the plan calls them;  ids: address of the slots that it reads
+    roots: [rows] chain that a row continues where it reads nothing
+    base:  of the pool in the rows of `table`
+    Null slots get a chain and no record.
+    """
+    return seal_entries(
+        plan,
+        n,
+        rows,
+        width,
+        has_parents,
+        longs_at(before, num_before),
+        chains,
+        names,
+        longs_at(ids, num_ids),
+        uids,
+        roots,
+        generations,
+        states,
+        page_size,
+        step_site,
+        low,
+        high,
+        base,
+        num_slots,
+        null_slots,
+        pool_term,
+        constants,
+        table,
+        live,
+        judged,
+    )
+
+
+@loop(
+    "int64(int64, int64, int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, "
+    "boolean, int64[::1], int64[:, ::1], int64[:, ::1], boolean[::1])"
+)
+def move_records(
+    origin,
+    target,
+    src,
+    dst,
+    src_names,
+    dst_names,
+    generations,
+    owners,
+    page_size,
+    step_site,
+    has_lanes,
+    constants,
+    table,
+    live,
+    judged,
+):
+    """Records and fingerprints follow n moved entries: the furthest position of any, below it what was seen (host.py).
+
+    -1, and nothing, where a slot is none or a null slot, or an entry stays where it is.
+    origin, target:                 addresses of the pools' cards
+    src, dst, src_names, dst_names: [n], all sources are read before a destination is written
+    Token, position, chain and layers stay, under the grant and owner of the destination's page. A source that nobody
+    has written since its page was granted arrives as a slot that was never written; a damaged one stays damaged.
+    """
+    n, num_pages = src.shape[0], generations.shape[0]
+    source, pool = longs_at(origin, POOL_CARD), longs_at(target, POOL_CARD)
+    layers = pool[LAYERS] if source[CONTENT_A] and pool[CONTENT_A] else 0
+    src_slots, dst_slots, src_base, dst_base = source[SLOTS], pool[SLOTS], source[BASE], pool[BASE]
+    src_content = longs_at(source[CONTENT_A], layers * src_slots)
+    dst_content = longs_at(pool[CONTENT_A], layers * dst_slots)
+    records, damage = np.empty((n, COLUMNS), np.int64), np.empty((n, COLUMNS), np.int64)
+    lanes = np.empty((n, layers), np.int64)
+    for i in range(n):
+        if not (source[NULL_SLOTS] <= src[i] < src_slots and pool[NULL_SLOTS] <= dst[i] < dst_slots):
+            return -1
+        if not (0 <= src_names[i] // page_size < num_pages and 0 <= dst_names[i] // page_size < num_pages):
+            return -1
+        if origin == target and src[i] == dst[i]:
+            return -1
+    for i in range(n):
+        for column in range(COLUMNS):
+            records[i, column] = table[src_base + src[i], column]
+            damage[i, column] = live[src_base + src[i], column] - records[i, column]
+        for layer in range(layers):
+            lanes[i, layer] = src_content[layer * src_slots + src[i]]
+    seen, furthest = 0, np.int64(0)
+    for i in range(n):
+        record, page, row = records[i], dst_names[i] // page_size, dst_base + dst[i]
+        if (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[src_names[i] // page_size]:
+            record[:], lanes[i] = 0, 0
+            seen |= BLANK
+        else:
+            furthest = max(furthest, (record[TOKEN_POSITION] >> 32) & MASK_32)
+            uid = owners[page] if owners[page] >= 0 else record[REQUEST_GENERATION] & MASK_32
+            record[REQUEST_GENERATION] = uid & MASK_32 | generations[page] << 32
+            record[STEP_SITE] = step_site
+            record[CONTENT_B] = record[CONTENT_B] if has_lanes and layers else 0
+        if _write(row, record, pool[SEAL_TERM], constants, table, live, judged):
+            seen |= REWRITTEN
+        for column in range(COLUMNS):
+            live[row, column] += damage[i, column]
+        for layer in range(layers if has_lanes else 0):
+            dst_content[layer * dst_slots + dst[i]] = lanes[i, layer]
+    return furthest << MOVED_BITS | seen
+
+
+@loop("boolean(int64, int64, int64[:, ::1], int64[:, ::1])")
+def match_records(slots, n, records, expected):
+    """Whether the records of n slots are bit for bit those that were written."""
+    own = longs_at(slots, n)
+    for i in range(n):
+        slot = own[i]
+        if not 0 <= slot < records.shape[0]:
+            return False
+        differs = np.int64(0)
+        for column in range(COLUMNS):
+            differs |= records[slot, column] ^ expected[slot, column]
+        if differs:
+            return False
+    return True
+
+
+@loop()
+def are_written_at(slots, full, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+    """`are_written` of slots, and what plans call them."""
+    n = chains.shape[0]
+    for i in range(n):
+        page = full[i] // page_size
+        if not (0 <= slots[i] < num_slots and 0 <= page < generations.shape[0]):
+            return False
+        record = table[base + slots[i]]
+        if (
+            record[CHAIN] != chains[i]
+            or (record[REQUEST_GENERATION] >> 32) & MASK_32 != generations[page]
+            or np.int32(step - record[STEP_SITE]) < 0
+            or record[LAYERS_LOW] != low
+            or record[LAYERS_HIGH] != high
+        ):
+            return False
+    if marks:
+        for i in range(n):
+            judged[base + slots[i]] = True
+    return True
+
+
+@loop(
+    "boolean(int64, int64, int64[::1], int64[::1], int64, int64, int64, int64, int64, int64, int64[:, ::1], "
+    "boolean[::1], boolean)"
+)
+def are_written(ids, names, chains, generations, page_size, base, num_slots, step, low, high, table, judged, marks):
+    """Whether slots hold these chains, of every layer, under the current grants and of no later step.
+
+    ids, names: addresses of the slots and of what plans call them, as many as chains
+    marks:      they are judged from now on
+    """
+    n = chains.shape[0]
+    return are_written_at(
+        longs_at(ids, n),
+        longs_at(names, n),
+        chains,
+        generations,
+        page_size,
+        base,
+        num_slots,
+        step,
+        low,
+        high,
+        table,
+        judged,
+        marks,
+    )

@@ -1,0 +1,1 @@
+"""The flight recorder: the last steps in bounded memory."""

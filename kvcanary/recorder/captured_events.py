@@ -1,0 +1,166 @@
+"""CapturedEvents: launches and moves of captured steps in a recording, filled in when the host hears of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from kvcanary.captured.decoded import Heard
+from kvcanary.pools.event_log import Event, EventLog
+from kvcanary.recorder.kept_forwards import MOST_UNPACKED, Ints, RecordedLaunch, RecordedMove, RecordedSeries
+from kvcanary_kernels.record.layout import MASK_32
+
+if TYPE_CHECKING:
+    from kvcanary.captured.decoded import Launch, Launched, Learned
+    from kvcanary.captured.launch_group import Series
+    from kvcanary.captured.readback import StaticHit
+    from kvcanary.recorder.recorder import Segment
+
+_LAYERS = attrgetter("layers")
+MOVE_SITE = ("move", 0)
+MOST_KEPT = 8 * MOST_UNPACKED  # numbers of forwards that were heard of together: eight an entry
+KEPT_STEPS = 8  # behind which nobody hears any more of what was launched
+Site = tuple[str, int]
+Place = tuple["Segment", int]
+
+
+class CapturedEvents:
+    """What a recorder has of captured steps; a `graphs.Listener`.
+
+    All is heard of what was launched, before another segment begins.
+    """
+
+    def __init__(self, segments: deque[Segment], log: EventLog) -> None:
+        """`segments`: of the recording, none where nobody records; `log`: where it is told."""
+        self._segments, self._log = segments, log
+        self._moves: deque[RecordedMove] = deque()
+        self._landing: int | None = None
+
+    def launched(
+        self,
+        series: Series,
+        requests: tuple[str, ...],
+        written: Sequence[int],
+        reads: Sequence[int],
+    ) -> RecordedSeries | None:
+        """Forwards run next; the rest as `CanaryManager.launch_series` has it.
+
+        What is returned comes back with what the host hears of them (`Launch`).
+        """
+        if not self._segments:
+            return None
+        launched, append = RecordedSeries(series, requests, written, reads), self._log.append
+        for number in range(series.count):
+            append(("launch", launched, number))
+        return launched
+
+    def launched_move(self, number: int, pool: str) -> None:
+        """A move runs next. `number`: of those in the bank."""
+        if self._segments:
+            recorded = RecordedMove(number, pool)
+            self._moves.append(recorded)
+            self._log.append(("captured_move", recorded))
+
+    def landing(self, step: int | None) -> None:
+        """What fires now was found by this step; None: by the one that runs."""
+        self._landing = step
+
+    def event_of(self, pool: str, site: Site, step: int) -> Place | None:
+        """Where the event lies in which a check has fired that fires now: the launch of its forward or move, or its
+        departure.
+
+        None: it is the last one.
+        """
+        found = self._last_launch(pool, site, step) or self._last_move(pool, site, step)
+        if found is None and self._landing is not None:
+            found = next((place for place, event in self._of_step(self._landing) if event[0] == "depart"), None)
+        return found
+
+    def _last_launch(self, pool: str, site: Site, step: int) -> Place | None:
+        for place, (name, *told) in self._of_step(step):
+            if name == "launch" and told[0].is_of(told[1], pool, site):
+                return place
+        return None
+
+    def _last_move(self, pool: str, site: Site, step: int) -> Place | None:
+        for place, (name, *told) in self._of_step(step) if site == MOVE_SITE else ():
+            if name == "captured_move" and told[0].pool == pool:
+                return place
+        return None
+
+    def _of_step(self, step: int) -> list[tuple[Place, Event]]:
+        """The events of a step of which somebody may still ask, the last ones first."""
+        found, steps, begins = list[tuple[Place, Event]](), 0, -1
+        for segment in reversed(self._segments):
+            for number in range(len(segment.events) - 1, -1, -1):
+                event = segment.events[number]
+                if event[0] != "begin_step":
+                    found.append(((segment, number), event))
+                elif event[1] & MASK_32 == step & MASK_32:
+                    return found
+                elif (steps := steps + 1) == KEPT_STEPS:
+                    return []
+                else:
+                    found = []
+            begins = segment.checkpoint.step  # the step in the middle of which a segment may begin
+        return found if begins & MASK_32 == step & MASK_32 else []
+
+    # what the host hears
+
+    def learned(self, run: Launched, forward: Learned) -> None:
+        launch: RecordedLaunch | None = run.record
+        if launch is not None:
+            launch.learn(forward, run.substep.layers)
+            self._count(launch.num_bytes)
+
+    def heard(self, launches: Sequence[Launch], numbers: array[int]) -> None:
+        first, is_large = 0, len(numbers) > MOST_KEPT
+        for launch in launches:
+            launched: RecordedSeries | None = launch.record
+            if launched is not None:
+                launched.heard = launch.step, numbers, first, tuple(map(_LAYERS, launched.series.substeps))
+                first += launched.num_kept
+                if is_large:
+                    _pack(launched)
+                    self._count(sum(own.num_bytes for own in launched))
+        if not is_large:
+            self._log.ints += first
+
+    def heard_one(self, run: Launched) -> None:
+        launch: RecordedLaunch | None = run.record
+        if launch is not None:
+            launch.told, launch.layers = Heard.of(run), run.substep.layers
+            if launch.num_bytes > 8 * MOST_KEPT:
+                _pack([launch])
+            self._count(launch.num_bytes)
+
+    def moved(self, src: Ints, dst: Ints) -> None:
+        if self._moves:
+            recorded = self._moves.popleft()
+            recorded.src, recorded.dst = src, dst
+            self._count(src.nbytes + dst.nbytes)
+
+    def noticed(self, hit: StaticHit) -> None:
+        place = self._last_launch(hit.pool, hit.site, hit.step) if hit.is_exact else None
+        if place is None:
+            return
+        segment, number = place
+        _, launched, which = segment.events[number]
+        launch = launched[which]
+        if hit.code == "W9":
+            launch.padding += ((hit.row, hit.entry, hit.slot),)
+        elif hit.row >= 0 and hit.place >= 0:
+            launch.strays += ((hit.row, hit.place, hit.slot),)
+
+    def _count(self, num_bytes: int) -> None:
+        """That the newest segment keeps besides."""
+        if self._segments:
+            self._segments[-1].array_bytes += num_bytes
+
+
+def _pack(launches: Iterable[RecordedLaunch]) -> None:
+    for launch in launches:
+        _ = launch.forward

@@ -1,0 +1,191 @@
+"""Checkpoint: what is true of requests, pages and records at one moment, copied, so that events can follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary_kernels.record.layout import LAYERS_HIGH, LAYERS_LOW
+
+if TYPE_CHECKING:
+    from kvcanary.ledger.ledger import Ledger, Request
+    from kvcanary.ledger.requests import Unheard
+    from kvcanary.manager.step import StepChecks
+    from kvcanary.records.state import CanaryState, PoolState
+    from kvcanary.scrub.poison import Poisoner
+    from kvcanary.transfers.async_tracker import TicketDesk
+
+Array = NDArray[Any]
+RECORD_BYTES = 32  # that are kept of a record
+PAGE_ARRAYS = ("generations", "states", "owners", "refcounts", "published", "writers")
+
+
+class Books(NamedTuple):
+    """Where the truth of a manager is kept."""
+
+    state: CanaryState
+    ledger: Ledger
+    checks: StepChecks
+    tickets: TicketDesk
+    poisoner: Poisoner
+    mapped: dict[str, Poisoner]
+    untold: dict[str, bool]
+
+    def poisoners(self) -> dict[str | None, Poisoner]:
+        """By group behind a slot map; None: of all pools without one."""
+        groups: dict[str | None, Poisoner] = {None: self.poisoner}
+        groups.update(self.mapped)
+        return groups
+
+    def poisoner_of(self, pool: PoolState) -> Poisoner:
+        return self.poisoner if pool.view.slot_map is None else self.mapped[pool.view.group]
+
+
+class Poisoned(NamedTuple):
+    """The free pages of one poisoner. `is_untold`: nobody has told of pages of its group yet."""
+
+    group: str | None
+    waiting: tuple[int, ...]
+    poisoned: tuple[int, ...]
+    credit: int
+    is_untold: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RequestState:
+    """One live request; `tokens`: those that were known then, and `steps`, in which each became so, where they lie.
+
+    roots: by pool, what stands for role, salt and adapter; reads: by pool, [n, 3] int64 ranges of `ReadQueue.numbers`
+    judged: by pool, (length, step, whether the epoch is the mirror's)
+    """
+
+    request_id: str
+    uid: int
+    tokens: Array
+    steps: Array
+    num_tokens: int
+    roots: tuple[int, ...]
+    pages: tuple[int, ...]
+    row_lens: tuple[int, ...]
+    reads: tuple[Array, ...]
+    judged: tuple[tuple[int, int, bool], ...]
+    committed_len: int
+    final_pages: int
+    commit_step: int
+    released: bool
+    owned_len: int | None
+    is_damaged: bool
+    unheard: tuple[Unheard, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """All of it, behind the check of a step, when nothing waits to be judged.
+
+    pages:    the arrays of `Pages` by name, and `holder_sums`
+    records:  [slots of all pools, 4] uint64, token and position, chain, request and generation, step and site; None
+              where they would take too many bytes
+    partial:  [n, 3] uint64: rows of records that not every layer has written, with both words of their bitmaps
+    judged:   [slots of all pools] bool, as `Mirror.judged`
+    poisoners: one a group;  quarantine: (page, step), oldest first
+    buffers:  host buffers with the generations that they are in
+    budgets:  (uid, pool, credit) of the rolling check;  read_at: by page, when a cached page was looked at
+    """
+
+    step: int
+    requests: tuple[RequestState, ...]
+    pages: dict[str, Array]
+    records: Array | None
+    partial: Array
+    judged: Array
+    quarantine: tuple[tuple[int, int], ...]
+    poisoners: tuple[Poisoned, ...]
+    buffers: tuple[tuple[str, int], ...]
+    budgets: tuple[tuple[int, int, float], ...]
+    hurried: tuple[str, ...]
+    read_at: Array
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = [*self.pages.values(), self.partial, self.judged, self.read_at]
+        if self.records is not None:
+            arrays.append(self.records)
+        arrays += [ranges for request in self.requests for ranges in request.reads]
+        lists = sum(len(request.pages) + 64 for request in self.requests)
+        return sum(array.nbytes for array in arrays) + 8 * lists
+
+
+def room_for_records(books: Books, most_bytes: int) -> Array | None:
+    """Memory for the records of one checkpoint, every page of it touched; None where they take more bytes.
+
+    To find it takes a host ten times as long as to copy records into it (280,000 of them: 12 ms and 1.2).
+    """
+    count = len(books.checks.mirror.memory)
+    return np.full((count, RECORD_BYTES // 8), 0, np.int64) if count * RECORD_BYTES <= most_bytes else None
+
+
+def take_checkpoint(books: Books, step: int, room: Array | None) -> Checkpoint:
+    """Copy it; the caller has settled. `room`: `room_for_records`, which nobody else uses from now on."""
+    ledger, checks = books.ledger, books.checks
+    partial = _copy_records(books, room)
+    table = checks.mirror.table
+    return Checkpoint(
+        step=step,
+        requests=tuple(_request(request, checks.mirror.epoch) for request in ledger.requests.values()),
+        pages={name: getattr(ledger.pages, name).copy() for name in PAGE_ARRAYS}
+        | {"holder_sums": ledger.pages.holder_sums.copy()},
+        records=None if room is None else room.view(np.uint64),
+        partial=np.column_stack([partial.astype(np.uint64), table[partial][:, [LAYERS_LOW, LAYERS_HIGH]]]),
+        judged=checks.mirror.judged.copy(),
+        quarantine=tuple(ledger.quarantined),
+        poisoners=tuple(
+            Poisoned(
+                group,
+                tuple(poisoner.waiting),
+                tuple(poisoner.poisoned),
+                poisoner.credit,
+                books.untold.get(group or "", False),
+            )
+            for group, poisoner in books.poisoners().items()
+        ),
+        buffers=tuple(books.tickets.buffers.items()),
+        budgets=tuple((uid, pool, credit) for (uid, pool), credit in checks.sweeper.credit.items()),
+        hurried=tuple(checks.sweeper.hurried),
+        read_at=checks.cached.read_at.copy(),
+    )
+
+
+def _copy_records(books: Books, room: Array | None) -> Array:
+    """`records` of a checkpoint into this room; [n] int64 rows that some layers have written and others not."""
+    memory, pools = books.checks.mirror.memory, books.state.pools
+    records = np.empty((0, RECORD_BYTES // 8), np.int64) if room is None else room
+    partial, num_partial = np.empty(len(memory), np.int64), 0
+    for pool in pools:
+        end, rest = pool.base + pool.view.num_slots, partial[num_partial:]
+        num_partial += pool.loops.copy_records(memory, pool.base, end, *pool.all_layers, records, rest)
+    return partial[:num_partial].copy()
+
+
+def _request(request: Request, epoch: int) -> RequestState:
+    return RequestState(
+        request.request_id,
+        request.uid,
+        request.tokens,
+        request.known.steps,
+        len(request.tokens),
+        tuple(truth.root for truth in request.truths),
+        tuple(request.pages),
+        tuple(request.row_lens.tolist()),
+        tuple(queue.numbers() for queue in request.reads),
+        tuple((judged.length, judged.step, judged.epoch == epoch) for judged in request.judged),
+        request.committed_len,
+        request.final_pages,
+        request.commit_step,
+        request.released,
+        request.owned_len,
+        request.is_damaged,
+        tuple(request.unheard),
+    )

@@ -1,0 +1,284 @@
+"""Model calls as the recorder keeps them, one by one or as they were launched, and the rows that no grant explains."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.captured.decoded import Heard
+
+if TYPE_CHECKING:
+    from kvcanary.calls.forward import Forward
+    from kvcanary.captured.decoded import Learned
+    from kvcanary.captured.launch_group import Series
+    from kvcanary.captured.substep import StaticSubstep
+
+Ints = NDArray[Any]
+MOST_UNPACKED = 4096  # entries of forwards that are packed only when somebody asks: till then they are twice as large
+
+
+class RecordedForward:
+    """Plans and rows of one forward; empty until it was judged.
+
+    plan:   as `Forward.plan`, with the ids that were asked for where some were refused; int32 where that holds them
+    tails:  [entries] of every row, one after another, what comes behind the prefix that the plan believes
+    wholes: by row, all its ids, where it does not name what its request was granted
+    mask:   the bits of the tree mask, packed, and its shape; None: there is none
+    stored: bitmap of the layers that have stored
+    """
+
+    __slots__ = (
+        "_forward",
+        "has_lineage",
+        "has_parents",
+        "has_starts",
+        "index",
+        "kind",
+        "mask",
+        "num_entries",
+        "num_rows",
+        "plan",
+        "pool",
+        "requests",
+        "stored",
+        "tails",
+        "wholes",
+        "width",
+    )
+
+    def __init__(self, forward: Forward | Learned) -> None:
+        self._forward: Any = forward
+        self.plan = self.tails = _NONE
+        self.wholes: dict[int, Ints] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        mask = 0 if self.mask is None else self.mask[0].nbytes
+        return self.plan.nbytes + self.tails.nbytes + mask + sum(row.nbytes for row in self.wholes.values())
+
+    def keep(self, forward: Forward, suspects: Iterable[int]) -> None:
+        """Take plans and rows from a forward whose rows are on the host, and let go of it."""
+        names, n, rows, plan = forward.names, forward.num_entries, forward.num_rows, _plan_of(forward)
+        if forward.refused_reads is not None:
+            names = names.copy()
+            names[forward.refused_reads.entries] = forward.refused_reads.names
+        first = 4 * n + rows + 1
+        bounds, starts = forward.plan[4 * n : first], forward.plan[first + rows : first + 2 * rows]
+        prefixes = forward.plan[first + 5 * rows :].repeat(forward.width)
+        begins = bounds[:-1] + (prefixes - starts).clip(0)
+        lengths = (bounds[1:] - begins).clip(0)
+        ends = lengths.cumsum()
+        total = int(ends[-1]) if rows else 0
+        self.tails = _small(names[np.arange(total) + (begins - ends + lengths).repeat(lengths)])
+        self.plan = _small(plan)
+        for row in {*suspects, *forward.short_rows}:
+            self.wholes[row] = _small(names[bounds[row] : bounds[row + 1]])
+        self._keep_rest(forward, forward.stored, forward.request_ids)
+
+    def keep_clean(self, forward: Forward, plan: Ints, tails: Ints) -> None:
+        """The same for one whose rows are all as granted, of which a loop has taken plan and tails."""
+        self.plan, self.tails = plan, tails
+        self._keep_rest(forward, forward.stored, forward.request_ids)
+
+    def keep_captured(self, forward: Learned, stored: int, request_ids: tuple[str, ...]) -> None:
+        """The same for a captured one, whose rows lie on the device: prefixes as granted, ancestors, own entries.
+
+        stored: bitmap of its layers
+        """
+        n, rows, plan, ancestors = forward.num_entries, forward.num_rows, forward.plan, forward.ancestors
+        first = 4 * n + rows + 1
+        own = plan[:n]
+        if ancestors.shape[1] and n == rows and plan[first : first + rows].all():  # a draft's rows write one each
+            own = np.concatenate((ancestors, own[:, None]), 1).ravel()
+        elif ancestors.shape[1]:
+            begins = plan[first : first + rows].cumsum() - plan[first : first + rows]
+            own = np.insert(own, begins.repeat(ancestors.shape[1]), ancestors.ravel())
+        self.plan, self.tails = _small(plan), _small(own)
+        self._keep_rest(forward, stored, request_ids)
+
+    def keep_unjudged(self) -> None:
+        """The same for one that is not judged yet: every row is kept whole."""
+        forward = self._forward
+        if forward is not None:
+            forward.read_rows()
+            self.keep(forward, range(forward.num_rows))
+            self._forward = forward
+
+    def keep_wholes(self, rows: Sequence[Ints]) -> None:
+        """All ids of all rows, in their order."""
+        self.wholes = {number: _small(row) for number, row in enumerate(rows)}
+
+    def _keep_rest(self, forward: Forward | Learned, stored: int, request_ids: tuple[str, ...]) -> None:
+        self.kind, self.index, self.pool = forward.kind, forward.index, forward.pool.name
+        self.requests = request_ids
+        self.width, self.num_entries, self.num_rows = forward.width, forward.num_entries, forward.num_rows
+        self.has_parents, self.has_starts, self.stored = forward.has_parents, forward.has_starts, stored
+        self.has_lineage = forward.has_lineage
+        self.mask: tuple[Ints, tuple[int, ...]] | None = None
+        if forward.tree_mask is not None:
+            bits = forward.tree_mask.cpu().numpy()
+            self.mask = np.packbits(bits), bits.shape
+        self._forward = None
+
+
+class RecordedSeries:
+    """Captured forwards as the host launched them together; of each a `RecordedLaunch`, made when somebody asks.
+
+    written, reads: as of `CanaryManager.launch_series`
+    num_kept: numbers that are kept of them, where all are clean
+    heard:    then: the step's number, numbers that are kept of several, where their own begin, and the layers that each
+              stored, in their order
+    """
+
+    __slots__ = (
+        "_launches",
+        "heard",
+        "num_kept",
+        "reads",
+        "requests",
+        "series",
+        "written",
+    )
+
+    def __init__(self, series: Series, requests: tuple[str, ...], written: Sequence[int], reads: Sequence[int]) -> None:
+        self.series, self.requests, self.written, self.reads = series, requests, written, reads
+        self.num_kept = series.num_kept + len(requests) * series.places
+        self.heard: tuple[int, array[int], int, tuple[tuple[int, ...], ...]] | None = None
+        self._launches: list[RecordedLaunch] | None = None
+
+    def __getitem__(self, number: int) -> RecordedLaunch:
+        return self.launches[number]
+
+    def __iter__(self) -> Iterator[RecordedLaunch]:
+        return iter(self.launches)
+
+    def is_of(self, number: int, pool: str, site: tuple[str, int]) -> bool:
+        """Whether this one of them is the forward of a site."""
+        substep = self.series.substeps[number]
+        return substep.site == site and substep.pool.name == pool
+
+    @property
+    def launches(self) -> list[RecordedLaunch]:
+        """One for each, with what was heard."""
+        n, of_each = len(self.requests), [*self.series.of_each(len(self.requests))]
+        if self._launches is None:
+            self._launches = [
+                RecordedLaunch(substep, self.requests, () if entries is None else self.written[entries], reads)
+                for (substep, entries), reads in zip(of_each, self.reads, strict=True)
+            ]
+        if self.heard is not None:
+            (step, numbers, first, layers), self.heard = self.heard, None
+            for launch, (substep, entries), stored in zip(self._launches, of_each, layers, strict=True):
+                end = first + substep.num_kept + (n * self.series.places if entries is None else 0)
+                launch.told, launch.layers, first = Heard(substep, step, n, numbers, first, end), stored, end
+        return self._launches
+
+
+class RecordedLaunch:
+    """A captured forward of a `RecordedSeries`; what it read and wrote is there once the host has heard of it.
+
+    number:  of its substep in the bank, None: it is no captured forward, but an eager one that judged itself there
+    written, reads: as `CanaryManager.launch` was told; of `launch_accepted` what the device has told, with `forward`
+    told:    what the host has heard of it; None: nothing yet
+    layers:  that it stored, in their order
+    accepted: as `Learned` has it;  again: layers that have stored before, and did again; both with `forward`
+    strays:  (row, place, slot) that checks found, which are all that a row may name besides
+    padding: (row, entry, slot) of W9, one of them -1
+    """
+
+    __slots__ = (
+        "accepted",
+        "again",
+        "layers",
+        "number",
+        "padding",
+        "reads",
+        "requests",
+        "strays",
+        "told",
+        "written",
+    )
+    layers: tuple[int, ...]
+    again: Sequence[int]
+    strays: tuple[tuple[int, int, int], ...]
+    padding: tuple[tuple[int, int, int], ...]
+
+    def __init__(self, substep: StaticSubstep, requests: tuple[str, ...], written: Sequence[int], reads: int) -> None:
+        self.number, self.requests, self.written, self.reads = substep.number, requests, written, reads
+        self.told: RecordedForward | Learned | Heard | None = None
+        self.accepted: list[list[int]] | None = None
+        self.layers = self.again = self.strays = self.padding = ()
+
+    @property
+    def forward(self) -> RecordedForward | None:
+        """Its plans, and its rows as granted; packed when somebody asks for the first time, which few ever do."""
+        told = self.told
+        if told is None or isinstance(told, RecordedForward):
+            return told
+        learned = told.learned() if isinstance(told, Heard) else told
+        stored, self.again = _stored(self.layers, learned.pool.full_layers)
+        self.accepted = learned.accepted
+        if self.accepted is not None:
+            self.written = tuple(map(len, self.accepted))
+        self.told = packed = RecordedForward(learned)
+        packed.keep_captured(learned, stored, self.requests)
+        return packed
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.told is None else self.told.num_bytes
+
+    def learn(self, forward: Learned, layers: tuple[int, ...]) -> None:
+        """`layers`: those that stored, in their order."""
+        self.told, self.layers = forward, layers
+        rows = forward.rows() if self.number is None and forward.has_read_hits else None
+        if forward.num_entries > MOST_UNPACKED or rows is not None:
+            packed = self.forward
+            if packed is not None and rows is not None:
+                packed.keep_wholes(rows)
+        else:
+            forward.keep()
+
+
+class RecordedMove:
+    """A captured move in a pool; `src` and `dst` once the host has heard of it, [n] each."""
+
+    __slots__ = ("dst", "number", "pool", "src")
+
+    def __init__(self, number: int, pool: str) -> None:
+        self.number, self.pool = number, pool
+        self.src: Ints | None = None
+        self.dst: Ints | None = None
+
+
+@lru_cache(maxsize=256)
+def _stored(layers: tuple[int, ...], full: int) -> tuple[int, list[int]]:
+    """The bitmap of layers that stored in this order, and those that had stored before; `full`: the bitmap of all."""
+    stored = set(layers)
+    again = [layer for number, layer in enumerate(layers) if layer in layers[:number]]
+    return full if len(stored) == full.bit_length() else sum(1 << layer for layer in stored), again
+
+
+_NONE: Ints = np.empty(0, np.int32)
+
+
+def _plan_of(forward: Forward) -> Ints:
+    """`Forward.plan` with the slots that were asked for, and parents of -1 where there are no trees and no lineage."""
+    plan, n = forward.plan.copy(), forward.num_entries
+    plan[:n] = forward.slot_names
+    if not (forward.has_parents or forward.has_lineage):
+        plan[3 * n : 4 * n] = -1
+    if forward.refused is not None:
+        plan[forward.refused.entries] = forward.refused.names
+    return plan
+
+
+def _small(values: Ints) -> Ints:
+    """A copy, in 32 bits where these hold all values."""
+    small = values.astype(np.int32)
+    return small if (small == values).all() else values.copy()

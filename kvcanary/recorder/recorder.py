@@ -1,0 +1,394 @@
+"""Recorder: the last steps of an engine as its canary was told of them, in bounded memory, for a dump.
+
+Every call of the manager that changes what is true is noted with plain arguments, every forward with its plans. Rows
+that name what their requests were granted are not kept: they follow from the grants. All events lie in segments, each
+behind a checkpoint from which they can be followed; the oldest segment is dropped when enough steps follow it, or too
+many bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.calls.violation_log import HitBatch
+from kvcanary.codes import UNWRITTEN
+from kvcanary.pools.event_log import Event, EventLog, nowhere
+from kvcanary.recorder.captured_events import CapturedEvents
+from kvcanary.recorder.checkpoint import Books, Checkpoint, room_for_records, take_checkpoint
+from kvcanary.recorder.kept_forwards import RecordedForward
+from kvcanary.transfers.snapshots import Parcel
+
+if TYPE_CHECKING:
+    from kvcanary.calls.forward import Forward
+    from kvcanary.calls.violation import Hit
+    from kvcanary.checks.rows import Verdict
+
+MOST_BYTES = 64 << 20  # of all segments together
+EVENT_BYTES = 240  # of one event without arrays: its tuple, names and small integers
+INT_BYTES = 8
+LONG = 16  # sequences of so many integers and more are kept as arrays
+DAMAGE_BYTES = 400  # of one damaged slot
+MOST_DAMAGED = 256  # slots that one check may name: a replay that reaches these reaches the finding
+MOST_PARCELS = 4096  # that may be away at a time
+SPARE = 16  # part of the bytes that the newest step may take, and that a segment's events may at least
+RECORDS = 4  # part of the bytes that the records of one checkpoint may take
+PARTS = 2  # segments that the steps asked for are cut into
+_PLAIN = frozenset({str, int, bool, float, type(None)})
+_NOTHING: tuple[()] = ()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Damage(NamedTuple):
+    """Bytes or records that a check found damaged, as a replay brings it about before the call in which it fired.
+
+    layers:      whose bytes differ, or whose fingerprints where `fingerprint` is true
+    halves:      bit 2c + h: half h (low, high) of column c of the record differs from what the canary wrote
+    words:       the words of the record that PUBLIC_WORDS names, where halves differ or nobody declared the record
+    """
+
+    code: str
+    pool: str
+    slot: int
+    layers: tuple[int, ...]
+    fingerprint: bool
+    halves: int
+    words: tuple[int, ...] = ()
+
+
+class Segment:
+    """Some steps: the state before them, and what happened, in order.
+
+    damage: by the number of the event in which a check fired, what it found
+    start_bytes: of the state before them
+    end_step, end_bytes: behind this step, or with more bytes than these, another begins
+    """
+
+    def __init__(self, checkpoint: Checkpoint, steps: int, room: int) -> None:
+        """`steps`: that it has; `room`: bytes of all segments together."""
+        self.checkpoint = checkpoint
+        self.events: list[Event] = []
+        self.damage: dict[int, list[Damage]] = {}
+        self.start_bytes = checkpoint.num_bytes
+        self.array_bytes = self.start_bytes  # and those of damage
+        self.end_step = checkpoint.step + steps
+        self.end_bytes = max(self.start_bytes + room // SPARE, room // (PARTS + 1))  # a large pool's start is large
+
+    @property
+    def num_bytes(self) -> int:
+        return self.array_bytes + EVENT_BYTES * len(self.events)
+
+    def add_damage(self, number: int, damage: list[Damage]) -> None:
+        """Found while the event of this number ran."""
+        self.damage.setdefault(number, []).extend(damage)
+        self.array_bytes += DAMAGE_BYTES * len(damage)
+
+
+class Recorder:
+    """The ring of one manager; it records from `start` on, and nothing with 0 steps.
+
+    log:      where what happens is told
+    maps:     pools behind a slot map, whose changes are events too
+    captured: what is told of captured steps
+    """
+
+    def __init__(self, books: Books, steps: int, most_bytes: int = MOST_BYTES) -> None:
+        self.books = books
+        self.steps, self.most_bytes = steps, most_bytes
+        self.segments: deque[Segment] = deque()
+        self._most_newest = 0  # bytes of the newest segment, up to which `is_due` looks no closer
+        self.maps: dict[str, tuple[Tensor, Any]] = {}
+        self.log = EventLog()
+        self._rooms: list[NDArray[np.int64]] = []  # for records of segments to come
+        self._closings: dict[str, Event] = {pool.view.name: ("close", pool.view.name) for pool in books.state.pools}
+        self._room_for_plans: NDArray[np.int32] = np.empty(0, np.int32)
+        self.captured = CapturedEvents(self.segments, self.log)
+        self._waiting: dict[int, RecordedForward] = {}
+        self._parcels: dict[int, tuple[Parcel, int]] = {}
+        self._num_parcels = 0
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.segments)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all segments, and of the memory that waits for those to come."""
+        self._count_arrays()
+        return sum(segment.num_bytes for segment in self.segments) + sum(room.nbytes for room in self._rooms)
+
+    def start(self, step: int) -> None:
+        """The canary is armed: what comes is recorded, if steps were asked for."""
+        if self.steps:
+            views = [pool.view for pool in self.books.state.pools]
+            self.maps = {view.name: (view.slot_map, None) for view in views if view.slot_map is not None}
+            rooms = (room_for_records(self.books, self.most_bytes // RECORDS) for _ in range(PARTS + 1))
+            self._rooms = [room for room in rooms if room is not None]
+            self.begin_segment(step)
+
+    def stop(self) -> None:
+        """What was recorded is forgotten, and nothing more is until `start`."""
+        self.segments.clear()
+        self.log.append = nowhere()
+        self._rooms.clear()
+        self._waiting.clear()
+
+    # what happens
+
+    def is_due(self, step: int) -> bool:
+        """Whether behind this step `begins_segment`, or there may be no room and `tick` must look."""
+        if not self.segments:
+            return False
+        newest, log = self.segments[-1], self.log  # whose `num_bytes` would be a call in every step
+        size = newest.array_bytes + INT_BYTES * log.ints + EVENT_BYTES * len(newest.events)
+        return step >= newest.end_step or size > self._most_newest
+
+    def begins_segment(self, step: int) -> bool:
+        """Whether one begins behind this step; once all that waits was judged."""
+        self._count_arrays()
+        newest = self.segments[-1]
+        return step >= newest.end_step or newest.num_bytes > newest.end_bytes
+
+    def begin_segment(self, step: int) -> None:
+        """The state is kept as it is now, from which what comes can be followed; segments that nobody needs go, and
+        leave their memory to it.
+        """
+        self._count_arrays()
+        while len(self.segments) > 1 and step - self.segments[1].checkpoint.step >= self.steps:
+            gone = self.segments.popleft().checkpoint.records
+            self._rooms += [] if gone is None else [gone.view(np.int64)]
+        room = self._rooms.pop() if self._rooms else room_for_records(self.books, self.most_bytes // RECORDS)
+        checkpoint = take_checkpoint(self.books, step, room)
+        self.segments.append(Segment(checkpoint, -(-self.steps // PARTS), self._room))
+        self.log.append = self._noted if self.maps else self.segments[-1].events.append
+        self._limit_newest()
+        for name, (slot_map, _) in self.maps.items():
+            self.maps[name] = slot_map, None
+
+    def tick(self) -> None:
+        """A step was checked: what there is no room for goes, memory that waits before segments."""
+        while (self._rooms or len(self.segments) > 1) and self.num_bytes > self._room:
+            if self._rooms:
+                self._rooms.pop()
+            else:
+                self.segments.popleft()
+        self._limit_newest()
+
+    @property
+    def _room(self) -> int:
+        """The next step needs some before anybody looks again."""
+        return self.most_bytes - self.most_bytes // SPARE
+
+    def _limit_newest(self) -> None:
+        """For `is_due`: the newest segment is another, or what lies beside it has become more or less."""
+        self._count_arrays()
+        newest = self.segments[-1]
+        self._most_newest = min(newest.end_bytes, self._room + newest.num_bytes - self.num_bytes)
+
+    def note(self, *event: Any) -> None:
+        """A call of the manager, or of its desk, is about to run: its name, then its arguments."""
+        if not self.segments:
+            return
+        if not _PLAIN.issuperset(map(type, event)):
+            event = tuple([arg if type(arg) in _PLAIN or arg is _NOTHING else self._kept(arg) for arg in event])
+        self.log.append(event)
+
+    def opened(self, forward: Forward) -> None:
+        """A forward was opened; its rows are known when it is judged."""
+        if not self.segments:
+            return
+        if self.maps:
+            self.note_maps()
+        recorded = RecordedForward(forward)
+        self._waiting[id(forward)] = recorded
+        self._tell(("forward", recorded))
+
+    def closed(self, pool: str) -> None:
+        """The open forward of this pool is closed."""
+        if self.segments:
+            self._tell(self._closings[pool])
+
+    def stored_again(self, pool: str, layer: int) -> None:
+        """A layer of the open forward of this pool has stored before, and does again."""
+        if self.segments:
+            self._tell(("store", pool, layer))
+
+    def judged(self, forwards: Sequence[Forward], verdict: Verdict) -> None:
+        """These forwards were judged: their plans are kept, and the rows that are not as granted."""
+        if not self._waiting:
+            return
+        suspects: dict[int, set[int]] = {}
+        for segment in verdict.suspects:
+            suspects.setdefault(id(segment.forward), set()).add(segment.row)
+        for forward in forwards:
+            self._keep(forward, suspects.get(id(forward), ()))
+
+    def proved(self, forwards: Sequence[Forward]) -> None:
+        """These forwards were judged, and a loop has proved every row to be as granted."""
+        if not self._waiting:
+            return
+        heads = np.array([forward.head for forward in forwards], np.int64)
+        ends = np.empty((len(heads), 2), np.int64)
+        keep_plans = forwards[0].pool.loops.keep_plans
+        size = keep_plans(heads, self._room_for_plans, ends)
+        if size > len(self._room_for_plans):
+            self._room_for_plans = np.empty(2 * size, np.int32)
+            size = keep_plans(heads, self._room_for_plans, ends)
+        if size < 0:
+            for forward in forwards:
+                forward.read_rows()
+                self._keep(forward, ())
+            return
+        values = self._room_for_plans[:size].copy()
+        self.segments[-1].array_bytes += values.nbytes
+        begin = 0
+        for forward, (middle, end) in zip(forwards, ends.tolist(), strict=True):
+            recorded = self._waiting.pop(id(forward), None)
+            if recorded is not None:
+                recorded.keep_clean(forward, values[begin:middle], values[middle:end])
+            begin = end
+
+    def fired(self, hit: Hit | HitBatch) -> None:
+        """A check fired while the last event ran, or a captured forward: what it found damaged is part of that."""
+        if not self.segments or hit.code not in _DAMAGE:
+            return
+        place = self.captured.event_of(hit.pool.name, hit.site, hit.step)
+        segment, number = (self.segments[-1], None) if place is None else place
+        hits = [hit.hit(n) for n in range(min(len(hit), MOST_DAMAGED))] if isinstance(hit, HitBatch) else [hit]
+        damage = _damage([one for one in hits if 0 <= one.slot < one.pool.view.num_slots])
+        if damage:
+            number = max(len(segment.events) - 1, 0) if number is None else number
+            segment.add_damage(number, damage)
+            self._limit_newest()
+
+    def note_maps(self) -> None:
+        """What has changed in the slot maps since the last look."""
+        for name, (slot_map, before) in self.maps.items():
+            now = slot_map.detach().cpu().numpy()
+            where = np.arange(len(now)) if before is None else np.flatnonzero(now != before)
+            if len(where):
+                self._tell(("map", name, where, now[where].copy()))
+                self.segments[-1].array_bytes += 16 * len(where)
+                self.maps[name] = slot_map, now.copy()
+
+    def number_parcel(self, parcel: Parcel) -> None:
+        """What left has a number, by which the way back is known."""
+        if self.segments:
+            self._parcels[id(parcel)] = parcel, self._num_parcels
+            self._tell(("parcel", self._num_parcels))
+            self._num_parcels += 1
+            while len(self._parcels) > MOST_PARCELS:
+                del self._parcels[next(iter(self._parcels))]
+
+    def wait_over(self) -> list[RecordedForward]:
+        """Forwards that were not judged yet, with the rows that they have now; for a dump in mid-step."""
+        for recorded in self._waiting.values():
+            recorded.keep_unjudged()
+        return list(self._waiting.values())
+
+    # helpers
+
+    def _count_arrays(self) -> None:
+        """Those of events that were told since."""
+        if self.segments:
+            self.segments[-1].array_bytes += INT_BYTES * self.log.ints
+        self.log.ints = 0
+
+    def _tell(self, event: Event) -> None:
+        """With slot maps as they were noted last; somebody records."""
+        self.segments[-1].events.append(event)
+
+    def _noted(self, event: Event) -> None:
+        """Behind what has changed in slot maps."""
+        self.note_maps()
+        self._tell(event)
+
+    def _keep(self, forward: Forward, suspects: Iterable[int]) -> None:
+        recorded = self._waiting.pop(id(forward), None)
+        if recorded is not None:
+            recorded.keep(forward, suspects)
+            self.segments[-1].array_bytes += recorded.num_bytes
+
+    def _number_of(self, parcel: Parcel) -> int:
+        """-1 of one that left before the recording."""
+        return self._parcels.get(id(parcel), (parcel, -1))[1]
+
+    def _kept(self, value: Any) -> Any:
+        """An argument that nobody can change any more."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if (kind is list or kind is tuple) and len(value) < LONG and _PLAIN.issuperset(map(type, value)):
+            return tuple(value)
+        if isinstance(value, list) and value and isinstance(value[0], Parcel):
+            value = [self._number_of(parcel) for parcel in value]
+        if isinstance(value, list | tuple) and value and isinstance(value[0], str):
+            return tuple(value)
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().numpy()
+        if isinstance(value, Parcel):
+            return ("parcel", self._number_of(value))
+        return self._ints(value)
+
+    def _ints(self, values: Sequence[int] | NDArray[Any]) -> tuple[int, ...] | NDArray[np.int64]:
+        """A copy, of many as an array."""
+        if len(values) < LONG:
+            return tuple(map(int, values))
+        kept = np.array(values, np.int64)
+        if self.segments:
+            self.segments[-1].array_bytes += kept.nbytes
+        return kept
+
+
+def recorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method of the manager whose calls are events of its `recorder`."""
+    name, signature = method.__name__, inspect.signature(method)
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = self.recorder
+        if recorder.segments:
+            given: Sequence[Any] = args
+            if kwargs:
+                bound = signature.bind(self, *args, **kwargs)
+                bound.apply_defaults()
+                given = bound.args[1:]
+            recorder.note(name, *given)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+#: Of the sixteen 32-bit words of a record, those that say nothing of texts or keys: position, request, generation,
+#: step, site and the layers written.
+PUBLIC_WORDS = (1, 4, 5, 6, 7, 10, 11, 12, 13)
+#: Checks of bytes and fingerprints: what they find is no consequence of any call, so that a replay must be told of it.
+_BYTES = frozenset({"R3", "R9", "T1", "P1"})
+_DAMAGE = _BYTES | {"R4", "R5", "R7", "R8", "R11", "R12"}
+
+
+def _damage(hits: Sequence[Hit]) -> list[Damage]:
+    """What these hits of one pool say of bytes and records; the others are consequences of calls."""
+    if not hits:
+        return []
+    pool, damage = hits[0].pool, []
+    slots = torch.tensor([hit.slot for hit in hits], device=pool.records.device)
+    found, expected = (rows[slots].cpu().numpy().view(np.uint32) for rows in (pool.records, pool.expected))
+    differing = (found != expected) @ (1 << np.arange(found.shape[1]))
+    for hit, halves, words in zip(hits, differing.tolist(), found[:, list(PUBLIC_WORDS)].tolist(), strict=True):
+        is_strange = halves or hit.code == "R11"
+        if is_strange or hit.code in _BYTES:
+            own = tuple(words) if is_strange else ()
+            code = UNWRITTEN if hit.is_unwritten else hit.code
+            damage.append(Damage(code, pool.name, hit.slot, hit.layers, hit.fingerprint_hit, halves, own))
+    return damage

@@ -1,0 +1,155 @@
+"""HostPool: a pool in host memory as the compiled loops take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.native import layout as cards
+from kvcanary.pools.views import PoolView
+from kvcanary_kernels.record.layout import Keys, signed
+from kvcanary_kernels.record.rows import WORD_BYTES
+
+Longs = NDArray[np.int64]
+Shape = tuple[int, ...]
+Geometry = tuple[Shape, Shape, torch.dtype, Shape, Shape, torch.dtype, bool]  # of K, of V, and whether both are here
+MOST_GEOMETRIES = 256
+
+#: What the loop that seals a forward has seen: an entry that was judged, a position that is not the parent's plus one,
+#: a null slot, a page that is written for the first time, a row that does not read what its lineage goes on from.
+REWRITTEN, MISPLACED, NULL_WRITTEN, PAGE_FRESH, ASTRAY = 1, 2, 4, 8, 16
+#: And the one that moves records: REWRITTEN, or an entry that nobody has written; their bits.
+BLANK, MOVED_BITS = 2, 2
+
+
+class DensePart(NamedTuple):
+    """Values of one part of a row as a loop can read them: type, shape and strides, bytes an element, words."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    inner: tuple[int, ...]
+    size: int
+    words: int
+
+
+class Steps(dict[Geometry, tuple[int, int] | None]):
+    """Bytes from row to row of K and of V, by how both lie in memory; None: not as a pool of these parts holds them.
+
+    What was asked lately is kept.
+    """
+
+    def __init__(self, parts: tuple[DensePart, ...]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __missing__(self, geometry: Geometry) -> tuple[int, int] | None:
+        if len(self) == MOST_GEOMETRIES:
+            self.clear()
+        steps = self[geometry] = self._steps(*geometry)
+        return steps
+
+    def _steps(
+        self,
+        k_shape: Shape,
+        k_stride: Shape,
+        k_type: object,
+        v_shape: Shape,
+        v_stride: Shape,
+        v_type: object,
+        is_cpu: bool,
+    ) -> tuple[int, int] | None:
+        if len(self._parts) != 2 or not is_cpu:
+            return None
+        own, other = self._parts
+        asked = (k_shape[1:], k_stride[1:], k_type, v_shape, v_stride[1:], v_type)
+        if asked != (own.shape, own.inner, own.dtype, (k_shape[0], *other.shape), other.inner, other.dtype):
+            return None
+        return k_stride[0] * own.size, v_stride[0] * other.size
+
+
+@dataclass(frozen=True, eq=False)
+class HostPool:
+    """Arrays over the memory of one pool's tensors, and numbers that loops are given by value; all int64.
+
+    parts:      of a row;  steps: of values as a model gives them
+    address:    [pieces, layers] of slot 0
+    layout:     [pieces, fields] what each `Piece` of a row says
+    keys:       [layers, 2, words] int32, of lane a and lane b
+    layer_keys: by layer, the address of its keys
+    start_a:    [layers], and the same as integers: `starts`
+    content_a:  [layers, num_slots]
+    records, expected: [num_slots, 8]
+    """
+
+    parts: tuple[DensePart, ...]
+    steps: Steps
+    address: Longs
+    layout: Longs
+    keys: Tensor
+    layer_keys: list[int]
+    words: int
+    start_a: Longs
+    starts: list[int]
+    start_b: int
+    content_a: Longs
+    records: Longs
+    expected: Longs
+
+
+def host_pool(view: PoolView, keys: Keys, content_a: Tensor, records: Tensor, expected: Tensor) -> HostPool | None:
+    """None where the pool is not in host memory."""
+    if not records.is_cpu:
+        return None
+    both = torch.stack([keys.lane_a, keys.lane_b], 1)
+    parts = tuple(_dense_part(part.shape, part.dtype) for part in view.parts)
+    return HostPool(
+        parts=parts,
+        steps=Steps(parts),
+        address=view.rows.ptrs.numpy(),
+        layout=np.array(view.rows.pieces, np.int64),
+        keys=both,
+        layer_keys=[layer.data_ptr() for layer in both],
+        words=view.rows.words_per_row,
+        start_a=keys.start_a.numpy(),
+        starts=keys.start_a.tolist(),
+        start_b=signed(keys.start_b),
+        content_a=content_a.numpy(),
+        records=records.numpy(),
+        expected=expected.numpy(),
+    )
+
+
+def pool_card(view: PoolView, host: HostPool | None, seen: NDArray[np.bool_], **numbers: int) -> Longs:
+    """[POOL_CARD] what loops read of a pool (cards.py); `numbers`: those that its view does not tell, by field."""
+    card = np.zeros(cards.POOL_CARD, np.int64)
+    card[[cards.SLOTS, cards.NULL_SLOTS, cards.PAGE_SIZE]] = view.num_slots, view.null_slots, view.page_size
+    card[[cards.WINDOW, cards.VOCABULARY]] = view.window or 0, view.vocab_size or 0
+    card[[cards.TOKEN_OFFSET, cards.AHEAD, cards.LAYERS]] = view.token_offset, view.ahead, view.num_layers
+    card[[cards.WORDS, cards.PARTS, cards.SEEN_SLOTS]] = view.rows.words_per_row, len(view.parts), seen.ctypes.data
+    for field, number in numbers.items():
+        card[getattr(cards, field)] = number
+    if host is not None:
+        card[[cards.KEYS, cards.START_B]] = host.layer_keys[0], host.start_b
+        arrays = {
+            cards.ADDRESSES: host.address,
+            cards.LAYOUT: host.layout,
+            cards.STARTS: host.start_a,
+            cards.CONTENT_A: host.content_a,
+            cards.RECORDS: host.records,
+            cards.EXPECTED: host.expected,
+        }
+        for place, array in arrays.items():
+            card[place] = array.ctypes.data
+    return card
+
+
+def _dense_part(shape: tuple[int, ...], dtype: torch.dtype) -> DensePart:
+    value = torch.empty((1, *shape), dtype=dtype, device="meta")
+    return DensePart(
+        dtype, tuple(shape), value.stride()[1:], dtype.itemsize, value.numel() * dtype.itemsize // WORD_BYTES
+    )

@@ -1,0 +1,261 @@
+"""Device state: the records of all pools in one tensor, fingerprints of each, and what is true of every page."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.errors import PlanError
+from kvcanary.ledger.page_states import Pages
+from kvcanary.native.layout import WRITERS
+from kvcanary.pools.aliasing import first_overlap
+from kvcanary.pools.slot_maps import check_groups, full_group_slots
+from kvcanary.pools.views import PoolView
+from kvcanary.records.host_pool import HostPool, host_pool, pool_card
+from kvcanary.records.mailbox import to_device
+from kvcanary.records.page_updates import Deltas
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import Keys, bitmap_columns, chain_root, layers_bitmap, make_keys, signed
+from kvcanary_kernels.record.rows import PoolRows
+from kvcanary_kernels.record.seal import seal_offset, seal_torch
+
+
+@dataclass(frozen=True, eq=False)
+class PoolState:
+    """One pool: what the engine gave, and what the canary keeps beside it.
+
+    base:       row of its slot 0 in the records of all pools
+    root:       chain value that position 0 continues, unsigned
+    records:    [num_slots, 8] int64, a view of the records of all pools
+    expected:   [num_slots, 8] int64, the same records as the canary wrote them: any difference is damage
+    content_a:  [layers, num_slots] int64
+    seal_term:  what this pool adds to the seal of its records' rows, unsigned: the number of the pool, and slots
+                count from its base;  signed_term: the same as a signed number
+    all_layers: the two columns of a record that every layer has written, signed
+    host:       the same for the compiled loops; None on a GPU
+    loops:      the compiled loops, loaded with the first pool
+    seen:       [num_slots] bool, all False: a loop's own
+    card:       [POOL_CARD] int64, the same for loops that read by address (cards.py); `card_at`: its address
+    """
+
+    view: PoolView
+    pool_id: int
+    keys: Keys
+    rows: PoolRows
+    base: int
+    root: int
+    records: Tensor
+    expected: Tensor
+    content_a: Tensor
+    layers: Tensor
+    full_layers: int
+    bit_of: Callable[[int, int], int]
+    seal_term: int
+    signed_term: int
+    all_layers: tuple[int, int]
+    host: HostPool | None
+    loops: ModuleType
+    seen: NDArray[np.bool_]
+    card: NDArray[np.int64]
+    card_at: int
+
+    def write_lanes(self, slots: Tensor, lane_a: Tensor, lane_b: Tensor) -> None:
+        """Fingerprints [layers, n] and [n] of these slots, [n] distinct; their records must be sealed."""
+        self.content_a.index_copy_(1, slots, lane_a)
+        for records in (self.records, self.expected):
+            records.select(1, record.CONTENT_B).index_copy_(0, slots, lane_b)
+
+    @property
+    def name(self) -> str:
+        return self.view.name
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether rows may begin behind position 0, or a slot map may change under them: all is judged each time."""
+        return self.view.slot_map is not None or self.view.window is not None
+
+
+class CanaryState:
+    """Everything that is allocated once, when the canary is attached."""
+
+    def __init__(self, views: Sequence[PoolView], seed: int) -> None:
+        _check_pools(views)
+        device = views[0].device
+        self.page_size = views[0].page_size
+        self.num_slots = max(view.num_slots for view in views)
+        num_pages = max(-(-full_group_slots(views) // self.page_size), max(view.num_pages for view in views))
+        total = sum(view.num_slots for view in views)
+        with torch.inference_mode(False):
+            self.records = torch.zeros(total, record.COLUMNS, dtype=torch.int64, device=device)
+            self.expected = torch.zeros_like(self.records)
+            self._page_truth = torch.zeros(3, num_pages, dtype=torch.int64, device=device)
+            self.generations, self.owners, self.page_states = self._page_truth
+            self._deltas = Deltas(self._page_truth)
+            self.owners.fill_(record.NO_OWNER)
+            self.page_states.fill_(record.FREE)
+            self.arange = torch.arange(self.num_slots + 1, device=device)
+            self.pools = tuple(self._pool(views, number, seed) for number in range(len(views)))
+        self.by_name = {pool.name: pool for pool in self.pools}
+        self.keys = self.pools[0].keys  # seal, mix and chain keys are the same in all
+        columns = self.generations, self.owners, self.page_states
+        self._host_pages = [column.numpy() for column in columns] if self.records.is_cpu else []
+
+    @property
+    def num_bytes(self) -> int:
+        """What the canary keeps beside the pools, in bytes."""
+        pages = (self.generations, self.owners, self.page_states)
+        tensors = (self.records, self.expected, *pages, *(pool.content_a for pool in self.pools))
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def pools_of(self, group: str | None) -> list[PoolState]:
+        """Those of a group behind a slot map; None: all pools whose slots plans name."""
+        return [pool for pool in self.pools if (None if pool.view.slot_map is None else pool.view.group) == group]
+
+    def ints(self, values: Iterable[int]) -> Tensor:
+        """[n] int64 on the device of the state."""
+        buffer = array("q", values)
+        if not buffer:
+            return self.arange[:0]
+        return to_device(torch.frombuffer(buffer, dtype=torch.int64), self.arange.device)
+
+    def page_truth(self, pool: PoolState, slots: Tensor, names: Tensor) -> dict[str, Any]:
+        """What is true of the pages behind these slots, as `verify` takes it: generations, states, owners, page_size.
+
+        names: [n] int64, what plans call the slots; behind a slot map every slot counts as a page of its own
+        """
+        columns = {"generations": self.generations, "states": self.page_states, "owners": self.owners}
+        if pool.view.slot_map is None:
+            return {name: values[: pool.view.num_pages] for name, values in columns.items()} | {
+                "page_size": self.page_size
+            }
+        pages = names // self.page_size
+        spread = {name: values.new_zeros(pool.view.num_slots) for name, values in columns.items()}
+        for name, values in columns.items():
+            spread[name].index_copy_(0, slots, values.index_select(0, pages))
+        return spread | {"page_size": 1}
+
+    def bind(self, pages: Pages) -> None:
+        """Loops that look through plans know these pages from now on; behind a slot map plans are read by the rules."""
+        self._pages = pages  # whose arrays stay where they are
+        for pool in self.pools:
+            if pool.view.slot_map is None:
+                pool.card[WRITERS] = pages.writers.ctypes.data
+
+    def publish(self, pages: Pages) -> None:
+        """What has happened to pages since the last time is true from now on."""
+        if not pages.changed:
+            return
+        where = pages.changes()
+        if self._host_pages:
+            own = pages.generations, pages.owners, pages.states
+            self.pools[0].loops.publish_pages(where, *own, *self._host_pages)
+        else:
+            self._deltas.send(len(where), partial(self.pools[0].loops.tell_pages, pages.book_at, where))
+
+    def _pool(self, views: Sequence[PoolView], number: int, seed: int) -> PoolState:
+        from kvcanary.native import loops
+
+        view = views[number]
+        keys = make_keys(seed, view.num_layers, view.rows.words_per_row, device=self.records.device)
+        base = sum(other.num_slots for other in views[:number])
+        records = self.records[base : base + view.num_slots]
+        _seal_as_never_written(records, number, keys)
+        expected = self.expected[base : base + view.num_slots].copy_(records)
+        content_a = torch.zeros(view.num_layers, view.num_slots, dtype=torch.int64, device=records.device)
+        seal_term = seal_offset(keys, number, base)
+        low, high = stored_columns((1 << view.num_layers) - 1)
+        host, seen = host_pool(view, keys, content_a, records, expected), np.zeros(view.num_slots, np.bool_)
+        numbers = {"POOL_ID": number, "BASE": base, "SEAL_TERM": signed(seal_term)}
+        card = pool_card(view, host, seen, LOW_LAYERS=low, HIGH_LAYERS=high, **numbers)
+        return PoolState(
+            view=view,
+            pool_id=number,
+            keys=keys,
+            rows=view.rows,
+            base=base,
+            root=chain_root(keys, view.root_name),
+            records=records,
+            expected=expected,
+            content_a=content_a,
+            layers=layers_bitmap(view.num_layers, records.device),
+            full_layers=(1 << view.num_layers) - 1,
+            bit_of={layer: 1 << layer for layer in range(view.num_layers)}.get,
+            seal_term=seal_term,
+            signed_term=signed(seal_term),
+            all_layers=(low, high),
+            host=host,
+            loops=loops,
+            seen=seen,
+            card=card,
+            card_at=card.ctypes.data,
+        )
+
+
+def stored_columns(layers: int) -> tuple[int, int]:
+    """`bitmap_columns` as signed numbers."""
+    low, high = bitmap_columns(layers)
+    return signed(low), signed(high)
+
+
+def _seal_as_never_written(records: Tensor, pool_id: int, keys: Keys) -> None:
+    """Generation 0 is never granted: a slot that nobody has written is R12, a zeroed record R3."""
+    slots = torch.arange(records.shape[0], device=records.device)
+    zero = torch.zeros_like(slots)
+    one = zero[:1]
+    seal_torch(
+        records,
+        slots,
+        tokens=zero,
+        positions=zero,
+        chains=zero,
+        requests=one,
+        generations=one,
+        step=one,
+        sites=one,
+        pool_id=pool_id,
+        keys=keys,
+    )
+
+
+def _check_pools(views: Sequence[PoolView]) -> None:
+    if not views:
+        raise PlanError("a manager needs at least one pool")
+    names = [view.name for view in views]
+    if len(set(names)) != len(names):
+        raise PlanError(f"pools must have different names, got {', '.join(names)}")
+    for view in views[1:]:
+        if view.page_size != views[0].page_size:
+            raise PlanError(
+                f"pools share page ids, so page_size must be one: {names[0]!r} has {views[0].page_size}, "
+                f"{view.name!r} has {view.page_size}"
+            )
+        if view.device != views[0].device:
+            raise PlanError(
+                f"pools of a manager lie on one device: {names[0]!r} is on {views[0].device}, "
+                f"{view.name!r} on {view.device}"
+            )
+    check_groups(views)
+    _check_memory(views)
+
+
+def _check_memory(views: Sequence[PoolView]) -> None:
+    """Pools that share slots share no bytes; groups may lie in the same memory, since their pages never do."""
+    for group in {view.group for view in views}:
+        owned = [
+            (f"{name} of {view.name!r}", words)
+            for view in views
+            if view.group == group
+            for name, words in view.memory()
+        ]
+        overlap = first_overlap(owned)
+        if overlap is not None:
+            raise PlanError(f"{overlap[0]} and {overlap[1]} share memory: watch it as one pool")

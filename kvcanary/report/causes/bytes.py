@@ -1,0 +1,209 @@
+"""Rules about bytes: how K, V, poison or a record may have come to be other than what was written."""
+
+from __future__ import annotations
+
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.report.evidence import Facts
+from kvcanary.report.finding import Cause
+
+PARTS = ("K", "V")
+LATE_STEPS = 8  # in which a copy that was in flight when its page was freed has surely landed
+
+
+def flipped_bit(facts: Facts) -> Cause | None:
+    word = facts.word
+    if word is None or word.bit is None:
+        return None
+    text = f"one flipped bit: bit {word.bit} of one element, nothing else changed; a hardware fault or a stray write"
+    return Cause("bits", text, "derived", _one_word(facts))
+
+
+def changed_word(facts: Facts) -> Cause | None:
+    if facts.word is None or facts.word.bit is not None:
+        return None
+    return Cause("bits", "one 32-bit word was overwritten, nothing else changed", "derived", _one_word(facts))
+
+
+def _one_word(facts: Facts) -> tuple[str, ...]:
+    layers = facts.hit.pool.view.num_layers
+    return (f"this word alone explains both fingerprints; 1 of {layers} layers differs",)
+
+
+def scale(facts: Facts) -> Cause | None:
+    """What lies beside K and V is another slot's, or reset, in another order, or one word of it changed."""
+    whose, word = facts.whose_is("scale"), facts.word
+    if word is not None and word.part not in PARTS:
+        evidence = (f"the word that changed lies in {word.part}", *_one_word(facts))
+        return Cause("scales", f"{word.part} was overwritten, K and V are as written", "derived", evidence)
+    order = facts.whose_is("scale_order")
+    if order is not None:
+        evidence = (f"{order.text}: that explains the fingerprint", "K and V are as written")
+        return Cause("scales", "scales were stored in another order, or as those of another part", "derived", evidence)
+    if whose is None:
+        return None
+    text = "scales were reset, or addressed by another shape, after they were written"
+    return Cause("scales", text, "inferred", (whose.text,))
+
+
+def copied(facts: Facts) -> Cause | None:
+    """The row of another slot: exchanged with it, or copied."""
+    whose = facts.whose_is("slot")
+    if whose is None or facts.is_first_look or untranslated(facts) is not None:
+        return None
+    evidence = f"the fingerprint of slot {whose.slot} in layer {whose.layer} is that of these bytes"
+    if facts.source_is_damaged and facts.hit.code == "R9":
+        other = f"slot {whose.slot} does not hold its own bytes either"
+        return Cause("addressing", f"{whose.text}: rows went to each other's slots", "derived", (evidence, other))
+    return Cause("transfer", f"{whose.text}: a copy that nobody declared", "inferred", (evidence,))
+
+
+def untranslated(facts: Facts) -> Cause | None:
+    """A pool behind a map, in whose slot a store has not arrived: it went to where the unmapped number leads."""
+    hit = facts.hit
+    if hit.code != "R9" or hit.pool.view.slot_map is None or not facts.was_never_right or facts.word is not None:
+        return None
+    evidence = (f"slots of the {hit.pool.name} pool are found through a map", "it was never right")
+    return Cause("windows", "the store went by a slot of another pool, or by an old map", "inferred", evidence)
+
+
+def mixed_up(facts: Facts) -> Cause | None:
+    whose = facts.whose_is("part", "exchange", "layer", "shift")
+    if whose is None:
+        return None
+    family = "addressing" if whose.kind == "layer" else "transfer"
+    text = "a copy or store with another layout: the wrong part, axis or stride"
+    return Cause(family, text, "inferred", (f"{whose.text}, in layer {facts.hit.layers[0]}",))
+
+
+def never_stored(facts: Facts) -> Cause | None:
+    """What was there before the last declared write is still there."""
+    if not facts.was_never_right or facts.word is not None or facts.whose_is("exchange", "shift", "layer"):
+        return None
+    evidence = []
+    whose, slots = facts.whose_is("poison", "zero"), {hit.slot for hit in facts.incident}
+    if whose is not None:
+        evidence.append(f"{whose.text}; it was never right")
+    if facts.is_first_look:
+        evidence.append("the forward that wrote it found it: nobody came between")
+    if facts.whose and len(slots) > 1 and _layers_agree(facts):
+        evidence.append(f"the same layers differ in each of {len(slots)} slots")
+    if evidence and _is_older(facts):
+        evidence.append("these bytes are older than the last declared write")
+    if not evidence:
+        return None
+    layers = ", ".join(map(str, facts.hit.layers[:4]))
+    text = f"the store of layer {layers} did not arrive, or went elsewhere"
+    return Cause("uninitialised", text, "inferred", tuple(evidence))
+
+
+def _is_older(facts: Facts) -> bool:
+    """Whether the slot whose bytes these are was written before this one."""
+    return facts.source is not None and facts.record is not None and facts.source.step < facts.record.step
+
+
+def _layers_agree(facts: Facts) -> bool:
+    content = [hit.layers for hit in facts.incident if hit.code == "R9"]
+    return len(set(content)) == 1 and 0 < len(content[0]) < facts.hit.pool.view.num_layers
+
+
+def cleared(facts: Facts) -> Cause | None:
+    part, whose, last_good = facts.whose_is("zero_part"), facts.whose_is("zero"), facts.hit.last_good
+    if part is not None:
+        evidence = (f"{part.text}, and the rest of the row is not",)  # a store that is lost loses the whole row
+    elif whose is not None and last_good is not None:
+        evidence = (f"{whose.text}; they were right at step {last_good}",)
+    else:
+        return None
+    return Cause("order", "cleared after it was written: a zeroing that waited for nobody", "inferred", evidence)
+
+
+def not_finite(facts: Facts) -> Cause | None:
+    whose = facts.whose_is("not_finite")
+    if whose is None:
+        return None
+    if facts.hit.code == "P1":
+        text = "a page of another kind of layer, or of before the pool was cleared, was not made neutral"
+        return Cause("uninitialised", text, "inferred", (whose.text, "nobody had the page to write it"))
+    return Cause("bits", "overwritten with values that no forward has stored", "inferred", (whose.text,))
+
+
+def padding_not_finite(facts: Facts) -> Cause | None:
+    hit = facts.hit
+    if hit.slot >= hit.pool.view.null_slots:
+        return None
+    text = "padding computed NaN or Inf and stored it, as a row without an entry does that divides by no weight"
+    return Cause("graphs", text, "inferred", (f"slot {hit.slot} is a null slot: only padding may write it",))
+
+
+def never_cleared(facts: Facts) -> Cause | None:
+    """Found by the first look since the page was granted, where nobody has written."""
+    at_grant = any(hit.site[0] == "grant" for hit in facts.incident)
+    grant = _last_grant(facts)
+    if not at_grant and (grant is None or facts.finite_since is not None):
+        return None
+    freed = [event for event in facts.events if event.kind == "freed"]
+    before = f"freed by {freed[-1].request_id!r} at step {freed[-1].step}, not poisoned" if freed else "never used"
+    text = "the page was granted as it was: memory that nobody cleared, or that held another kind of state"
+    if grant is None or at_grant or grant.step == facts.hit.step:
+        return Cause("uninitialised", text, "derived", (f"the page was {before} before its grant in this step",))
+    evidence = f"the page was {before} before its grant at step {grant.step}", "nobody has found it finite since then"
+    return Cause("uninitialised", text, "inferred", evidence)
+
+
+def not_finite_since(facts: Facts) -> Cause | None:
+    """Behind the end of a row: what lay there at the grant was found finite."""
+    if facts.finite_since is None or any(hit.site[0] == "grant" for hit in facts.incident):
+        return None
+    evidence = (f"finite when the page was granted at step {facts.finite_since}", "no forward has stored there since")
+    return Cause("bits", "a stray write behind the end of the row", "derived", evidence)
+
+
+def _last_grant(facts: Facts) -> PageEvent | None:
+    """Of a page that is granted to somebody."""
+    if facts.hit.slot < facts.hit.pool.view.null_slots:
+        return None
+    granted = [event for event in facts.events if event.kind in ("granted", "set aside", "copied")]
+    return granted[-1] if granted else None
+
+
+def late_write(facts: Facts) -> Cause | None:
+    """Someone who had the page before may still write it."""
+    former = [event for event in facts.events if event.kind == "freed" and event.request_id != facts.owner]
+    if not former or facts.word is not None:
+        return None
+    last = former[-1]
+    steps = facts.hit.step - last.step
+    since = f", {steps} steps before" if steps <= LATE_STEPS else ""
+    evidence = (f"the page was freed by {last.request_id!r} at step {last.step}{since}",)  # one event, however late
+    return Cause("lifetime", "a write of the page's former owner that came late", "inferred", evidence)
+
+
+def overwritten(facts: Facts) -> Cause | None:
+    if facts.word is not None:
+        return None
+    slots = len({hit.slot for hit in facts.incident})
+    rows = "one row" if slots == 1 else f"{slots} rows"
+    is_strange = not facts.whose and not facts.is_first_look
+    evidence = (f"{rows} changed to bytes that nobody has written here",) if is_strange else ()
+    return Cause("bits", "several words changed: an overwrite that nobody declared", "derived", evidence)
+
+
+def moved_wrong(facts: Facts) -> Cause | None:
+    return Cause(
+        "transfer", "the move copied other bytes than the plan says, or used its source after that", "inferred"
+    )
+
+
+def written_when_free(facts: Facts) -> Cause | None:
+    freed = [event for event in facts.events if event.kind == "freed"]
+    evidence = (f"freed by {freed[-1].request_id!r} at step {freed[-1].step}",) if freed else ()
+    return Cause(
+        "lifetime", "a write into a page after it was freed: a copy or forward was still running", "inferred", evidence
+    )
+
+
+def damaged_record(facts: Facts) -> Cause | None:
+    if facts.hit.fingerprint_hit:
+        evidence = ("lane b over all layers is right",)
+        return Cause("bits", "the stored fingerprint was overwritten: K and V are right", "derived", evidence)
+    return Cause("bits", "something wrote over the canary's memory: a stray write", "inferred")

@@ -1,0 +1,144 @@
+"""Diagnosis: what may have caused a finding, best first, each cause with what speaks for it.
+
+A rule looks at the facts of one incident and names a cause or none; the table says for which codes it is asked. More
+evidence goes first, then what is derived, then the order of the table; a cause for which nothing speaks is named only
+where no other is. Causes are named by the families of FAMILIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcanary.codes import ARRIVED, CODES, UNWRITTEN
+from kvcanary.report.causes import branches, hooks, identity, moves, rows, tokens, transfers, writes
+from kvcanary.report.causes import bytes as bytes_
+from kvcanary.report.evidence import Facts
+from kvcanary.report.finding import Cause
+
+MOST_CAUSES = 3
+Rule = Callable[[Facts], Cause | None]
+
+
+def rank_causes(facts: Facts) -> tuple[Cause, ...]:
+    """The causes that fit what was read, best first; at least one."""
+    found = [cause for codes, rule in RULES if facts.hit.kind in codes for cause in [rule(facts)] if cause is not None]
+    found = [cause for cause in found if cause.evidence] or found
+    found.sort(key=lambda cause: (-len(cause.evidence), cause.basis != "derived"))
+    return tuple(found[:MOST_CAUSES]) or (_wrong_plan(facts),)
+
+
+def _fixed(family: str, text: str) -> Rule:
+    """A rule that always names this cause."""
+
+    def rule(facts: Facts) -> Cause | None:
+        return Cause(family, text, "inferred")
+
+    return rule
+
+
+def _wrong_plan(facts: Facts) -> Cause:
+    return Cause("addressing", f"the arrays of this forward were built wrong: {CODES[facts.hit.code].name}", "inferred")
+
+
+#: For which codes each rule is asked.
+RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("L1",), rows.contradicting_plan),
+    (("L1",), rows.contradicting_event),
+    (("L1",), rows.no_page_to_name),
+    (("L1",), rows.published_unfinished),
+    (("L1",), rows.loaded_over_entries),
+    (("R9",), bytes_.scale),
+    (("R9",), bytes_.flipped_bit),
+    (("R9",), bytes_.changed_word),
+    (("R9", "R4", "R5", "R6"), moves.undeclared_move),
+    (("R9", "P1", "T1", "R12"), bytes_.copied),
+    (("R9",), bytes_.untranslated),
+    (("R9",), bytes_.never_stored),
+    (("R9", "P1", "T1"), bytes_.mixed_up),
+    (("R9",), bytes_.cleared),
+    (("R9", "P1"), bytes_.not_finite),
+    (("R9",), bytes_.overwritten),
+    (("R9",), bytes_.late_write),
+    ((UNWRITTEN,), bytes_.padding_not_finite),
+    ((UNWRITTEN,), bytes_.never_cleared),
+    ((UNWRITTEN,), bytes_.not_finite_since),
+    ((UNWRITTEN,), bytes_.late_write),
+    (("T1",), bytes_.moved_wrong),
+    *(((ARRIVED,), rule) for rule in transfers.ARRIVED),
+    (("P1",), bytes_.written_when_free),
+    (("R3",), bytes_.damaged_record),
+    (("R1", "W1"), rows.padding_mark),
+    (("R1", "W1"), rows.out_of_bounds),
+    (("R2",), rows.empty_entry),
+    (("R2",), rows.padding),
+    (("R2",), rows.wrong_entry),
+    (("R5",), branches.other_branch),
+    (("R5",), branches.copies_of_ancestors),
+    (("R5", "R6"), identity.other_root),
+    (("R4", "R5", "R6"), identity.other_prompt),
+    (("R4", "R5", "R6"), moves.moved_from_elsewhere),
+    (("R4", "R5", "R6", "R12"), moves.stale_copy),
+    (("R4", "R5", "R12"), moves.forgotten_tail),
+    (("R4", "R5", "R12"), rows.rewritten_by_reader),
+    (("R5",), identity.other_predecessor),
+    (("R5",), rows.looks_elsewhere),
+    (("R6",), identity.rotated),
+    (("R4", "R5", "R6"), rows.kept_other_nodes),
+    (("R4", "R5"), rows.more_entries),
+    (("R4",), rows.exchange),
+    (("R4",), rows.shifted_row),
+    (("R4", "R5"), rows.foreign_token),
+    (("R5",), rows.tree_path),
+    (("R4",), rows.wrong_entry),
+    (("R4", "R5"), rows.later_write),
+    (("R6",), rows.row_mixed_up),
+    (("R7",), rows.read_after_free),
+    (("R7",), rows.never_granted),
+    (("R8",), rows.freed_too_early),
+    (("R8",), rows.place_of_two),
+    (("R8",), rows.neighbours_row),
+    (("R8",), rows.foreign_page),
+    (("R8",), rows.neighbours_prefix),
+    (("R12",), moves.never_copied),
+    (("R12",), rows.not_loaded),
+    (("R4", "R5", "R12"), rows.short_write),
+    (("R12",), rows.without_hooks),
+    (("R12",), rows.missing_layer),
+    (("R12",), rows.never_written),
+    (("R12",), rows.old_record),
+    (("R12",), rows.past_the_end),
+    (("R10",), rows.repeated_number),
+    (("R10",), _fixed("lengths", "a length was not raised, not rolled back, or counted in the wrong unit")),
+    (("R11",), _fixed("order", "the forward ran before, or beside, a write that it should have followed")),
+    (("R13",), _fixed("draft", "the mask was built from another tree, or by column in the place of parent")),
+    (("W4",), writes.stored_twice),
+    (("W4",), writes.shared_slot),
+    (("W5",), writes.stale_positions),
+    (("W5",), writes.miscounted_positions),
+    (("W5",), writes.tree_positions),
+    (("W6",), _fixed("order", "built on a step whose tokens were not known yet, or on those of another row")),
+    (("W6",), tokens.no_token),
+    (("W6",), tokens.view_offset),
+    (("W6",), tokens.another_order),
+    (("W6",), tokens.unshifted_token),
+    (("W6",), tokens.older_token),
+    (("W2", "W7"), rows.read_after_free),
+    (("W2",), rows.wrong_entry),
+    (("W7",), _fixed("lifetime", "a forward was still writing when its page was freed")),
+    (("W3",), writes.published_too_early),
+    (("W3", "W8"), writes.over_its_own),
+    (("W3",), writes.of_no_row),
+    (("W8",), _fixed("bounds", "more entries were written than pages were reserved for")),
+    (("W9",), writes.padding_of_a_live_row),
+    (("W9",), _fixed("graphs", "padding of a replayed batch points at live slots")),
+    (("O1",), writes.outdated),
+    (("O1",), transfers.unordered),
+    (("O1",), transfers.taken_again),
+    (("O1",), _fixed("order", "a copy, zeroing or staging buffer was used without waiting for its event")),
+    (("H1",), hooks.never_opened),
+    (("H1",), hooks.wrong_number),
+    (("H1",), rows.refused_load),
+    (("H1",), hooks.never_told),
+    (("H1",), _fixed("hooks", "a forward ran without its hooks, or a captured graph lost them")),
+    (("H2",), _fixed("hooks", "attached twice, never armed, or a substep outside its bracket")),
+)

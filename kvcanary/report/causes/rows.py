@@ -1,0 +1,459 @@
+"""Rules about rows: why attention may have been told to read a slot that is not its own, or not yet written."""
+
+from __future__ import annotations
+
+from kvcanary.calls.violation import Hit
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.pools.launch_site import SUBSTEP_KINDS, TREE_KINDS, site_name, unpack_site
+from kvcanary.pools.slot_maps import window_start
+from kvcanary.report.causes.identity import other_prompt, other_root
+from kvcanary.report.evidence import Facts
+from kvcanary.report.finding import Cause
+from kvcanary_kernels.record.layout import LOAD_FAILED, LOADING, NEVER_WRITTEN
+
+UNLOADED = (NEVER_WRITTEN, LOADING, LOAD_FAILED)  # states of a page
+WRAPPED = 1 << 31  # what a 32-bit index can not hold
+
+
+def out_of_bounds(facts: Facts) -> Cause | None:
+    hit = facts.hit
+    evidence = (f"slot {hit.slot} of {hit.pool.view.num_slots}",)
+    if not -WRAPPED <= hit.slot < WRAPPED:
+        return Cause("bounds", "an offset that does not fit 32 bits, or no index at all", "inferred", evidence)
+    return Cause("bounds", "the index array or its builder ran past the end of what it holds", "inferred", evidence)
+
+
+def padding_mark(facts: Facts) -> Cause | None:
+    if facts.hit.slot != -1:
+        return None
+    return Cause("graphs", "-1 is a mark of padding: a padded row counts as live", "inferred", ("the slot is -1",))
+
+
+def empty_entry(facts: Facts) -> Cause | None:
+    if facts.hit.slot:
+        return None
+    evidence = ("it names slot 0, as an entry that nothing has filled", *_granted(facts))
+    return Cause("uninitialised", "a table entry was never filled, or was filled elsewhere", "inferred", evidence)
+
+
+def padding(facts: Facts) -> Cause | None:
+    return Cause("graphs", "rows of padding count as live, or a live row was padded", "inferred")
+
+
+def wrong_entry(facts: Facts) -> Cause | None:
+    if facts.is_own_place or exchanged_pages(facts) is not None:
+        return None
+    text = "an entry of the table or index array names the wrong slot"
+    return Cause("addressing", text, "inferred", () if facts.hit.code == "R2" else _granted(facts))
+
+
+def looks_elsewhere(facts: Facts) -> Cause | None:
+    """A final entry that breaks the chain (R5), in another place than the one that was granted."""
+    reader, position = facts.reader, facts.hit.position
+    if reader is None or position is None or position >= reader.committed_len or not _granted(facts):
+        return None
+    return wrong_entry(facts)
+
+
+def _granted(facts: Facts) -> tuple[str, ...]:
+    """What was granted where the row looks elsewhere."""
+    if facts.granted_slot is None or facts.is_own_place:
+        return ()
+    return (f"position {facts.hit.position} was granted slot {facts.granted_slot}, the row looks in {facts.hit.slot}",)
+
+
+def more_entries(facts: Facts) -> Cause | None:
+    """A row whose length is wrong too: what it has too many of is no entry of its own."""
+    wrong = [hit for hit in facts.incident if hit.code == "R10"]
+    if not wrong or wrong[0] is facts.hit:
+        return None
+    evidence = ("the row's length is not the request's (R10)", *_granted(facts))
+    return Cause("lengths", "the row counts entries that the request does not have", "inferred", evidence)
+
+
+def kept_other_nodes(facts: Facts) -> Cause | None:
+    """The row looks in its own place, and another node of the tree lies there than was accepted."""
+    lies = facts.different_record if facts.hit.code == "R6" else facts.record if facts.is_own_place else None
+    if lies is None or facts.reader is None or lies.request != facts.reader.uid:
+        return None
+    kind, index, _ = unpack_site(lies.site)
+    if kind not in TREE_KINDS:
+        return None
+    evidence = (
+        "the row looks in the slot that it was granted",
+        f"{site_name(kind, index)}, step {lies.step}, wrote what lies there",
+    )
+    text = "entries were kept by their number, not by the accepted path, or their move went wrong"
+    return Cause("draft", text, "derived", evidence)
+
+
+def exchange(facts: Facts) -> Cause | None:
+    pair = exchanged_pages(facts)
+    if pair is None:
+        return None
+    evidence = (
+        f"page {pair[0]} of the row holds the positions of page {pair[1]}, and the other way round",
+        "the records themselves are intact",
+    )
+    return Cause(
+        "addressing", f"entries {pair[0]} and {pair[1]} of the row's page table are exchanged", "inferred", evidence
+    )
+
+
+def exchanged_pages(facts: Facts) -> tuple[int, int] | None:
+    """Table entries i and j when the positions found on page i are those of page j and the other way round."""
+    size = facts.hit.pool.view.page_size
+    pointed = {(position // size, found // size) for position, found in _misplaced(facts)}
+    pairs = [pair for pair in sorted(pointed) if pair[0] < pair[1] and pair[::-1] in pointed]
+    return pairs[0] if pairs else None
+
+
+def shifted_row(facts: Facts) -> Cause | None:
+    """All entries of the row from one place on hold positions that are off by one number."""
+    misplaced = _misplaced(facts)
+    offsets = {found - position for position, found in misplaced}
+    if len(misplaced) < 2 or len(offsets) > 1:
+        return None
+    offset = offsets.pop()
+    evidence = (f"{len(misplaced)} entries hold their position {offset:+d}", *_granted(facts))
+    if offset > 0 and min(misplaced)[0] == window_start(facts.hit.pool.view, facts.hit.until or 0):
+        first = "the first entries of the row are gone, later ones lie there: a ring too short, or a window moved early"
+        return Cause("windows", first, "inferred", evidence)
+    return Cause("lengths", "the row is shifted: a length or an offset is wrong by that much", "inferred", evidence)
+
+
+def _misplaced(facts: Facts) -> list[tuple[int, int]]:
+    """(position, position found there) of the entries of the row in which the finding is."""
+    own = [hit for hit in facts.incident if hit.row == facts.hit.row]
+    return [(h.position, h.found_position) for h in own if h.position is not None and h.found_position is not None]
+
+
+def tree_path(facts: Facts) -> Cause | None:
+    if facts.hit.site[0] not in TREE_KINDS or facts.write_site is None or facts.write_site[0] not in TREE_KINDS:
+        return None
+    evidence = (f"read by {site_name(*facts.hit.site)}", f"written by {facts.last_write}")
+    return Cause(
+        "draft", "a tree node attends a node that is not its ancestor, or a branch was rejected", "inferred", evidence
+    )
+
+
+def later_write(facts: Facts) -> Cause | None:
+    return Cause("order", "a later forward wrote the slot, or the entry before it, again", "inferred")
+
+
+def foreign_token(facts: Facts) -> Cause | None:
+    if facts.writer is None or facts.writer == facts.hit.request_id:
+        return None
+    if facts.hit.code == "R4" and facts.own_position is not None:
+        return None  # a shared page of the row itself: whoever wrote it, the row looks at the wrong one of its entries
+    if facts.is_own_place and facts.row.is_own(facts.hit.position):
+        return None  # whoever wrote it, it is the row's
+    if facts.hit.code == "R5" and looks_elsewhere(facts) is not None:
+        return None
+    evidence = (f"the record names {facts.writer!r}",)
+    return Cause("identity", "the slot holds a token of another sequence", "derived", evidence)
+
+
+def row_mixed_up(facts: Facts) -> Cause | None:
+    hit, differs, lies = facts.hit, facts.first_difference, facts.different_record
+    if other_root(facts) is not None or other_prompt(facts) is not None:
+        return None
+    evidence: tuple[str, ...] = (
+        () if differs is None else (f"its tokens differ from position {differs} on, of {len(hit.row_slots)}",)
+    )
+    if lies is not None and facts.reader is not None and lies.request != facts.reader.uid:
+        evidence += (f"another request has written the entry of position {differs}",)
+    elif evidence and differs == len(hit.row_slots) - 1:
+        return Cause("order", "the last token fed is not the one that was accepted", "inferred", evidence)
+    by = "" if facts.write_site is None else f", last written by {facts.last_write}"
+    return Cause(
+        "identity", f"the row is complete, but of other tokens{by}: a row or prefix mix-up", "inferred", evidence
+    )
+
+
+def read_after_free(facts: Facts) -> Cause | None:
+    """The page was given back by the reader itself, or by whoever had it last."""
+    given_back = [event for event in facts.events if _is_given_back(event, facts.hit.request_id)]
+    if not given_back or (facts.hit.code == "W2" and not _had_it(facts, facts.hit.request_id)):
+        return None
+    own = [event for event in given_back if event.request_id == facts.hit.request_id]
+    event = own[-1] if own else given_back[-1]
+    evidence = [str(event)]
+    if own:
+        evidence.append("the reader had it before")
+    if given_back[-1] is not event and given_back[-1].kind != "released":
+        evidence.append(f"{given_back[-1]}, after that")
+    if facts.owner is not None:
+        evidence.append(f"{_came_to(facts, facts.owner)} {facts.owner!r} since")
+    elif facts.is_shared:
+        evidence.append(f"held by {facts.held_by}, so that it lives on")
+    return Cause("lifetime", "the page was given back while the row still pointed at it", "derived", tuple(evidence))
+
+
+def _is_given_back(event: PageEvent, reader: str | None) -> bool:
+    """Of a page that others have too, only what the reader itself gave up counts."""
+    return event.kind in ("freed", "evicted") or (event.kind == "released" and event.request_id == reader)
+
+
+def _came_to(facts: Facts, owner: str) -> str:
+    """How the page became its owner's: by a grant, or as the last of those who shared it."""
+    last = next((event for event in reversed(facts.events) if event.request_id == owner), None)
+    return "private to" if last is not None and last.kind in ("taken back", "committed") else "granted to"
+
+
+def never_granted(facts: Facts) -> Cause | None:
+    if facts.granted or facts.owner is not None:
+        return None
+    evidence = ("generation 0: nobody was ever granted this page",)
+    return Cause("uninitialised", "the table entry was never written", "derived", evidence)
+
+
+def neighbours_row(facts: Facts) -> Cause | None:
+    """Several entries in a row that all lie on pages of other requests."""
+    if facts.own_position is not None:
+        return None
+    foreign = [hit for hit in facts.incident if hit.code == "R8" and hit.row == facts.hit.row]
+    entries = max(len(foreign), foreign[0].run)
+    last = max(hit.until or hit.position or 0 for hit in foreign)
+    is_whole = facts.reader is not None and last >= facts.reader.committed_len - 1
+    if entries <= facts.hit.pool.view.page_size and not (is_whole and entries > 1):
+        return None
+    evidence = (f"{entries} entries lie on pages of others", f"the first page is of {facts.held_by}")
+    return Cause("identity", f"the row of {facts.held_by} was read in the place of this one", "inferred", evidence)
+
+
+def neighbours_prefix(facts: Facts) -> Cause | None:
+    """Fewer than that, each at its own position of the other's row: its row too, or one page of it."""
+    own = [hit for hit in facts.incident if hit.row == facts.hit.row]
+    if facts.own_position is not None or facts.owner is None or any(hit.code == "R4" for hit in own):
+        return None
+    evidence = (f"what lies there is of the same position of {facts.owner!r}", *_half_a_page(facts, own))
+    return Cause("identity", f"the row of {facts.owner!r} was read, as far as it differs", "inferred", evidence)
+
+
+def _half_a_page(facts: Facts, own: list[Hit]) -> tuple[str, ...]:
+    """Another's from the head of a page on, and the rest of that page the row's own: no entry of a table leads so."""
+    first, size = facts.hit.position, facts.hit.pool.view.page_size
+    last = max(hit.until or hit.position or 0 for hit in own if hit.code == "R8")
+    goes_on = any(hit.code == "R5" and hit.position == last + 1 for hit in own)
+    if first is None or first % size or last == first or not (last + 1) % size or not goes_on:
+        return ()
+    return (f"entries {first} to {last} are, and {last + 1}, which is on the same page of the row, is not",)
+
+
+def place_of_two(facts: Facts) -> Cause | None:
+    """The reader has the page itself, for others of its entries: its slot is not another's, it is another entry's."""
+    if facts.own_position is None:
+        return None
+    evidence = (f"the page is {facts.hit.request_id!r}'s own, for others of its positions",)
+    text = "two pages of the row lead to one place: the map, or its translation, is older than the grant"
+    return Cause("addressing", text, "derived", evidence)
+
+
+def foreign_page(facts: Facts) -> Cause | None:
+    evidence: tuple[str, ...] = ()
+    if not _had_it(facts, facts.hit.request_id):
+        evidence = ("the reader never had this page",)
+    if facts.is_shared and facts.hit.run <= facts.hit.pool.view.page_size:  # one entry of the table
+        evidence += _granted(facts)
+    return Cause("addressing", f"the row points at a page of {facts.held_by}", "derived", evidence)
+
+
+def freed_too_early(facts: Facts) -> Cause | None:
+    name = facts.hit.request_id
+    if not any(_is_given_back(event, name) for event in facts.events) or not _had_it(facts, name):
+        return None
+    return read_after_free(facts)
+
+
+def _had_it(facts: Facts, request_id: str | None) -> bool:
+    return any(event.request_id == request_id for event in facts.events)
+
+
+def missing_layer(facts: Facts) -> Cause | None:
+    found, every = facts.record, facts.hit.pool.full_layers
+    if found is None or found.generation != facts.granted or (found.layers == every and not facts.hit.layers):
+        return None
+    layers = ", ".join(map(str, facts.hit.layers[:4])) or "some"
+    evidence = (f"the entry is of this grant, layer {layers} is not marked as stored",)
+    return Cause("uninitialised", "a layer did not store its K and V for this entry", "derived", evidence)
+
+
+def not_loaded(facts: Facts) -> Cause | None:
+    """The page was granted for a load, and nothing has written the entry since."""
+    grants = [number for number, event in enumerate(facts.events) if event.kind == "set aside"]
+    if not grants or (facts.record is not None and facts.record.site and facts.record.generation == facts.granted):
+        return None
+    event = facts.events[-1]
+    evidence = ("the page was granted for a load", f"its last event: {event}", "nobody has written the entry since")
+    return Cause("transfer", "a load failed, still runs or brought less, and its hit was counted", "derived", evidence)
+
+
+def without_hooks(facts: Facts) -> Cause | None:
+    """An entry of the row's own that is final, and that no forward has declared."""
+    reader, found = facts.reader, facts.record
+    if reader is None or found is None or not facts.is_own_place or (facts.hit.position or 0) >= reader.committed_len:
+        return None
+    if is_current_write(facts) or short_write(facts) is not None:
+        return None
+    evidence = (
+        f"position {facts.hit.position} is final, and in its own place",
+        "no forward has declared that it writes here since the page was granted",
+    )
+    return Cause("hooks", "a forward ran without the canary's hooks", "inferred", evidence)
+
+
+def is_current_write(facts: Facts) -> bool:
+    """Whether something was written in the slot since its page was granted."""
+    found = facts.record
+    return found is not None and bool(found.site) and found.generation == facts.granted
+
+
+def short_write(facts: Facts) -> Cause | None:
+    """A final entry that an extend should have written, with those before it that became final in the same step."""
+    position, reader, last = facts.hit.position, facts.reader, facts.row.last_no_guess
+    if last is None or reader is None or position is None or not facts.is_own_place:
+        return None
+    if is_current_write(facts) and (facts.record is None or unpack_site(facts.record.site)[0] != "draft"):
+        return None
+    place, before = last
+    evidence: tuple[str, ...]
+    if position >= reader.committed_len:
+        return None
+    if unpack_site(before.site)[0] == "extend" and _became_final_together(facts, place):
+        evidence = (
+            f"positions {place} and {position} became final in one step",
+            f"extend of step {before.step}, which ran with hooks, wrote position {place}",
+            "it wrote nothing behind that",
+        )
+    elif facts.hit.is_captured and place < position - 1:
+        evidence = (
+            f"positions {place + 1} to {position - 1} are final, and hold what draft forwards have guessed",
+            "no extend has written them again, nor this one",
+            "the forward is replayed: without its hooks it would be H1",
+        )
+    else:
+        return None
+    return Cause("lengths", "the extend wrote fewer entries of the row than were accepted", "derived", evidence)
+
+
+def _became_final_together(facts: Facts, place: int) -> bool:
+    """Whether the tokens of an earlier entry of the row and of this one became known in one step."""
+    reader, offset, position = facts.reader, facts.hit.pool.view.token_offset, facts.hit.position or 0
+    known = [] if reader is None else reader.known.steps.tolist()
+    return position + offset < len(known) and known[place + offset] == known[position + offset]
+
+
+def rewritten_by_reader(facts: Facts) -> Cause | None:
+    """What the row reads as an earlier entry is a place that the same forward was told to write."""
+    hit, found = facts.hit, facts.record
+    if found is None or (facts.write_site, facts.write_step) != (hit.site, hit.step) or found.position == hit.position:
+        return None
+    if hit.code != "R12" and (not facts.is_own_place or any(other.code == "R10" for other in facts.incident)):
+        return None
+    evidence = (
+        f"{facts.last_write}, which reads position {hit.position} here, wrote position {found.position} here itself",
+        f"the slot was granted for position {hit.position}" if facts.is_own_place else "the row reads it before",
+        "the record is of this grant",
+    )
+    text = "the forward was told to write a slot that holds an earlier entry of its own row"
+    return Cause("addressing", text, "derived", evidence)
+
+
+def repeated_number(facts: Facts) -> Cause | None:
+    """A draft forward that finds what another one of its number has written in this step."""
+    hit, site = facts.hit, facts.hit.site
+    if site[0] != "draft" or (facts.write_site, facts.write_step) != (site, hit.step):
+        return None
+    own = [entry for _, entry in facts.row.guesses if entry.step == hit.step and unpack_site(entry.site)[:2] == site]
+    positions = sorted({entry.position for entry in own})
+    if len(positions) < 2:
+        return None
+    evidence = (
+        f"{site_name(*site)} of step {hit.step} has written positions {', '.join(map(str, positions[:4]))}",
+        "a draft forward writes one position",
+    )
+    return Cause("hooks", "numbers of substeps repeat: several draft forwards of a step have one", "derived", evidence)
+
+
+def refused_load(facts: Facts) -> Cause | None:
+    """Tokens became final in pages into which nothing has come."""
+    if facts.reader is None:
+        return None
+    waiting = [page for page in facts.reader.pages if page >= 0 and facts.ledger.states[page] in UNLOADED]
+    if not waiting:
+        return None
+    evidence = (f"{len(waiting)} pages of the row wait for a load, page {waiting[0]} first",)
+    return Cause("transfer", "a load was refused or still runs, and its tokens were counted", "derived", evidence)
+
+
+def never_written(facts: Facts) -> Cause | None:
+    if facts.record is None or facts.record.site:
+        return None
+    return Cause("uninitialised", "nobody has ever written this slot", "derived", ("the record is blank",))
+
+
+def past_the_end(facts: Facts) -> Cause | None:
+    if facts.owner is None or facts.owner != facts.hit.request_id:
+        return None
+    evidence = (f"the page is {facts.owner!r}'s own",)
+    return Cause("lengths", "the row reaches past what was written in the request's own pages", "inferred", evidence)
+
+
+def old_record(facts: Facts) -> Cause | None:
+    found = facts.record
+    if found is None or not found.site or found.generation == facts.granted:
+        return None
+    evidence = (f"the record is of grant {found.generation}, the page is at {facts.granted}",)
+    if facts.owner is None:
+        return Cause("lifetime", "stale: the page was freed, and the row still points at it", "derived", evidence)
+    return Cause("lifetime", "stale: the record is from before the page was granted again", "derived", evidence)
+
+
+def contradicting_plan(facts: Facts) -> Cause | None:
+    """A plan's numbers do not add up."""
+    if facts.hit.site[0] not in SUBSTEP_KINDS:
+        return None
+    return Cause("lengths", "the arrays of this forward do not belong together", "derived", (facts.hit.told,))
+
+
+def contradicting_event(facts: Facts) -> Cause | None:
+    """What an engine tells of a page or a request it tells twice, too late, of another, or not at all."""
+    if facts.hit.site[0] in SUBSTEP_KINDS:
+        return None
+    text = "the engine's books of pages and requests are wrong, or an event before this one was not told"
+    return Cause("lifetime", text, "inferred", _last_event(facts))
+
+
+def no_page_to_name(facts: Facts) -> Cause | None:
+    page = (facts.hit.found or {}).get("page")
+    if page is None:
+        return None
+    evidence = (f"page {page} is a null page, or the pool has none of this number",)
+    return Cause("addressing", "a page was named that no request may have", "derived", evidence)
+
+
+def published_unfinished(facts: Facts) -> Cause | None:
+    event, state = _refused(facts)
+    if event != "published" or state not in ("RESERVED", "WRITTEN"):
+        return None
+    evidence = (f"page {facts.hit.page} is {state}, not yet COMMITTED", *_last_event(facts))
+    return Cause("uninitialised", "a page was published before all of it was final", "derived", evidence)
+
+
+def loaded_over_entries(facts: Facts) -> Cause | None:
+    event, state = _refused(facts)
+    if event not in ("marked loading", "loaded", "restored") or state not in ("WRITTEN", "COMMITTED", "SHARED"):
+        return None
+    evidence = (f"page {facts.hit.page} is {state}: it holds entries already", *_last_event(facts))
+    return Cause("transfer", "a load was told into a page that holds entries", "derived", evidence)
+
+
+def _refused(facts: Facts) -> tuple[str | None, str | None]:
+    """The event that a page may not have in its state."""
+    found = facts.hit.found or {}
+    return found.get("event"), found.get("state")
+
+
+def _last_event(facts: Facts) -> tuple[str, ...]:
+    return tuple(f"the last event of page {facts.hit.page}: {event} ({event.place})" for event in facts.events[-1:])

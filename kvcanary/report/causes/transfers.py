@@ -1,0 +1,52 @@
+"""Rules about transfers: what a load, restore or swap in has done to the bytes, and who did not wait for a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcanary.report.arrival_text import evidence_of, sentence_of
+from kvcanary.report.evidence import Facts
+from kvcanary.report.finding import Cause
+from kvcanary.transfers.arrivals import KINDS
+from kvcanary.transfers.async_ops import OUTDATED, UNORDERED
+
+Rule = Callable[[Facts], Cause | None]
+
+
+def arrived(kind: str) -> Rule:
+    """The rule that says what a transfer did, where some of its slots are of this kind."""
+
+    def transfer(facts: Facts) -> Cause | None:
+        arrival = facts.hit.arrival
+        if arrival is None or not arrival.kinds[kind]:
+            return None
+        basis = "inferred" if kind in INFERRED else "derived"
+        return Cause("transfer", sentence_of(arrival, kind), basis, evidence_of(arrival, kind))
+
+    return transfer
+
+
+#: Kinds that a hypothesis explains; a lane names the others.
+INFERRED = ("other layout", "unknown")
+ARRIVED = tuple(arrived(kind) for kind in KINDS)
+
+
+def unordered(facts: Facts) -> Cause | None:
+    """Who used what before which work was done there, and who should have waited for it."""
+    due, found = facts.hit.expected or {}, facts.hit.found or {}
+    if found.get("hazard") != UNORDERED or "which" not in due:
+        return None
+    access = f"{found['reader']} {found['used_to']}s {found['resource']}"
+    evidence = (f"{due['waiting']} has not waited for the event of {due['behind']}, nor for one behind it",)
+    text = f"{access} before {due['behind']} is done, which {due['which']}"
+    return Cause("order", text, "derived", evidence)
+
+
+def taken_again(facts: Facts) -> Cause | None:
+    """A host buffer holds something else by now."""
+    due, found = facts.hit.expected or {}, facts.hit.found or {}
+    if found.get("hazard") != OUTDATED or facts.hit.page >= 0:
+        return None
+    meant, now = due.get("generation"), found.get("generation")
+    text = f"{found['reader']} is meant for what {found['resource']} held before it was taken again"
+    return Cause("order", text, "derived", (f"generation {meant} was meant, it is in {now}: a ring that is too short",))

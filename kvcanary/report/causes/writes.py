@@ -1,0 +1,137 @@
+"""Rules about writes: how a forward may have come to write a wrong place."""
+
+from __future__ import annotations
+
+from kvcanary.pools.launch_site import TREE_KINDS
+from kvcanary.report.evidence import Facts
+from kvcanary.report.finding import Cause
+from kvcanary.transfers.async_ops import FREED, OUTDATED
+
+
+def stored_twice(facts: Facts) -> Cause | None:
+    if not facts.hit.layers:
+        return None
+    evidence = (f"layer {facts.hit.layers[0]} was marked as stored already",)
+    return Cause("order", "the layer's store ran twice in this forward", "derived", evidence)
+
+
+def shared_slot(facts: Facts) -> Cause | None:
+    if facts.hit.layers:
+        return None
+    text = "two entries of this forward were given one slot"
+    is_own = facts.owner is None or facts.owner == facts.hit.request_id
+    return Cause("draft" if facts.hit.site[0] in TREE_KINDS and is_own else "addressing", text, "derived")
+
+
+def tree_positions(facts: Facts) -> Cause | None:
+    if facts.hit.site[0] not in TREE_KINDS:
+        return None
+    evidence = (f"position {facts.hit.position}, the parent's is {facts.hit.parent_position}",)
+    return Cause("draft", "positions of the tree are off, or of an earlier step", "inferred", evidence)
+
+
+def stale_positions(facts: Facts) -> Cause | None:
+    """Of a captured forward, whose buffers outlive it."""
+    hit, reader, text = facts.hit, facts.reader, "a replayed batch kept positions of an earlier one"
+    if not hit.is_captured:
+        return None
+    if reader is None or hit.position is None or hit.position >= reader.committed_len:
+        return Cause("graphs", text, "inferred")
+    evidence = (f"position {hit.position} was final before this forward", f"{reader.committed_len} entries are final")
+    return Cause("graphs", text, "inferred", evidence)
+
+
+def miscounted_positions(facts: Facts) -> Cause | None:
+    """Positions of an eager forward that are off by one number, which may be a length that the row has."""
+    hit, off = facts.hit, _positions_off(facts)
+    if (
+        hit.is_captured
+        or off is None
+        or hit.position is None
+        or (hit.site[0] in TREE_KINDS and not _is_root(facts, off))
+    ):
+        return None
+    evidence = [f"its position is {hit.position}, its parent's {hit.parent_position}: {off:+d}"]
+    wrong = [other for other in facts.incident if other.code == "W5" and other.row == hit.row]
+    if len(wrong) > 1 or hit.until is not None:
+        evidence.append("what the row writes behind it is off as well")
+    counted = _length_of(facts, abs(off))
+    if counted is None:
+        is_old = off < 0 and facts.reader is not None and hit.position < facts.reader.committed_len
+        evidence += [f"position {hit.position} was final before this forward"] if is_old else []
+        text = "positions are those of an earlier forward" if is_old else f"positions are off by {off:+d}"
+        return Cause("lengths", text, "inferred", tuple(evidence))
+    how = f"{counted} was counted twice" if off > 0 else f"positions were counted without {counted}"
+    return Cause("lengths", how, "inferred", (*evidence, f"{counted} is {abs(off)} entries"))
+
+
+def _positions_off(facts: Facts) -> int | None:
+    hit = facts.hit
+    if hit.position is None or hit.parent_position is None:
+        return None
+    return hit.position - hit.parent_position - 1
+
+
+def _is_root(facts: Facts, off: int) -> bool:
+    """Whether a tree begins at a wrong position; one off in a draft forward is a position raised too early or late."""
+    begins = facts.reader is not None and facts.hit.parent_position == facts.reader.committed_len - 1
+    return begins and not (facts.hit.site[0] == "draft" and abs(off) == 1)
+
+
+def _length_of(facts: Facts, length: int) -> str | None:
+    """What of the row is so long."""
+    begin = (facts.hit.parent_position or 0) + 1
+    if facts.row.given_len == length:
+        return "the cached prefix"
+    if facts.reader is not None and facts.reader.committed_len == length:
+        return "the committed length"
+    return "where the chunk begins" if begin == length else None
+
+
+def padding_of_a_live_row(facts: Facts) -> Cause | None:
+    """Padding of a replay that writes where a live request writes, or should."""
+    place, found, owner = facts.row.owners_place, facts.record, facts.owner
+    if place is None or found is None or owner is None:
+        return None
+    is_written = (found.step, facts.write_site) == (facts.hit.step, facts.hit.site)
+    where = f"the slot is {owner!r}'s own, for position {place}"
+    if is_written:
+        evidence = (where, f"{facts.last_write} wrote it as well, for {owner!r}")
+        return Cause("graphs", "a row of padding names a live request's row", "derived", evidence)
+    evidence = (where, f"nobody wrote it for {owner!r} in this forward")
+    text = "a live row was counted as padding, or padding kept the row of an earlier replay"
+    return Cause("graphs", text, "inferred", evidence)
+
+
+def over_its_own(facts: Facts) -> Cause | None:
+    """The request's own page, at a place that is behind it already."""
+    here, position = facts.own_position, facts.hit.position
+    if here is None or position is None or here >= position:
+        return None
+    evidence = (f"the slot was granted for position {here}, the entry stands at {position}",)
+    return Cause("addressing", "the slot was computed from another coordinate than the position", "derived", evidence)
+
+
+def of_no_row(facts: Facts) -> Cause | None:
+    """A shared page that the request has not."""
+    if facts.reader is None or facts.own_position is not None:
+        return None
+    text = "an entry of the table or index array names the wrong slot"
+    return Cause("addressing", text, "derived", (f"page {facts.hit.page} is in no place of the request's row",))
+
+
+def published_too_early(facts: Facts) -> Cause | None:
+    last = next((event for event in reversed(facts.events) if event.kind in ("published", "forked")), None)
+    evidence = (
+        () if last is None or last.step < facts.hit.step - 1 else (f"{last}, and written in step {facts.hit.step}",)
+    )
+    return Cause("lifetime", "the page was shared or published while it was still to be written", "derived", evidence)
+
+
+def outdated(facts: Facts) -> Cause | None:
+    """Work that was planned for an earlier grant of the page, or that a free did not wait for."""
+    hazard = (facts.hit.found or {}).get("hazard")
+    if hazard not in (OUTDATED, FREED) or facts.hit.page < 0:
+        return None
+    text = "the page was given back while work on it was planned or in flight"
+    return Cause("lifetime", text, "derived", (f"{hazard}: {(facts.hit.found or {})['access']}",))

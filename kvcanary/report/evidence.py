@@ -1,0 +1,362 @@
+"""Facts: what was read about an incident before it is described, and what its check expected and found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcanary.calls.violation import NO_BRANCH, Hit
+from kvcanary.ledger.ledger import Ledger, Request
+from kvcanary.ledger.page_history import PageEvent
+from kvcanary.pools.launch_site import site_name, unpack_site
+from kvcanary.pools.slot_maps import slots_in
+from kvcanary.provenance.bytes_of import Whose, holds_its_own
+from kvcanary.provenance.changed_word import ChangedWord
+from kvcanary.report.arrival_text import expected_of, found_of
+from kvcanary.report.row_evidence import RowFacts
+from kvcanary.transfers.arrivals import Arrival
+from kvcanary_kernels.record import layout as record
+from kvcanary_kernels.record.layout import MASK_32, Record, chain_host
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """Everything that was read about the first hit of an incident; the finding and its causes are made from it.
+
+    record:  of the slot, None where the slot is outside the pool
+    writer:  request that the record names, where its name is still known
+    word:    the one word that changed, where the two lanes name one
+    whose:   whose bytes lie there now
+    source:  record of the slot whose bytes these are; source_is_damaged: that slot does not hold its own
+    owner:   request that the page is granted to;  holders: those whose rows name it, for R7 and R8
+    is_shared: rows or a prefix cache may read the page, and nobody may write it
+    granted: generation of the page
+    events:  grants and frees of the page, oldest first
+    finite_since: step in which what lay in the page when it was granted was found finite; None: nobody has looked
+    reader:  request whose row it is, while it lives
+    """
+
+    incident: Sequence[Hit]
+    ledger: Ledger
+    record: Record | None = None
+    writer: str | None = None
+    word: ChangedWord | None = None
+    whose: tuple[Whose, ...] = ()
+    source: Record | None = None
+    source_is_damaged: bool = False
+    owner: str | None = None
+    holders: tuple[str, ...] = ()
+    is_shared: bool = False
+    granted: int | None = None
+    events: tuple[PageEvent, ...] = ()
+    finite_since: int | None = None
+    reader: Request | None = None
+
+    @property
+    def hit(self) -> Hit:
+        return self.incident[0]
+
+    @cached_property
+    def row(self) -> RowFacts:
+        """What the records of the row say; for incidents that have a slot."""
+        return RowFacts(self.incident, self.ledger, self.reader)
+
+    @property
+    def write_site(self) -> tuple[str, int] | None:
+        """Kind and index of the last declared write; None where nobody has written."""
+        return unpack_site(self.record.site)[:2] if self.record is not None and self.record.site else None
+
+    @property
+    def write_step(self) -> int | None:
+        return self.record.step if self.record is not None and self.record.site else None
+
+    @property
+    def last_write(self) -> str:
+        """`verify, step 7`: the last declared write."""
+        return "nobody" if self.write_site is None else f"{site_name(*self.write_site)}, step {self.write_step}"
+
+    @property
+    def was_never_right(self) -> bool:
+        """Whether nobody has seen the bytes right since they were written."""
+        return self.hit.last_good in (None, self.write_step)
+
+    @property
+    def is_first_look(self) -> bool:
+        """Whether the forward that wrote the entry is the one that found it, and nothing ran in between.
+
+        A forward is judged before the tokens of its step leave; extend runs behind that, and waits for the next step.
+        """
+        return (self.hit.site, self.hit.step) == (self.write_site, self.write_step) and self.hit.site[0] != "extend"
+
+    @cached_property
+    def granted_slot(self) -> int | None:
+        """The slot that the reader was granted for this position; None where it was granted none."""
+        if self.hit.position is None:
+            return None
+        return self._slot_of(self.hit.position)
+
+    @property
+    def held_by(self) -> str:
+        """Who has the page, in words."""
+        names = (self.owner,) if self.owner is not None else self.holders
+        return " and ".join(map(repr, names[:2])) + (" and others" if names[2:] else "") or "a prefix cache"
+
+    @property
+    def is_own_place(self) -> bool:
+        """Whether the row looks where it should: what is wrong is what lies there."""
+        return self.granted_slot == self.hit.slot
+
+    @property
+    def own_position(self) -> int | None:
+        """The position of the row for which this slot was granted to the request; None where it was not."""
+        if self.reader is None or self.hit.page not in self.reader.pages:
+            return None
+        size = self.hit.pool.view.page_size
+        slot = self.hit.slot if self.hit.named is None else self.hit.named
+        return self.reader.pages.index(self.hit.page) * size + slot % size
+
+    def _slot_of(self, position: int) -> int | None:
+        if self.reader is None or not 0 <= position < len(self.reader.pages) * self.hit.pool.view.page_size:
+            return None
+        name = np.array([self.ledger.slot(self.reader, position)])
+        return int(slots_in(self.hit.pool.view, name)[0])
+
+    @cached_property
+    def different_record(self) -> Record | None:
+        """Of the first entry of the row that holds another token (R6), where that lies in the row's own place."""
+        if self.first_difference is None:
+            return None
+        slot = self._slot_of(self.first_difference)
+        begin = (self.hit.position or 0) + 1 - len(self.hit.row_slots)
+        if slot is None or slot != int(self.hit.row_slots[self.first_difference - begin]):
+            return None
+        return record.read_record(self.hit.pool.records, slot)
+
+    @cached_property
+    def holds_its_own(self) -> bool:
+        """Whether the bytes of the entry that lies wrong are those that its record names; never where R9 says so."""
+        slot: int | None = self.hit.slot if self.hit.code in ("R4", "R5") else None
+        if self.hit.code == "R6" and self.first_difference is not None:
+            slot = self._slot_of(self.first_difference)
+        if slot is None:
+            return self.hit.code != "R9"
+        return all(holds_its_own(self.hit.pool, layer, slot) for layer in range(self.hit.pool.view.num_layers))
+
+    @cached_property
+    def first_difference(self) -> int | None:
+        """First position at which the row that was read (R6) holds another token than the request has."""
+        if self.reader is None or not len(self.hit.row_slots):
+            return None
+        pool, offset = self.hit.pool, self.hit.pool.view.token_offset
+        slots = torch.tensor(self.hit.row_slots, device=pool.records.device)
+        held = (pool.records[slots, record.TOKEN_POSITION] & MASK_32).cpu()
+        begin = (self.hit.position or 0) + 1 - len(slots)  # a window may hide what lies before
+        tokens = self.reader.tokens[begin + offset : begin + offset + len(slots)]
+        wanted = torch.tensor(tokens, dtype=torch.int64) & MASK_32
+        differs = (held[: len(wanted)] != wanted).nonzero().flatten()
+        return begin + int(differs[0]) if len(differs) else None
+
+    def whose_is(self, *kinds: str) -> Whose | None:
+        """The best answer of one of these kinds."""
+        return next((answer for answer in self.whose if answer.kind in kinds), None)
+
+
+def expected_and_found(facts: Facts) -> tuple[Values, Values]:
+    """Both sides of the check that leads, as it told them or as its code says; empty where there are none.
+
+    They are read when the finding is described. Where what the check looks at is as it should be by then, what they
+    show is who has written there since.
+    """
+    expected, found = _both_sides(facts)
+    if expected and all(found.get(name) == value for name, value in expected.items()):
+        before = f"before {site_name(*facts.hit.site)}, step {facts.hit.step}"
+        return {"last_write": before}, found | {"last_write": facts.last_write}
+    return expected, found
+
+
+def _both_sides(facts: Facts) -> tuple[Values, Values]:
+    if facts.hit.expected is not None:
+        return facts.hit.expected, facts.hit.found or {}
+    if facts.hit.arrival is not None:
+        return _arrival(facts, facts.hit.arrival)
+    if facts.hit.is_unwritten:
+        return {"elements": "finite"}, {"layers_not_finite": list(facts.hit.layers)}
+    table = _WITHOUT_RECORD if facts.record is None else _WITHOUT_RECORD | _WITH_RECORD
+    sides = table.get(facts.hit.code)
+    return sides(facts) if sides is not None else ({}, {})
+
+
+def tokens_of(facts: Facts) -> tuple[Values, Values]:
+    """The request's token at this place and the record's; only for those who asked to see tokens."""
+    hit, reader = facts.hit, facts.reader
+    found = {} if facts.record is None or not facts.record.site else {"token": facts.record.token}
+    if reader is None or hit.position is None:
+        return {}, found
+    place = hit.position + hit.pool.view.token_offset
+    return {"token": int(reader.tokens[place])} if place < len(reader.tokens) else {}, found
+
+
+def _range(facts: Facts) -> tuple[Values, Values]:
+    return {"slot": f"0 to {facts.hit.pool.view.num_slots - 1}"}, _slot(facts)
+
+
+def _not_null(facts: Facts) -> tuple[Values, Values]:
+    return {"slot": f"{facts.hit.pool.view.null_slots} or more"}, _slot(facts)
+
+
+def _slot(facts: Facts) -> Values:
+    """The slot, and where a slot map led to it the slot of the full group."""
+    hit = facts.hit
+    return {"slot": hit.slot} if hit.named is None else {"slot": hit.slot, "slot_map_of": hit.named}
+
+
+def _one_write(facts: Facts) -> tuple[Values, Values]:
+    return {"writes_in_forward": 1}, {"writes_in_forward": 2, "layers": list(facts.hit.layers)}
+
+
+def _after_parent(facts: Facts) -> tuple[Values, Values]:
+    parent = facts.hit.parent_position
+    return {"position": None if parent is None else parent + 1}, {"position": facts.hit.position}
+
+
+def _seal(facts: Facts) -> tuple[Values, Values]:
+    hit, found = facts.hit, _record(facts)
+    if hit.fingerprint_hit:
+        lane_b = {"lane_b": _hex(found.content_b)}
+        return lane_b | {"lane_a": "agrees"}, lane_b | {"lane_a": "differs"}
+    seal = record.seal_host(found, hit.slot, hit.pool.pool_id, hit.pool.keys)
+    return {"seal": _hex(seal)}, {"seal": _hex(found.seal)}
+
+
+def _owner(facts: Facts) -> tuple[Values, Values]:
+    return {"owner": facts.hit.request_id}, {"owner": facts.owner, "generation": facts.granted}
+
+
+def _page(facts: Facts) -> tuple[Values, Values]:
+    """As `_owner`; of a page that has none, but holders, with what the row was granted for this position."""
+    expected, found = _owner(facts)
+    if not facts.is_shared:
+        return expected, found
+    granted = -1 if facts.granted_slot is None else facts.granted_slot
+    page = granted // facts.hit.pool.view.page_size if granted >= 0 else None
+    return expected | {"page": page}, found | {"page": facts.hit.page, "held_by": facts.held_by}
+
+
+def _position(facts: Facts) -> tuple[Values, Values]:
+    found = _record(facts)
+    return {"position": facts.hit.position}, {"position": found.position, "chain": _hex(found.chain)}
+
+
+def _chain(facts: Facts) -> tuple[Values, Values]:
+    found = _record(facts)
+    if facts.hit.lineage is not None:
+        _, parent, other = facts.hit.lineage
+        before = site_name(facts.hit.site[0], facts.hit.site[1] - 1)
+        read = "none" if other == NO_BRANCH else other
+        return {"branch": f"{parent} of {before}"}, {"branch": f"{read} of {before}", "chain": _hex(found.chain)}
+    expected = _continued_chain(facts, found)
+    # A branch continues another slot than the one that was granted before it.
+    return {"chain": None if expected == found.chain else _hex(expected)}, {"chain": _hex(found.chain)}
+
+
+def _continued_chain(facts: Facts, found: Record) -> int | None:
+    """Chain that this token would have behind the entry that the row's owner was granted before it."""
+    hit, reader = facts.hit, facts.reader
+    if reader is None or hit.position is None:
+        return None
+    before = reader.root(hit.pool.pool_id)
+    if hit.position:
+        name = np.array([facts.ledger.slot(reader, hit.position - 1)])
+        slot = int(slots_in(hit.pool.view, name)[0])
+        if slot < hit.pool.view.null_slots:
+            return None
+        before = record.read_record(hit.pool.records, slot).chain
+    return chain_host([found.token], found.position, before, hit.pool.keys)[0]
+
+
+def _truth(facts: Facts) -> tuple[Values, Values]:
+    hit, reader, found = facts.hit, facts.reader, _record(facts)
+    if reader is None:
+        return {}, {"chain": _hex(found.chain)}
+    truth = facts.ledger.truth(reader, hit.pool.pool_id, (hit.position or 0) + 1)
+    return {"chain": _hex(truth)}, {
+        "chain": _hex(found.chain),
+        "first_different_position": facts.first_difference,
+    }
+
+
+def _step(facts: Facts) -> tuple[Values, Values]:
+    return {"written_by_step": facts.hit.step}, {"written_in_step": _record(facts).step}
+
+
+def _grant(facts: Facts) -> tuple[Values, Values]:
+    found, every = _record(facts), facts.hit.pool.full_layers
+    missing = [layer for layer in range(facts.hit.pool.view.num_layers) if not found.layers >> layer & 1]
+    expected = {"generation": facts.granted, "layers": every.bit_count()}
+    return expected, {"generation": found.generation, "layers": every.bit_count() - len(missing), "missing": missing}
+
+
+def _content(facts: Facts) -> tuple[Values, Values]:
+    word, hit = facts.word, facts.hit
+    if word is None:
+        return {"layers": "as written"}, {"layers_changed": list(hit.layers)}
+    digits = 2 * word.size
+    expected = {"bits": f"0x{word.old:0{digits}x}", "value": _number(word.old_value)}
+    return expected, {"bits": f"0x{word.new:0{digits}x}", "value": _number(word.new_value)}
+
+
+def _arrival(facts: Facts, arrival: Arrival) -> tuple[Values, Values]:
+    expected, found = _content(facts) if facts.word is not None else ({}, {})
+    place = facts.hit.arrived_as
+    return expected | expected_of(arrival, place), found | found_of(arrival, place)
+
+
+def _poison(facts: Facts) -> tuple[Values, Values]:
+    return {"layers": "poison"}, {"layers_changed": list(facts.hit.layers)}
+
+
+_WITHOUT_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
+    "R1": _range,
+    "W1": _range,
+    "R2": _not_null,
+    "W4": _one_write,
+    "W5": _after_parent,
+}
+_WITH_RECORD: dict[str, Callable[[Facts], tuple[Values, Values]]] = {
+    "R3": _seal,
+    "R7": _page,
+    "R8": _page,
+    "W2": _owner,
+    "W3": _owner,
+    "W7": _owner,
+    "R4": _position,
+    "R5": _chain,
+    "R6": _truth,
+    "R11": _step,
+    "R12": _grant,
+    "R9": _content,
+    "T1": _content,
+    "P1": _poison,
+}
+
+
+def _record(facts: Facts) -> Record:
+    if facts.record is None:
+        raise ValueError(f"a record must have been read for {facts.hit.code}, slot {facts.hit.slot} has none")
+    return facts.record
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _hex(value: int | None) -> str | None:
+    return None if value is None else f"0x{value:016x}"

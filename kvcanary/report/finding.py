@@ -1,0 +1,177 @@
+"""Finding: one fault as users see it; FindingLog: all of them, grouped so that none floods the rest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from kvcanary.pools.launch_site import site_name
+
+if TYPE_CHECKING:
+    from kvcanary.provenance.bytes_of import Whose
+
+KEPT_IN_GROUP = 64  # findings kept whole a group; later ones are counted
+#: What a cause can be: the families of published KV cache bugs, and the canary's own hooks. The list is closed.
+FAMILIES = (
+    "bounds",
+    "addressing",
+    "lengths",
+    "draft",
+    "windows",
+    "graphs",
+    "lifetime",
+    "order",
+    "identity",
+    "transfer",
+    "scales",
+    "uninitialised",
+    "ranks",
+    "bits",
+    "hooks",
+)
+_events = structlog.get_logger("kvcanary")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A possible cause. `basis`: `derived` (follows from what was read) or `inferred` (fits it best).
+
+    family:   one of FAMILIES
+    evidence: what was read that speaks for it
+    """
+
+    family: str
+    text: str
+    basis: str
+    evidence: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"evidence": list(self.evidence)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault: what, where, whose, expected and found, since when, and why.
+
+    sentence:   what the check's hit means
+    offset:     slot within its page
+    layers:     layers that differ or are missing; `layer` is the first
+    part, head, dim, byte, bit: where exactly one word changed; byte and bit count within the element
+    site, step: the forward that read (R) or wrote (W), or the canary's own look (`sweep`, `release`)
+    reader:     request whose row it is; None for writes
+    writer:     request named by the slot's record, or the one that writes; with its step and site
+    undeclared: the record is not to blame: somebody wrote here and declared nothing
+    owner:      request that the page is granted to
+    bytes_of:   whose bytes lie there now, where that could be told
+    last_good_step, first_bad_step: step in which this was last known good, and the one in which it was found
+    history:    grants and frees of the page, oldest first
+    readers:    requests whose rows are touched; `exposed_tokens` of theirs were sampled since it was last good
+    evidence:   other checks that fired for the same fault
+    action:     what was done about it
+    """
+
+    code: str
+    name: str
+    sentence: str
+    pool: str
+    page: int
+    slot: int
+    offset: int
+    position: int | None
+    layer: int | None
+    layers: tuple[int, ...]
+    part: str | None
+    head: int | None
+    dim: int | None
+    byte: int | None
+    bit: int | None
+    site: tuple[str, int]
+    step: int
+    reader: str | None
+    writer: str | None
+    write_step: int | None
+    write_site: tuple[str, int] | None
+    undeclared: bool
+    owner: str | None
+    expected: dict[str, Any]
+    found: dict[str, Any]
+    bytes_of: tuple[Whose, ...]
+    last_good_step: int | None
+    first_bad_step: int
+    history: tuple[str, ...]
+    readers: tuple[str, ...]
+    exposed_tokens: int
+    causes: tuple[Cause, ...]
+    evidence: tuple[str, ...]
+    incident: int
+    action: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same with stable keys, ready for JSON."""
+        return asdict(self) | {
+            "layers": list(self.layers),
+            "site": list(self.site),
+            "write_site": None if self.write_site is None else list(self.write_site),
+            "history": list(self.history),
+            "readers": list(self.readers),
+            "bytes_of": [asdict(answer) for answer in self.bytes_of],
+            "causes": [cause.to_dict() for cause in self.causes],
+            "evidence": list(self.evidence),
+        }
+
+
+def tell(finding: Finding, rank: int | None = None) -> None:
+    """One structlog event, `kvcanary.finding`, whose keys are the fields of the finding and the rank that has it."""
+    _events.error("kvcanary.finding", **finding.to_dict(), rank=rank)
+
+
+@dataclass
+class FindingGroup:
+    """Findings of one code at one site."""
+
+    first: Finding
+    last: Finding
+    count: int = 0
+    kept: list[Finding] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.first.to_dict() | {"count": self.count, "last_step": self.last.step}
+
+
+class FindingLog:
+    """First, last and count of each (code, site)."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[str, str], FindingGroup] = {}
+        self.total = 0
+        self._told: set[tuple[str, int]] = set()  # codes and incidents
+
+    def add(self, finding: Finding) -> bool:
+        """Count a finding; whether it is one to tell: a new incident, and not one of very many.
+
+        What several sites see of one incident, such as a damaged bit that a forward and the last look find, is told
+        once; entries that a forward without hooks (H1) has left unwritten, and lengths that it left behind, are not.
+        """
+        key = finding.code, site_name(*finding.site)
+        group = self.groups.setdefault(key, FindingGroup(finding, finding))
+        group.last, group.count = finding, group.count + 1
+        self.total += 1
+        codes = (finding.code, "H1") if finding.code in ("R10", "R12") else (finding.code,)
+        is_told = any((code, finding.incident) in self._told for code in codes)
+        if is_told or len(group.kept) >= KEPT_IN_GROUP:
+            return False
+        self._told.add((finding.code, finding.incident))
+        group.kept.append(finding)
+        return True
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The first finding of every incident, in the order in which they were found."""
+        kept = [finding for group in self.groups.values() for finding in group.kept]
+        return sorted(kept, key=lambda finding: (finding.step, finding.incident))

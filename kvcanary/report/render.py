@@ -1,0 +1,169 @@
+"""Report: the one screen that a finding prints, and the same as data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from kvcanary.pools.launch_site import site_name
+from kvcanary.report.finding import Finding
+
+RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+SHOWN_FINDINGS = 2  # whole on the screen; the next ones are one line each
+SHOWN_HEADLINES = 8
+OUTSIDE = frozenset({"R1", "W1"})  # no such slot
+PLACELESS = frozenset({"H1", "H2"})  # they are about the canary, not about a slot
+
+
+@dataclass(frozen=True)
+class Report:
+    """Findings of one check, what was done about them, and the counters at that moment; where they were dumped."""
+
+    findings: tuple[Finding, ...]
+    action: str
+    counters: Mapping[str, int]
+    dump: str | None = None
+
+    def text(self, colour: bool = False) -> str:
+        """One screen, the class and the place first."""
+        lines: list[str] = []
+        for finding in self.findings[:SHOWN_FINDINGS]:
+            lines += _finding_lines(finding, colour)
+        others = self.findings[SHOWN_FINDINGS:]
+        lines += [f"kvcanary: ERROR: {_headline(finding)}" for finding in others[:SHOWN_HEADLINES]]
+        if len(others) > SHOWN_HEADLINES:
+            lines.append(f"kvcanary: and {len(others) - SHOWN_HEADLINES} more findings")
+        lines.append(_line("action", self.action))
+        lines += [_line("dump", self.dump)] if self.dump else []
+        lines.append(_summary(len(self.findings), self.counters))
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as their events have them, and what they share."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "action": self.action,
+            "counters": dict(self.counters),
+            "dump": self.dump,
+        }
+
+    def print(self, stream: TextIO) -> None:
+        """Print to a stream, in colour only on a terminal and never with NO_COLOR."""
+        stream.write(self.text(colour=wants_colour(stream)) + "\n")
+
+
+def wants_colour(stream: TextIO, environ: Mapping[str, str] | None = None) -> bool:
+    environ = os.environ if environ is None else environ
+    return stream.isatty() and not environ.get("NO_COLOR")
+
+
+def _headline(finding: Finding) -> str:
+    """`content changed (R9): target pool, slot 4711 (page 294, offset 7), layer 12, V, head 0, dim 33, bit 21`."""
+    places = [f"{finding.pool} pool"]
+    if finding.slot < 0 and "resource" in finding.found:
+        return f"{finding.name} ({finding.code}): {finding.found['resource']}"
+    if finding.code in PLACELESS:
+        places.append(site_name(*finding.site))
+    elif not _is_placeless(finding):
+        places.append(f"slot {finding.slot} (page {finding.page}, offset {finding.offset})")
+    if finding.layer is not None:
+        places.append(f"layer {finding.layer}" if len(finding.layers) == 1 else f"layers {_few(finding.layers)}")
+    if finding.part is not None:
+        places += [finding.part, f"head {finding.head}", f"dim {finding.dim}"]
+        places.append(f"bit {finding.bit}" if finding.bit is not None else f"byte {finding.byte}")
+    return f"{finding.name} ({finding.code}): {', '.join(places)}"
+
+
+def _is_placeless(finding: Finding) -> bool:
+    """An event may name requests alone."""
+    return finding.code in PLACELESS or (finding.code == "L1" and finding.slot < 0)
+
+
+def _finding_lines(finding: Finding, colour: bool) -> list[str]:
+    head = f"kvcanary: ERROR: {_headline(finding)}"
+    lines = [f"{BOLD}{RED}{head}{PLAIN}" if colour else head]
+    lines.append(_line("meaning", finding.sentence))
+    lines.append(_line("expected", _pairs(finding.expected)))
+    lines.append(_line("found", _pairs(finding.found)))
+    lines += [_line("bytes", f"{answer.text} ({answer.basis})") for answer in finding.bytes_of[:1]]
+    lines.append(_line("reader", _reader(finding)))
+    lines.append(_line("writer", _writer(finding)))
+    lines.append(_line("owner", _owner(finding)))
+    lines.append(_line("launch", f"{site_name(*finding.site)}, step {finding.step}; {_since(finding)}"))
+    lines.append(_line("blast", _blast(finding)))
+    lines += _cause_lines(finding)
+    for number, text in enumerate(finding.evidence):
+        lines.append(_line("" if number else "evidence", text))
+    return [line for line in lines if line]
+
+
+def _cause_lines(finding: Finding) -> list[str]:
+    lines = []
+    for rank, cause in enumerate(finding.causes, 1):
+        lines.append(_line("cause" if rank == 1 else "", f"{rank}. {cause.text} ({cause.family}, {cause.basis})"))
+        lines += [_line("", f"   {text}") for text in cause.evidence]
+    return lines
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<9} {text}" if text else ""
+
+
+def _reader(finding: Finding) -> str:
+    if finding.reader is None:
+        return ""
+    position = "" if finding.position is None else f", position {finding.position}"
+    return f"{finding.reader!r}{position}"
+
+
+def _writer(finding: Finding) -> str:
+    if finding.write_site is None:
+        if _has_no_slot(finding):
+            return ""
+        return "nobody has declared a write of this slot"
+    nobody = "padding" if finding.code == "W9" else "a request that ended long ago"
+    name = nobody if finding.writer is None else repr(finding.writer)
+    last = f"{name}, {site_name(*finding.write_site)}, step {finding.write_step}"
+    return f"undeclared write; the last declared one is {last}" if finding.undeclared else last
+
+
+def _owner(finding: Finding) -> str:
+    if _has_no_slot(finding):
+        return ""
+    return "; ".join(finding.history[-3:]) if finding.history else "the page was never granted"
+
+
+def _has_no_slot(finding: Finding) -> bool:
+    """Outside of its pool, or about no place of it."""
+    return finding.code in OUTSIDE | PLACELESS or finding.slot < 0
+
+
+def _since(finding: Finding) -> str:
+    good = "not known" if finding.last_good_step is None else f"at step {finding.last_good_step}"
+    return f"last good {good}, first bad at step {finding.first_bad_step}"
+
+
+def _blast(finding: Finding) -> str:
+    if not finding.readers:
+        return ""
+    names = ", ".join(repr(name) for name in finding.readers[:4])
+    more = f" and {len(finding.readers) - 4} more" if len(finding.readers) > 4 else ""
+    return f"{names}{more}; {finding.exposed_tokens} tokens exposed"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    shown = {name: _few(value) if isinstance(value, list) else value for name, value in values.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:4])
+    return shown if len(numbers) <= 4 else f"{shown} and {len(numbers) - 4} more"
+
+
+def _summary(findings: int, counters: Mapping[str, int]) -> str:
+    plural = "finding" if findings == 1 else "findings"
+    counted = ", ".join(f"{value} {name}" for name, value in counters.items())
+    return f"kvcanary: {findings} {plural}, {counted}"

@@ -1,0 +1,118 @@
+"""Response: what fired becomes findings, and the mode decides what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvcanary.calls.violation import FOLLOWING, Hit
+from kvcanary.calls.violation_log import HitGroup
+from kvcanary.config import CanaryConfig
+from kvcanary.errors import KVCorruptionError
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.report.certificate import Coverage
+from kvcanary.report.describe import Describer
+from kvcanary.report.finding import Finding, FindingLog, tell
+from kvcanary.report.render import Report
+
+REMEMBERED_INCIDENTS = 65536
+
+
+class Response:
+    """`log` tells, `raise` stops the engine, `abort` names the requests that must end."""
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        ledger: Ledger,
+        describer: Describer,
+        dump: Callable[[Sequence[Finding]], str | None],
+    ) -> None:
+        """`dump`: writes what was recorded, and says where; None where nothing is written."""
+        self._dump = dump
+        self._config, self._ledger, self._describer = config, ledger, describer
+        self._incidents: dict[tuple[object, ...], int] = {}
+        self._num_contradictions = 0
+        self._unhooked: dict[tuple[int, int], int] = {}  # by pool and request: the incident of a forward without hooks
+        self.damaged_pages: set[int] = set()  # that a prefix cache has
+        self.log = FindingLog()
+
+    def act(self, groups: Sequence[HitGroup], step: int, coverage: Coverage) -> frozenset[str]:
+        """Join what an intake took into findings and tell them; the running requests that they end."""
+        if not groups:
+            return frozenset()
+        coverage.count_hits(groups)
+        mode, touched = self._config.mode, self._touched(groups)
+        doomed = touched if mode == "abort" else frozenset[str]()
+        for name in touched:
+            self._ledger.requests[name].is_damaged = True
+        self.damaged_pages |= self._cached(groups)
+        is_blind = mode == "abort" and not doomed and any(hit.code == "H1" for g in groups for hit in g.kept)
+        stops = mode == "raise" or is_blind  # a canary that does not run protects nobody
+        if stops:
+            action = f"raised KVCorruptionError; no token of step {step} leaves the engine"
+        else:
+            action = f"ended {', '.join(sorted(doomed))}; the others go on" if doomed else "logged; the engine goes on"
+        with torch.inference_mode():
+            described = self._describer.describe(groups, self._number, action)
+        coverage.untold_incidents += described.untold
+        told = [finding for finding in described.findings if self.log.add(finding)]
+        if stops:
+            report = Report(tuple(described.findings), action, coverage.counters(), self._dump(described.findings))
+            raise KVCorruptionError(described.findings, report)
+        for finding in told:
+            tell(finding)
+        if told:
+            self._dump(told)
+        return doomed
+
+    def _touched(self, groups: Sequence[HitGroup]) -> frozenset[str]:
+        """Requests that read or wrote wrongly, and those that hold a page whose bytes or records are damaged."""
+        touched = {name for group in groups for name in group.request_ids}
+        touched |= {name for group in groups for hit in group.kept for name in self._holders(hit)}
+        return frozenset(name for name in touched if name in self._ledger.requests)
+
+    def _holders(self, hit: Hit) -> list[str]:
+        if not _is_damage(hit):
+            return []
+        return [name for name, request in self._ledger.requests.items() if hit.page in request.pages]
+
+    def _cached(self, groups: Sequence[HitGroup]) -> set[int]:
+        """Pages with damage that a prefix cache has."""
+        damaged = {hit.page for group in groups for hit in group.kept if _is_damage(hit)}
+        return {page for page in damaged if page >= 0 and self._ledger.pages.published[page]}
+
+    def _number(self, incident: Sequence[Hit]) -> int:
+        """The number of an incident; a slot, or forward without hooks, that was seen before keeps its number.
+
+        What follows from such a forward in rows of its requests has its number, but for another such forward.
+        """
+        known = [self._incidents[hit.place] for hit in incident if hit.place in self._incidents]
+        if self._unhooked and not (incident[0].is_unhooked and incident[0].position is None):
+            rows = [row for hit in incident if hit.code in FOLLOWING for row in self._rows(hit)]
+            known += [self._unhooked[row] for row in rows if row in self._unhooked]
+        new = len(self._incidents) + self._num_contradictions + 1
+        if incident[0].code == "L1":  # what an engine does twice are two events
+            self._num_contradictions += 1
+            return new
+        number = known[0] if known else new
+        for hit in incident:
+            if len(self._incidents) < REMEMBERED_INCIDENTS:
+                self._incidents.setdefault(hit.place, number)
+            if hit.is_unhooked and len(self._unhooked) < REMEMBERED_INCIDENTS:
+                self._unhooked |= dict.fromkeys(self._rows(hit), number)
+        return number
+
+    def _rows(self, hit: Hit) -> list[tuple[int, int]]:
+        """Pool and request of those of its rows whose requests live."""
+        requests = self._ledger.requests
+        return [(pool_id, requests[name].uid) for pool_id, name in hit.rows if name in requests]
+
+
+#: Findings about what lies in a page, whoever reads it.
+DAMAGE = frozenset({"R3", "R9", "R12", "T1"})
+
+
+def _is_damage(hit: Hit) -> bool:
+    return hit.code in DAMAGE and 0 <= hit.slot < hit.pool.view.num_slots

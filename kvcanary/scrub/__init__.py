@@ -1,0 +1,1 @@
+"""Bytes at rest, read again: rolling, prefix cache, tails of pages, windows, poison."""

@@ -1,0 +1,76 @@
+"""Leaving: a pool behind a slot map gives up own pages while the full ones stay; their bytes get a last look before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcanary.calls.entries import Entries
+from kvcanary.calls.violation_log import HitBatch
+from kvcanary.checks.content import find_changed
+from kvcanary.ledger.ledger import Ledger, Request
+from kvcanary.pools.slot_maps import Ints, slots_in, slots_of_pages, window_start
+from kvcanary.records.record_store import Mirror
+from kvcanary.records.state import CanaryState, PoolState
+from kvcanary.report.certificate import Coverage
+from kvcanary_kernels.record.layout import COLUMNS, REQUEST_GENERATION, SEAL
+
+
+class Leaver:
+    """Reads what leaves. Of a request that has ended, that is what its last look left out, since no window shows it."""
+
+    def __init__(self, state: CanaryState, ledger: Ledger, mirror: Mirror, coverage: Coverage) -> None:
+        self._state, self._ledger, self._mirror, self._coverage = state, ledger, mirror, coverage
+
+    def enter(self, group: str, own_pages: Sequence[int]) -> None:
+        """The group's own pages are granted: what their records said was of another full page."""
+        slots = slots_of_pages(own_pages, self._state.page_size)
+        for pool in self._state.pools_of(group):
+            never = np.zeros((len(slots), COLUMNS), np.uint64)
+            never[:, SEAL] = pool.seal_term
+            self._mirror.write(pool.base + slots, never)
+
+    def look(self, group: str, pages: Sequence[int], step: int) -> list[HitBatch]:
+        """R9 and R3 for the final entries on these full pages, in the pools of the group; the map still names them."""
+        hits: list[HitBatch] = []
+        for pool in self._state.pools_of(group):
+            hits += self._look_in(pool, pages, step)
+        return hits
+
+    def _look_in(self, pool: PoolState, pages: Sequence[int], step: int) -> list[HitBatch]:
+        size = self._state.page_size
+        holders = [self._ledger.holder(page) for page in pages]
+        held_by = list(zip(pages, holders, strict=True))
+        firsts = [0 if holder is None else holder.pages.index(page) * size for page, holder in held_by]
+        counts = [_num_unread(pool, holder, first, size) for holder, first in zip(holders, firsts, strict=True)]
+        offsets = np.concatenate([np.arange(count) for count in counts])
+        rows = np.arange(len(pages)).repeat(counts)
+        names = np.array(pages, np.int64)[rows] * size + offsets
+        slots = slots_in(pool.view, names)
+        held = np.flatnonzero(slots >= pool.view.null_slots)
+        held = held[self._is_current(pool, slots[held], names[held])]
+        if not len(held):
+            return []
+        self._coverage.bytes_checked += len(held) * pool.view.slot_bytes
+        is_row = np.array([holder is not None for holder in holders])[rows]
+        positions = np.where(is_row, np.array(firsts)[rows] + offsets, -1)
+        ids = ["" if holder is None else holder.request_id for holder in holders]
+        entries = Entries(slots, positions, np.where(is_row, rows, -1), ids, names=names).at(held)
+        return find_changed(pool, entries.slots, lambda: entries, ("release", 1), step, both_lanes=True)
+
+    def _is_current(self, pool: PoolState, slots: Ints, names: Ints) -> NDArray[np.bool_]:
+        """Written under the grant that the page has: what came back from elsewhere may lack what no window showed."""
+        grants = self._ledger.generations[names // self._state.page_size].view(np.uint64)
+        return self._mirror.table[pool.base + slots, REQUEST_GENERATION] >> 32 == grants
+
+
+def _num_unread(pool: PoolState, holder: Request | None, first: int, page_size: int) -> int:
+    """Entries of a page that begins at this position which are final, and were not read when the request ended."""
+    if holder is None:
+        return page_size
+    end = holder.final_len(pool.pool_id)
+    if holder.released:
+        end = window_start(pool.view, end)
+    return min(max(end - first, 0), page_size)

@@ -1,0 +1,1 @@
+"""Bytes in motion: moves, snapshots of what was offloaded, imports, asynchronous operations."""

@@ -1,0 +1,332 @@
+"""Arrivals: bytes that came back and are not those that left. Whose are they? Asked once a transfer that failed.
+
+Each slot and layer has a lane, which is a name: it is looked up among those of the parcel itself, of parcels that left
+before, of zeros, of poison, and of what lay in the slot before. What has no name is tried for one changed word, and for
+another layout. The answer for most slots is the transfer's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcanary.pools.slot_maps import Ints
+from kvcanary.provenance.bytes_of import lanes_of_rows
+from kvcanary.provenance.changed_word import ChangedWord, WordChange, describe_change, part_of_word, single_words
+from kvcanary.provenance.other_layouts import ELSEWHERE, REORDERED, Guess, first_places, other_layout
+from kvcanary.records.state import PoolState
+from kvcanary.transfers.recent_snapshots import Departures, Sent
+from kvcanary.transfers.stale_snapshots import Outdated
+from kvcanary_kernels.content.poison import poison_words
+from kvcanary_kernels.record.layout import MASK_32
+
+ONE_WORD, MISROUTED, SHORT = "one word", "misrouted", "short"
+STALE, OTHER_LAYOUT, UNKNOWN = "stale", "other layout", "unknown"
+#: What a transfer may have done, likeliest first where as many slots speak for each.
+KINDS = (ONE_WORD, MISROUTED, SHORT, STALE, OTHER_LAYOUT, UNKNOWN)
+ZERO, POISON, BEFORE = "zeros", "the poison of freed pages", "what lay there before"
+WORD_SLOTS = 4096  # in which one changed word is looked for
+MOST_WORDS = 64  # that are described
+POISON_SAMPLE = 64  # slots that are compared with poison before all are
+POISON_SLOTS = 4096  # and all, up to so many
+NOBODY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Trip:
+    """One way back: a load, a restore or a swap in.
+
+    pages: by page, in order, the parcel that it left with, its number in that, and the page into which it came back
+    """
+
+    how: str
+    step: int
+    page_size: int
+    pages: Sequence[tuple[Sent, int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Landed:
+    """What came back into one pool: n slots that were compared, in the order of the trip; some are wrong.
+
+    places:    [n] their numbers among all slots of the trip;  slots: [n] in the pool;  positions: [n] in the row
+    found:     lanes of the bytes that lie there now, a [layers, n] and b [n];  expected: those of the parcel
+    before:    [layers, n] lane a of what the canary knew to lie there before, 0 where that was nothing
+    known, current: [layers, m] lane a of all slots of the trip, and [m] which of these had been written
+    """
+
+    pool: PoolState
+    places: Ints
+    slots: Ints
+    positions: Ints
+    found: tuple[Ints, Ints]
+    expected: tuple[Ints, Ints]
+    before: Ints
+    known: Ints
+    current: NDArray[np.bool_]
+
+    @property
+    def differs(self) -> NDArray[np.bool_]:
+        """[layers, n]"""
+        return self.found[0] != self.expected[0]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose bytes a slot of the trip holds: of which parcel, and the slot's number in it; `detail`: of other kinds."""
+
+    kind: str
+    sent: Sent | None = None
+    place: int = NOBODY
+    detail: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class PoolArrival:
+    """Of one pool: by wrong slot of the trip whose bytes it holds in its first wrong layer.
+
+    layers: that differ;  num_layers: of the pool;  compared: slots of the trip, in order
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    num_layers: int
+    compared: Ints
+    origins: dict[int, Origin]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What is known of a trip that went wrong.
+
+    kind:  one of KINDS, that of most wrong slots
+    pools: those in which something differs;  intact: names of those in which nothing does
+    words: by pool and slot of the pool, the one word that changed there
+    num_forgotten: parcels with which nothing could be compared any more, of `num_known` that could
+    """
+
+    trip: Trip
+    kind: str
+    kinds: Counter[str]
+    pools: tuple[PoolArrival, ...]
+    intact: tuple[str, ...]
+    words: dict[tuple[int, int], ChangedWord] = field(default_factory=dict)
+    num_known: int = 0
+    num_forgotten: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the trip on which something differs."""
+        size = self.trip.page_size
+        return len({place // size for pool in self.pools for place in pool.origins})
+
+    def turn(self, name: str, place: int) -> int:
+        """When a slot of a pool speaks: those of the kind of most slots go first, each in the order of the trip."""
+        origin = next(pool.origins[place] for pool in self.pools if pool.name == name)
+        return place if origin.kind == self.kind else place + len(self.trip.pages) * self.trip.page_size
+
+    def first(self, kind: str) -> tuple[PoolArrival, dict[int, Origin]]:
+        """The first pool with wrong slots of this kind, and these."""
+        found = ((pool, {p: o for p, o in pool.origins.items() if o.kind == kind}) for pool in self.pools)
+        return next(one for one in found if one[1])
+
+
+def judge(
+    trip: Trip,
+    landed: Mapping[str, Landed | None],
+    departures: Departures,
+    poisoned: NDArray[np.bool_],
+    outdated: Sequence[Outdated] = (),
+) -> Arrival:
+    """Whose bytes came back, by pool; None: those of the parcel. `outdated`: entries of which it has older ones.
+
+    Every pool's fingerprints are those of the parcel by now. poisoned: by page of the trip, whether its poison vouched
+    for it when it was granted: nothing that had lain there before lies there now.
+    """
+    words: dict[tuple[int, int], ChangedWord] = {}
+    pools, intact = [], []
+    for name, one in landed.items():
+        if one is None:
+            intact.append(name)
+            continue
+        was_filled = poisoned[one.places // trip.page_size]
+        pools.append(_Look(trip, one, departures, was_filled, words).arrival())
+    for pool, place, _, _, step in outdated:
+        _add_outdated(trip, pools, intact, pool, place, step)
+    kinds = Counter(origin.kind for pool in pools for origin in pool.origins.values())
+    kind = max(KINDS, key=lambda kind: (kinds[kind], -KINDS.index(kind)))
+    known = len(departures.last), departures.num_forgotten
+    return Arrival(trip, kind, kinds, tuple(pools), tuple(intact), words, *known)
+
+
+class _Look:
+    """One pool; every step answers for slots that the steps before it could not name."""
+
+    def __init__(
+        self,
+        trip: Trip,
+        landed: Landed,
+        departures: Departures,
+        was_filled: NDArray[np.bool_],
+        words: dict[tuple[int, int], ChangedWord],
+    ) -> None:
+        self._trip, self._landed, self._departures = trip, landed, departures
+        self._was_filled, self._words = was_filled, words
+        self._differs = landed.differs
+        self._wrong = np.flatnonzero(self._differs.any(0))
+        self._layer = self._differs.argmax(0)  # [n] the first wrong layer of each
+        self._origins: dict[int, Origin] = {}  # by number among those compared
+
+    def arrival(self) -> PoolArrival:
+        pool, layers = self._landed.pool, np.flatnonzero(self._differs.any(1))
+        for look in (self._nothing, self._by_name, self._one_word, self._layout):
+            if len(left := self._left()):
+                look(left)
+        for n in self._left().tolist():
+            self._origins[n] = Origin(UNKNOWN)
+        origins = {int(self._landed.places[n]): self._origins[n] for n in self._wrong.tolist()}
+        return PoolArrival(pool.name, tuple(layers.tolist()), pool.view.num_layers, self._landed.places, origins)
+
+    def _left(self) -> Ints:
+        return np.array([n for n in self._wrong.tolist() if n not in self._origins], np.int64)
+
+    def _nothing(self, left: Ints) -> None:
+        """Zeros, whose lane is its start, or poison."""
+        starts = self._landed.pool.keys.start_a.cpu().numpy()
+        layers = self._layer[left]
+        self._tell(left[self._landed.found[0][layers, left] == starts[layers]], Origin(SHORT, detail=ZERO))
+        left = self._left()
+        if len(left) and self._is_poison(left[:POISON_SAMPLE]).any():
+            left = left[:POISON_SLOTS]
+            self._tell(left[self._is_poison(left)], Origin(SHORT, detail=POISON))
+
+    def _is_poison(self, numbers: Ints) -> NDArray[np.bool_]:
+        pool, same = self._landed.pool, np.zeros(len(numbers), np.bool_)
+        words, layers = pool.rows.words_per_row, self._layer[numbers]
+        for layer in np.unique(layers).tolist():
+            own = layers == layer
+            slots = torch.from_numpy(self._landed.slots[numbers[own]]).to(pool.records.device)
+            found = torch.from_numpy(self._landed.found[0][layer, numbers[own]])
+            for nan in (False, True):
+                pattern = poison_words(slots, layer * words, words, nan)
+                same[own] |= (lanes_of_rows(pool, layer, pattern).cpu() == found).numpy()
+        return same
+
+    def _by_name(self, left: Ints) -> None:
+        """Bytes that lay there before, or those of a parcel that is remembered, this one or another.
+
+        Where all that another parcel, or another page, could explain lay there before, nothing arrived.
+        """
+        lay_there = set(self._lay_there(left).tolist())
+        named = self._named(left)
+        has_arrived = not lay_there.issuperset(named)
+        for n in left.tolist():
+            if n in named and (has_arrived or n not in lay_there):
+                self._origins[n] = named[n]
+            elif n in lay_there:
+                self._origins[n] = Origin(SHORT, detail=BEFORE)
+
+    def _lay_there(self, left: Ints) -> Ints:
+        """Of which the canary knew before what lies there now, and no poison came between."""
+        layers = self._layer[left]
+        same = self._landed.found[0][layers, left] == self._landed.before[layers, left]
+        return left[same & ~self._was_filled[left]]
+
+    def _named(self, left: Ints) -> dict[int, Origin]:
+        """First of the slots that came back, then of the parcels that left last."""
+        trip, size, pool_id = self._trip, self._trip.page_size, self._landed.pool.pool_id
+        own = {sent for sent, _, _ in trip.pages}
+        oldest, named = min(sent.number for sent in own), dict[int, Origin]()
+        for n, place in self._matches(left, self._landed.known, self._landed.current):
+            sent, page, _ = trip.pages[place // size]
+            named[n] = Origin(MISROUTED, sent, page * size + place % size)
+        for departed in sorted(self._departures.last, key=lambda one: one.sent not in own):
+            left = np.array([n for n in left.tolist() if n not in named], np.int64)
+            lanes, sent = departed.pools.get(pool_id), departed.sent
+            if lanes is not None and len(left):
+                kind = STALE if sent not in own and sent.number < oldest else MISROUTED
+                for n, place in self._matches(left, lanes.lane_a.numpy(), lanes.current):
+                    named[n] = Origin(kind, sent, place)
+        return named
+
+    def _matches(self, numbers: Ints, known: Ints, current: NDArray[np.bool_]) -> list[tuple[int, int]]:
+        """Which of these hold the bytes of a known slot [layers, m] in their first wrong layer, and which slot's."""
+        matches: list[tuple[int, int]] = []
+        layers = self._layer[numbers]
+        for layer in np.unique(layers).tolist():
+            own = numbers[layers == layer]
+            found = self._landed.found[0][layer, own]
+            which, places = first_places(np.where(current, known[layer], 0), found)
+            is_written = current[places]
+            matches += zip(own[which][is_written].tolist(), places[is_written].tolist(), strict=True)
+        return matches
+
+    def _one_word(self, left: Ints) -> None:
+        """One word in each layer that differs: lane a names them, and lane b says whether they are all."""
+        landed, left = self._landed, left[:WORD_SLOTS]
+        lacks_b = landed.found[1][left] - landed.expected[1][left]
+        changes: dict[int, list[WordChange]] = {n: [] for n in left.tolist()}
+        is_one = np.ones(len(left), np.bool_)
+        for layer in np.flatnonzero(self._differs[:, left].any(1)).tolist():
+            own = np.flatnonzero(self._differs[layer, left])
+            numbers, news, changed, adds = self._words_of(layer, left[own])
+            is_one[own] &= numbers >= 0
+            lacks_b[own] -= adds
+            for n, *word in zip(left[own].tolist(), *(a.tolist() for a in (numbers, news, changed)), strict=True):
+                changes[n].append(WordChange(layer, word[0], word[1] - word[2], word[1]))
+        for n in left[is_one & (lacks_b == 0)].tolist():
+            self._name_words(n, changes[n])
+
+    def _words_of(self, layer: int, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Of these slots in one layer [n]: number of the word, its bits, what it changed by, and what lane b lacks."""
+        landed, pool = self._landed, self._landed.pool
+        slots = torch.from_numpy(landed.slots[numbers]).to(pool.records.device)
+        rows = pool.rows.gather_layer(layer, slots)
+        differs = landed.found[0][layer, numbers] - landed.expected[0][layer, numbers]
+        which, changed, adds = single_words(pool.keys, layer, rows, torch.from_numpy(differs).to(rows.device))
+        news = rows.gather(1, which.clamp(min=0)[:, None])[:, 0].to(torch.int64) & MASK_32
+        return which.cpu().numpy(), news.cpu().numpy(), changed.cpu().numpy(), adds.cpu().numpy()
+
+    def _name_words(self, n: int, changes: Sequence[WordChange]) -> None:
+        pool, slot = self._landed.pool, int(self._landed.slots[n])
+        parts = dict.fromkeys(part_of_word(pool, change.number)[0].name for change in changes)
+        self._origins[n] = Origin(ONE_WORD, detail=" and ".join(parts))
+        if len(changes) == 1 and len(self._words) < MOST_WORDS:
+            self._words[pool.pool_id, slot] = describe_change(pool, slot, changes[0])
+
+    def _layout(self, left: Ints) -> None:
+        """One answer for all that are left, tried at the first of them."""
+        layer = int(self._layer[left[0]])
+        own = left[self._layer[left] == layer]
+        guess = other_layout(self._landed, layer, own, self._trip.page_size)
+        if guess is not None:
+            if guess.kind == REORDERED:
+                left = self._wrong  # slots that found their own layer are of the same order
+            self._tell(left, _origin_of(guess))
+
+    def _tell(self, numbers: Ints, origin: Origin) -> None:
+        self._origins |= dict.fromkeys(numbers.tolist(), origin)
+
+
+def _add_outdated(
+    trip: Trip, pools: list[PoolArrival], intact: list[str], pool: PoolState, place: int, step: int
+) -> None:
+    """An entry came back as it was saved, and it was written again since, in this step."""
+    if pool.name in intact:
+        intact.remove(pool.name)
+        layers = tuple(range(pool.view.num_layers))
+        every = np.arange(len(trip.pages) * trip.page_size)
+        pools.append(PoolArrival(pool.name, layers, len(layers), every, {}))
+    own = next(one for one in pools if one.name == pool.name)
+    sent, page, _ = trip.pages[place // trip.page_size]
+    number = page * trip.page_size + place % trip.page_size
+    own.origins.setdefault(place, Origin(STALE, sent, number, detail=f"written again in step {step}"))
+
+
+def _origin_of(guess: Guess) -> Origin:
+    return Origin(MISROUTED if guess.kind == ELSEWHERE else OTHER_LAYOUT, detail=guess.text)

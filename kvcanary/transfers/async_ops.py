@@ -1,0 +1,273 @@
+"""Tickets: every copy, zeroing, offload and host buffer in flight, and who has waited for it.
+
+Streams are opaque; the host is one of them. Each stream has a clock: how far it has seen every other stream. An access
+is ordered after a ticket if its stream has run the ticket's work itself, or has waited for its event, or for another
+event behind it. Two accesses that both read need no order. O1 is an access that is not ordered, or that belongs to an
+earlier grant of its page, or to what a host buffer held before it was taken again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvcanary.ledger.page_states import Array
+
+Stream = Hashable
+#: A page by its number, or a host staging buffer by its name.
+Resource = int | str
+#: What an access touches, each with the generation that it was planned for; None where it was planned for any.
+Touched = Mapping[Resource, int | None]
+
+#: A ticket, and the sequence of the mark that its stream has waited for.
+Fetch = tuple["Ticket", int]
+
+HOST: Stream = "host"
+NOTHING: Touched = {}
+#: Hazards of a violation.
+UNORDERED, OUTDATED, FREED = "not waited for", "old grant", "freed in flight"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One access that came too early, or to a page that is granted anew.
+
+    resource:  the page or the buffer
+    stream:    on which the access runs
+    ticket:    the work in flight that it did not wait for, or None
+    sentence:  what happened, in plain words with all numbers
+    hazard:    UNORDERED, OUTDATED or FREED
+    what:      the access, in its own words;  writes: whether it writes
+    planned:   generation of the resource that the access is meant for, and `now` the one in which it is; of OUTDATED
+    """
+
+    resource: Resource
+    stream: Stream
+    ticket: Ticket | None
+    sentence: str
+    hazard: str = UNORDERED
+    code: str = "O1"
+    what: str = ""
+    writes: bool = False
+    planned: int | None = None
+    now: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The resource in words."""
+        return _name(self.resource)
+
+    @property
+    def access(self) -> str:
+        """Who uses it, in words."""
+        return f"{self.what!r} on {self.where}"
+
+    @property
+    def where(self) -> str:
+        """The stream in words; of it, or of the host, it is that it should have waited."""
+        return "the host" if self.stream == HOST else f"stream {self.stream}"
+
+
+class Ticket(NamedTuple):
+    """One piece of asynchronous work; nobody changes it.
+
+    number:     of its stream
+    sequence:   its number on its stream, from 1
+    clock:      by number of a stream, up to where its own had waited for that when it was issued, itself included
+    violations: what was wrong with it from the start
+    """
+
+    what: str
+    stream: Stream
+    number: int
+    sequence: int
+    reads: Touched
+    writes: Touched
+    clock: Sequence[int]
+    violations: tuple[Violation, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what!r} (stream {self.stream}, sequence {self.sequence})"
+
+
+class _Streams(dict[Stream, int]):
+    """Streams by name, numbered when they are named for the first time; the host is 0.
+
+    clocks: by number, up to where it has waited for each; all that the host has seen is behind every stream besides
+    """
+
+    def __init__(self) -> None:
+        self.clocks: list[Sequence[int]] = [[0]]
+        self[HOST] = 0
+
+    def __missing__(self, stream: Stream) -> int:
+        number = self[stream] = len(self)
+        self.clocks[:] = [[*clock, 0] for clock in (*self.clocks, [0] * number)]
+        return number
+
+
+class Tickets:
+    """All work in flight. Memory is bounded: a resource keeps its last write, and one read a stream since."""
+
+    def __init__(self, generations: Sequence[int] | Array) -> None:
+        """`generations`: of every page, as the ledger keeps them current."""
+        self._generations = generations
+        self.buffers: dict[str, int] = {}  # generations of host buffers that have one
+        self._streams = _Streams()
+        self._clocks = self._streams.clocks
+        self._writes: dict[Resource, Ticket] = {}  # in flight: the last one of each
+        self._reads: dict[Resource, dict[Stream, Ticket]] = {}  # the last one of each stream since
+
+    def issue(self, what: str, stream: Stream, reads: Touched = NOTHING, writes: Touched = NOTHING) -> Ticket:
+        """Work is enqueued on a stream, its event behind it; the ticket's `violations` say what it did not wait for.
+
+        Nobody changes `reads` and `writes` any more.
+        """
+        found = self.use(what, stream, reads) if reads else []
+        if writes:
+            found += self.use(what, stream, writes, writes=True)
+        number, clocks = self._streams[stream], self._clocks
+        clock = [*clocks[number]]
+        sequence = clock[number] = clock[number] + 1
+        clocks[number] = clock
+        ticket = Ticket(what, stream, number, sequence, reads, writes, clock, tuple(found))
+        for resource in reads:
+            self._reads.setdefault(resource, {})[stream] = ticket
+        for resource in writes:
+            self._writes[resource] = ticket
+            self._reads.pop(resource, None)
+        return ticket
+
+    def waits(self, stream: Stream, ticket: Ticket) -> None:
+        """The stream waits for the event of a ticket: all that comes on it from now on is ordered behind."""
+        number, clocks, seen = self._streams[stream], self._clocks, ticket.clock
+        own = clocks[number]
+        clocks[number] = [*map(max, own, seen), *own[len(seen) :]]
+
+    def follow(self, stream: Stream, other: Stream) -> int:
+        """`waits`, for a ticket that is issued on the other stream now and touches nothing; its sequence."""
+        number, behind, clocks = self._streams[stream], self._streams[other], self._clocks
+        seen = [*clocks[behind]]
+        seen[behind] += 1
+        clocks[behind], clocks[number] = seen, [*map(max, clocks[number], seen)]
+        return seen[behind]
+
+    def renew(self, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else: who comes for what it held before is too late."""
+        self.buffers[buffer] = generation
+
+    def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> Fetch | None:
+        """A buffer with which nothing is in flight is renewed, and work that is issued behind another stream writes it.
+
+        As `renew`, `follow` and `issue`, which find nothing then. None where something is in flight: nothing was done.
+        """
+        if buffer in self._writes or buffer in self._reads:
+            return None
+        self.buffers[buffer] = generation
+        number, other, clocks = self._streams[stream], self._streams[behind], self._clocks
+        seen = clocks[other] = [*clocks[other]]
+        seen[other] = mark = seen[other] + 1
+        clock = clocks[number] = [*map(max, clocks[number], seen)]
+        clock[number] = sequence = clock[number] + 1
+        own = what, stream, number, sequence, NOTHING, {buffer: generation}, clock, ()
+        ticket = self._writes[buffer] = tuple.__new__(Ticket, own)  # as `Ticket(*own)`, without a call
+        return ticket, mark
+
+    def receive(self, ticket: Ticket) -> bool:
+        """`complete` it, if neither that nor a use by the host of what it has written finds anything; else nothing."""
+        if ticket.reads or not ticket.writes.items() <= self.buffers.items():
+            return False
+        for buffer in ticket.writes:
+            if self._writes.get(buffer) is not ticket:
+                return False
+        for buffer in ticket.writes:
+            del self._writes[buffer]
+        own, seen = self._clocks[0], ticket.clock
+        if len(own) > len(seen):
+            self.waits(HOST, ticket)
+        else:
+            self._clocks[0] = [*map(max, own, seen)]  # as that does, without a call
+        return True
+
+    def complete(self, ticket: Ticket) -> list[Violation]:
+        """The host has seen the event: nothing needs to wait any more. What landed in a page granted anew is O1."""
+        self.waits(HOST, ticket)
+        if not ticket.reads and not ticket.writes:
+            return []
+        touched = {**ticket.reads, **ticket.writes} if ticket.reads else ticket.writes
+        landed = {resource: planned for resource, planned in touched.items() if self._leaves(resource, ticket)}
+        outdated = self._outdated(landed) if landed else ()
+        return [_too_late(f"the end of {ticket}", ticket.what, ticket.stream, *one, ticket) for one in outdated]
+
+    def use(self, what: str, stream: Stream, touched: Touched, writes: bool = False) -> list[Violation]:
+        """An access that leaves nothing in flight, such as the host's own."""
+        outdated = self._outdated(touched)
+        found = [_too_late(f"{what!r} on stream {stream}", what, stream, *one) for one in outdated] if outdated else []
+        if self._writes.keys().isdisjoint(touched) and self._reads.keys().isdisjoint(touched):
+            return found
+        clock, host = self._clocks[self._streams[stream]], self._clocks[0]
+        for resource in touched:
+            for ticket in self._conflicts(resource, writes):
+                if clock[ticket.number] < ticket.sequence > host[ticket.number]:
+                    sentence = f"{what!r} on stream {stream} touches {_name(resource)} without waiting for {ticket}"
+                    found.append(Violation(resource, stream, ticket, sentence, what=what, writes=writes))
+        return found
+
+    def free(self, pages: Touched, stream: Stream = HOST) -> list[Violation]:
+        """Pages are given back in the generation in which they were granted; `stream`: who may write them next."""
+        found = [
+            violation if violation.hazard == OUTDATED else replace(violation, hazard=FREED)
+            for violation in self.use("free", stream, pages, writes=True)
+        ]
+        for page in pages:
+            self._writes.pop(page, None)
+            self._reads.pop(page, None)
+        return found
+
+    def _conflicts(self, resource: Resource, writes: bool) -> list[Ticket]:
+        """Work in flight there that an access must have waited for."""
+        found = [] if (write := self._writes.get(resource)) is None else [write]
+        return [*found, *self._reads.get(resource, {}).values()] if writes else found
+
+    def _outdated(self, touched: Touched) -> Sequence[tuple[Resource, int, int | None]]:
+        """What is in another generation than the access was planned for: the resource, that one, and now's."""
+        if touched.items() <= self.buffers.items():
+            return ()
+        return [
+            (resource, planned, now)
+            for resource, planned in touched.items()
+            if planned is not None and planned != (now := self._generation(resource))
+        ]
+
+    def _generation(self, resource: Resource) -> int | None:
+        return self.buffers.get(resource) if isinstance(resource, str) else int(self._generations[resource])
+
+    def _leaves(self, resource: Resource, ticket: Ticket) -> bool:
+        """The ticket is no longer in flight there; False where a later access or a free has taken its place."""
+        reads = self._reads.get(resource, {})
+        was_read, was_write = reads.get(ticket.stream) is ticket, self._writes.get(resource) is ticket
+        if was_read:
+            del reads[ticket.stream]
+            if not reads:
+                del self._reads[resource]
+        if was_write:
+            del self._writes[resource]
+        return was_read or was_write
+
+
+def _too_late(
+    access: str,
+    what: str,
+    stream: Stream,
+    resource: Resource,
+    planned: int,
+    now: int | None,
+    ticket: Ticket | None = None,
+) -> Violation:
+    sentence = f"{access} is meant for generation {planned} of {_name(resource)}, which is in {now} now"
+    return Violation(resource, stream, ticket, sentence, OUTDATED, what=what, planned=planned, now=now)
+
+
+def _name(resource: Resource) -> str:
+    return f"host buffer {resource!r}" if isinstance(resource, str) else f"page {resource}"

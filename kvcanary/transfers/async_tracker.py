@@ -1,0 +1,263 @@
+"""TicketDesk: asynchronous work that touches pages or host buffers, issued, waited for and judged (O1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcanary.calls.violation import NO_SLOT, Hit
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.pools.event_log import Event, EventLog
+from kvcanary.pools.slot_maps import slots_in
+from kvcanary.recorder.recorder import LONG
+from kvcanary.records.state import PoolState
+from kvcanary.transfers.async_ops import HOST, NOTHING, Resource, Stream, Ticket, Tickets, Touched, Violation
+
+#: What an access touches: pages and buffers as they are now, or each with the generation that it was planned for.
+Resources = Sequence[Resource] | Touched
+Note = Callable[..., None]
+FILL = "fill"  # what the host does with a buffer that it takes
+#: The same where nobody can change it any more.
+Named = tuple[Resource, ...] | dict[Resource, int | None]
+
+
+class TicketDesk:
+    """What an engine tells of its copies, zeroings, offloads and staging buffers; every violation is a hit.
+
+    note: is told of every call, its name and then its arguments
+    log:  the same, where nobody can change these any more; LAID_OUT of what has another name there
+    """
+
+    def __init__(self, ledger: Ledger, pool: PoolState, report: Callable[[Sequence[Hit]], None]) -> None:
+        self._ledger, self._pool, self._report = ledger, pool, report
+        self._tickets = Tickets(ledger.generations)
+        self.is_used = self.has_told = False  # told: a violation since somebody has judged it
+        self.step = 0
+        self.note: Note = _nobody
+        self.log = EventLog()
+
+    def issue(self, what: str, stream: Stream, reads: Resources = (), writes: Resources = ()) -> Ticket:
+        """Work is enqueued on a stream. Pages by number, under the grants that they have now; buffers by name.
+
+        A mapping says for which generation of each it was planned.
+        """
+        self.is_used = True
+        read, written = _named(reads) if reads else (), _named(writes) if writes else ()
+        ticket = self._tickets.issue(what, stream, self._granted(read), self._granted(written))
+        if len(read) + len(written) < LONG:
+            self.log.append(("issued", what, stream, ticket.sequence, read, written))
+        else:
+            for event in issued(what, stream, ticket.sequence, read, written):
+                self.note(*event)
+        if ticket.violations:
+            self._tell(ticket.violations)
+        return ticket
+
+    def waits(self, stream: Stream, ticket: Ticket) -> None:
+        """What comes on this stream from now on runs behind the ticket's work."""
+        self.log.append(("ticket_waits", str(stream), str(ticket.stream), ticket.sequence))
+        self._tickets.waits(stream, ticket)
+
+    def follow(self, stream: Stream, other: Stream) -> None:
+        """What comes on this stream from now on runs behind all of the other's: `waits`, for a mark issued there."""
+        self.is_used = True
+        self.log.append(("followed", stream, other, self._tickets.follow(stream, other)))
+
+    def complete(self, ticket: Ticket) -> None:
+        """The host has seen the work's event."""
+        self.log.append(("ticket_complete", str(ticket.stream), ticket.sequence))
+        if violations := self._tickets.complete(ticket):
+            self._tell(violations)
+
+    def use(
+        self, what: str, stream: Stream, resources: Resources, writes: bool = False, requests: Sequence[str] = ()
+    ) -> None:
+        """An access on a stream that leaves nothing in flight: a forward over pages, the host over a buffer.
+
+        requests: whose tokens a violation touches, where that is not the owner of a page.
+        """
+        if self.is_used:
+            named = _named(resources) if resources else ()
+            if len(named) < LONG:
+                self.log.append(("used", what, stream, named, writes, tuple(requests)))
+            else:
+                for event in used(what, stream, named, writes, tuple(requests)):
+                    self.note(*event)
+            if violations := self._tickets.use(what, stream, self._granted(named), writes):
+                self._tell(violations, requests)
+
+    def renew(self, buffer: str, generation: int) -> None:
+        """A host buffer is taken for something else, and counts its generation up."""
+        self.log.append(("ticket_renew", buffer, generation))
+        self._tickets.renew(buffer, generation)
+
+    def take(self, what: str, stream: Stream, buffer: str, generation: int) -> None:
+        """`renew` it, and `use` it for a write on a stream, in one call."""
+        self.log.append(("took", what, stream, buffer, generation))
+        self._tickets.renew(buffer, generation)
+        if self.is_used and (violations := self._tickets.use(what, stream, {buffer: generation}, writes=True)):
+            self._tell(violations)
+
+    def fetch(self, what: str, stream: Stream, behind: Stream, buffer: str, generation: int) -> Ticket:
+        """A host buffer is taken, for a copy on a stream, behind all that another was given so far, which writes it.
+
+        `take` by the host, `follow` and `issue` in one call.
+        """
+        self.is_used = True
+        fetch = self._tickets.fetch(what, stream, behind, buffer, generation)
+        if fetch is None:  # something is in flight there, and may have been waited for by nobody
+            self.take(FILL, HOST, buffer, generation)
+            self.follow(stream, behind)
+            return self.issue(what, stream, writes={buffer: generation})
+        ticket, mark = fetch
+        self.log.append(("fetched", what, stream, behind, buffer, generation, mark, ticket.sequence))
+        return ticket
+
+    def receive(self, ticket: Ticket, what: str, requests: Sequence[str] = ()) -> None:
+        """The host has seen the work's event, and reads what it has written: `complete`, and `use` by the host."""
+        self.log.append(("received", what, ticket, tuple(requests)))
+        if self._tickets.receive(ticket):
+            return
+        if violations := self._tickets.complete(ticket):
+            self._tell(violations)
+        if violations := self._tickets.use(what, HOST, ticket.writes):
+            self._tell(violations, requests)
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """Host buffers that have a generation, and the one that they are in."""
+        return self._tickets.buffers
+
+    def freed(self, pages: Sequence[int]) -> None:
+        """Pages are given back: nothing may be in flight there."""
+        if self.is_used and (violations := self._tickets.free(self._granted(tuple(pages)), HOST)):
+            self._tell(violations)
+
+    def _granted(self, named: Named) -> Touched:
+        if not named:
+            return NOTHING
+        if isinstance(named, dict):
+            return named
+        pages = [resource for resource in named if isinstance(resource, int)]
+        if not pages:
+            return dict.fromkeys(named)
+        self._ledger.pages.numbers(pages)
+        generations = self._ledger.generations
+        return {r: None if isinstance(r, str) else int(generations[r]) for r in named}
+
+    def _tell(self, violations: Sequence[Violation], requests: Sequence[str] = ()) -> None:
+        self.has_told = True
+        self._report([self._hit(violation, requests) for violation in violations])
+
+    def _hit(self, violation: Violation, requests: Sequence[str]) -> Hit:
+        page = violation.resource if isinstance(violation.resource, int) else None
+        slot, name = (NO_SLOT, None) if page is None else self._slot(page)
+        owners = requests if page is None else _names(self._ledger.owner_of(page)) or requests
+        return Hit(
+            "O1",
+            self._pool,
+            slot,
+            None,
+            owners[0] if owners else None,
+            ("stream", 0),
+            self.step,
+            named=name,
+            others=tuple(owners[1:]),
+            expected=_due(violation),
+            found=_done(violation),
+        )
+
+    def _slot(self, page: int) -> tuple[int, int | None]:
+        """The page's first slot in the pool, and how plans call it where that is another number."""
+        view = self._pool.view
+        name = page * view.page_size
+        return (name, None) if view.slot_map is None else (int(slots_in(view, np.array([name]))[0]), name)
+
+
+def _due(violation: Violation) -> dict[str, Any]:
+    """What the access should have come behind, what that does there, and who should have waited; or its generation."""
+    ticket = violation.ticket
+    behind = "nothing" if ticket is None else str(ticket)
+    if ticket is None or violation.planned is not None:
+        return {"behind": behind, "generation": violation.planned}
+    does = "fills" if violation.resource in ticket.writes else "reads"
+    return {"behind": behind, "which": f"{does} {violation.place}", "waiting": violation.where}
+
+
+def _done(violation: Violation) -> dict[str, Any]:
+    """Which resource was used, by whom, and how."""
+    used = {"resource": violation.place, "reader": violation.access, "used_to": "write" if violation.writes else "read"}
+    generation = {} if violation.planned is None else {"generation": violation.now}
+    return used | generation | {"access": violation.sentence, "hazard": violation.hazard}
+
+
+def issued(what: str, stream: Stream, sequence: int, reads: Named, writes: Named) -> list[Event]:
+    """An `issue` as a dump has it."""
+    return [("ticket_issue", what, str(stream), sequence, *_sorted(reads), *_sorted(writes))]
+
+
+def used(what: str, stream: Stream, resources: Named, writes: bool, requests: tuple[str, ...]) -> list[Event]:
+    """A `use` as a dump has it."""
+    return [("ticket_use", what, str(stream), *_sorted(resources), writes, requests)]
+
+
+def took(what: str, stream: Stream, buffer: str, generation: int) -> list[Event]:
+    """A `take` as a dump has it."""
+    return [("ticket_renew", buffer, generation), *used(what, stream, {buffer: generation}, True, ())]
+
+
+def followed(stream: Stream, other: Stream, sequence: int) -> list[Event]:
+    """A `follow` as a dump has it."""
+    return [*issued("mark", other, sequence, (), ()), ("ticket_waits", str(stream), str(other), sequence)]
+
+
+def fetched(
+    what: str, stream: Stream, behind: Stream, buffer: str, generation: int, mark: int, sequence: int
+) -> list[Event]:
+    """A `fetch` as a dump has it."""
+    taken = took(FILL, HOST, buffer, generation)
+    return [*taken, *followed(stream, behind, mark), *issued(what, stream, sequence, (), {buffer: generation})]
+
+
+def received(what: str, ticket: Ticket, requests: tuple[str, ...]) -> list[Event]:
+    """A `receive` as a dump has it."""
+    used_by_host = used(what, HOST, dict(ticket.writes), False, requests)
+    return [("ticket_complete", str(ticket.stream), ticket.sequence), *used_by_host]
+
+
+#: By the name under which the desk tells of a call, which calls a dump has instead.
+LAID_OUT: dict[str, Callable[..., list[Event]]] = {
+    "issued": issued,
+    "used": used,
+    "took": took,
+    "followed": followed,
+    "fetched": fetched,
+    "received": received,
+}
+
+
+def _names(owner: str | None) -> Sequence[str]:
+    return () if owner is None else (owner,)
+
+
+def _named(resources: Resources) -> Named:
+    return dict(resources) if isinstance(resources, (dict, Mapping)) else tuple(resources)
+
+
+def _sorted(resources: Named) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...] | None]:
+    """Pages, names of buffers, and of both, where it was said, the generations that were meant; -1: any."""
+    if not resources:
+        return (), (), None
+    pages = tuple([int(resource) for resource in resources if not isinstance(resource, str)])
+    names = tuple([resource for resource in resources if isinstance(resource, str)])
+    if not isinstance(resources, dict):
+        return pages, names, None
+    order: list[Resource] = [*pages, *names]
+    planned = [resources[resource] for resource in order]
+    return pages, names, tuple([-1 if generation is None else int(generation) for generation in planned])
+
+
+def _nobody(*event: Any) -> None:
+    """Who is told where nobody asked to be."""

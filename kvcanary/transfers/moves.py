@@ -1,0 +1,143 @@
+"""Moves: records follow the bytes that an engine has moved, damage moves with them, and what arrived is read again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcanary.calls.forward import Ints
+from kvcanary.calls.violation import Hit
+from kvcanary.errors import ContradictionError
+from kvcanary.ledger.ledger import Ledger
+from kvcanary.records.fingerprints import lanes_of_slots, numbers_are_right, slots_are_right
+from kvcanary.records.record_store import NOT_ALL, Mirror, Move
+from kvcanary.records.state import CanaryState, PoolState
+from kvcanary_kernels.record.layout import CONTENT_B, REQUEST_GENERATION, TOKEN_POSITION
+
+
+class Mover:
+    """Applies declared moves to records and fingerprints, within a pool or from one to another."""
+
+    def __init__(
+        self,
+        state: CanaryState,
+        mirror: Mirror,
+        ledger: Ledger,
+        compares_content: bool,
+        tells_sources: bool = True,
+    ) -> None:
+        """`tells_sources`: damage that was there before the move is R9, and not T1 as it arrives."""
+        self._state, self._mirror, self._ledger = state, mirror, ledger
+        self.compares_content, self._tells_sources = compares_content, tells_sources
+
+    def apply(
+        self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool, lengthens: bool
+    ) -> list[Hit]:
+        """T1 where bytes that arrived are not those that were written at the source; R9 where they lay there so.
+
+        What nobody has written at the source, such as the end of a last page, arrives as never written, whatever lies
+        there. Every source was read before any destination was written; destinations are distinct.
+        has_lanes: the content of the sources was kept when they were written
+        lengthens: rows at whose end entries have arrived are written so far
+        ContradictionError for slots that the pools do not have: nothing is written then.
+        """
+        furthest, has_blanks = NOT_ALL, False
+        if pool.host is not None:
+            furthest, has_blanks = self._follow(origin, pool, move, step, has_lanes)
+        if furthest == NOT_ALL:
+            move = move.of_entries(origin, pool)
+        if not len(move.dst):
+            return []
+        moved = move
+        if furthest == NOT_ALL:
+            moved = move.at(move.src != move.dst) if origin is pool else move
+            if len(moved.dst):
+                has_blanks = self._carry(origin, pool, moved, step, has_lanes)
+        if has_blanks:
+            move, moved = (own.at(self._are_written(pool, own)) for own in (move, moved))
+        if lengthens and (furthest == NOT_ALL or not self._ledger.rows_reach(pool.pool_id, furthest)):
+            positions = self._mirror.table[pool.base + move.dst, TOKEN_POSITION] >> 32
+            self._ledger.note_moved(pool.pool_id, move.dst_names, positions.view(np.int64))
+        return self._arrived(pool, moved.dst, moved.dst_names, step, (origin, moved)) if has_lanes else []
+
+    def arrived(self, pool: PoolState, destination: Ints, step: int) -> list[Hit]:
+        """T1 for slots into which a captured step has moved entries, records and all; -1: nothing moved."""
+        slots = destination[destination >= 0]
+        return self._arrived(pool, slots, slots, step)
+
+    def _are_written(self, pool: PoolState, move: Move) -> NDArray[np.bool_]:
+        """[n] bool, of entries that have moved."""
+        grants = self._ledger.generations[move.dst_names // self._state.page_size].view(np.uint64)
+        return self._mirror.table[pool.base + move.dst, REQUEST_GENERATION] >> 32 == grants
+
+    def _follow(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> tuple[int, bool]:
+        return self._mirror.move(origin, pool, move, step, has_lanes, self._ledger.generations, self._ledger.owners)
+
+    def _carry(self, origin: PoolState, pool: PoolState, move: Move, step: int, has_lanes: bool) -> bool:
+        """Entries that move, none of them of a null slot; whether nobody has written some of them."""
+        on_device = pool.host is None
+        with torch.inference_mode():
+            if on_device:
+                device = pool.records.device
+                from_rows, to_rows = torch.from_numpy(move.src).to(device), torch.from_numpy(move.dst).to(device)
+                found, expected = origin.records.index_select(0, from_rows), origin.expected.index_select(0, from_rows)
+                content_a = origin.content_a.index_select(1, from_rows)
+            furthest, has_blanks = self._follow(origin, pool, move, step, has_lanes)
+            if furthest == NOT_ALL:
+                raise ContradictionError(
+                    f"a move must name slots of {origin.name!r} and {pool.name!r}, of {origin.view.num_slots} and "
+                    f"{pool.view.num_slots} slots, got {move.src.max()} and {move.dst.max()} at most"
+                )
+            if on_device:
+                self._mirror.flush()
+                if has_lanes:
+                    kept = torch.from_numpy(self._are_written(pool, move)).to(device)
+                    lanes = content_a[:, kept], expected.select(1, CONTENT_B)[kept]
+                    pool.write_lanes(to_rows[kept], *lanes)
+                damage = found - expected  # a damaged source stays damaged
+                pool.records.index_copy_(0, to_rows, pool.records.index_select(0, to_rows) + damage)
+        return has_blanks
+
+    def _arrived(
+        self, pool: PoolState, places: Ints, names: Ints, step: int, sent: tuple[PoolState, Move] | None = None
+    ) -> list[Hit]:
+        """The destination's bytes, against the lanes of what was written at the source.
+
+        sent: whence they came, where the host knows: a source that differs as they do was damaged before it was moved.
+        """
+        if not self.compares_content or not len(places):
+            return []
+        if pool.host is not None and numbers_are_right(pool, places):
+            return []
+        slots = torch.from_numpy(places).to(pool.records.device)
+        if pool.host is None and slots_are_right(pool, slots):
+            return []
+        differs = _differing(pool, slots)
+        wrong = differs.any(0).nonzero().flatten().tolist()
+        hits = [self._hit("T1", pool, int(slots[n]), int(names[n]), differs[:, n], step) for n in wrong]
+        if sent is None or not wrong or not self._tells_sources:
+            return hits
+        origin, move = sent
+        sources = torch.from_numpy(move.src[wrong]).to(slots.device)
+        was_so = (_differing(origin, sources) == differs[:, wrong]).all(0).cpu().numpy()
+        if origin is pool:
+            was_so &= ~np.isin(move.src[wrong], move.dst)  # something else lies there now
+        for number in was_so.nonzero()[0].tolist():
+            n = wrong[number]
+            hits[number] = self._hit("R9", origin, int(move.src[n]), int(move.src_names[n]), differs[:, n], step)
+        return hits
+
+    def _hit(self, code: str, pool: PoolState, slot: int, name: int, differs: Tensor, step: int) -> Hit:
+        position = int(self._mirror.table[pool.base + slot, TOKEN_POSITION]) >> 32
+        layers = tuple(differs.nonzero().flatten().tolist())
+        owner = self._ledger.owner_of(name // self._state.page_size)
+        named = None if pool.view.slot_map is None else name
+        return Hit(code, pool, slot, position, owner, ("move", 0), step, layers, named=named)
+
+
+def _differing(pool: PoolState, slots: Tensor) -> Tensor:
+    """[num_layers, n] bool: layers of these slots in which bytes are not those that were written."""
+    differs: Tensor = lanes_of_slots(pool, slots)[0] != pool.content_a.index_select(1, slots)
+    return differs

@@ -1,0 +1,207 @@
+"""Host tier: pages that leave the pools for host memory and come back, instead of being computed again.
+
+What an engine does, and what the canary hears of it from here (*):
+
+offload   ``block = tier.offload(pages, length)``         * on_offload: the block keeps the canary's parcel
+          ``tier.wait(block)``, and only then ``canary.on_free`` or ``on_evict`` and ``allocator.free``
+restore   ``allocator.allocate``, ``canary.on_alloc(request, pages, for_load=True)``
+          ``load = tier.restore(block, request, pages)``  * on_load_begin: to read these pages is R12
+          ``tier.finish(load)`` before the forward        * on_load_end with the parcel: T1 where bytes have changed
+          ``canary.commit(request, block.length)``
+or        LoadFailedError from ``finish``, or ``tier.cancel(load)``: * on_load_fail; the pages may be written or freed
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvcanary import KVCanaryError
+from kvcanary.invariants import check_host_block, check_host_capacity, check_pool_slots
+from spec_engine.memory.allocator import PageAllocator
+from spec_engine.memory.cache.host_rows import HostRows, slots_of
+from spec_engine.memory.pools.pool import KVPool
+from spec_engine.step.streams import Event, Streams
+
+if TYPE_CHECKING:
+    from kvcanary import CanaryManager
+    from kvcanary.transfers.snapshots import Parcel
+
+STREAM = "host tier"
+
+
+class LoadFailedError(KVCanaryError, RuntimeError):
+    """Bytes did not come back from the host; their pages hold nothing, the request is to be computed again."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostBlock:
+    """Whole pages in host memory.
+
+    places: pages of the tier, in the order of the pages that were offloaded
+    length: what was final of the row, in entries from its begin on
+    event:  the end of the copy to the host; the pages must stay as they are until then
+    """
+
+    number: int
+    places: tuple[int, ...]
+    length: int
+    event: Event
+    parcel: Parcel | None
+
+    def __str__(self) -> str:
+        return f"host block {self.number}"
+
+
+@dataclass(eq=False)
+class Load:
+    """A block on its way back into ``pages`` of a request; ``error`` is why it did not arrive."""
+
+    block: HostBlock
+    request_id: str
+    pages: tuple[int, ...]
+    event: Event = field(init=False)
+    error: Exception | None = None
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Pages of the tier that come back: the last ones of the block."""
+        return self.block.places[-len(self.pages) :]
+
+    @property
+    def parcel(self) -> Parcel | None:
+        parcel = self.block.parcel
+        return None if parcel is None else parcel.behind(len(self.block.places) - len(self.pages))
+
+
+class HostTier:
+    """Blocks of pages of all pools that share slots, the least recently used given up first.
+
+    All copies run on one side stream: a place that is given up is written again only behind what still reads it.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        num_pages: int,
+        streams: Streams,
+        canary: CanaryManager | None = None,
+        slot_maps: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """``slot_maps``: by name of a pool whose slots are its own, its map; null slots travel for what it lacks."""
+        self.num_pages = num_pages
+        self._page_size = pools[0].page_size
+        self._rows = [HostRows(pool, (num_pages + 1) * self._page_size) for pool in pools]
+        for pool, rows in zip(pools, self._rows, strict=True):
+            for part in rows.parts:
+                check_pool_slots(f"{pool.name} on the host", part.shape[0], num_pages, self._page_size)
+        self._maps = [slot_maps.get(pool.name) for pool in pools]
+        self._places = PageAllocator(num_pages)
+        self._blocks: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first
+        self._number = 0
+        self._streams, self._canary = streams, canary
+
+    @property
+    def num_free(self) -> int:
+        return self._places.num_free
+
+    def holds(self, block: HostBlock) -> bool:
+        """Whether the block may still be restored: it was neither dropped nor evicted for another."""
+        return block.number in self._blocks
+
+    def offload(self, pages: Sequence[int], length: int) -> HostBlock:
+        """Copy pages of all pools to the host, in row order; HostCapacityError where they never fit.
+
+        ``length``: entries of the row that are final, those on other pages included. Old blocks are evicted to make
+        room.
+        """
+        check_host_capacity(len(pages), self.num_pages)
+        while self.num_free < len(pages):
+            self.drop(next(iter(self._blocks.values())))
+        places = tuple(self._places.allocate(len(pages)))
+        parcel = None if self._canary is None else self._canary.on_offload(pages)
+        slots, rows = self._own_slots(pages), slots_of(places, self._page_size)
+        side = self._streams.behind_main(STREAM)
+        event = side.submit("offload", lambda: self._save(slots, rows), reads=pages, writes=_names(places))
+        self._number += 1
+        block = self._blocks[self._number] = HostBlock(self._number, places, length, event, parcel)
+        return block
+
+    def wait(self, block: HostBlock) -> None:
+        """The host waits for the copy to the host: the pages that it reads may be freed."""
+        self._streams.host.wait(block.event)
+
+    def restore(self, block: HostBlock, request_id: str, pages: Sequence[int], first: int = 0) -> Load:
+        """Copy a block back into pages of a request, which may be read after ``finish``.
+
+        first: pages at the begin of the block that need not come back, since a prefix cache has them.
+        HostBlockError where the block is gone, or is not of so many pages.
+        """
+        check_host_block(str(block), self.holds(block), len(block.places) - first, len(pages))
+        self._blocks.move_to_end(block.number)
+        if self._canary is not None:
+            self._canary.on_load_begin(request_id, pages)
+        load, slots = Load(block, request_id, tuple(pages)), self._own_slots(pages)
+        side = self._streams.behind_main(STREAM)
+        load.event = side.submit("restore", lambda: self._load(load, slots), reads=_names(load.places), writes=pages)
+        return load
+
+    def finish(self, load: Load) -> None:
+        """The forwards that come now may read the pages; LoadFailedError where the bytes did not arrive."""
+        self._streams.main.wait(load.event)
+        if load.error is not None:
+            self._fail(load)
+            raise LoadFailedError(
+                f"{load.block} for {load.request_id!r} did not arrive in pages {list(load.pages)}, {load.error}: "
+                "free the pages and compute the request again"
+            ) from load.error
+        if self._canary is not None:
+            self._canary.on_load_end(load.request_id, load.pages, load.block.length, load.parcel)
+
+    def cancel(self, load: Load) -> None:
+        """Nobody wants the bytes any more: the host waits for the copy, then the pages may be freed."""
+        self._fail(load)
+
+    def drop(self, block: HostBlock) -> None:
+        """The block is not needed any more; its places are free."""
+        check_host_block(str(block), self.holds(block), len(block.places), len(block.places))
+        del self._blocks[block.number]
+        self._places.free(block.places)
+
+    def check_accounting(self) -> None:
+        """PageLeakError unless free places and those of the blocks are the whole tier."""
+        self._places.check_accounting(sum(len(block.places) for block in self._blocks.values()))
+
+    def _own_slots(self, pages: Sequence[int]) -> list[Tensor]:
+        """By pool the slots of these pages, where it has them now."""
+        slots = slots_of(pages, self._page_size)
+        return [slots if slot_map is None else slot_map[slots.to(slot_map.device)] for slot_map in self._maps]
+
+    def _save(self, slots: Sequence[Tensor], rows: Tensor) -> None:
+        for host, own in zip(self._rows, slots, strict=True):
+            host.save(own, rows)
+
+    def _load(self, load: Load, slots: Sequence[Tensor]) -> None:
+        """What goes wrong here is the load's own affair: other work of the stream goes on."""
+        places = slots_of(load.places, self._page_size)
+        try:
+            for host, own in zip(self._rows, slots, strict=True):
+                host.load(places, own)
+        except (RuntimeError, OSError) as error:
+            load.error = error
+
+    def _fail(self, load: Load) -> None:
+        """Nothing is on its way to these pages any more, and nothing is known to lie there."""
+        self._streams.host.wait(load.event)
+        if self._canary is not None:
+            self._canary.on_load_fail(load.request_id, load.pages)
+
+
+def _names(places: Sequence[int]) -> list[str]:
+    """What the canary calls pages of the tier."""
+    return [f"host page {place}" for place in places]

@@ -1,0 +1,1 @@
+"""What a server shows to whoever debugs it, and the faults that can be armed in it."""

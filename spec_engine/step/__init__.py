@@ -1,0 +1,1 @@
+"""A step on the device: forwards behind their hooks, acceptance, and what it leaves for the next one."""
